@@ -1,0 +1,237 @@
+"""Ragged text from a sampler (`Rollout`) to arrays of fixed shape (`Batch`): the one place that pads and packs.
+
+Two layouts meet here. Credit (advantages, weights) is given on `[B,T]`: one row a response, tokens from
+the left. The model runs on `[M,m,R,L]`: M mini-batches of m micro-batches of R rows of L tokens, a row
+being one sequence (padded) or several (packed); of each row only C response tokens are scored. The
+`Layout` maps the two onto each other, so everything downstream is blind to padding and packing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a sampler returns, on the host: B prompts with one response each, groups side by side."""
+
+    prompts: Sequence[Sequence[int]]
+    responses: Sequence[Sequence[int]]
+    logps: Sequence[Sequence[float]]
+    finished: Sequence[bool] = ()
+    version: int = 0
+
+
+class Inputs(NamedTuple):
+    """What the policy reads; every field may carry leading mini- and micro-batch axes.
+
+    `segments` is None where a row is one right-padded sequence (causality alone is exact then), else
+    the number of the sequence a token belongs to, 0 on padding. `index[r,c]` is the column whose hidden
+    state predicts the c-th response token of row r, `target` that token; unused slots hold 0.
+    """
+
+    tokens: Int[Array, "*lead R L"]
+    positions: Int[Array, "*lead R L"]
+    segments: Int[Array, "*lead R L"] | None
+    index: Int[Array, "*lead R C"]
+    target: Int[Array, "*lead R C"]
+
+
+class Layout(NamedTuple):
+    """Where each token of `[B,T]` lies in the flattened `[M,m,R,C]`, and back; -1 is nowhere."""
+
+    slot: Int[Array, "B T"]
+    token: Int[Array, "M m R C"]
+
+    def to_rows(self, x: Array) -> Array:
+        """`[M,m,R,C]` to `[B,T]`."""
+        return _take(x.ravel(), self.slot)
+
+    def to_slots(self, x: Array) -> Array:
+        """`[B,T]` to `[M,m,R,C]`."""
+        return _take(x.ravel(), self.token)
+
+
+class Batch(NamedTuple):
+    """A rollout on the device."""
+
+    inputs: Inputs
+    layout: Layout
+    mask: Bool[Array, "B T"]
+    sampler_logp: Float[Array, "B T"]
+
+
+def _take(flat, index):
+    return jnp.where(index >= 0, flat[jnp.maximum(index, 0)], jnp.zeros((), flat.dtype))
+
+
+@dataclass(frozen=True)
+class Collator:
+    """How a rollout becomes a batch.
+
+    `minibatches` optimizer batches (runs of whole rows, in order) of `microbatches` gradient-accumulation
+    slices each, every slice a multiple of `shards` rows. Lengths are rounded up to a multiple of `round_to`
+    (fewer compilations); `prompt_length` and `response_length` are limits. With `pack`, sequences
+    share rows of `prompt_length + response_length` tokens.
+    """
+
+    prompt_length: int
+    response_length: int
+    minibatches: int = 1
+    microbatches: int = 1
+    shards: int = 1
+    pack: bool = False
+    round_to: int = 64
+
+    def __call__(self, rollout: Rollout) -> Batch:
+        """Collate: pads or packs, and fills `[B,T]` with zeros where there is no token."""
+        self._check(rollout)
+        rows = len(rollout.responses)
+        longest = max(map(len, rollout.responses))
+        width = min(_round_up(longest, self.round_to), self.response_length)
+        sequences = [
+            _Sequence(i, np.asarray(p, np.int32), np.asarray(r, np.int32))
+            for i, (p, r) in enumerate(zip(rollout.prompts, rollout.responses, strict=True))
+        ]
+        per_minibatch = rows // self.minibatches
+        place = _pack if self.pack else _pad
+        placed = [
+            place(sequences[i : i + per_minibatch], self._capacity)
+            for i in range(0, rows, per_minibatch)
+        ]
+        shape = self._shape(placed, width)
+        slot: Any = np.full((rows, width), -1, np.int32)
+        arrays = _empty(shape)
+        for m, bins in enumerate(placed):
+            for n, bin_ in enumerate(bins):
+                micro, row = n % shape[1], n // shape[1]
+                _fill_row(arrays, slot, (m, micro, row), bin_, width)
+        inputs = Inputs(
+            tokens=arrays["tokens"],
+            positions=arrays["positions"],
+            segments=arrays["segments"] if self.pack else None,
+            index=arrays["index"],
+            target=arrays["target"],
+        )
+        return Batch(
+            inputs=inputs,
+            layout=Layout(slot=slot, token=arrays["token"]),
+            mask=slot >= 0,
+            sampler_logp=_right_padded(rollout.logps, slot.shape),
+        )
+
+    @property
+    def _capacity(self):
+        return self.prompt_length + self.response_length
+
+    def _check(self, rollout):
+        if len(rollout.responses) % self.minibatches:
+            raise UserError(
+                f"{len(rollout.responses)} responses do not divide into {self.minibatches} "
+                "mini-batches: choose prompts x group size as a multiple of it"
+            )
+        for i, (prompt, response) in enumerate(
+            zip(rollout.prompts, rollout.responses, strict=True)
+        ):
+            if not prompt or len(prompt) > self.prompt_length:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens, the limit is 1 to {self.prompt_length}: "
+                    "raise prompt_length or drop the prompt"
+                )
+            if not response or len(response) > self.response_length:
+                raise UserError(
+                    f"response {i} has {len(response)} tokens, the limit is 1 to "
+                    f"{self.response_length}: raise response_length"
+                )
+            if len(rollout.logps[i]) != len(response):
+                raise UserError(
+                    f"response {i} has {len(response)} tokens but {len(rollout.logps[i])} log-probs"
+                )
+
+    def _shape(self, placed, width):
+        """`(M, m, R, L, C)`, the smallest rounded shape that holds every bin."""
+        bins = max(map(len, placed))
+        rows = _round_up(-(-bins // self.microbatches), self.shards)
+        flat = [b for bins in placed for b in bins]
+        if self.pack:
+            scored = max(sum(len(s.response) for s in b) for b in flat)
+            columns = min(_round_up(scored, self.round_to), self._capacity)
+            return self.minibatches, self.microbatches, rows, self._capacity, columns
+        longest = max(sum(len(s.prompt) + len(s.response) for s in b) for b in flat)
+        length = min(_round_up(longest, self.round_to), self._capacity)
+        return self.minibatches, self.microbatches, rows, length, width
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    row: int
+    prompt: np.ndarray
+    response: np.ndarray
+    length: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "length", len(self.prompt) + len(self.response))
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def _pad(sequences, capacity):
+    """One sequence a row."""
+    del capacity
+    return [[s] for s in sequences]
+
+
+def _pack(sequences, capacity):
+    """First-fit decreasing: the longest first, each into the first row with room for it."""
+    bins, room = [], []
+    for s in sorted(sequences, key=lambda s: -s.length):
+        fits = (i for i, free in enumerate(room) if free >= s.length)
+        i = next(fits, len(bins))
+        if i == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[i].append(s)
+        room[i] -= s.length
+    return bins
+
+
+def _empty(shape) -> dict[str, Any]:
+    minibatches, micro, rows, length, columns = shape
+    wide, narrow = (minibatches, micro, rows, length), (minibatches, micro, rows, columns)
+    arrays = {name: np.zeros(wide, np.int32) for name in ("tokens", "positions", "segments")}
+    arrays |= {name: np.zeros(narrow, np.int32) for name in ("index", "target")}
+    arrays["token"] = np.full(narrow, -1, np.int32)
+    return arrays
+
+
+def _fill_row(arrays, slot, place, sequences, width):
+    """Writes the sequences of one row and both directions of the layout."""
+    start, column = 0, 0
+    first_slot = np.ravel_multi_index((*place, 0), arrays["token"].shape)
+    for number, s in enumerate(sequences, 1):
+        p, r = len(s.prompt), len(s.response)
+        here = slice(start, start + s.length)
+        scored = slice(column, column + r)
+        arrays["tokens"][(*place, here)] = np.concatenate([s.prompt, s.response])
+        arrays["positions"][(*place, here)] = np.arange(s.length)
+        arrays["segments"][(*place, here)] = number
+        arrays["index"][(*place, scored)] = start + p - 1 + np.arange(r)
+        arrays["target"][(*place, scored)] = s.response
+        arrays["token"][(*place, scored)] = s.row * width + np.arange(r)
+        slot[s.row, :r] = first_slot + column + np.arange(r)
+        start, column = start + s.length, column + r
+
+
+def _right_padded(rows, shape) -> Any:
+    out = np.zeros(shape, np.float32)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out

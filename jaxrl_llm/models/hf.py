@@ -1,0 +1,329 @@
+"""Hugging Face checkpoints in and out: safetensors only, one name map, no second full copy on the host."""
+
+import itertools
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jax.typing import DTypeLike
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.qwen2 import Shape, graph
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def resolve(model: str | pathlib.Path) -> pathlib.Path:
+    """A local folder as it is; a hub name is downloaded (weights, config and tokenizer only)."""
+    folder = pathlib.Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
+        raise UserError(
+            f"no model folder {folder}: give a folder, or a hub name such as Qwen/Qwen2.5-3B"
+        )
+    import huggingface_hub
+
+    try:
+        patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
+        return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
+    except (OSError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
+        ) from error
+
+
+def load_shape(folder: pathlib.Path) -> Shape:
+    """The architecture that config.json describes; what is not supported is refused by name."""
+    config = read_config(folder)
+    where = folder / "config.json"
+
+    def need(key):
+        if key not in config:
+            raise UserError(f"{where} has no {key}: is this a Qwen2 model folder?")
+        return config[key]
+
+    if need("model_type") != "qwen2":
+        raise UserError(
+            f"{where}: model_type {config['model_type']!r} is not supported, only 'qwen2'"
+        )
+    if config.get("use_sliding_window"):
+        raise UserError(f"{where}: use_sliding_window is not supported: set it to false")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
+        )
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"{where}: rope type {kind!r} is not supported: remove the rope scaling")
+    heads, hidden = need("num_attention_heads"), need("hidden_size")
+    if config.get("head_dim", hidden // heads) * heads != hidden:
+        raise UserError(f"{where}: head_dim x num_attention_heads is not hidden_size")
+    return Shape(
+        vocab_size=need("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=need("intermediate_size"),
+        num_layers=need("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=need("num_key_value_heads"),
+        tied=config.get("tie_word_embeddings", False),
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=config.get("rope_theta", rope.get("rope_theta", 10_000.0)),
+        max_length=config.get("max_position_embeddings", 32_768),
+    )
+
+
+def read_config(folder: pathlib.Path) -> dict:
+    """config.json as it stands."""
+    path = folder / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: {folder} is not a model folder") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON (line {error.lineno}): download it again") from error
+
+
+def load(folder: pathlib.Path, shape: Shape, shardings, dtype: DTypeLike | None = None):
+    """Parameters, each device reading just its own slice of each tensor; `dtype` None keeps the file's."""
+    files = _Files(folder)
+    _, shapes = graph(shape)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    names = {path: list(hf_names(path, leaf.shape)) for path, leaf in leaves}
+    files.check(
+        {name: leaf.shape[1:] if stacked(path) else leaf.shape
+         for path, leaf in leaves for name in names[path]},
+        ignore={"lm_head.weight"} if shape.tied else set(),
+    )  # fmt: skip
+    arrays = [
+        _read(files, names[path], stacked(path), leaf.shape, sharding, dtype)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def stacked(path) -> bool:
+    """Whether a parameter holds all layers, on axis 0."""
+    return path[0].key == "layers"
+
+
+def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
+    """The names under which the parameter at this tree path is filed, one a layer where it is stacked."""
+    keys = [key.key for key in path]
+    if keys[0] == "layers":
+        for i in range(shape[0]):
+            yield ".".join(["model", "layers", str(i), *keys[1:]])
+    else:
+        yield ".".join(keys if keys[0] == "lm_head" else ["model", *keys])
+
+
+def named_tensors(params) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, array in its shape) pairs, gathered to the host one tensor at a time."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names = list(hf_names(path, leaf.shape))
+        parts = (leaf[i] for i in range(len(names))) if stacked(path) else iter([leaf])
+        for name, part in zip(names, parts, strict=True):
+            array = _to_host(part)
+            yield name, array.reshape(_file_shape(name, array.shape))
+
+
+def export(
+    params,
+    shape: Shape,
+    folder: pathlib.Path,
+    *,
+    source: pathlib.Path | None = None,
+    dtype: DTypeLike | None = None,
+    shard_bytes: int = 4 * 2**30,
+) -> None:
+    """Writes safetensors, config.json and (from the `source` folder) the tokenizer; complete or not at all."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: export to a new folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = named_tensors(params)
+    if dtype is not None:
+        tensors = ((name, array.astype(dtype)) for name, array in tensors)
+    kind = write_safetensors(tensors, partial, shard_bytes)
+    config = read_config(source) if source else {}
+    (partial / "config.json").write_text(
+        json.dumps(config | hf_config(shape, kind), indent=2) + "\n"
+    )
+    if source:
+        for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
+            shutil.copyfile(path, partial / path.name)
+    if folder.exists():
+        folder.rmdir()
+    partial.rename(folder)
+
+
+def hf_config(shape: Shape, dtype: str) -> dict:
+    """The config.json that describes this architecture."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "dtype": dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "max_position_embeddings": shape.max_length,
+        "use_sliding_window": False,
+    }
+
+
+def write_safetensors(
+    tensors: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path, shard_bytes: int
+) -> str:
+    """Files of at most `shard_bytes` (one tensor at least) and their index; returns the dtype's name."""
+    shard, size, total, files, kind = {}, 0, 0, [], ""
+
+    def flush():
+        path = folder / f"part-{len(files):05d}.safetensors"
+        safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
+        files.append((path, list(shard)))
+        shard.clear()
+
+    for name, array in tensors:
+        if shard and size + array.nbytes > shard_bytes:
+            flush()
+            size = 0
+        shard[name] = np.ascontiguousarray(array)
+        size, total, kind = size + array.nbytes, total + array.nbytes, str(array.dtype)
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(folder / SINGLE)
+        return kind
+    weight_map = {}
+    for i, (path, names) in enumerate(files, 1):
+        final = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return kind
+
+
+class _Files:
+    """The tensors of a folder by name, each opened lazily in the file that holds it."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        index = folder / INDEX
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif (folder / SINGLE).exists():
+            names = [SINGLE]
+        else:
+            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: only safetensors are read")
+        self.handles = {}
+        for name in names:
+            handle = self._open(folder / name)
+            self.handles |= dict.fromkeys(handle.keys(), handle)
+
+    @staticmethod
+    def _open(path):
+        try:
+            return safetensors.safe_open(path, framework="numpy")
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{path} is missing though the index names it: download it again"
+            ) from error
+        except safetensors.SafetensorError as error:
+            raise UserError(
+                f"{path} is damaged or cut short ({error}): download it again"
+            ) from error
+
+    def check(self, expected: dict[str, tuple[int, ...]], ignore: set[str]):
+        """Every expected tensor is there in its shape, and nothing else is."""
+        for name, shape in expected.items():
+            if name not in self.handles:
+                raise UserError(f"{self.folder} has no tensor {name}")
+            want, have = _file_shape(name, shape), tuple(self.slice(name).get_shape())
+            if have != want:
+                raise UserError(
+                    f"{self.folder}: {name} has shape {have}, config.json asks for {want}"
+                )
+        extra = sorted(set(self.handles) - set(expected) - ignore)
+        if extra:
+            raise UserError(f"{self.folder} has {len(extra)} tensors too many, first {extra[0]}")
+
+    def slice(self, name):
+        """A view that reads only what is indexed."""
+        return self.handles[name].get_slice(name)
+
+
+def _file_shape(name, shape):
+    """Heads are an axis of their own here and fused with the head width in the file."""
+    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return (shape[0] * shape[1], shape[2])
+    if name.endswith("o_proj.weight"):
+        return (shape[0], shape[1] * shape[2])
+    if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
+        return (shape[0] * shape[1],)
+    return tuple(shape)
+
+
+def _file_index(name, index, shape):
+    """An index into our shape as one into the file's; the head width itself is never cut."""
+    spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    fused = 1 if name.endswith("o_proj.weight") else 0
+    if len(_file_shape(name, shape)) < len(shape):
+        (start, stop), width = spans[fused], shape[fused + 1]
+        spans[fused : fused + 2] = [(start * width, stop * width)]
+    return tuple(slice(*span) for span in spans)
+
+
+def _read(files, names, is_stacked, shape, sharding, dtype):
+    """One parameter, assembled slice by slice in the place it is going to live."""
+    inner = shape[1:] if is_stacked else shape
+
+    def read(index):
+        layers = range(*index[0].indices(shape[0])) if is_stacked else [0]
+        rest = index[1:] if is_stacked else index
+        size = [len(range(*s.indices(d))) for s, d in zip(rest, inner, strict=True)]
+        parts = (files.slice(names[i])[_file_index(names[i], rest, inner)] for i in layers)
+        first = next(parts)
+        out = np.empty((len(layers), *size), first.dtype if dtype is None else jnp.dtype(dtype))
+        for n, part in enumerate(itertools.chain([first], parts)):
+            out[n] = part.reshape(size)
+        return out if is_stacked else out[0]
+
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _to_host(array):
+    if not array.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)

@@ -1,0 +1,1 @@
+"""Prompts and verifiable rewards, in plain Python."""

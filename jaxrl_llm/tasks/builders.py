@@ -1,0 +1,153 @@
+"""The tasks' data as tensorflow-datasets builders in array_record files; TensorFlow is not needed."""
+
+import contextlib
+import dataclasses
+import io
+import logging
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.kk_generate import SPLITS, Recipe, generate
+from jaxrl_llm.tasks.kk_logic import Puzzle, from_nested, to_nested
+from jaxrl_llm.tasks.math_records import Problem
+from jaxrl_llm.tasks.task import Mapped
+
+E = TypeVar("E")
+Splits = tuple[Mapped[E], Mapped[E]]  # train, test
+
+_TEXT = tfds.features.Text()
+_TEXTS = tfds.features.Sequence(_TEXT)
+
+
+@dataclasses.dataclass(eq=False)
+class KnightsKnavesConfig(tfds.core.BuilderConfig):
+    """A recipe under a name."""
+
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+
+
+def knights_knaves_config(recipe: Recipe) -> KnightsKnavesConfig:
+    """The config of any recipe, named after all of it, so that no other recipe's files are reused."""
+    people = "_".join(map(str, recipe.people))
+    sizes = f"train{recipe.train}-test{recipe.test}-seed{recipe.seed}"
+    return KnightsKnavesConfig(name=f"people{people}-depth{recipe.depth}-{sizes}", recipe=recipe)
+
+
+class KnightsKnavesBuilder(tfds.core.GeneratorBasedBuilder):
+    """Generated Knights and Knaves puzzles: `people2` to `people8`, and `mixed`."""
+
+    name = "knights_knaves"
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS: ClassVar = [
+        *(KnightsKnavesConfig(name=f"people{n}", recipe=Recipe((n,))) for n in range(2, 9)),
+        KnightsKnavesConfig(name="mixed", recipe=Recipe(tuple(range(2, 9)))),
+    ]
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = tfds.features.FeaturesDict(
+            {
+                "names": _TEXTS,
+                "statements": _TEXTS,
+                "solution": tfds.features.Sequence(tfds.features.Scalar(dtype=np.bool_)),
+                "question": _TEXT,
+            }
+        )
+        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        assert isinstance(self.builder_config, KnightsKnavesConfig)
+        recipe = self.builder_config.recipe
+        return {split: self._generate_examples(generate(recipe, split)) for split in SPLITS}
+
+    def _generate_examples(self, puzzles: Iterator[Puzzle]) -> Iterator[tuple[int, dict[str, Any]]]:
+        return enumerate(map(_encode_puzzle, puzzles))
+
+
+def _encode_puzzle(puzzle: Puzzle) -> dict[str, Any]:
+    statements = [repr(to_nested(statement)) for statement in puzzle.statements]
+    return {**vars(puzzle), "statements": statements}
+
+
+def _decode_puzzle(row: dict[str, Any]) -> Puzzle:
+    return Puzzle(
+        names=tuple(name.decode() for name in row["names"]),
+        statements=tuple(from_nested(literal_eval(text.decode())) for text in row["statements"]),
+        solution=tuple(map(bool, row["solution"])),
+        question=row["question"].decode(),
+    )
+
+
+class MathBuilder(tfds.core.GeneratorBasedBuilder):
+    """Math problems with their answers; made of the problems given, and named after their content."""
+
+    name = "math_problems"
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(self, train: Sequence[Problem], test: Sequence[Problem], **kwargs: Any):
+        self._problems = {"train": train, "test": test}
+        digest = blake2b(repr(self._problems).encode(), digest_size=8).hexdigest()
+        super().__init__(config=tfds.core.BuilderConfig(name=digest), **kwargs)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = tfds.features.FeaturesDict({"question": _TEXT, "answer": _TEXT})
+        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        return {split: self._generate_examples(rows) for split, rows in self._problems.items()}
+
+    def _generate_examples(
+        self, problems: Sequence[Problem]
+    ) -> Iterator[tuple[int, dict[str, str]]]:
+        return enumerate(map(vars, problems))
+
+
+def _decode_problem(row: dict[str, Any]) -> Problem:
+    return Problem(row["question"].decode(), row["answer"].decode())
+
+
+def knights_knaves(recipe: Recipe, data_dir: str | Path) -> Splits[Puzzle]:
+    """The train and test puzzles of a recipe, built under `data_dir` unless they are there."""
+    config = knights_knaves_config(recipe)
+    return _prepared(lambda: KnightsKnavesBuilder(config=config, data_dir=data_dir), _decode_puzzle)
+
+
+def math_problems(
+    train: Sequence[Problem], test: Sequence[Problem], data_dir: str | Path
+) -> Splits[Problem]:
+    """The train and test problems, written under `data_dir` unless they are there."""
+    return _prepared(lambda: MathBuilder(train, test, data_dir=data_dir), _decode_problem)
+
+
+def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) -> Splits[E]:
+    """Builds into a folder that appears only when it is whole, and opens both splits."""
+    with _quiet_tfds():
+        try:
+            builder = make()
+            builder.download_and_prepare(file_format="array_record")
+        except OSError as error:
+            builder = make()
+            if not builder.data_path.exists():  # else another process has built the same meanwhile
+                raise UserError(f"cannot build the data set: {error}") from error
+        sources = [builder.as_data_source(split=split) for split in SPLITS]
+    return Mapped(sources[0], decode), Mapped(sources[1], decode)
+
+
+@contextlib.contextmanager
+def _quiet_tfds() -> Iterator[None]:
+    """Withholds the progress bars, prints and notices on custom configs of tensorflow-datasets."""
+    notices = logging.getLogger("absl")
+    level = notices.level
+    notices.setLevel(logging.ERROR)
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        notices.setLevel(level)

@@ -1,0 +1,100 @@
+"""Seeded random Knights and Knaves puzzles with one solution each, in splits that never meet."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from random import Random
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import kk_english
+from jaxrl_llm.tasks.kk_logic import (
+    Compound,
+    Connective,
+    Is,
+    Not,
+    Puzzle,
+    Statement,
+    canonical_key,
+    solutions,
+    truth_table,
+)
+
+SPLITS = ("train", "test")
+_TEST_SHARE = 5  # one key in five belongs to the test split
+_PATIENCE = 20_000  # draws without a new puzzle before the space counts as used up
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A data set: `people` per puzzle (mixed evenly), nesting up to `depth`, sizes, and the seed."""
+
+    people: tuple[int, ...] = (3,)
+    depth: int = 2
+    train: int = 10_000
+    test: int = 1_000
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.people or not set(self.people) <= set(range(2, 9)):
+            raise UserError(
+                f"people={self.people}: a puzzle has 2 to 8 people, as in people=(3, 4)"
+            )
+        if self.depth < 1:
+            raise UserError(f"depth={self.depth}: statements nest at least 1 deep")
+        if min(self.train, self.test) < 1:
+            raise UserError(f"train={self.train}, test={self.test}: both splits need examples")
+
+
+def split_of(key: str) -> str:
+    """The split a canonical key belongs to, in every data set whatever its seed, sizes and people."""
+    return "test" if int(key, 16) % _TEST_SHARE == 0 else "train"
+
+
+def generate(recipe: Recipe, split: str) -> Iterator[Puzzle]:
+    """The puzzles of one split of a recipe, taking the numbers of people in turn."""
+    streams = [puzzles(split, n, recipe.depth, recipe.seed) for n in recipe.people]
+    size = {"train": recipe.train, "test": recipe.test}[split]
+    return (next(stream) for stream in islice(cycle(streams), size))
+
+
+def puzzles(split: str, people: int, depth: int, seed: int) -> Iterator[Puzzle]:
+    """Endless distinct puzzles of one split; a UserError once no new one can be found."""
+    rng = Random(f"{seed} {split} {people} {depth}")  # noqa: S311 (not for secrets)
+    seen: set[str] = set()
+    draws = 0
+    while draws < _PATIENCE:
+        draws += 1
+        statements = tuple(_informative(rng, people, depth) for _ in range(people))
+        found = solutions(statements)
+        if len(found) != 1:
+            continue
+        key = canonical_key(statements)
+        if key in seen or split_of(key) != split:
+            continue
+        seen.add(key)
+        draws = 0
+        names = tuple(rng.sample(kk_english.NAMES, people))
+        yield Puzzle(names, statements, found[0], kk_english.question(names, statements, rng))
+    raise UserError(
+        f"only {len(seen)} distinct {split} puzzles found with {people} people at depth {depth}: "
+        "ask for fewer, or for more people or depth"
+    )
+
+
+def _informative(rng: Random, people: int, depth: int) -> Statement:
+    """A random statement no part of which is always true or always false."""
+    while True:
+        statement = _statement(rng, people, depth)
+        if 0 < truth_table(statement, people) < (1 << (1 << people)) - 1:
+            return statement
+
+
+def _statement(rng: Random, people: int, depth: int) -> Statement:
+    kind = rng.random()
+    if depth == 0 or kind < 0.2:
+        return Is(rng.randrange(people), rng.random() < 0.5)
+    if kind < 0.3:
+        return Not(_informative(rng, people, depth - 1))
+    connective = rng.choice(tuple(Connective))
+    left, right = _informative(rng, people, depth - 1), _informative(rng, people, depth - 1)
+    return Compound(connective, left, right)

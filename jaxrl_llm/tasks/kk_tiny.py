@@ -1,0 +1,93 @@
+"""Knights and Knaves in a few dozen words, for a model with a word-level vocabulary."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from jaxrl_llm.tasks.kk_english import role
+from jaxrl_llm.tasks.kk_logic import (
+    Compound,
+    Connective,
+    Is,
+    Not,
+    Puzzle,
+    Roles,
+    Statement,
+    assignments,
+    truth_table,
+)
+
+TINY_NAMES = ("Ada", "Ben", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal")
+
+_CONNECTIVES = {
+    Connective.AND: "and",
+    Connective.OR: "or",
+    Connective.IMPLIES: "implies",
+    Connective.IFF: "iff",
+}
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_MARKS = (":", ".", "(", ")", "not", "true", "false", "yes", "no", "is", "a", "knight", "knave")
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word of the tiny prompts and demonstrations; all text is these joined by single spaces."""
+    return (*_TAGS, *_MARKS, *_CONNECTIVES.values(), *TINY_NAMES)
+
+
+def retell(puzzle: Puzzle) -> Puzzle:
+    """The same puzzle about the tiny names, its question in tiny words."""
+    names = TINY_NAMES[: len(puzzle.names)]
+    parts = zip(names, puzzle.statements, strict=True)
+    said = " ".join(f"{name} : {_claim(statement)} ." for name, statement in parts)
+    return replace(puzzle, names=names, question=said)
+
+
+def _claim(statement: Statement) -> str:
+    match statement:
+        case Is(person, knight):
+            return f"{TINY_NAMES[person]} {role(knight)}"
+        case Not(of):
+            return f"not {_operand(of)}"
+        case Compound(connective, left, right):
+            return f"{_operand(left)} {_CONNECTIVES[connective]} {_operand(right)}"
+
+
+def _operand(statement: Statement) -> str:
+    text = _claim(statement)
+    return f"( {text} )" if isinstance(statement, Compound) else text
+
+
+def prompt(puzzle: Puzzle) -> str:
+    """The retold question, and the opened thought."""
+    return f"{puzzle.question} <think>"
+
+
+def demonstration(puzzle: Puzzle, guesses: Iterable[Roles] | None = None) -> str:
+    """A full-score response: guess, state each statement's truth value, accept or try the next.
+
+    A guess is abandoned at the first misfit. `guesses` (by default all, knights first) must reach the
+    solution; a caller who reorders or thins them gets shorter or more varied traces.
+    """
+    words: list[str] = []
+    for roles in assignments(len(puzzle.names)) if guesses is None else guesses:
+        words += _attempt(puzzle, roles)
+        if roles == puzzle.solution:
+            break
+    else:
+        raise ValueError(f"the guesses do not reach the solution {puzzle.solution}")
+    answer = [
+        f"{name} is a {role(r)}" for name, r in zip(puzzle.names, puzzle.solution, strict=True)
+    ]
+    return " ".join((*words, "</think>", "<answer>", *answer, "</answer>"))
+
+
+def _attempt(puzzle: Puzzle, roles: Roles) -> list[str]:
+    """One guess: the roles, the statements' truth values up to the first misfit, and the verdict."""
+    people = len(roles)
+    case = assignments(people).index(roles)
+    words = [role(knight) for knight in roles]
+    for speaker, statement in enumerate(puzzle.statements):
+        value = bool(truth_table(statement, people) >> case & 1)
+        words.append("true" if value else "false")
+        if value != roles[speaker]:
+            return [*words, "no"]
+    return [*words, "yes"]

@@ -1,0 +1,139 @@
+"""Knights and Knaves as a task: prompts, the rule-based reward, and the published puzzles."""
+
+import re
+from ast import literal_eval
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import kk_english, kk_tiny
+from jaxrl_llm.tasks.kk_logic import (
+    Puzzle,
+    Roles,
+    canonical_key,
+    from_nested,
+    highest_person,
+    solutions,
+)
+from jaxrl_llm.tasks.task import Mapped, Reward, Source
+
+# The instruction of the published runs (arXiv:2505.12929), word for word.
+_PAPER_PROMPT = (
+    "<|im_start|>system\n"
+    "You are a helpful assistant. The assistant first thinks about the reasoning process in the mind "
+    "and then provides the user with the answer. The reasoning process and answer are enclosed within "
+    "<think> </think> and<answer> </answer> tags, respectively, i.e., <think> reasoning process here "
+    "</think><answer> answer here </answer>.  Now the user asks you to solve a logical reasoning "
+    "problem. After thinking, when you finally reach a conclusion, clearly state the identity of each "
+    "character within <answer> </answer> tags. i.e., <answer> (1) Zoey is a knight\n(2) ... </answer>."
+    "\n<|im_end|>\n<|im_start|>user\n{question}\n<|im_end|>\n<|im_start|>assistant\n<think>"
+)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_COLUMNS = ("quiz", "names", "statements", "solution")
+
+
+@dataclass(frozen=True)
+class KnightsKnaves:
+    """The task over two sources of puzzles, told by `prompt` and solved aloud by `demonstration`."""
+
+    name: str
+    train: Source[Puzzle]
+    test: Source[Puzzle]
+    prompt: Callable[[Puzzle], str]
+    demonstration: Callable[[Puzzle], str]
+
+    def reward(self, example: Puzzle, response: str) -> Reward:
+        return reward(example.names, example.solution, response)
+
+
+def english(train: Source[Puzzle], test: Source[Puzzle]) -> KnightsKnaves:
+    """The task in English, under the paper's prompt."""
+    return KnightsKnaves("knights_knaves", train, test, paper_prompt, kk_english.demonstration)
+
+
+def tiny(train: Source[Puzzle], test: Source[Puzzle]) -> KnightsKnaves:
+    """The same puzzles in the words of `kk_tiny.vocabulary()`."""
+    train, test = Mapped(train, kk_tiny.retell), Mapped(test, kk_tiny.retell)
+    return KnightsKnaves("knights_knaves_tiny", train, test, kk_tiny.prompt, kk_tiny.demonstration)
+
+
+def paper_prompt(puzzle: Puzzle) -> str:
+    """The paper's prompt for a puzzle; it ends in an open `<think>`, which the response continues."""
+    return _PAPER_PROMPT.format(question=puzzle.question)
+
+
+def reward(names: Sequence[str], solution: Roles, response: str) -> Reward:
+    """Format +1 or -1; answer +2 if all right, -1.5 if wrong, -2 if unreadable or the format is wrong.
+
+    The response continues a prompt that has opened `<think>`, so a score is 3, -0.5, -1 or -3.
+    """
+    text = "<think>" + response
+    formatted = well_formed(text)
+    roles = parse_answer(text, names) if formatted else None
+    correct = roles == tuple(solution)
+    answer_score = -2.0 if roles is None else 2.0 if correct else -1.5
+    fields = {
+        "formatted": float(formatted),
+        "parsed": float(roles is not None),
+        "people": float(len(names)),
+    }
+    return Reward((1.0 if formatted else -1.0) + answer_score, correct, fields)
+
+
+def well_formed(text: str) -> bool:
+    """Whether each of the four tags occurs exactly once, in order."""
+    places = [text.find(tag) for tag in _TAGS]
+    return all(text.count(tag) == 1 for tag in _TAGS) and places == sorted(places)
+
+
+def parse_answer(text: str, names: Sequence[str]) -> Roles | None:
+    """The roles stated in a well-formed text, or None unless it states one role for each name."""
+    answer = text.partition("<answer>")[2].partition("</answer>")[0].lower()
+    if answer.count("knight") + answer.count("knave") != len(names):
+        return None
+    roles = []
+    for name in names:
+        found = re.search(rf"\b{re.escape(name.lower())}\s+is\s+a\s+(knight|knave)\b", answer)
+        if found is None:
+            return None
+        roles.append(found[1] == "knight")
+    return tuple(roles)
+
+
+def read_published(path: str | Path) -> list[Puzzle]:
+    """The puzzles of a parquet file in the published format, each checked against our own solver."""
+    try:
+        rows = pyarrow.parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path} as a parquet file of puzzles: {error}") from error
+    return [_published(row, f"{path}, row {i}") for i, row in enumerate(rows)]
+
+
+def _published(row: dict[str, Any], where: str) -> Puzzle:
+    if row.keys() != set(_COLUMNS):
+        raise UserError(f"{where}: the columns {', '.join(_COLUMNS)} are needed")
+    names, solution = tuple(row["names"]), tuple(row["solution"])
+    try:
+        statements = tuple(map(from_nested, literal_eval(row["statements"])))
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise UserError(f"{where}: unreadable statements: {error}") from error
+    if not (2 <= len(names) <= 8 and len(names) == len(statements)):
+        raise UserError(
+            f"{where}: {len(statements)} statements by {len(names)} people; 2 to 8 are needed"
+        )
+    if max(map(highest_person, statements)) >= len(names):
+        raise UserError(f"{where}: a statement is about somebody who is not in the puzzle")
+    if solutions(statements) != [solution]:
+        raise UserError(f"{where}: {solution} is not the only solution of its statements")
+    return Puzzle(names, statements, solution, row["quiz"])
+
+
+def without(puzzles: Sequence[Puzzle], held_out: Sequence[Puzzle]) -> list[Puzzle]:
+    """The puzzles that are none of the held-out ones, not even under other names."""
+    taken = {canonical_key(puzzle.statements) for puzzle in held_out}
+    return [puzzle for puzzle in puzzles if canonical_key(puzzle.statements) not in taken]

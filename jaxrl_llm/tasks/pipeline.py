@@ -1,0 +1,70 @@
+"""Batches of examples: shuffled per epoch, shared out over hosts, resumable at any batch."""
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import grain
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.task import Source
+
+E = TypeVar("E")
+
+
+class Batches(Iterator[list[E]], Generic[E]):
+    """This host's share of a global stream of examples, `batch_size` at a time.
+
+    The stream is the source in a new order each epoch, and each global batch is the next
+    `batch_size * process_count` of it; so the examples of a step do not depend on how many hosts share
+    them, every host makes equally many batches, and only the end of the last epoch is cut.
+    """
+
+    def __init__(
+        self,
+        source: Source[E],
+        batch_size: int,
+        *,
+        seed: int,
+        epochs: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        if len(source) == 0:
+            raise UserError("the data set is empty: it needs at least one example")
+        if not 0 <= process_index < process_count:
+            raise ValueError(f"process {process_index} of {process_count}")
+        global_batch = batch_size * process_count
+        if epochs is not None and epochs * len(source) < global_batch:
+            raise UserError(
+                f"{epochs} epochs of {len(source)} examples do not fill one batch of {global_batch}: "
+                "use more epochs or a smaller batch"
+            )
+        stream: Any = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat(epochs)
+        share = stream[process_index::process_count].map(source.__getitem__)
+        self._share = share.batch(batch_size, batch_fn=list)
+        self._batch_count = len(stream) // global_batch
+        self._next = 0
+        self._identity = {"examples": len(source), "global_batch": global_batch, "seed": seed}
+
+    def __len__(self) -> int:
+        return self._batch_count
+
+    def __next__(self) -> list[E]:
+        if self._next >= self._batch_count:
+            raise StopIteration
+        batch = self._share[self._next]
+        self._next += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """What a checkpoint keeps: the next batch, and what the stream was made of."""
+        return {"next": self._next, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues exactly where `state` was taken; a UserError if that was another stream."""
+        for key, value in self._identity.items():
+            if state[key] != value:
+                raise UserError(
+                    f"cannot resume the data at {key}={value}: the checkpoint was written with {state[key]}"
+                )
+        self._next = state["next"]

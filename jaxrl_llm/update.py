@@ -1,0 +1,243 @@
+"""The train step: one jitted scan of ordinary optax steps over (mini-batch, stage), blind to the algorithm.
+
+`policy_logp: (params, inputs) -> [R,C]` comes in as an argument, so nothing here knows the model.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm import metrics
+from jaxrl_llm.batch import Batch, Inputs, Layout
+from jaxrl_llm.models.sharding import BATCH, fit
+from jaxrl_llm.objectives import Objective
+
+PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
+Slots = Float[Array, "M m R C"]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes; `step` counts batches, `skipped` steps with a non-finite gradient."""
+
+    params: Any
+    opt_state: Any
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+
+class Credited(NamedTuple):
+    """A batch that is ready to learn from: constant in the parameters, in the layout of the model."""
+
+    inputs: Inputs
+    mask: Bool[Array, "M m R C"]
+    old_logp: Slots
+    ref_logp: Slots
+    advantage: Slots
+    weight: Float[Array, "S M m R C"]
+
+
+# Orders: in which sequence a step visits (mini-batch, stage).
+
+
+def interleaved(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
+    """All stages of a mini-batch, then the next mini-batch (the default)."""
+    return np.asarray([(m, s) for m in range(minibatches) for s in range(stages)], np.int32)
+
+
+def stage_major(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
+    """A stage over all mini-batches, then the next stage."""
+    return np.asarray([(m, s) for s in range(stages) for m in range(minibatches)], np.int32)
+
+
+# Optimizers.
+
+
+def scale_by_batches(
+    schedule: Callable[[Array], Array],
+) -> optax.GradientTransformationExtraArgs:
+    """Multiplies by -schedule(step), where step counts batches and not optimizer steps."""
+
+    def init(params):
+        del params
+        return optax.EmptyState()
+
+    def update(updates, state, params=None, **extra):
+        del params
+        rate = schedule(extra["step"])
+        return jax.tree.map(lambda u: -rate * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def adamw(
+    schedule: Callable[[Array], Array] | float = 1e-6,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    max_norm: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW on all parameters after clipping the global norm; the paper's setting."""
+    rate = schedule if callable(schedule) else lambda _: jnp.asarray(schedule)
+    return optax.chain(
+        optax.clip_by_global_norm(max_norm),
+        optax.scale_by_adam(b1, b2, eps),
+        optax.add_decayed_weights(weight_decay),
+        scale_by_batches(rate),
+    )
+
+
+def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
+    """A fresh state; what the optimizer keeps per parameter lies where the parameter lies."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    everywhere = jax.tree.leaves(params)[0].sharding
+    if isinstance(everywhere, NamedSharding):
+        everywhere = NamedSharding(everywhere.mesh, P())
+    shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, p: p.sharding,
+        shapes,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), everywhere) for _ in range(2))
+    return TrainState(params, opt_state, step, skipped)
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """The batch on the mesh, rows spread over its batch axes."""
+
+    def put(spec):
+        return lambda x: jax.device_put(x, NamedSharding(mesh, fit(spec, x.shape, mesh)))
+
+    model_side, credit_side = put(P(None, None, BATCH)), put(P(BATCH))
+    layout = Layout(credit_side(batch.layout.slot), model_side(batch.layout.token))
+    inputs = jax.tree.map(model_side, batch.inputs)
+    return Batch(inputs, layout, credit_side(batch.mask), credit_side(batch.sampler_logp))
+
+
+# The three jitted programs of a training step: score, credit, update.
+
+
+def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Slots]:
+    """Log-probs of a whole batch, one micro-batch at a time."""
+
+    @jax.jit
+    def score(params, inputs):
+        lead = inputs.tokens.shape[:2]
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
+        out = jax.lax.map(lambda micro: policy_logp(params, micro), flat)
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
+
+    return score
+
+
+def make_credit(objective: Objective) -> Callable[..., Credited]:
+    """Rewards and log-probs to advantages and weights, with statistics over the whole global batch."""
+
+    @jax.jit
+    def credit(batch: Batch, reward: Float[Array, "B"], old_logp: Slots, ref_logp: Slots):
+        layout: Layout = batch.layout
+        advantage, weight = objective.credit(
+            reward,
+            layout.to_rows(old_logp),
+            layout.to_rows(ref_logp),
+            batch.sampler_logp,
+            batch.mask,
+            minibatches=layout.token.shape[0],
+        )
+        return Credited(
+            inputs=batch.inputs,
+            mask=layout.token >= 0,
+            old_logp=old_logp,
+            ref_logp=ref_logp,
+            advantage=layout.to_slots(advantage),
+            weight=jax.vmap(layout.to_slots)(weight),
+        )
+
+    return credit
+
+
+def make_train_step(
+    policy_logp: PolicyLogp,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    order: Callable[[int, int], Int[np.ndarray, "K 2"]] = interleaved,
+    shardings: TrainState | None = None,
+) -> Callable[[TrainState, Credited], tuple[TrainState, dict[str, Float[Array, "K"]]]]:
+    """`(state, credited) -> (state, metrics)`, jitted, the state donated; one metric row an optimizer step.
+
+    A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
+    `shardings` pins the new state to where the old one lies.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def sums_and_loss(params, micro: Credited):
+        logp = policy_logp(params, micro.inputs)
+        # Unused slots score an arbitrary token: make them inert before any exponential.
+        logp = jnp.where(micro.mask, logp, 0.0)
+        tokens = (logp, micro.old_logp, micro.ref_logp, micro.advantage)
+        surrogate, penalty = objective.per_token(*tokens)
+        loss = jnp.sum(micro.weight * (surrogate + penalty))
+        frozen = (jax.lax.stop_gradient(logp), *tokens[1:])
+        return loss, metrics.token_sums(objective, *frozen, micro.weight, micro.mask)
+
+    def optimizer_step(state: TrainState, minibatch: Credited):
+        (loss, sums), grads = accumulate(sums_and_loss, state.params, minibatch)
+        norm = optax.tree.norm(grads)
+
+        def apply(state):
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, state.params, step=state.step
+            )
+            return state._replace(
+                params=optax.apply_updates(state.params, updates), opt_state=opt_state
+            )
+
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        state = jax.lax.cond(finite, apply, lambda s: s, state)
+        state = state._replace(skipped=state.skipped + ~finite)
+        return state, metrics.as_means(sums) | {"loss": loss, "grad_norm": norm}
+
+    def visit(data: Credited, state: TrainState, place):
+        m, s = place
+        weight = data.weight[s, m]
+        rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
+        minibatch = rest._replace(weight=weight)
+        shapes = jax.eval_shape(optimizer_step, state, minibatch)[1]
+        skip = lambda state, _: (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return jax.lax.cond(jnp.any(weight > 0), optimizer_step, skip, state, minibatch)
+
+    def train_step(state: TrainState, data: Credited):
+        stages, minibatches = data.weight.shape[:2]
+        plan = order(minibatches, stages)
+        state, rows = jax.lax.scan(lambda s, place: visit(data, s, place), state, plan)
+        rows |= {"minibatch": jnp.asarray(plan[:, 0]), "stage": jnp.asarray(plan[:, 1])}
+        return state._replace(step=state.step + 1), rows
+
+    out = None if shardings is None else (shardings, None)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=out)
+
+
+def accumulate(loss_and_sums, params, minibatch: Credited):
+    """Value, sums and gradient of a mini-batch, added up over its micro-batches."""
+    value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
+    if minibatch.weight.shape[0] == 1:
+        return value_and_grad(params, jax.tree.map(lambda x: x[0], minibatch))
+
+    def add(total, micro):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, micro)), None
+
+    shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], minibatch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zeros, minibatch)[0]

@@ -1,0 +1,152 @@
+"""The decoder and its log-probs: causal, blind to padding and packing, the same on every attention backend."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Inputs, Rollout
+from jaxrl_llm.models import attention, logprobs, qwen2, sharding
+from tests import tiny
+
+PARAMETERS = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-7B-Instruct-1M": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_presets_have_the_published_number_of_parameters(name):
+    _, shapes = qwen2.graph(qwen2.PRESETS[name])
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
+    sharding.param_shardings(shapes, tiny.mesh_of(2, 2, 2))
+
+
+def scored(rollout, **how):
+    policy, params = tiny.policy()
+    batch = tiny.collator(**how)(rollout)
+    return np.asarray(batch.layout.to_rows(update.make_score(policy)(params, batch.inputs)))
+
+
+@pytest.mark.parametrize("how", [{}, {"pack": True}], ids=["padded", "packed"])
+def test_future_tokens_do_not_matter(how):
+    """Changing token t leaves every log-prob before t as it was, bit for bit; so do other rows."""
+    rollout = tiny.rollout(5)
+    base = scored(rollout, **how)
+    for row, t in ((0, 0), (1, len(rollout.responses[1]) - 1), (4, 3)):
+        t = min(t, len(rollout.responses[row]) - 1)
+        responses = [list(r) for r in rollout.responses]
+        responses[row][t] = (responses[row][t] + 1) % 96
+        changed = scored(Rollout(rollout.prompts, responses, rollout.logps), **how)
+        assert np.array_equal(changed[row, :t], base[row, :t])
+        assert not np.array_equal(changed[row, t:], base[row, t:])
+        others = np.arange(len(base)) != row
+        assert np.array_equal(changed[others], base[others])
+
+
+def test_packed_is_padded():
+    rollout = tiny.rollout(6, rows=16)
+    np.testing.assert_allclose(scored(rollout), scored(rollout, pack=True)[:, :14], atol=1e-5)
+
+
+def test_left_padding_is_right_padding():
+    policy, params = tiny.policy()
+    batch = tiny.collator()(tiny.rollout(7))
+    right = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    used = np.asarray(right.tokens.shape[1] - (np.asarray(right.positions) == 0)[:, 1:].sum(1))
+    shift = jnp.asarray(right.tokens.shape[1] - used)[:, None]
+    column = jnp.arange(right.tokens.shape[1])[None]
+    source = jnp.maximum(column - shift, 0)
+    move = lambda x: jnp.where(column >= shift, jnp.take_along_axis(x, source, 1), 0)
+    left = Inputs(
+        tokens=move(right.tokens),
+        positions=move(right.positions),
+        segments=(column >= shift).astype(jnp.int32),
+        index=right.index + shift,
+        target=right.target,
+    )
+    mask = np.asarray(batch.mask)
+    one, other = policy(params, right), policy(params, left)
+    np.testing.assert_allclose(np.asarray(one)[mask], np.asarray(other)[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 2)])
+def test_the_tpu_kernel_agrees(pack, sizes):
+    """Splash attention, interpreted: values and gradients of plain XLA."""
+    batch = tiny.collator(pack=pack, shards=2)(tiny.rollout(8))
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    results = []
+    mesh = tiny.mesh_of(*sizes)
+    for attend in (attention.xla, partial(attention.splash, interpret=True)):
+        with jax.set_mesh(mesh):
+            policy, params = tiny.policy(mesh=mesh, attend=attend)
+            used = jnp.asarray(batch.layout.token[0, 0] >= 0)
+            loss = lambda p, f=policy: jnp.where(used, jnp.sin(f(p, inputs)), 0.0).sum()
+            results.append(jax.jit(jax.value_and_grad(loss))(params))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_remat_changes_nothing():
+    batch = tiny.collator()(tiny.rollout(9))
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    some = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    results = []
+    for remat in (None, jax.checkpoint, some):
+        policy, params = tiny.policy(remat=remat)
+        results.append(jax.jit(jax.grad(lambda p, f=policy: f(p, inputs).sum()))(params))
+    for a, b, c in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+        np.testing.assert_allclose(a, c, atol=1e-4)
+
+
+def plain_scores(hidden, head, target, temperature):
+    logp = jax.nn.log_softmax(jnp.einsum("rcd,vd->rcv", hidden, head) / temperature)
+    chosen = jnp.take_along_axis(logp, target[..., None], -1)[..., 0]
+    return chosen, -(jnp.exp(logp) * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunked_scores_are_log_softmax(chunk, temperature):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, head = jax.random.normal(keys[0], (3, 5, 8)), jax.random.normal(keys[1], (31, 8))
+    target = jax.random.randint(keys[2], (3, 5), 0, 31)
+    slope = jnp.arange(15.0).reshape(3, 5)
+
+    def ours(hidden, head):
+        scores = logprobs.chunked(
+            hidden, head, target, temperature=temperature, chunk=chunk, entropy=True
+        )
+        return (slope * scores[0]).sum(), scores
+
+    def plain(hidden, head):
+        scores = plain_scores(hidden, head, target, temperature)
+        return (slope * scores[0]).sum(), scores
+
+    (_, got), got_grads = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, head)
+    (_, want), want_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
+    for a, b in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_compute_is_close_to_float32():
+    rollout = tiny.rollout(10)
+    batch = tiny.collator()(rollout)
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    mask = np.asarray(batch.layout.token[0, 0]) >= 0
+    wide, params = tiny.policy()
+    narrow, _ = tiny.policy(dtype=jnp.bfloat16)
+    difference = np.asarray(wide(params, inputs) - narrow(params, inputs))[mask]
+    assert np.abs(difference).mean() < 0.05
+    assert np.abs(difference).max() > 0

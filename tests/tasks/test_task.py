@@ -1,0 +1,169 @@
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.task import Demonstrator, Mapped, Reward, load_task, score_responses
+
+USER_TASK = """
+from jaxrl_llm.tasks.task import Reward
+
+
+class Sums:
+    name = "sums"
+    train = [(a, b) for a in range(5) for b in range(5)]
+    test = [(5, b) for b in range(5)]
+
+    def prompt(self, example):
+        return f"{example[0]} + {example[1]} = "
+
+    def reward(self, example, response):
+        correct = int(response) == sum(example)
+        return Reward(float(correct), correct)
+
+
+task = Sums()
+unfinished = Reward(1.0, True)
+"""
+
+
+@dataclass(frozen=True)
+class Fake:
+    """Rewards the response "i" by calling the i-th of some functions with the example."""
+
+    functions: Sequence[Callable[[int], Any]]
+    name: str = "fake"
+    train: tuple[int, ...] = (1, 2, 3)
+    test: tuple[int, ...] = (4,)
+
+    def prompt(self, example: int) -> str:
+        return str(example)
+
+    def reward(self, example: int, response: str) -> Reward:
+        return self.functions[int(response)](example)
+
+
+def boom(_: int):
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
+    task = Fake([lambda e: Reward(e, True, {"length": e}), boom, lambda e: Reward(-e, False)])
+    with caplog.at_level(logging.WARNING):
+        scored = score_responses(
+            task, [5, 6, 7], ["0", "1", "2"], default=Reward(-3.0, False), threads=threads
+        )
+    assert [reward.score for reward in scored.rewards] == [5.0, -3.0, -7.0]
+    assert scored.rewards[0].fields == {"length": 5.0}
+    assert scored.failures == 1
+    assert "boom" in caplog.text
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda e: 1.0,
+        lambda e: None,
+        lambda e: Reward(float("nan"), True),
+        lambda e: Reward(1.0, True, {"x": float("inf")}),
+        lambda e: Reward("much", True),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_an_unusable_reward_is_a_failure(bad):
+    scored = score_responses(Fake([bad]), [1], ["0"])
+    assert (scored.failures, scored.rewards[0].score) == (1, 0.0)
+
+
+def test_interruption_is_not_a_failed_sample():
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_responses(Fake([interrupt]), [1], ["0"])
+
+
+def test_threads_run_at_the_same_time():
+    barrier = threading.Barrier(3, timeout=20)
+
+    def meet(_):
+        barrier.wait()
+        return Reward(1.0, True)
+
+    assert score_responses(Fake([meet]), [1, 2, 3], ["0"] * 3, threads=3).failures == 0
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="2 examples for 1 responses"):
+        score_responses(Fake([boom]), [1, 2], ["0"])
+
+
+def test_mapped_source_is_the_function_of_each_example():
+    mapped = Mapped([1, 2, 3], lambda x: x * 10)
+    assert (len(mapped), mapped[1], list(mapped)) == (3, 20, [10, 20, 30])
+
+
+def test_a_user_task_is_one_small_file(tmp_path):
+    (tmp_path / "sums.py").write_text(USER_TASK)
+    task = load_task(f"{tmp_path / 'sums.py'}:task")
+    assert task.prompt(task.train[7]) == "1 + 2 = "
+    scored = score_responses(task, [task.train[7]] * 3, ["3", "4", "three"])
+    assert [reward.score for reward in scored.rewards] == [1.0, 0.0, 0.0]
+    assert scored.failures == 1
+    assert not isinstance(task, Demonstrator)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tsak", "did you mean 'task'"),
+        ("Sums", "is a class; name an instance"),
+        ("unfinished", "has no 'name'"),
+    ],
+)
+def test_a_wrong_name_is_a_one_line_error(tmp_path, name, message):
+    (tmp_path / "sums.py").write_text(USER_TASK)
+    with pytest.raises(UserError, match=message) as caught:
+        load_task(f"{tmp_path / 'sums.py'}:{name}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("class Sums:", "class Sums", "line 5: SyntaxError"),
+        ("task = Sums()", "task = Sum()", "line 18: NameError"),
+        ("def reward", "def rewards", "has no 'reward'"),
+        ("test = [(5, b) for b in range(5)]", "test = []", "'test' is empty"),
+        ("test = [(5, b) for b in range(5)]", "test = iter('ab')", "'test' needs a length"),
+        (
+            "def prompt(self, example):",
+            "prompt = 1\n    def other(self, example):",
+            "not a function",
+        ),
+    ],
+)
+def test_a_faulty_file_is_a_one_line_error(tmp_path, old, new, message):
+    assert old in USER_TASK
+    (tmp_path / "sums.py").write_text(USER_TASK.replace(old, new))
+    with pytest.raises(UserError, match=message) as caught:
+        load_task(f"{tmp_path / 'sums.py'}:task")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("sums", "path/to/file.py:name"),
+        (":task", "path/to/file.py:name"),
+        ("no/such/file.py:task", "does not exist"),
+    ],
+)
+def test_a_wrong_path_is_a_one_line_error(spec, message):
+    with pytest.raises(UserError, match=message):
+        load_task(spec)

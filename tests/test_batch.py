@@ -1,0 +1,87 @@
+"""Padding and packing lose nothing and invent nothing."""
+
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.batch import Rollout
+from jaxrl_llm.errors import UserError
+from tests import tiny
+
+HOW = [
+    {},
+    {"pack": True},
+    {"minibatches": 2, "microbatches": 3, "shards": 2},
+    {"minibatches": 4, "microbatches": 2, "shards": 4, "pack": True},
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_response_token_has_one_slot_and_the_column_before_it(how):
+    rollout = tiny.rollout(1, rows=16)
+    batch = tiny.collator(**how)(rollout)
+    inputs, slot = batch.inputs, np.asarray(batch.layout.slot)
+    used = np.sort(slot[slot >= 0])
+    assert np.array_equal(used, np.flatnonzero(np.asarray(batch.layout.token) >= 0))
+    columns = inputs.index.shape[-1]
+    tokens = inputs.tokens.reshape(-1, inputs.tokens.shape[-1])
+    positions = inputs.positions.reshape(tokens.shape)
+    for b, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
+        text = list(prompt) + list(response)
+        for t, token in enumerate(response):
+            row, column = divmod(slot[b, t], columns)
+            at = inputs.index.reshape(-1, columns)[row, column]
+            assert inputs.target.reshape(-1, columns)[row, column] == token == tokens[row, at + 1]
+            assert positions[row, at] == len(prompt) - 1 + t
+            start = at - positions[row, at]
+            assert tokens[row, start : at + 2].tolist() == text[: len(prompt) + t + 1]
+        assert not (slot[b, len(response) :] >= 0).any()
+    assert np.array_equal(batch.mask, slot >= 0)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_layout_is_a_bijection(how):
+    rollout = tiny.rollout(2, rows=16)
+    layout = tiny.collator(**how)(rollout).layout
+    x = np.where(layout.slot >= 0, np.random.default_rng(0).normal(size=layout.slot.shape), 0)
+    assert np.array_equal(layout.to_rows(layout.to_slots(x)), x.astype(np.float32))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_mini_batches_are_runs_of_rows(how):
+    layout = tiny.collator(**how)(tiny.rollout(3, rows=16)).layout
+    minibatches = layout.token.shape[0]
+    width = layout.slot.shape[1]
+    for m in range(minibatches):
+        rows = layout.token[m][layout.token[m] >= 0] // width
+        assert set(rows // (16 // minibatches)) == {m}
+
+
+def test_packing_shares_rows():
+    rollout = Rollout([[1, 2]] * 8, [[3, 4, 5]] * 8, [[-1.0] * 3] * 8)
+    batch = tiny.collator(pack=True)(rollout)
+    assert batch.inputs.tokens.shape == (1, 1, 2, 22)
+    assert batch.inputs.segments.max() == 4
+
+
+def test_eos_that_equals_the_padding_token_is_a_token():
+    """Masks come from lengths: token 0 at the end of a response keeps its loss and attention."""
+    batch = tiny.collator()(Rollout([[0, 0]], [[0, 5, 0]], [[-1.0, -2.0, -3.0]]))
+    assert batch.mask.sum() == 3
+    assert batch.sampler_logp[0, :3].tolist() == [-1, -2, -3]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (Rollout([[1]] * 3, [[2]] * 3, [[0.0]] * 3), "3 responses do not divide into 2 mini-batches"),
+        (Rollout([[1] * 9, [1]], [[2], [2]], [[0.0]] * 2), "prompt 0 has 9 tokens"),
+        (Rollout([[1], []], [[2], [2]], [[0.0]] * 2), "prompt 1 has 0 tokens"),
+        (Rollout([[1], [1]], [[2], []], [[0.0], []]), "response 1 has 0 tokens"),
+        (Rollout([[1], [1]], [[2], [2, 3]], [[0.0], [0.0]]), "response 1 has 2 tokens but 1 log-probs"),
+    ],
+)
+def test_bad_rollouts_are_refused(rollout, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        tiny.collator(minibatches=2)(rollout)

@@ -1,0 +1,73 @@
+"""The authors' own optimizer steps: four plans, on one device and on eight, micro-batched, packed."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Rollout
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.objectives import partition, reweighting
+from tests import tiny
+from tests.shared import reference
+
+PLANS = {
+    "plain": (partition.together, update.interleaved),
+    "lopti_minibatch": (partition.lopti, update.interleaved),
+    "lopti_batch": (partition.lopti, update.stage_major),
+    "lopti_minibatch_reversed": (partition.reversed, update.interleaved),
+}
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=["1-device", "8-devices"])
+def test_four_plans(sizes, micro, pack):
+    spec = json.loads(reference("golden", "step", "step.json").read_text())
+    golden = np.load(reference("golden", "step", "step.npz"))
+    folder, p = reference("golden", "step", "model"), spec["params"]
+    mask, width = golden["mask"] > 0, golden["mask"].shape[1]
+    shape, mesh = hf.load_shape(folder), tiny.mesh_of(*sizes)
+    definition, shapes = qwen2.graph(shape)
+    shardings = sharding.param_shardings(shapes, mesh)
+    policy = partial(logprobs.of_responses, definition, temperature=p["temperature"])
+    collate = tiny.collator(
+        minibatches=2, microbatches=micro, shards=sizes[0] * sizes[1], pack=pack
+    )
+    optimizer = update.adamw(p["lr"])
+    objective = tiny.objective(reweight=partial(reweighting.linear_in_probability, alpha=0.3))
+    rollout = Rollout(
+        spec["prompts"], spec["responses"], [[0.0] * len(r) for r in spec["responses"]]
+    )
+    with jax.set_mesh(mesh):
+        batch = update.place(collate(rollout), mesh)
+        score, to_rows = update.make_score(policy), batch.layout.to_rows
+        old = score(hf.load(folder, shape, shardings), batch.inputs)
+        np.testing.assert_allclose(to_rows(old)[:, :width][mask], golden["old_logp"][mask], atol=1e-4)
+        tail = ((0, 0), (0, batch.mask.shape[1] - width))
+        ref = batch.layout.to_slots(jnp.pad(jnp.asarray(golden["ref_logp"]), tail))
+        steps = {}
+        for plan, (split, order) in PLANS.items():
+            state = update.init_state(hf.load(folder, shape, shardings), optimizer)
+            where = jax.tree.map(lambda x: x.sharding, state)
+            if order not in steps:
+                steps[order] = update.make_train_step(
+                    policy, objective, optimizer, order=order, shardings=where
+                )
+            changed = tiny.objective(reweight=objective.reweight, partition=split)
+            credit = update.make_credit(changed)
+            credited = credit(batch, jnp.asarray(golden["rewards"]), old, ref)
+            advantage = to_rows(credited.advantage)[:, :width]
+            np.testing.assert_allclose(advantage, golden["advantages"], atol=1e-4)
+            state, metrics = steps[order](state, credited)
+            after = to_rows(score(state.params, batch.inputs))[:, :width]
+            np.testing.assert_allclose(
+                after[mask], golden[f"{plan}/logp_after"][mask], atol=1e-4, err_msg=plan
+            )
+            got = np.stack([metrics["loss"], metrics["grad_norm"]], 1)
+            np.testing.assert_allclose(got, golden[f"{plan}/loss_gradnorm"], atol=1e-4)
+            assert jax.tree.map(lambda x: x.sharding, state) == where

@@ -1,0 +1,207 @@
+"""Laws of the train step."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm import update
+from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.objectives import partition
+from tests import tiny
+
+REWARD = jnp.asarray([1.0, 0.0, 0.0, 2.0, 1.0, 1.0, -1.0, 0.5])
+OPTIMIZER = update.adamw(1e-3)
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def close(a, b, atol=1e-5):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=atol)
+
+
+def test_a_step_is_optax_by_hand():
+    """One plain step equals value_and_grad, optimizer.update and apply_updates written out."""
+    policy, params = tiny.policy()
+    batch, objective = tiny.collator()(tiny.rollout()), tiny.objective()
+    before = jax.tree.map(jnp.copy, params)
+    old = update.make_score(policy)(params, batch.inputs)
+    credited = update.make_credit(objective)(batch, REWARD, old, old - 0.1)
+
+    def loss(params):
+        logp = policy(params, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs))
+        data = [x[0, 0] for x in (credited.old_logp, credited.ref_logp, credited.advantage)]
+        surrogate, penalty = objective.per_token(logp, *data)
+        return jnp.sum(jnp.where(credited.mask[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0))
+
+    grads = jax.jit(jax.grad(loss))(before)
+    opt_state = OPTIMIZER.init(before)
+    updates, _ = OPTIMIZER.update(grads, opt_state, before, step=jnp.zeros((), jnp.int32))
+    state, metrics = tiny.run_step(
+        policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER
+    )
+    close(state.params, optax.apply_updates(before, updates), atol=2e-6)
+    np.testing.assert_allclose(metrics["grad_norm"][0], optax.tree.norm(grads), rtol=1e-4)
+    assert int(state.step) == 1
+    assert int(state.skipped) == 0
+
+
+def test_orders():
+    assert update.interleaved(2, 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert update.stage_major(2, 2).tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]
+
+
+def count(state):
+    return int(state.opt_state[1].count)
+
+
+def test_a_stage_without_tokens_is_skipped():
+    """With eta above 1 the high stage is empty: the parameters are those of one step, Adam counts one."""
+    policy, params = tiny.policy()
+    batch = tiny.collator()(tiny.rollout())
+    run = partial(tiny.run_step, policy, batch=batch, reward=REWARD, optimizer=OPTIMIZER)
+    empty = tiny.objective(partition=partial(partition.lopti, eta=1.1))
+    lopti, metrics = run(params=jax.tree.map(jnp.copy, params), objective=empty)
+    plain, _ = run(params=params, objective=tiny.objective())
+    close(lopti.params, plain.params, atol=1e-6)
+    assert count(lopti) == count(plain) == 1
+    assert metrics["share"].tolist() == [1.0, 0.0]
+    assert int(lopti.skipped) == 0
+
+
+def test_two_stages_share_the_optimizer_state():
+    policy, params = tiny.policy()
+    batch = tiny.collator()(tiny.rollout())
+    objective = tiny.objective(partition=partial(partition.together, steps=2))
+    state, _ = tiny.run_step(policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER)
+    assert count(state) == 2
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
+    policy, params = tiny.policy()
+    batch = tiny.collator()(tiny.rollout())
+    before = jax.tree.map(np.asarray, params)
+    reward = REWARD.at[0].set(jnp.nan)
+    state, metrics = tiny.run_step(
+        policy, params, batch, reward, objective=tiny.objective(), optimizer=OPTIMIZER
+    )
+    assert same(state.params, before)
+    assert count(state) == 0
+    assert int(state.skipped) == 1
+    assert int(state.step) == 1
+    assert not np.isfinite(metrics["loss"][0])
+
+
+def test_the_schedule_counts_batches_not_optimizer_steps():
+    """Rate 0 in the first batch, 1e-3 from the second on: two stages of batch one must both stay put."""
+    policy, params = tiny.policy()
+    batch = tiny.collator()(tiny.rollout())
+    before = jax.tree.map(np.asarray, params)
+    optimizer = update.adamw(lambda step: jnp.where(step < 1, 0.0, 1e-3))
+    objective = tiny.objective(partition=partial(partition.together, steps=2))
+    run = partial(tiny.run_step, policy, batch=batch, reward=REWARD, objective=objective)
+    first, _ = run(params=jax.tree.map(jnp.copy, params), optimizer=optimizer)
+    assert same(first.params, before)
+    second, _ = run(params=params, optimizer=optimizer, steps=2)
+    assert not same(second.params, before)
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+@pytest.mark.parametrize("pack", [False, True])
+def test_micro_batches_do_not_change_the_step(micro, pack):
+    policy, params = tiny.policy()
+    rollout = tiny.rollout(3)
+    run = partial(tiny.run_step, policy, reward=REWARD, objective=tiny.objective())
+    optimizer = optax.sgd(1.0)
+    whole, one = run(
+        params=jax.tree.map(jnp.copy, params), batch=tiny.collator()(rollout), optimizer=optimizer
+    )
+    batch = tiny.collator(microbatches=micro, pack=pack)(rollout)
+    split, many = run(params=params, batch=batch, optimizer=optimizer)
+    close(whole.params, split.params, atol=1e-5)
+    for name, value in one.items():
+        np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
+
+
+def test_sizes_that_do_not_divide_the_mesh():
+    """An odd vocabulary, 3 KV heads over 2 tensor shards: the same step as on one device."""
+    shape = tiny.shape(vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)
+    results = []
+    for sizes in ((1, 1, 1), (2, 2, 2)):
+        mesh = tiny.mesh_of(*sizes)
+        with jax.set_mesh(mesh):
+            policy, params = tiny.policy(shape, mesh=mesh)
+            batch = update.place(tiny.collator(shards=sizes[0] * sizes[1])(tiny.rollout()), mesh)
+            state, metrics = tiny.run_step(
+                policy, params, batch, REWARD, objective=tiny.objective(), optimizer=optax.sgd(0.1)
+            )
+            results.append((jax.tree.map(np.asarray, state.params), metrics))
+    (one, a), (eight, b) = results
+    close(one, eight, atol=1e-5)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
+
+
+def test_parameters_and_optimizer_state_are_really_sharded():
+    mesh = tiny.mesh_of(2, 2, 2)
+    _, params = tiny.policy(mesh=mesh)
+    state = update.init_state(params, OPTIMIZER)
+    for moment in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
+        leaf = moment["layers"]["mlp"]["up_proj"]["weight"]
+        assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+        q = moment["layers"]["self_attn"]["q_proj"]["weight"]
+        assert q.addressable_shards[0].data.size * 4 == q.size
+
+
+def test_one_trace_over_twenty_steps_of_changing_data():
+    traces = []
+    score_, params = tiny.policy()
+
+    def policy(params, inputs):
+        traces.append(1)
+        return score_(params, inputs)
+
+    objective = tiny.objective(partition=partition.lopti)
+    score, credit = update.make_score(score_), update.make_credit(objective)
+    step = update.make_train_step(policy, objective, OPTIMIZER)
+    state, collate, first = update.init_state(params, OPTIMIZER), tiny.collator(round_to=14), None
+    for seed in range(20):
+        batch = collate(tiny.rollout(seed))
+        old = score(state.params, batch.inputs)
+        state, _ = step(state, credit(batch, REWARD, old, old))
+        first = first or len(traces)
+    assert len(traces) == first
+    assert int(state.step) == 20
+
+
+def test_logits_never_exist_as_a_whole():
+    """Vocabulary 151,936, 4 x 1,024 tokens: a whole step needs less than a quarter of one [B,T,V]."""
+    shape = tiny.shape(vocab_size=151_936, hidden_size=256, intermediate_size=512)
+    definition, shapes = qwen2.graph(shape)
+    policy = partial(logprobs.of_responses, definition)
+    optimizer = update.adamw()
+    floats = jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.float32)
+    ints = jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.int32)
+    wide = jax.ShapeDtypeStruct((1, 1, 4, 1088), jnp.int32)
+    data = update.Credited(
+        inputs=update.Inputs(wide, wide, None, ints, ints),
+        mask=jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_),
+        old_logp=floats,
+        ref_logp=floats,
+        advantage=floats,
+        weight=jax.ShapeDtypeStruct((2, 1, 1, 4, 1024), jnp.float32),
+    )
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    state = update.TrainState(shapes, jax.eval_shape(optimizer.init, shapes), scalar, scalar)
+    step = update.make_train_step(policy, tiny.objective(), optimizer)
+    memory = step.lower(state, data).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 1024 * 151_936 * 4 / 4

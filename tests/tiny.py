@@ -1,0 +1,81 @@
+"""Small random models and rollouts that the tests share."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Collator, Rollout
+from jaxrl_llm.models import logprobs, qwen2, sharding
+from jaxrl_llm.objectives import Objective, advantages, kl
+
+SHAPE = qwen2.Shape(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    tied=True,
+    max_length=256,
+)
+
+
+def shape(**changes):
+    return dataclasses.replace(SHAPE, **changes)
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+def policy(shape=SHAPE, *, seed=0, mesh=None, **compute):
+    """`(policy_logp, params)`; biases and norms are random too, so that nothing is neutral."""
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(**compute))
+    params = qwen2.init(shape, seed)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    params = jax.tree.unflatten(tree, noisy)
+    if mesh is not None:
+        params = jax.device_put(params, sharding.param_shardings(shapes, mesh))
+    return partial(logprobs.of_responses, definition), params
+
+
+def rollout(seed=0, rows=8, vocab=96, prompt=8, response=14):
+    rng = np.random.default_rng(seed)
+    texts = [
+        rng.integers(0, vocab, rng.integers(1, n + 1)).tolist()
+        for n in (prompt, response)
+        for _ in range(rows)
+    ]
+    prompts, responses = texts[:rows], texts[rows:]
+    return Rollout(prompts, responses, [[-1.0] * len(r) for r in responses])
+
+
+collator = partial(Collator, prompt_length=8, response_length=14, round_to=4)
+
+
+def objective(**changes):
+    parts = {"advantage": partial(advantages.grpo, group_size=4), "penalties": ((1e-3, kl.k3),)}
+    return Objective(**(parts | changes))
+
+
+def run_step(policy_logp, params, batch, reward, *, objective, optimizer, order=None, steps=1):
+    """`(state, metrics)` after `steps` steps on one batch, with the reference a little off."""
+    old = update.make_score(policy_logp)(params, batch.inputs)
+    credited = update.make_credit(objective)(batch, reward, old, old - 0.1)
+    state = update.init_state(params, optimizer)
+    step = update.make_train_step(
+        policy_logp,
+        objective,
+        optimizer,
+        order=order or update.interleaved,
+        shardings=jax.tree.map(lambda x: x.sharding, state),
+    )
+    metrics = {}
+    for _ in range(steps):
+        state, metrics = step(state, credited)
+    return state, metrics
