@@ -97,6 +97,7 @@ def adamw(
 
 def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state; what the optimizer keeps per parameter lies where the parameter lies."""
+    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))  # commits it there
     shapes = jax.eval_shape(optimizer.init, params)
     everywhere = jax.tree.leaves(params)[0].sharding
     if isinstance(everywhere, NamedSharding):

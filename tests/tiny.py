@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import update
@@ -32,13 +33,15 @@ def mesh_of(data=1, fsdp=1, tensor=1):
 
 
 def policy(shape=SHAPE, *, seed=0, mesh=None, **compute):
-    """`(policy_logp, params)`; biases and norms are random too, so that nothing is neutral."""
+    """`(policy_logp, params)`; all random, so that nothing is neutral."""
     definition, shapes = qwen2.graph(shape, qwen2.Compute(**compute))
-    params = qwen2.init(shape, seed)
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    params = jax.tree.unflatten(tree, noisy)
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        centre = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(centre + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
     if mesh is not None:
         params = jax.device_put(params, sharding.param_shardings(shapes, mesh))
     return partial(logprobs.of_responses, definition), params

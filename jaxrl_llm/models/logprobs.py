@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.batch import Inputs
 from jaxrl_llm.models.sharding import BATCH, constrain, local_size
 
-CHUNK = 512  # scored tokens of one device whose logits exist at the same time
+LOGIT_BYTES = 10**8  # float32 logits that exist at the same time on one device
 
 
 def of_responses(
-    definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int = CHUNK
+    definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int | None = None
 ) -> Float[Array, "R C"]:
     """log softmax(logits / temperature) of each response token; 0 is not special on unused slots."""
     return _scored(definition, params, inputs, temperature, chunk, entropy=False)
 
 
 def with_entropy(
-    definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int = CHUNK
+    definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Float[Array, "R C"], Float[Array, "R C"]]:
     """The same, and the entropy of the distribution each token was drawn from, in one pass."""
     return _scored(definition, params, inputs, temperature, chunk, entropy=True)
@@ -42,11 +42,15 @@ def chunked(
     target: Int[Array, "R C"],
     *,
     temperature: float = 1.0,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     entropy: bool = False,
 ):
-    """Scores about `chunk` tokens at a time; their logits are made again in the backward pass."""
+    """Scores about `chunk` tokens of a device at a time; their logits are made again in the backward pass.
+
+    The default is as many as fit into LOGIT_BYTES.
+    """
     rows, columns, _ = hidden.shape
+    chunk = chunk or max(1, LOGIT_BYTES // (4 * local_size(head.shape[0], "tensor")))
     steps = -(-local_size(rows, BATCH) * columns // chunk)
     width = -(-columns // steps)
     tail = -columns % width

@@ -60,8 +60,7 @@ def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 
 def divides(size: int, axes, mesh) -> bool:
     """Whether a dimension of this size splits evenly over the mesh axes."""
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return size % math.prod(mesh.shape[name] for name in names) == 0
+    return size % _shards(axes, mesh) == 0
 
 
 def current_mesh():
@@ -75,7 +74,7 @@ def local_size(size: int, axes) -> int:
     mesh = current_mesh()
     if mesh is None or not divides(size, axes, mesh):
         return size
-    return size // math.prod(mesh.shape[name] for name in axes)
+    return size // _shards(axes, mesh)
 
 
 def constrain(x, *spec):
@@ -84,6 +83,11 @@ def constrain(x, *spec):
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, fit(P(*spec), x.shape, mesh))
+
+
+def _shards(axes, mesh):
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _show(sizes):

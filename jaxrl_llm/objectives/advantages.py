@@ -121,10 +121,10 @@ def _mean(x, valid):
 
 
 def _uneven(x, valid):
-    """Whether a group holds two different rewards: rounding in the mean must not look like a signal."""
+    """Whether rewards of a group differ (or are NaN): rounding in the mean must not look like a signal."""
     high = jnp.max(x, 1, where=valid, initial=-jnp.inf, keepdims=True)
     low = jnp.min(x, 1, where=valid, initial=jnp.inf, keepdims=True)
-    return high > low
+    return ~(high == low)
 
 
 def _is_last(mask):

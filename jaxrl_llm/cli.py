@@ -1,0 +1,25 @@
+"""The command line of jaxrl_llm; what is wrong outside the program is said in one line, exit code 2."""
+
+import sys
+
+import tyro
+
+from jaxrl_llm.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command that the arguments name."""
+    from jaxrl_llm.bench import update
+
+    app = tyro.extras.SubcommandApp()
+    app.command(update.main, name="bench update")
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["bench"] and len(words) > 1:
+        words = [f"bench {words[1]}", *words[2:]]
+    try:
+        app.cli(prog="jaxrl-llm", description=__doc__, args=words)
+    except UserError as error:
+        print("jaxrl-llm: " + " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from error
+    except KeyboardInterrupt as error:
+        raise SystemExit(130) from error

@@ -1,0 +1,20 @@
+"""The arithmetic that a step cannot avoid: what model FLOPs utilisation is measured against."""
+
+from jaxrl_llm.models.qwen2 import Shape
+
+
+def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
+    """Multiply-adds x 2 of one forward pass: `tokens` in sequences of `length`, logits for `scored` of them.
+
+    Attention counts the causal half: 2 (scores, mix) x 2 x length / 2 x width a token and layer.
+    """
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * 2 * (heads + kv_heads)
+    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    layers = shape.num_layers * (2 * (attention + mlp) + 2 * length * heads)
+    return tokens * layers + scored * 2 * shape.vocab_size * shape.hidden_size
+
+
+def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
+    """Forward and backward (twice the forward), nothing made again."""
+    return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
