@@ -11,13 +11,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
     from jaxrl_llm.bench import update
 
+    bench = tyro.extras.SubcommandApp()
+    bench.command(name="update")(update.main)
     app = tyro.extras.SubcommandApp()
-    app.command(update.main, name="bench update")
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["bench"] and len(words) > 1:
-        words = [f"bench {words[1]}", *words[2:]]
+    app.command(bench, name="bench", help="Time the parts of a step on this machine.")
     try:
-        app.cli(prog="jaxrl-llm", description=__doc__, args=words)
+        app.cli(prog="jaxrl-llm", description=__doc__, args=arguments)
     except UserError as error:
         print("jaxrl-llm: " + " ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from error

@@ -77,11 +77,17 @@ def test_eos_that_equals_the_padding_token_is_a_token():
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        (Rollout([[1]] * 3, [[2]] * 3, [[0.0]] * 3), "3 responses do not divide into 2 mini-batches"),
+        (
+            Rollout([[1]] * 3, [[2]] * 3, [[0.0]] * 3),
+            "3 responses do not divide into 2 mini-batches",
+        ),
         (Rollout([[1] * 9, [1]], [[2], [2]], [[0.0]] * 2), "prompt 0 has 9 tokens"),
         (Rollout([[1], []], [[2], [2]], [[0.0]] * 2), "prompt 1 has 0 tokens"),
         (Rollout([[1], [1]], [[2], []], [[0.0], []]), "response 1 has 0 tokens"),
-        (Rollout([[1], [1]], [[2], [2, 3]], [[0.0], [0.0]]), "response 1 has 2 tokens but 1 log-probs"),
+        (
+            Rollout([[1], [1]], [[2], [2, 3]], [[0.0], [0.0]]),
+            "response 1 has 2 tokens but 1 log-probs",
+        ),
     ],
 )
 def test_bad_rollouts_are_refused(rollout, message):

@@ -47,7 +47,9 @@ def test_four_plans(sizes, micro, pack):
         batch = update.place(collate(rollout), mesh)
         score, to_rows = update.make_score(policy), batch.layout.to_rows
         old = score(hf.load(folder, shape, shardings), batch.inputs)
-        np.testing.assert_allclose(to_rows(old)[:, :width][mask], golden["old_logp"][mask], atol=1e-4)
+        np.testing.assert_allclose(
+            to_rows(old)[:, :width][mask], golden["old_logp"][mask], atol=1e-4
+        )
         tail = ((0, 0), (0, batch.mask.shape[1] - width))
         ref = batch.layout.to_slots(jnp.pad(jnp.asarray(golden["ref_logp"]), tail))
         steps = {}

@@ -42,7 +42,9 @@ def test_a_step_is_optax_by_hand():
         logp = policy(params, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs))
         data = [x[0, 0] for x in (credited.old_logp, credited.ref_logp, credited.advantage)]
         surrogate, penalty = objective.per_token(logp, *data)
-        return jnp.sum(jnp.where(credited.mask[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0))
+        return jnp.sum(
+            jnp.where(credited.mask[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0)
+        )
 
     grads = jax.jit(jax.grad(loss))(before)
     opt_state = OPTIMIZER.init(before)
@@ -83,7 +85,9 @@ def test_two_stages_share_the_optimizer_state():
     policy, params = tiny.policy()
     batch = tiny.collator()(tiny.rollout())
     objective = tiny.objective(partition=partial(partition.together, steps=2))
-    state, _ = tiny.run_step(policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER)
+    state, _ = tiny.run_step(
+        policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER
+    )
     assert count(state) == 2
 
 

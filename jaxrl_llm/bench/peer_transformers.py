@@ -6,7 +6,7 @@ the backward pass, which is what a PyTorch user gets by default.
 
 import sys
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM
 
 

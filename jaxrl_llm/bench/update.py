@@ -21,9 +21,7 @@ from jaxrl_llm.objectives import Objective, advantages, kl, partition
 
 PEER = pathlib.Path(__file__).with_name("peer_transformers.py")
 SMALL = qwen2.Shape(8192, 256, 704, 6, 4, 2, tied=True)
-REMAT = partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-)
+REMAT = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
 def main(
@@ -59,7 +57,10 @@ def main(
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         shape, definition, params = _policy(model, mesh, dtype)
-        size = {"tokens": rows * (prompt_length + response_length), "scored": rows * response_length}
+        size = {
+            "tokens": rows * (prompt_length + response_length),
+            "scored": rows * response_length,
+        }
         work = flops.update(shape, **size, length=prompt_length + response_length)
         rate = matmul_rate(dtype)
         console.print(
@@ -103,7 +104,9 @@ def in_turn(runs: dict[str, Callable[[], Any]], repeats: int, console) -> dict[s
     with console.status("compiling") as status:
         for repeat in range(repeats + 1):
             for name, run in runs.items():
-                status.update(f"{'warm-up' if repeat == 0 else f'round {repeat} of {repeats}'}: {name}")
+                status.update(
+                    f"{'warm-up' if repeat == 0 else f'round {repeat} of {repeats}'}: {name}"
+                )
                 start = time.perf_counter()
                 jax.block_until_ready(run())
                 if repeat:
@@ -162,9 +165,7 @@ def _programs(definition, params, batch, rows) -> dict[str, Callable[[], Any]]:
         head = jax.jit(
             jax.grad(lambda h, w: logprobs.chunked(h, w, micro.target).sum(), argnums=(0, 1))
         )
-        adam = jax.jit(
-            lambda s: optimizer.update(s.params, s.opt_state, s.params, step=s.step)[1]
-        )
+        adam = jax.jit(lambda s: optimizer.update(s.params, s.opt_state, s.params, step=s.step)[1])
         count = batch.inputs.tokens.shape[1]
         return {
             f"layers (1 of {count} micro-batches)": lambda: trunk(held["state"].params),
@@ -187,7 +188,7 @@ class _Peer:
 
     def __init__(self, python: pathlib.Path, model: pathlib.Path, arguments: list[str]):
         try:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: S603
                 [str(python), str(PEER), str(model), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -197,16 +198,14 @@ class _Peer:
             raise UserError(f"--peer-python {python}: {error.strerror}") from error
 
     def __call__(self):
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        if self.process.stdout.readline().strip() != "done":
-            raise UserError(f"the peer stopped (exit {self.process.wait()}): its message stands above")
+        print("step", file=self.process.stdin, flush=True)
+        if next(iter(self.process.stdout or ()), "").strip() != "done":
+            raise UserError(
+                f"the peer stopped (exit {self.process.wait()}): its message stands above"
+            )
 
     def close(self):
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()
 
 
 def _report(console, seconds, floor, tokens):

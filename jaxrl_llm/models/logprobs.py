@@ -1,6 +1,7 @@
 """Log-probabilities of sampled tokens: the only place that knows a token is predicted one column before it."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,8 @@ def chunked(
 
     def score(_, piece):
         h, t = piece
-        chosen, spread = _log_softmax_at(h, head, t, temperature)
-        return None, (chosen, spread) if entropy else chosen
+        both: Any = _log_softmax_at(h, head, t, temperature)
+        return None, both if entropy else both[0]
 
     _, scores = jax.lax.scan(score, None, (split(hidden), split(target)))
     return jax.tree.map(join, scores)

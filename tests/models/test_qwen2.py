@@ -85,12 +85,12 @@ def test_the_tpu_kernel_agrees(pack, sizes):
     """Splash attention, interpreted: values and gradients of plain XLA."""
     batch = tiny.collator(pack=pack, shards=2)(tiny.rollout(8))
     inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    used = jnp.asarray(batch.layout.token[0, 0] >= 0)
     results = []
     mesh = tiny.mesh_of(*sizes)
     for attend in (attention.xla, partial(attention.splash, interpret=True)):
         with jax.set_mesh(mesh):
             policy, params = tiny.policy(mesh=mesh, attend=attend)
-            used = jnp.asarray(batch.layout.token[0, 0] >= 0)
             loss = lambda p, f=policy: jnp.where(used, jnp.sin(f(p, inputs)), 0.0).sum()
             results.append(jax.jit(jax.value_and_grad(loss))(params))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
@@ -136,7 +136,9 @@ def test_chunked_scores_are_log_softmax(chunk, temperature):
 
     (_, got), got_grads = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, head)
     (_, want), want_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
-    for a, b in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 

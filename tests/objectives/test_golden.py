@@ -87,9 +87,7 @@ def test_every_array(i, algorithm, stage):
     close(value, want[f"{stage}_loss"])
     close(gradient, want[f"{stage}_grad_logp"])
 
-    sums = metrics.token_sums(
-        objective, logp, old_logp, ref_logp, advantage, weight[0], mask
-    )
+    sums = metrics.token_sums(objective, logp, old_logp, ref_logp, advantage, weight[0], mask)
     got = metrics.as_means(sums)
     names = {"policy": "pg", "kl": "kl", "clip": "clipfrac", "clip_dual": "clipfrac_lower"}
     for ours, theirs in names.items():

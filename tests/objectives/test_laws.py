@@ -265,7 +265,10 @@ def test_corrections_scale_every_surrogate():
     cut = partial(correction.truncated_importance, cap=1.1)
     factor = np.minimum(np.exp(np.asarray(old - sampler)), 1.1)
     for surrogate in (losses.clipped, losses.reinforce):
-        plain, corrected = objective(surrogate=surrogate), objective(surrogate=surrogate, correct=cut)
+        plain, corrected = (
+            objective(surrogate=surrogate),
+            objective(surrogate=surrogate, correct=cut),
+        )
         a, _ = plain.credit(reward, old, ref, sampler, mask)
         b, _ = corrected.credit(reward, old, ref, sampler, mask)
         close(surrogate(logp, old, b), factor * np.asarray(surrogate(logp, old, a)))
@@ -275,9 +278,7 @@ def test_corrections_scale_every_surrogate():
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.integers(2, 50), st.floats(-3, 3), st.floats(0.05, 8), st.integers(0, 2**31 - 1)
-)
+@given(st.integers(2, 50), st.floats(-3, 3), st.floats(0.05, 8), st.integers(0, 2**31 - 1))
 def test_gradient_at_the_logits_is_bounded_by_one_minus_pi(vocab, weight, scale, seed):
     """Prop. 4.2: |w| sqrt(V/(V-1)) (1-pi) <= |dJ/dlogits| <= sqrt(2) |w| (1-pi)."""
     rng = np.random.default_rng(seed)

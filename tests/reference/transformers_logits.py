@@ -1,4 +1,4 @@
-"""Run with torch and transformers: `python transformers_logits.py FOLDER` reads tokens.npy there, writes logits.npy."""
+"""`python transformers_logits.py FOLDER`, with torch: reads tokens.npy there, writes logits.npy."""
 
 import pathlib
 import sys
