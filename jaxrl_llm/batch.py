@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
     `segments` is None where a row is one right-padded sequence (causality alone is exact then), else
     the number of the sequence a token belongs to, 0 on padding. `index[r,c]` is the column whose hidden
-    state predicts the c-th response token of row r, `target` that token; unused slots hold 0.
+    state predicts the c-th response token of row r, `target` that token; only slots that are `scored` count.
     """
 
     tokens: Int[Array, "*lead R L"]
@@ -41,6 +41,7 @@ class Inputs(NamedTuple):
     segments: Int[Array, "*lead R L"] | None
     index: Int[Array, "*lead R C"]
     target: Int[Array, "*lead R C"]
+    scored: Bool[Array, "*lead R C"]
 
 
 class Layout(NamedTuple):
@@ -118,6 +119,7 @@ class Collator:
             segments=arrays["segments"] if self.pack else None,
             index=arrays["index"],
             target=arrays["target"],
+            scored=arrays["token"] >= 0,
         )
         return Batch(
             inputs=inputs,

@@ -9,10 +9,11 @@ from jaxrl_llm.errors import UserError
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
-    from jaxrl_llm.bench import update
+    from jaxrl_llm.bench import depth, update
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(update.main)
+    bench.command(name="compile")(depth.main)
     app = tyro.extras.SubcommandApp()
     app.command(bench, name="bench", help="Time the parts of a step on this machine.")
     try:

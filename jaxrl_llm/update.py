@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm import metrics
 from jaxrl_llm.batch import Batch, Inputs, Layout
@@ -36,7 +36,6 @@ class Credited(NamedTuple):
     """A batch that is ready to learn from: constant in the parameters, in the layout of the model."""
 
     inputs: Inputs
-    mask: Bool[Array, "M m R C"]
     old_logp: Slots
     ref_logp: Slots
     advantage: Slots
@@ -158,7 +157,6 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
         )
         return Credited(
             inputs=batch.inputs,
-            mask=layout.token >= 0,
             old_logp=old_logp,
             ref_logp=ref_logp,
             advantage=layout.to_slots(advantage),
@@ -184,14 +182,14 @@ def make_train_step(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def sums_and_loss(params, micro: Credited):
-        logp = policy_logp(params, micro.inputs)
-        # Unused slots score an arbitrary token: make them inert before any exponential.
-        logp = jnp.where(micro.mask, logp, 0.0)
+        stage = micro.weight > 0
+        logp = policy_logp(params, micro.inputs._replace(scored=stage))
+        logp = jnp.where(stage, logp, micro.old_logp)
         tokens = (logp, micro.old_logp, micro.ref_logp, micro.advantage)
         surrogate, penalty = objective.per_token(*tokens)
         loss = jnp.sum(micro.weight * (surrogate + penalty))
         frozen = (jax.lax.stop_gradient(logp), *tokens[1:])
-        return loss, metrics.token_sums(objective, *frozen, micro.weight, micro.mask)
+        return loss, metrics.token_sums(objective, *frozen, micro.weight, micro.inputs.scored)
 
     def optimizer_step(state: TrainState, minibatch: Credited):
         (loss, sums), grads = accumulate(sums_and_loss, state.params, minibatch)

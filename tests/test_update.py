@@ -43,7 +43,9 @@ def test_a_step_is_optax_by_hand():
         data = [x[0, 0] for x in (credited.old_logp, credited.ref_logp, credited.advantage)]
         surrogate, penalty = objective.per_token(logp, *data)
         return jnp.sum(
-            jnp.where(credited.mask[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0)
+            jnp.where(
+                credited.inputs.scored[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0
+            )
         )
 
     grads = jax.jit(jax.grad(loss))(before)
@@ -197,8 +199,9 @@ def test_logits_never_exist_as_a_whole():
     ints = jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.int32)
     wide = jax.ShapeDtypeStruct((1, 1, 4, 1088), jnp.int32)
     data = update.Credited(
-        inputs=update.Inputs(wide, wide, None, ints, ints),
-        mask=jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_),
+        inputs=update.Inputs(
+            wide, wide, None, ints, ints, jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_)
+        ),
         old_logp=floats,
         ref_logp=floats,
         advantage=floats,

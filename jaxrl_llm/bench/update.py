@@ -163,7 +163,10 @@ def _programs(definition, params, batch, rows) -> dict[str, Callable[[], Any]]:
             jax.grad(lambda p: model(p)(micro.tokens, micro.positions, micro.segments).sum())
         )
         head = jax.jit(
-            jax.grad(lambda h, w: logprobs.chunked(h, w, micro.target).sum(), argnums=(0, 1))
+            jax.grad(
+                lambda h, w: logprobs.chunked(h, w, micro.target, micro.scored)[0].sum(),
+                argnums=(0, 1),
+            )
         )
         adam = jax.jit(lambda s: optimizer.update(s.params, s.opt_state, s.params, step=s.step)[1])
         count = batch.inputs.tokens.shape[1]

@@ -1,4 +1,9 @@
-"""Log-probabilities of sampled tokens: the only place that knows a token is predicted one column before it."""
+"""Log-probs of sampled tokens: the only place that knows a token is predicted one column before it.
+
+`[B,T,V]` never exists: logits are made for a piece of the tokens at a time and made again in the backward
+pass. Only the tokens that `inputs.scored` asks for are computed, so the stages of a step share the work of
+the vocabulary instead of repeating it, and padding costs nothing.
+"""
 
 from functools import partial
 from typing import Any
@@ -6,49 +11,56 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.batch import Inputs
 from jaxrl_llm.models.sharding import BATCH, constrain, local_size
 
 LOGIT_BYTES = 10**8  # float32 logits that exist at the same time on one device
 
+Scores = Float[Array, "R C"]
+
 
 def of_responses(
     definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int | None = None
-) -> Float[Array, "R C"]:
-    """log softmax(logits / temperature) of each response token; 0 is not special on unused slots."""
-    return _scored(definition, params, inputs, temperature, chunk, entropy=False)
+) -> Scores:
+    """log softmax(logits / temperature) of each scored token, 0 on the others."""
+    return with_entropy(definition, params, inputs, temperature=temperature, chunk=chunk)[0]
 
 
 def with_entropy(
     definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int | None = None
-) -> tuple[Float[Array, "R C"], Float[Array, "R C"]]:
-    """The same, and the entropy of the distribution each token was drawn from, in one pass."""
-    return _scored(definition, params, inputs, temperature, chunk, entropy=True)
-
-
-def _scored(definition, params, inputs, temperature, chunk, *, entropy):
+) -> tuple[Scores, Scores]:
+    """The same, and the entropy of the distribution each token was drawn from (it has no gradient)."""
     model = nnx.merge(definition, params)
     hidden = model(inputs.tokens, inputs.positions, inputs.segments)
-    hidden = jnp.take_along_axis(hidden, inputs.index[..., None], axis=1)
-    return chunked(
-        hidden, model.head, inputs.target, temperature=temperature, chunk=chunk, entropy=entropy
+    scored_first = jnp.argsort(~inputs.scored, axis=1)
+    index = jnp.take_along_axis(inputs.index, scored_first, axis=1)
+    scores = chunked(
+        jnp.take_along_axis(hidden, index[..., None], axis=1),
+        model.head,
+        jnp.take_along_axis(inputs.target, scored_first, axis=1),
+        jnp.take_along_axis(inputs.scored, scored_first, axis=1),
+        temperature=temperature,
+        chunk=chunk,
     )
+    back = jnp.argsort(scored_first, axis=1)
+    logp, entropy = (jnp.take_along_axis(x, back, axis=1) for x in scores)
+    return logp, entropy
 
 
 def chunked(
     hidden: Float[Array, "R C D"],
     head: Float[Array, "V D"],
     target: Int[Array, "R C"],
+    scored: Bool[Array, "R C"],
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    entropy: bool = False,
-):
-    """Scores about `chunk` tokens of a device at a time; their logits are made again in the backward pass.
+) -> tuple[Scores, Scores]:
+    """(log-prob, entropy) of about `chunk` tokens of a device at a time, up to the last scored column.
 
-    The default is as many as fit into LOGIT_BYTES.
+    The default is as many tokens as fit into LOGIT_BYTES.
     """
     rows, columns, _ = hidden.shape
     chunk = chunk or max(1, LOGIT_BYTES // (4 * local_size(head.shape[0], "tensor")))
@@ -63,54 +75,65 @@ def chunked(
     def join(x):
         return jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :columns]
 
-    def score(_, piece):
-        h, t = piece
-        both: Any = _log_softmax_at(h, head, t, temperature)
-        return None, both if entropy else both[0]
-
-    _, scores = jax.lax.scan(score, None, (split(hidden), split(target)))
-    return jax.tree.map(join, scores)
+    last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
+    used = -(-last // width)
+    both: Any = _pieces(temperature, split(hidden), head, split(target), used)
+    logp, entropy = (jnp.where(scored, join(x), 0.0) for x in both)
+    return logp, entropy
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _log_softmax_at(hidden, head, target, temperature):
-    """(log-prob of the target, entropy) of a few tokens; the entropy is a metric, it has no gradient."""
-    return _forward(hidden, head, target, temperature)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pieces(temperature, hidden, head, target, used):
+    """Scores `[N,R,W]` of the first `used` pieces, 0 for the others."""
+    return _forward(temperature, hidden, head, target, used)[0]
 
 
-def _forward(hidden, head, target, temperature):
-    logits = _logits(hidden, head, temperature)
-    top = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - top)
-    total = weights.sum(-1)
-    norm = top[..., 0] + jnp.log(total)
-    chosen = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
-    entropy = norm - (weights * logits).sum(-1) / total
-    return (chosen - norm, entropy), (hidden, head, target, norm)
+def _forward(temperature, hidden, head, target, used):
+    def one(i, out):
+        logits = _logits(hidden[i], head, temperature)
+        top = logits.max(-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        total = weights.sum(-1)
+        norm = top[..., 0] + jnp.log(total)
+        chosen = jnp.where(_is_target(logits, target[i]), logits, 0.0).sum(-1)
+        entropy = norm - (weights * logits).sum(-1) / total
+        results = (chosen - norm, entropy, norm)
+        return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, results)
+
+    zeros = jnp.zeros(target.shape, jnp.float32)
+    logp, entropy, norm = jax.lax.fori_loop(0, used, one, (zeros, zeros, zeros))
+    return (logp, entropy), (hidden, head, target, used, norm)
 
 
 def _backward(temperature, saved, gradient):
-    """d logp / d logits = onehot - softmax, from logits that are made again: `[B,T,V]` never exists."""
-    hidden, head, target, norm = saved
-    logits = _logits(hidden, head, temperature)
-    g = (gradient[0] / temperature)[..., None]
-    softmax = jnp.exp(logits - norm[..., None])
-    d_logits = jnp.where(_is_target(logits, target), g, 0.0) - g * softmax
-    d_logits = d_logits.astype(hidden.dtype)
-    wide = {"preferred_element_type": jnp.float32}
-    d_hidden = jnp.einsum("rcv,vd->rcd", d_logits, head.astype(hidden.dtype), **wide)
-    d_head = jnp.einsum("rcv,rcd->vd", d_logits, hidden, **wide)
-    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
+    """d logp / d logits = onehot - softmax, from logits that are made again."""
+    hidden, head, target, used, norm = saved
+    slope = gradient[0] / temperature
+    weight = head.astype(hidden.dtype)
+
+    def one(i, out):
+        d_hidden, d_head = out
+        logits = _logits(hidden[i], head, temperature)
+        g = slope[i][..., None]
+        softmax = jnp.exp(logits - norm[i][..., None])
+        d_logits = jnp.where(_is_target(logits, target[i]), g, 0.0) - g * softmax
+        d_logits = d_logits.astype(hidden.dtype)
+        d_hidden = d_hidden.at[i].set(jnp.einsum("rcv,vd->rcd", d_logits, weight))
+        return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, hidden[i])
+
+    zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
+    d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
+    return d_hidden, d_head.astype(head.dtype), None, None
 
 
-_log_softmax_at.defvjp(_forward, _backward)
+_pieces.defvjp(_forward, _backward)
+
+_float32_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _logits(hidden, head, temperature):
     """float32 logits / temperature of a few tokens, sharded over the vocabulary."""
-    logits = jnp.einsum(
-        "rcd,vd->rcv", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    logits = _float32_einsum("rcd,vd->rcv", hidden, head.astype(hidden.dtype))
     return constrain(logits, BATCH, None, "tensor") / temperature
 
 

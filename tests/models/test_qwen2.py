@@ -73,6 +73,7 @@ def test_left_padding_is_right_padding():
         segments=(column >= shift).astype(jnp.int32),
         index=right.index + shift,
         target=right.target,
+        scored=right.scored,
     )
     mask = np.asarray(batch.mask)
     one, other = policy(params, right), policy(params, left)
@@ -118,20 +119,23 @@ def plain_scores(hidden, head, target, temperature):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_chunked_scores_are_log_softmax(chunk, temperature):
-    keys = jax.random.split(jax.random.key(0), 3)
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_chunked_scores_are_log_softmax(chunk, temperature, share):
+    keys = jax.random.split(jax.random.key(0), 4)
     hidden, head = jax.random.normal(keys[0], (3, 5, 8)), jax.random.normal(keys[1], (31, 8))
     target = jax.random.randint(keys[2], (3, 5), 0, 31)
+    scored = jax.random.uniform(keys[3], (3, 5)) < share
     slope = jnp.arange(15.0).reshape(3, 5)
 
     def ours(hidden, head):
         scores = logprobs.chunked(
-            hidden, head, target, temperature=temperature, chunk=chunk, entropy=True
+            hidden, head, target, scored, temperature=temperature, chunk=chunk
         )
         return (slope * scores[0]).sum(), scores
 
     def plain(hidden, head):
         scores = plain_scores(hidden, head, target, temperature)
+        scores = tuple(jnp.where(scored, x, 0.0) for x in scores)
         return (slope * scores[0]).sum(), scores
 
     (_, got), got_grads = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, head)
@@ -140,6 +144,18 @@ def test_chunked_scores_are_log_softmax(chunk, temperature):
         jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_token_scores_the_same_whoever_else_is_scored(pack):
+    policy, params = tiny.policy()
+    batch = tiny.collator(pack=pack)(tiny.rollout(12))
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
+    everyone = policy(params, inputs)
+    some = inputs.scored & (jax.random.uniform(jax.random.key(0), inputs.scored.shape) < 0.4)
+    np.testing.assert_allclose(
+        policy(params, inputs._replace(scored=some)), jnp.where(some, everyone, 0), atol=1e-5
+    )
 
 
 def test_bfloat16_compute_is_close_to_float32():

@@ -1,0 +1,76 @@
+"""Whether compile time grows with depth: it must not, since layers are stacked and scanned."""
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Inputs
+from jaxrl_llm.bench.update import SMALL
+from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.objectives import Objective, advantages, kl
+
+
+def main(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
+    """Time tracing and compiling the train step at several depths.
+
+    Args:
+        layers: depths, taken in turn; ratios are against the first.
+        repeats: compilations of each depth; the median is shown.
+    """
+    console = rich.console.Console()
+    seconds: dict[int, list[float]] = {depth: [] for depth in layers}
+    with console.status("compiling") as status:
+        for repeat in range(repeats):
+            for depth in layers:
+                status.update(f"round {repeat + 1} of {repeats}: {depth} layers")
+                seconds[depth].append(_compile(depth))
+    table = rich.table.Table("layers", "seconds", "range", f"x {layers[0]} layers")
+    first = float(np.median(seconds[layers[0]]))
+    for depth, values in seconds.items():
+        middle = float(np.median(values))
+        spread = f"{min(values):.2f} - {max(values):.2f}"
+        table.add_row(str(depth), f"{middle:.2f}", spread, f"{middle / first:.2f}")
+    console.print(table)
+
+
+def _compile(depth: int) -> float:
+    shape = dataclasses.replace(SMALL, num_layers=depth)
+    definition, params = qwen2.graph(shape)
+    optimizer = update.adamw()
+    objective = Objective(
+        advantage=partial(advantages.grpo, group_size=4), penalties=((1e-3, kl.k3),)
+    )
+
+    def array(*size, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    ints, slots = partial(array, dtype=jnp.int32), (1, 1, 4, 128)
+    wide = ints(1, 1, 4, 256)
+    data = update.Credited(
+        inputs=Inputs(
+            tokens=wide,
+            positions=wide,
+            segments=None,
+            index=ints(*slots),
+            target=ints(*slots),
+            scored=array(*slots, dtype=jnp.bool_),
+        ),
+        old_logp=array(*slots),
+        ref_logp=array(*slots),
+        advantage=array(*slots),
+        weight=array(2, *slots),
+    )
+    state = update.TrainState(params, jax.eval_shape(optimizer.init, params), ints(), ints())
+    policy = partial(logprobs.of_responses, definition)
+    step = update.make_train_step(policy, objective, optimizer)
+    start = time.perf_counter()
+    step.lower(state, data).compile()
+    return time.perf_counter() - start
