@@ -89,9 +89,9 @@ class SelfAttention(nnx.Module):
         self.v_proj = Linear(kv_heads, into, bias=True, rngs=rngs)
         self.o_proj = Linear(into, heads, bias=False, rngs=rngs)
 
-    def __call__(self, x, rope, attend):
-        q, k = rotate(self.q_proj(x), rope), rotate(self.k_proj(x), rope)
-        return self.o_proj(attend(q, k, self.v_proj(x)))
+    def qkv(self, x, rope):
+        """Queries, keys and values, with their positions rotated in."""
+        return rotate(self.q_proj(x), rope), rotate(self.k_proj(x), rope), self.v_proj(x)
 
 
 class MLP(nnx.Module):
@@ -117,7 +117,15 @@ class Layer(nnx.Module):
         self.mlp = MLP(shape, rngs=rngs)
 
     def __call__(self, x, rope, attend):
-        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
+        return self.finish(x, attend(*self.qkv(x, rope)))
+
+    def qkv(self, x, rope):
+        """What attention reads."""
+        return self.self_attn.qkv(self.input_layernorm(x), rope)
+
+    def finish(self, x, mixed):
+        """The layer from the mixed values on."""
+        x = x + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

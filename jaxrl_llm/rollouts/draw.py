@@ -1,0 +1,96 @@
+"""One token from each row of logits: truncation without a sort, noise that belongs to the request."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+BLOCK = 256
+
+
+def token(
+    logits: Float[Array, "S V"],
+    identity: UInt32[Array, "S I"],
+    *,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    top_k: Int[Array, ""],
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """Tokens and their log softmax(logits / temperature), which knows nothing of the truncation.
+
+    The noise of a row is a function of its `identity` alone; temperature 0 is the plain argmax.
+    """
+    greedy = temperature == 0
+    logits = logits / jnp.where(greedy, 1.0, temperature)
+    top = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+
+    def sampled():
+        return categorical(truncate(weights, top_p, top_k), identity)
+
+    chosen = jax.lax.cond(greedy, lambda: _argmax(logits), sampled)
+    at = jnp.take_along_axis(logits - top, chosen[:, None], -1)[:, 0]
+    return chosen, at - jnp.log(weights.sum(-1))
+
+
+def categorical(weights: Float[Array, "S V"], identity: UInt32[Array, "S I"]) -> Int[Array, "S"]:
+    """A token with probability proportional to its weight: argmax(log weight + Gumbel noise), twice.
+
+    First a block of the vocabulary by its sum, then a token in it: V / 256 + 256 numbers of noise, not V.
+    """
+    rows, vocab = weights.shape
+    weights = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    blocks = weights.shape[1]
+    noise = jax.vmap(lambda i: jax.random.gumbel(_key(i), (blocks + BLOCK,)))(identity)
+    block = _argmax(jnp.log(weights.sum(-1)) + noise[:, :blocks])
+    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
+    return block * BLOCK + _argmax(jnp.log(inside) + noise[:, blocks:])
+
+
+def truncate(
+    weights: Float[Array, "S V"], top_p: Float[Array, ""], top_k: Int[Array, ""]
+) -> Float[Array, "S V"]:
+    """Weights of the top k, and of these the fewest that hold the share p of their sum; 0 for the others.
+
+    Weights equal to the last one in are in as well.
+    """
+    size = lambda kept: kept.sum(-1, keepdims=True)
+    held = lambda kept: jnp.where(kept, weights, 0.0).sum(-1, keepdims=True)
+
+    def keep(enough):
+        return jnp.where(weights >= _largest(weights, enough), weights, 0.0)
+
+    weights = jax.lax.cond(
+        top_k > 0, lambda: keep(lambda kept: size(kept) >= top_k), lambda: weights
+    )
+    goal = top_p * weights.sum(-1, keepdims=True)
+    return jax.lax.cond(top_p < 1, lambda: keep(lambda kept: held(kept) >= goal), lambda: weights)
+
+
+def _largest(weights, enough) -> Float[Array, "S 1"]:
+    """The largest threshold t at which `enough(weights >= t)`, found bit by bit.
+
+    Floats that are not negative are ordered like their bit patterns, so 31 passes find it exactly.
+    """
+
+    def set_bit(i, bits: Int[Array, "S 1"]):
+        trial = bits | (1 << (30 - i))
+        kept = weights >= jax.lax.bitcast_convert_type(trial, jnp.float32)
+        return jnp.where(enough(kept), trial, bits)
+
+    bits = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((weights.shape[0], 1), jnp.int32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _key(identity: UInt32[Array, "I"]):
+    """A random key of these numbers, folded in one after the other."""
+    key = jax.random.key(identity[0])
+    for i in range(1, identity.shape[0]):
+        key = jax.random.fold_in(key, identity[i])
+    return key
+
+
+def _argmax(x: Float[Array, "S V"]) -> Int[Array, "S"]:
+    """The first index of the maximum, in two reductions that vectorise."""
+    best: Bool[Array, "S V"] = x == x.max(-1, keepdims=True)
+    index = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(best, index, x.shape[1] - 1).min(-1)

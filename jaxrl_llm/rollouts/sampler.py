@@ -1,0 +1,52 @@
+"""The boundary to whatever generates: a sampler takes token ids and returns a `Rollout`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxrl_llm.batch import Rollout
+from jaxrl_llm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A response ends with the first
+    token in `stop`, which belongs to it, or is cut after `max_tokens`. `seed` changes every draw.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, fine in (
+            ("temperature", self.temperature >= 0),
+            ("top_p", 0 < self.top_p <= 1),
+            ("top_k", self.top_k >= 0),
+            ("max_tokens", self.max_tokens >= 1),
+            ("seed", 0 <= self.seed < 2**32),
+        ):
+            if not fine:
+                raise UserError(f"sampling: {name} = {getattr(self, name)} is out of range")
+
+
+class Sampler(Protocol):
+    """Anything that answers prompts with the newest weights it was given.
+
+    `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits themselves
+    at temperature 0), before top-k and top-p: what a trainer computes for the same tokens. `finished`
+    tells a response that stopped from one that was cut.
+    """
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
+        """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""
+        ...
+
+    def push(self, params: Any, version: int) -> None:
+        """Every later response comes from these weights."""
+        ...

@@ -1,0 +1,224 @@
+"""The embedded engine: the trainer's numbers, the same tokens in any company, no slot left idle."""
+
+import dataclasses
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Collator
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import decode, logprobs, qwen2
+from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.rollouts.sampler import Sampler, Sampling
+from tests import tiny
+from tests.rollouts.fake import Scripted
+
+STOP = (7, 9)
+SAMPLING = Sampling(max_tokens=24, stop=STOP)
+GREEDY = dataclasses.replace(SAMPLING, temperature=0.0)
+
+
+def prompts(count, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 96, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+@functools.cache
+def engine(slots=8, *, rows=4):
+    definition, _ = qwen2.graph(tiny.SHAPE)
+    made = NativeSampler(
+        **decode.functions(definition, block=16), slots=slots, prefill_rows=rows, steps=10
+    )
+    made.push(tiny.policy()[1], 1)
+    return made
+
+
+def responses(rollout):
+    return [list(r) for r in rollout.responses]
+
+
+@pytest.mark.parametrize("make", [engine, lambda: Scripted(lambda p, i: [*p, i, STOP[0]])])
+def test_what_every_sampler_keeps(make):
+    """Groups side by side, one log-prob a token, `finished` only on a stop token, the pushed version."""
+    sampler: Sampler = make()
+    sampler.push(tiny.policy()[1], version=5)
+    asked = prompts(3)
+    rollout = sampler.generate(asked, n=4, sampling=SAMPLING)
+    assert rollout.version == 5
+    assert [list(p) for p in rollout.prompts] == [p for p in asked for _ in range(4)]
+    assert list(map(len, rollout.logps)) == list(map(len, rollout.responses))
+    for response, logps, finished in zip(
+        rollout.responses, rollout.logps, rollout.finished, strict=True
+    ):
+        assert 1 <= len(response) <= 24
+        assert max(logps) <= 0
+        assert finished == (response[-1] in STOP)
+        assert finished or len(response) == 24
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+def test_log_probs_are_the_trainers(temperature, pack):
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature, top_p=0.95, top_k=40)
+    rollout = engine().generate(prompts(6), n=4, sampling=sampling)
+    definition, _ = qwen2.graph(tiny.SHAPE)
+    batch = Collator(prompt_length=20, response_length=24, pack=pack, round_to=4)(rollout)
+    score = update.make_score(partial(logprobs.of_responses, definition, temperature=temperature))
+    trainer = np.asarray(batch.layout.to_rows(score(tiny.policy()[1], batch.inputs)))
+    mask = np.asarray(batch.mask)
+    assert mask.sum() == sum(map(len, rollout.responses)) > 200
+    np.testing.assert_allclose(np.asarray(batch.sampler_logp)[mask], trainer[mask], atol=1e-4)
+
+
+def follows_the_training_forward(rollout, params):
+    """Whether each token is the argmax of the logits that the training forward gives before it."""
+    model = nnx.merge(qwen2.graph(tiny.SHAPE)[0], params)
+    batch = Collator(prompt_length=20, response_length=24, round_to=44)(rollout)
+    tokens, positions = (jnp.asarray(x[0, 0]) for x in batch.inputs[:2])
+    best = jnp.einsum("rld,vd->rlv", jax.jit(model)(tokens, positions), model.head).argmax(-1)
+    starts = [len(p) - 1 for p in rollout.prompts]
+    return [list(r) for r in rollout.responses] == [
+        row[start : start + len(r)].tolist()
+        for row, start, r in zip(best, starts, rollout.responses, strict=True)
+    ]
+
+
+def test_greedy_follows_the_newest_weights():
+    """Right after a push, and back again."""
+    for seed in (3, 0):
+        params = tiny.policy(seed=seed)[1]
+        engine().push(params, version=seed)
+        rollout = engine().generate(prompts(6), n=1, sampling=GREEDY)
+        assert follows_the_training_forward(rollout, params)
+        assert not follows_the_training_forward(rollout, tiny.policy(seed=5)[1])
+
+
+def test_the_same_request_gives_the_same_tokens_in_any_company():
+    """Alone, in another order, among longer prompts, in larger groups: bit for bit, log-probs included."""
+    asked = prompts(9)
+    base = engine().generate(asked, n=2, sampling=SAMPLING)
+    expected = {(tuple(p), i): (list(base.responses[2 * k + i]), list(base.logps[2 * k + i]))
+                for k, p in enumerate(asked) for i in range(2)}  # fmt: skip
+    for company, n in ((asked[::-1], 2), (asked[4:5], 2), ([[3] * 40, *asked[2:6]], 5)):
+        rollout = engine().generate(company, n=n, sampling=SAMPLING)
+        for k, p in enumerate(company):
+            for i in range(2):
+                if (tuple(p), i) in expected:
+                    got = rollout.responses[n * k + i], rollout.logps[n * k + i]
+                    assert tuple(map(list, got)) == expected[tuple(p), i]
+
+
+def test_the_number_of_slots_does_not_change_the_tokens():
+    asked = prompts(5)
+    wide = engine(16, rows=8).generate(asked, n=3, sampling=SAMPLING)
+    assert responses(engine().generate(asked, n=3, sampling=SAMPLING)) == responses(wide)
+
+
+def test_responses_differ_within_a_group_between_seeds_and_for_a_prompt_given_twice():
+    prompt = prompts(1)[0]
+    group = responses(engine().generate([prompt], n=6, sampling=SAMPLING))
+    assert len({tuple(r) for r in group}) == 6
+    other = dataclasses.replace(SAMPLING, seed=1)
+    assert responses(engine().generate([prompt], n=6, sampling=other)) != group
+    twice = responses(engine().generate([prompt, prompt], n=3, sampling=SAMPLING))
+    assert twice == group
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it():
+    """Every greedy token in turn is made the stop token: the response is cut right after its first one."""
+    prompt = prompts(1)[0]
+    endless = dataclasses.replace(GREEDY, stop=())
+    whole = engine().generate([prompt], n=1, sampling=endless)
+    assert whole.finished == (False,)
+    assert len(whole.responses[0]) == 24
+    for token in set(whole.responses[0]):
+        rollout = engine().generate(
+            [prompt], n=1, sampling=dataclasses.replace(endless, stop=(token,))
+        )
+        end = list(whole.responses[0]).index(token) + 1
+        assert list(rollout.responses[0]) == list(whole.responses[0][:end])
+        assert list(rollout.logps[0]) == list(whole.logps[0][:end])
+        assert rollout.finished == (True,)
+
+
+def test_finished_rows_are_replaced_by_waiting_ones():
+    """A long tail: 8 slots serve 96 responses in far fewer steps than 12 rounds of 8 would take."""
+    sampling = dataclasses.replace(SAMPLING, stop=tuple(range(7, 17)))
+    rollout = engine().generate(prompts(12), n=8, sampling=sampling)
+    lengths = [len(r) for r in rollout.responses]
+    rounds = sum(max(lengths[i : i + 8]) for i in range(0, 96, 8))
+    counters = engine().counters
+    assert counters["tokens"] == sum(lengths)
+    assert counters["decode_steps"] < 0.75 * rounds
+    assert counters["decode_steps"] <= sum(lengths) / 8 + 24
+    assert counters["utilisation"] == sum(lengths) / (8 * counters["decode_steps"])
+
+
+def test_each_prompt_is_prefilled_once_for_its_group():
+    asked = prompts(5)
+    engine().generate(asked, n=8, sampling=SAMPLING)
+    assert engine().counters["prefill_tokens"] == sum(map(len, asked))
+
+
+def test_it_ends_as_soon_as_all_are_done():
+    every = dataclasses.replace(SAMPLING, stop=tuple(range(96)))
+    rollout = engine().generate(prompts(8), n=1, sampling=every)
+    assert list(map(len, rollout.responses)) == [1] * 8
+    assert engine().counters["decode_steps"] == 1
+
+
+def test_it_compiles_once_for_each_bucket():
+    made = engine(8, rows=3)
+    for seed in range(3):
+        made.generate(prompts(7, seed, longest=14), n=2, sampling=SAMPLING)
+    sizes = [f._cache_size() for f in (made._run, made._insert, made._prefill)]
+    made.generate(prompts(30, 9, longest=14), n=1, sampling=dataclasses.replace(GREEDY, stop=STOP))
+    assert sizes == [f._cache_size() for f in (made._run, made._insert, made._prefill)]
+
+
+def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
+    one = engine().generate(prompts(6), n=2, sampling=GREEDY)
+    mesh = tiny.mesh_of(2, 2, 2)
+    with jax.set_mesh(mesh):
+        functions = decode.functions(qwen2.graph(tiny.SHAPE)[0], block=16)
+        put = partial(jax.device_put, device=NamedSharding(mesh, P()))
+        made = NativeSampler(**functions, slots=8, prefill_rows=4, put=put)
+        made.push(tiny.policy(mesh=mesh)[1], 0)
+        eight = made.generate(prompts(6), n=2, sampling=GREEDY)
+    assert responses(one) == responses(eight)
+    for a, b in zip(one.logps, eight.logps, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_it_runs_under_a_transfer_guard():
+    with jax.transfer_guard("disallow"):
+        rollout = engine().generate(prompts(3), n=2, sampling=SAMPLING)
+    assert len(rollout.responses) == 6
+
+
+@pytest.mark.parametrize("bad", [{"asked": []}, {"asked": [[1], []]}, {"asked": [[1]], "n": 0}])
+def test_nothing_to_do_is_an_error(bad):
+    with pytest.raises(UserError, match="at least one prompt"):
+        engine().generate(bad["asked"], n=bad.get("n", 1), sampling=SAMPLING)
+
+
+def test_generate_before_push_is_an_error():
+    definition, _ = qwen2.graph(tiny.SHAPE)
+    with pytest.raises(UserError, match="push"):
+        NativeSampler(**decode.functions(definition)).generate([[1]], n=1, sampling=SAMPLING)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_tokens": 0}, {"seed": -1}]
+)
+def test_sampling_out_of_range_is_an_error(bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        Sampling(**bad)
