@@ -1,4 +1,4 @@
-"""Eight virtual devices, strict broadcasting, and every shape annotation of the package checked."""
+"""Eight virtual devices, strict broadcasting, and every shape annotation checked."""
 
 import os
 
@@ -11,4 +11,5 @@ import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook("jaxrl_llm", "beartype.beartype")
+ROOMS = ("objectives", "models", "rollouts", "batch", "metrics", "update")  # those that know arrays
+install_import_hook([f"jaxrl_llm.{room}" for room in ROOMS], "beartype.beartype")
