@@ -78,8 +78,11 @@ class Collator:
 
     `minibatches` optimizer batches (runs of whole rows, in order) of `microbatches` gradient-accumulation
     slices each, every slice a multiple of `shards` rows. Lengths are rounded up to a multiple of `round_to`
-    (fewer compilations); `prompt_length` and `response_length` are limits. With `pack`, sequences
-    share rows of `prompt_length + response_length` tokens.
+    (fewer compilations); `prompt_length` and `response_length` are limits.
+
+    With `pack`, sequences share rows of `prompt_length + response_length` tokens. Shapes then follow from the
+    limits alone, so there is one compilation: slices are filled one after the other, and those that stay
+    empty cost nothing. Choose `microbatches` for the case that every sequence has full length.
     """
 
     prompt_length: int
@@ -90,28 +93,32 @@ class Collator:
     pack: bool = False
     round_to: int = 64
 
-    def __call__(self, rollout: Rollout) -> Batch:
-        """Collate: pads or packs, and fills `[B,T]` with zeros where there is no token."""
+    def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
+        """Collate: pads or packs, and fills `[B,T]` with zeros where there is no token.
+
+        A row that is not to `keep` has no tokens: it is not computed and counts in no mean.
+        """
         self._check(rollout)
         rows = len(rollout.responses)
-        longest = max(map(len, rollout.responses))
+        longest = self.response_length if self.pack else max(map(len, rollout.responses))
         width = min(_round_up(longest, self.round_to), self.response_length)
         sequences = [
             _Sequence(i, np.asarray(p, np.int32), np.asarray(r, np.int32))
             for i, (p, r) in enumerate(zip(rollout.prompts, rollout.responses, strict=True))
         ]
+        kept = lambda some: [s for s in some if keep is None or keep[s.row]]
         per_minibatch = rows // self.minibatches
         place = _pack if self.pack else _pad
         placed = [
-            place(sequences[i : i + per_minibatch], self._capacity)
+            place(kept(sequences[i : i + per_minibatch]), self._capacity)
             for i in range(0, rows, per_minibatch)
         ]
-        shape = self._shape(placed, width)
+        shape = self._shape(placed, per_minibatch, width)
         slot: Any = np.full((rows, width), -1, np.int32)
         arrays = _empty(shape)
         for m, bins in enumerate(placed):
             for n, bin_ in enumerate(bins):
-                micro, row = n % shape[1], n // shape[1]
+                micro, row = divmod(n, shape[2])
                 _fill_row(arrays, slot, (m, micro, row), bin_, width)
         inputs = Inputs(
             tokens=arrays["tokens"],
@@ -156,16 +163,13 @@ class Collator:
                     f"response {i} has {len(response)} tokens but {len(rollout.logps[i])} log-probs"
                 )
 
-    def _shape(self, placed, width):
-        """`(M, m, R, L, C)`, the smallest rounded shape that holds every bin."""
-        bins = max(map(len, placed))
-        rows = _round_up(-(-bins // self.microbatches), self.shards)
+    def _shape(self, placed, most, width):
+        """`(M, m, R, L, C)`, for up to `most` bins a mini-batch."""
         flat = [b for bins in placed for b in bins]
+        rows = _round_up(-(-most // self.microbatches), self.shards)
         if self.pack:
-            scored = max(sum(len(s.response) for s in b) for b in flat)
-            columns = min(_round_up(scored, self.round_to), self._capacity)
-            return self.minibatches, self.microbatches, rows, self._capacity, columns
-        longest = max(sum(len(s.prompt) + len(s.response) for s in b) for b in flat)
+            return self.minibatches, self.microbatches, rows, self._capacity, self._capacity
+        longest = max((sum(len(s.prompt) + len(s.response) for s in b) for b in flat), default=1)
         length = min(_round_up(longest, self.round_to), self._capacity)
         return self.minibatches, self.microbatches, rows, length, width
 

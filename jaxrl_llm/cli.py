@@ -1,25 +1,117 @@
-"""The command line of jaxrl_llm; what is wrong outside the program is said in one line, exit code 2."""
+"""Reinforcement learning for language models: train, evaluate, talk to, export; and time the parts.
 
+What is wrong outside the program is said in one line, exit code 2.
+"""
+
+import contextlib
+import functools
+import inspect
+import io
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
 from jaxrl_llm.errors import UserError
 
+WITH_CONFIG = ("train", "data")
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
-    from jaxrl_llm.bench import depth, update
-
-    bench = tyro.extras.SubcommandApp()
-    bench.command(name="update")(update.main)
-    bench.command(name="compile")(depth.main)
-    app = tyro.extras.SubcommandApp()
-    app.command(bench, name="bench", help="Time the parts of a step on this machine.")
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        app.cli(prog="jaxrl-llm", description=__doc__, args=arguments)
+        if len(given) > 1 and given[0] in WITH_CONFIG and not given[1].startswith("-"):
+            command = _with_config(given[0], Path(given[1]), given[2:])
+        else:
+            command = _parse(_application().cli, given, prog="jaxrl-llm", description=__doc__)
+        command()
     except UserError as error:
         print("jaxrl-llm: " + " ".join(str(error).split()), file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         raise SystemExit(130) from error
+
+
+def _application() -> tyro.extras.SubcommandApp:
+    """Every command; parsing gives back a call that is still to be made."""
+    from jaxrl_llm import commands
+    from jaxrl_llm.bench import depth, update
+
+    bench = tyro.extras.SubcommandApp()
+    bench.command(name="update")(_later(update.main))
+    bench.command(name="compile")(_later(depth.main))
+    app = tyro.extras.SubcommandApp()
+    app.command(name="train")(_needs_config("train", commands.train))
+    app.command(name="eval")(_later(commands.evaluate_run))
+    app.command(name="sample")(_later(commands.sample))
+    app.command(name="export")(_later(commands.export))
+    app.command(name="plot")(_later(commands.draw))
+    app.command(name="data")(_needs_config("data", commands.data))
+    app.command(bench, name="bench", help="Time the parts of a step on this machine.")
+    return app
+
+
+def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], None]:
+    """A command whose flags are its own options and the parameters of the file's `config()`."""
+    from jaxrl_llm import commands
+    from jaxrl_llm import config as configs
+
+    make, flags = configs.load(path), {}
+
+    @functools.wraps(make)
+    def build(*args: Any, **given: Any) -> configs.Config:
+        bound = inspect.signature(make).bind(*args, **given)
+        flags.update(bound.arguments)
+        return configs.build(make, path, *args, **given)
+
+    options = commands.TrainOptions if name == "train" else commands.DataOptions
+
+    def parsed(
+        options: Annotated[options, tyro.conf.arg(name="")],
+        config: Annotated[configs.Config, tyro.conf.arg(name="", constructor=build)],
+    ) -> Callable[[], None]:
+        if name == "train":
+            return functools.partial(commands.train, options, config, path, flags)
+        return functools.partial(commands.data, options, config)
+
+    prog = f"jaxrl-llm {name} {path}"
+    return _parse(functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__)
+
+
+def _parse(parser: Callable[..., Any], arguments: list[str], **described: Any) -> Callable[[], None]:
+    """What the parser makes of the arguments; its complaint, a framed text, becomes one line."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return parser(args=arguments, **described)
+    except SystemExit as stop:
+        if stop.code != 2:
+            raise
+        parts = re.split(r"─{3,}", complaint.getvalue())
+        words = [" ".join(re.sub(r"[│╭╮╰╯─]", " ", part).split()) for part in parts]
+        said = [part for part in words if part and not part.startswith("For full helptext")]
+        raise UserError("; ".join([*said[1:3], f"see {described['prog']} --help"])) from stop
+
+
+def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """The command as it parses, but called only when everything is parsed."""
+
+    @functools.wraps(command)
+    def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bound
+
+
+def _needs_config(name: str, command: Callable[..., Any]) -> Callable[[], Callable[[], None]]:
+    """What stands in the list of commands for one that is parsed with its config."""
+
+    def bound() -> Callable[[], None]:
+        raise UserError(f"{name} wants a config file, as in: jaxrl-llm {name} configs/kk_tiny.py")
+
+    bound.__doc__ = f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
+    return bound

@@ -45,3 +45,37 @@ def as_means(sums: dict[str, Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     tokens = jnp.maximum(sums["tokens"], 1.0)
     means = {k.removesuffix("_count"): v / tokens for k, v in sums.items() if k.endswith("_count")}
     return means | {k: v for k, v in sums.items() if not k.endswith("_count")}
+
+
+def describe_policy(
+    old_logp: Array, entropy: Array, ref_logp: Array, mask: Bool[Array, "*shape"]
+) -> dict[str, Float[Array, ""]]:
+    """Means over the response tokens of a batch, before the update: how uncertain and how far it is.
+
+    `rare_half` and `rare_quarter` are the shares of tokens with probability below 1/2 and 1/4.
+    """
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
+    return {
+        "entropy": mean(entropy),
+        "logp": mean(old_logp),
+        "rare_half": mean(old_logp < jnp.log(0.5)),
+        "rare_quarter": mean(old_logp < jnp.log(0.25)),
+        "kl_reference": mean(kl.k3(old_logp, ref_logp)),
+    }
+
+
+def describe_mismatch(
+    old_logp: Float[Array, "B T"], sampler_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> dict[str, Float[Array, ""]]:
+    """How far the sampler's log-probs are from the trainer's, and what it costs as importance weights.
+
+    `mismatch_ess` is the effective sample size of the weights exp(old - sampler), as a share of the tokens.
+    """
+    gap = jnp.where(mask, old_logp - sampler_logp, 0.0)
+    weight = jnp.where(mask, jnp.exp(gap), 0.0)
+    count = jnp.maximum(mask.sum(), 1)
+    return {
+        "mismatch_mean": jnp.abs(gap).sum() / count,
+        "mismatch_max": jnp.abs(gap).max(),
+        "mismatch_ess": jnp.square(weight.sum()) / (count * jnp.square(weight).sum()),
+    }

@@ -94,22 +94,33 @@ def adamw(
     )
 
 
-def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state; what the optimizer keeps per parameter lies where the parameter lies."""
-    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))  # commits it there
-    shapes = jax.eval_shape(optimizer.init, params)
+def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The shapes and places of the state for parameters (or shapes with shardings), nothing allocated.
+
+    What the optimizer keeps per parameter lies where the parameter lies.
+    """
+    like = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     everywhere = jax.tree.leaves(params)[0].sharding
     if isinstance(everywhere, NamedSharding):
         everywhere = NamedSharding(everywhere.mesh, P())
-    shardings = optax.tree_map_params(
+    params = jax.tree.map(lambda x: like(x, x.sharding), params)
+    opt_state = optax.tree_map_params(
         optimizer,
-        lambda _, p: p.sharding,
-        shapes,
+        lambda x, p: like(x, p.sharding),
+        jax.eval_shape(optimizer.init, params),
         params,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda x: like(x, everywhere),
     )
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), everywhere) for _ in range(2))
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(params, opt_state, count, count)
+
+
+def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
+    """A fresh state, committed to where the parameters lie."""
+    places = jax.tree.map(lambda x: x.sharding, state_like(params, optimizer))
+    params = jax.device_put(params, places.params)
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    step, skipped = (jax.device_put(np.zeros((), np.int32), places.step) for _ in range(2))
     return TrainState(params, opt_state, step, skipped)
 
 
@@ -129,13 +140,20 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Slots]:
-    """Log-probs of a whole batch, one micro-batch at a time."""
+    """Log-probs of a whole batch, one micro-batch at a time; 0 for those without a token."""
 
     @jax.jit
     def score(params, inputs):
         lead = inputs.tokens.shape[:2]
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
-        out = jax.lax.map(lambda micro: policy_logp(params, micro), flat)
+        shapes = jax.eval_shape(policy_logp, params, jax.tree.map(lambda x: x[0], flat))
+
+        def one(micro):
+            return jax.lax.cond(
+                jnp.any(micro.scored), lambda: policy_logp(params, micro), lambda: _zeros(shapes)
+            )
+
+        out = jax.lax.map(one, flat)
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
 
     return score
@@ -206,7 +224,8 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         state = jax.lax.cond(finite, apply, lambda s: s, state)
         state = state._replace(skipped=state.skipped + ~finite)
-        return state, metrics.as_means(sums) | {"loss": loss, "grad_norm": norm}
+        more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
+        return state, metrics.as_means(sums) | more
 
     def visit(data: Credited, state: TrainState, place):
         m, s = place
@@ -214,7 +233,7 @@ def make_train_step(
         rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
         minibatch = rest._replace(weight=weight)
         shapes = jax.eval_shape(optimizer_step, state, minibatch)[1]
-        skip = lambda state, _: (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        skip = lambda state, _: (state, _zeros(shapes))
         return jax.lax.cond(jnp.any(weight > 0), optimizer_step, skip, state, minibatch)
 
     def train_step(state: TrainState, data: Credited):
@@ -229,14 +248,21 @@ def make_train_step(
 
 
 def accumulate(loss_and_sums, params, minibatch: Credited):
-    """Value, sums and gradient of a mini-batch, added up over its micro-batches."""
+    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight."""
     value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
-    if minibatch.weight.shape[0] == 1:
-        return value_and_grad(params, jax.tree.map(lambda x: x[0], minibatch))
+    pick = lambda i: jax.tree.map(lambda x: x[i], minibatch)
+    count = minibatch.weight.shape[0]
+    if count == 1:
+        return value_and_grad(params, pick(0))
 
-    def add(total, micro):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, micro)), None
+    def add(i, total):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, pick(i)))
 
-    shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], minibatch))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.scan(add, zeros, minibatch)[0]
+    weighted = jnp.any(minibatch.weight > 0, axis=(1, 2))
+    used = jnp.max(jnp.where(weighted, jnp.arange(1, count + 1), 0))
+    shapes = jax.eval_shape(value_and_grad, params, pick(0))
+    return jax.lax.fori_loop(0, used, add, _zeros(shapes))
+
+
+def _zeros(shapes):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

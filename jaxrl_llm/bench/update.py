@@ -62,7 +62,7 @@ def main(
             "scored": rows * response_length,
         }
         work = flops.update(shape, **size, length=prompt_length + response_length)
-        rate = matmul_rate(dtype)
+        rate = flops.matmul_rate(dtype)
         console.print(
             f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters, {rows} x "
             f"({prompt_length} + {response_length}) tokens, {jax.devices()[0].device_kind}, "
@@ -82,20 +82,6 @@ def main(
         for peer in peers.values():
             peer.close()
     _report(console, seconds, work / rate, size["tokens"])
-
-
-def matmul_rate(dtype) -> float:
-    """FLOP/s of a 2048-cubed product on random data: the ceiling of the arithmetic."""
-    n = 2048
-    x = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    product = jax.jit(lambda x: x @ x)
-    product(x).block_until_ready()
-    best = np.inf
-    for _ in range(8):
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], repeats: int, console) -> dict[str, list[float]]:

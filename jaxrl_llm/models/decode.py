@@ -30,8 +30,9 @@ class Cache(NamedTuple):
 
 
 def functions(definition, *, block: int = BLOCK) -> dict[str, Callable]:
-    """The four functions a generation engine is made of, for the model of this definition."""
+    """The functions that a generation engine is made of, for the model of this definition."""
     return {
+        "weights": partial(weights, definition),
         "empty": partial(empty, definition, block=block),
         "prefill": partial(prefill, definition, block=block),
         "insert": insert,

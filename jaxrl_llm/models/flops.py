@@ -1,5 +1,11 @@
 """The arithmetic that a step cannot avoid: what model FLOPs utilisation is measured against."""
 
+import time
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
 from jaxrl_llm.models.qwen2 import Shape
 
 
@@ -18,3 +24,17 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
 def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     """Forward and backward (twice the forward), nothing made again."""
     return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
+
+
+def matmul_rate(dtype: DTypeLike) -> float:
+    """FLOP/s of a 2048-cubed product on random data: the ceiling of the arithmetic."""
+    n = 2048
+    x = jax.random.normal(jax.random.key(0), (n, n), dtype)
+    product = jax.jit(lambda x: x @ x)
+    product(x).block_until_ready()
+    best = np.inf
+    for _ in range(8):
+        start = time.perf_counter()
+        product(x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best

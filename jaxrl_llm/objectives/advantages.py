@@ -17,6 +17,12 @@ Tokens = Float[Array, "B T"]
 Mask = Bool[Array, "B T"]
 
 
+def imitation(reward: Rewards, old_logp: Tokens, ref_logp: Tokens, mask: Mask) -> Tokens:
+    """1 for every token: with the `reinforce` surrogate, the negative log-likelihood of demonstrations."""
+    del reward, ref_logp
+    return jnp.where(mask, jnp.ones_like(old_logp), 0.0)
+
+
 def grpo(
     reward: Rewards, old_logp: Tokens, ref_logp: Tokens, mask: Mask, *, group_size: int
 ) -> Tokens:

@@ -106,7 +106,7 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
 class NativeSampler:
     """A sampler on the devices of the trainer; it reads the trainer's own parameters, no copy.
 
-    `empty`, `prefill`, `insert` and `decode` are the model's. `slots` sequences decode at a time, prompts
+    `weights`, `empty`, `prefill`, `insert` and `decode` are the model's. `slots` sequences decode at a time, prompts
     are prefilled `prefill_rows` at a time, padded to a power of two; `put` places host arrays on the mesh.
     The loop returns to the host when `swap` slots are done, if anything waits, or after `steps` tokens.
     """
@@ -122,10 +122,12 @@ class NativeSampler:
         prefill_rows: int = 16,
         swap: int | None = None,
         steps: int = 256,
+        weights: Callable[[Any], Any] = lambda params: params,
         put: Callable[[Any], Any] = jax.device_put,
     ):
         self.slots, self.rows = slots, min(prefill_rows, slots)
         self.swap, self.put = swap or max(1, slots // 16), put
+        self._weights = weights
         self.params: Any = None
         self.version = 0
         self.counters: dict[str, Any] = {}
@@ -136,7 +138,7 @@ class NativeSampler:
 
     def push(self, params: Any, version: int) -> None:
         """Keeps a reference: push again before the next `generate` if a step has consumed the parameters."""
-        self.params, self.version = params, version
+        self.params, self.version = self._weights(params), version
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
         """`n` responses to each prompt, side by side; `counters` then holds the figures of this call."""

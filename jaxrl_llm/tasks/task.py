@@ -1,18 +1,14 @@
 """The boundary to a problem: its examples, their prompts, and a reward for a response."""
 
-import difflib
-import importlib.util
 import logging
 import math
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -134,39 +130,14 @@ def load_task(spec: str) -> Task[Any]:
     path, separator, name = spec.rpartition(":")
     if not (separator and path and name):
         raise UserError(f"task {spec!r}: write it as path/to/file.py:name")
-    module = _run_file(Path(path))
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"task {spec!r}: {path} defines no {name!r}{hint}")
-    task = getattr(module, name)
+    module = userfile.run(Path(path), "task")
+    task = userfile.member(module, name, f"task {spec!r}: {path}")
     if isinstance(task, type):
         raise UserError(
             f"task {spec!r}: {name} is a class; name an instance, as in task = {name}()"
         )
     _check_members(task, spec)
     return task
-
-
-def _run_file(path: Path) -> ModuleType:
-    """The module made by running the file at `path`."""
-    if not path.is_file():
-        raise UserError(f"task file {str(path)!r} does not exist")
-    spec = importlib.util.spec_from_file_location(f"user_task_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"task file {str(path)!r} is not a Python file (*.py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)
-        ]
-        line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
-        del sys.modules[spec.name]
-        raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _check_members(task: Any, spec: str) -> None:

@@ -199,8 +199,9 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
 
 
 def test_it_runs_under_a_transfer_guard():
+    ready = engine()
     with jax.transfer_guard("disallow"):
-        rollout = engine().generate(prompts(3), n=2, sampling=SAMPLING)
+        rollout = ready.generate(prompts(3), n=2, sampling=SAMPLING)
     assert len(rollout.responses) == 6
 
 

@@ -1,0 +1,117 @@
+"""A config to the parts that a run is made of: task, tokenizer, model, mesh."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from jaxrl_llm import tokenizer
+from jaxrl_llm.config import Config, Pretrained
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.task import Source, Task
+from jaxrl_llm.tokenizer import Tokenizer
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What commands share; `source` is the Hugging Face folder of a pretrained model."""
+
+    task: Task[Any]
+    tokenizer: Tokenizer
+    shape: qwen2.Shape
+    definition: Any
+    mesh: jax.sharding.Mesh
+    source: Path | None
+
+    @property
+    def shardings(self) -> Any:
+        """Where each parameter lies."""
+        return sharding.param_shardings(qwen2.graph(self.shape)[1], self.mesh)
+
+    def sampling(self, config: Config, **changes: Any) -> Sampling:
+        """How responses are drawn, with the limit of the config and the stop token of the tokenizer."""
+        limit = config.collate.response_length
+        return replace(config.sampling, max_tokens=limit, stop=(self.tokenizer.eos,), **changes)
+
+    def policy_logp(self, temperature: float) -> Any:
+        """`(params, inputs) -> [R,C]`, the log-probs that are trained."""
+        return partial(logprobs.of_responses, self.definition, temperature=temperature or 1.0)
+
+    def policy_scores(self, temperature: float) -> Any:
+        """The same and the entropy."""
+        return partial(logprobs.with_entropy, self.definition, temperature=temperature or 1.0)
+
+
+def parts(config: Config, data: Path) -> Parts:
+    """Builds or finds the data, the tokenizer and the architecture; no parameter is read yet."""
+    if isinstance(config.model, Pretrained):
+        source = hf.resolve(config.model.name)
+        words, shape = tokenizer.load(source), hf.load_shape(source)
+    else:
+        source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
+    sizes = config.mesh
+    devices = jax.devices() if -1 in (sizes.data, sizes.fsdp, sizes.tensor) else None
+    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices)
+    definition, _ = qwen2.graph(shape, config.compute)
+    return Parts(config.task(data), words, shape, definition, mesh, source)
+
+
+def fresh_params(config: Config, made: Parts) -> Any:
+    """The parameters that the run starts from, in place, in float32."""
+    if made.source is not None:
+        return hf.load(made.source, made.shape, made.shardings, "float32")
+    return qwen2.init(made.shape, config.seed, shardings=made.shardings)
+
+
+def like_params(made: Parts) -> Any:
+    """The shapes and places of the parameters, nothing allocated."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, "float32", sharding=sharding),
+        qwen2.graph(made.shape)[1],
+        made.shardings,
+    )
+
+
+@dataclass(frozen=True)
+class Readable(Generic[E]):
+    """The examples of a source whose prompts fit the limit, and how many do not."""
+
+    source: Source[E]
+    index: list[int]
+    skipped: int
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int, /) -> E:
+        return self.source[self.index[i]]
+
+
+def readable(made: Parts, source: Source[E], config: Config, name: str) -> Readable[E]:
+    """Leaves out the examples with too long a prompt, or refuses them, as the config says."""
+    limit, kept, skipped = config.collate.prompt_length, [], 0
+    for i in range(len(source)):
+        length = len(made.tokenizer.encode(made.task.prompt(source[i])))
+        if 0 < length <= limit:
+            kept.append(i)
+        elif config.long_prompts == "refuse":
+            raise UserError(
+                f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: "
+                "raise prompt_length, or set long_prompts to 'skip'"
+            )
+        else:
+            skipped += 1
+    if not kept:
+        raise UserError(
+            f"the {name} data is empty: {skipped} examples were skipped for prompts of more than "
+            f"{limit} tokens"
+            if skipped
+            else f"the {name} data is empty: it needs at least one example"
+        )
+    return Readable(source, kept, skipped)

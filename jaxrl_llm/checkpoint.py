@@ -1,0 +1,165 @@
+"""Checkpoints with orbax: asynchronous, whole or absent, verified when read; the last few and the best.
+
+A checkpoint holds the arrays of a state and a few notes in JSON. The notes contain a fingerprint of every
+array, so that a file that was cut short or altered on disk is found, and an older checkpoint is used.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from jaxrl_llm.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one folder; the newest `keep` of them stay (all if None), and the best."""
+
+    def __init__(self, folder: Path, keep: int | None = 2, *, read_only: bool = False):
+        self.folder = folder
+        newest = checkpoint_managers.LatestN(keep)
+        best = checkpoint_managers.BestN(get_metric_fn=lambda m: m["score"], n=1,
+                                         keep_checkpoints_without_metrics=False)  # fmt: skip
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
+            read_only=read_only,
+        )
+        try:
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        except OSError as error:
+            raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
+
+    def save(self, step: int, state: Any, notes: dict[str, Any], score: float | None = None) -> None:
+        """Copies the state and returns; it is written in the background."""
+        notes = notes | {"fingerprint": fingerprint(state)}
+        self._checked(
+            lambda: self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
+                ),
+                metrics=None if score is None else {"score": score},
+            )
+        )
+
+    def wait(self) -> None:
+        """Returns when everything is on disk; an error of the writing is raised here."""
+        self._checked(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        """Ends the background threads."""
+        self._manager.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that can be restored, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best score, if any was saved with one."""
+        scores = {info.step: info.metrics for info in self._manager._checkpoints}
+        known = {step: metrics["score"] for step, metrics in scores.items() if metrics}
+        return max(known, key=lambda step: (known[step], step)) if known else None
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """What was noted beside the arrays of a step."""
+        return self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))[
+            "notes"
+        ]
+
+    def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
+        """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of it."""
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        if part is None:
+            arguments = ocp.args.StandardRestore(shapes)
+        else:
+            placed = ocp.checkpoint_utils.construct_restore_args({part: shapes})
+            arguments = ocp.args.PyTreeRestore(
+                {part: shapes}, restore_args=placed, partial_restore=True
+            )
+        state = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
+        state = state if part is None else state[part]
+        expected = self.notes(step)["fingerprint"]
+        wanted = expected if part is None else {k: v for k, v in expected.items() if f".{part}" in k}
+        found = {k if part is None else f".{part}{k}": v for k, v in fingerprint(state).items()}
+        if found != wanted:
+            raise ValueError("the arrays are not the ones that were saved")
+        return state
+
+    def newest(self, like: Callable[[dict[str, Any]], Any]) -> tuple[int, Any, dict[str, Any]]:
+        """The newest checkpoint that can be read; `like(notes)` gives the form of its state.
+
+        A damaged one is passed over with a warning, and deleted so that its step can be saved again.
+        """
+        for step in reversed(self.steps):
+            try:
+                notes = self.notes(step)
+                return step, self.restore(step, like(notes)), notes
+            except UserError:
+                raise
+            except Exception as error:  # a damaged file raises almost anything
+                reason = str(error).strip().splitlines()[0][:100]
+                logger.warning(
+                    "checkpoint %d is damaged (%s): trying the one before it", step, reason
+                )
+                self._manager.delete(step)
+        raise UserError(f"{self.folder} holds no checkpoint that can be read: start anew elsewhere")
+
+    def _checked(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (OSError, ValueError, RuntimeError) as error:
+            last = f"step {self.steps[-1]}" if self.steps else "none"
+            raise UserError(
+                f"cannot write a checkpoint to {self.folder} ({first_line(error)}); the last whole one is {last}: "
+                "make room or permit writing, then go on with --resume"
+            ) from error
+
+
+def fingerprint(tree: Any) -> dict[str, int]:
+    """The sum of the bits of each array as integers, modulo 2^32: any altered bit changes it."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    sums = _bit_sums([leaf for _, leaf in leaves])
+    return {
+        jax.tree_util.keystr(path): int(total)
+        for (path, _), total in zip(leaves, jax.device_get(sums), strict=True)
+    }
+
+
+@jax.jit
+def _bit_sums(leaves):
+    def one(x):
+        if x.dtype == jnp.bool_:
+            return x.sum(dtype=jnp.uint32)
+        width = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32).sum(dtype=jnp.uint32)
+
+    return [one(x) for x in leaves]
+
+
+def write_params(folder: Path, params: Any) -> None:
+    """Parameters alone, whole or absent, in place of what was there."""
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder.absolute(), params, force=True)
+
+
+def read_params(folder: Path, like: Any) -> Any:
+    """What `write_params` wrote, placed as `like` lies."""
+    with ocp.StandardCheckpointer() as reader:
+        return reader.restore(folder.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+
+
+def first_line(error: BaseException) -> str:
+    """The innermost cause in a line; the libraries wrap an OSError in errors of their own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

@@ -1,0 +1,252 @@
+"""What the commands do: a config or a run's folder in; a run, a table, a text or a model folder out."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import rich.console
+import tyro
+
+from jaxrl_llm import assemble, dryrun, evaluate, folder, plot
+from jaxrl_llm import train as training
+from jaxrl_llm.assemble import Parts
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.journal import Journal
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollouts.sampler import Sampler
+from jaxrl_llm.run import Run, leaving_gracefully
+
+DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Where a run goes and how it starts."""
+
+    out: Path | None = None
+    """the run's folder (default: runs/ and the name of the config)"""
+    resume: bool = False
+    """go on from the newest checkpoint in the folder"""
+    dry_run: bool = False
+    """print the resolved config, shapes, memory and an estimate of a step, and stop"""
+    data: Path = folder.DATA
+    """where data sets are kept"""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What to show of a config's data."""
+
+    show: int = 2
+    """how many training examples to print"""
+    data: Path = folder.DATA
+    """where data sets are kept"""
+
+
+def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
+    """A whole run, with a table and a picture at the end."""
+    console = rich.console.Console()
+    parts = assemble.parts(config, options.data)
+    train_set = assemble.readable(parts, parts.task.train, config, "training")
+    test_set = assemble.readable(parts, parts.task.test, config, "test")
+    if options.dry_run:
+        dryrun.report(config, parts, train_set, test_set, console)
+        return
+    out = options.out or Path("runs") / made_by.stem
+    folder.create(out, made_by, flags, parts, resume=options.resume)
+    if skipped := train_set.skipped + test_set.skipped:
+        console.print(f"{skipped} examples are left out: their prompts are too long")
+    checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
+    journal = Journal(out, console)
+    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh) as sampler:
+        run = Run(config, parts, sampler, journal, checkpoints, train_set, test_set)
+        with leaving_gracefully(run.stop):
+            finished = training.train(run, resume=options.resume)
+        checkpoints.wait()
+    checkpoints.close()
+    journal.close()
+    if not finished:
+        console.print(f"stopped and saved in {out}; go on with --resume")
+        return
+    _summarise(run, out, console)
+
+
+def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
+    """Before and after, the picture, and what to do next."""
+    plot.curves([out], out / plot.PICTURE)
+    before, after = run.reports.get(run.warm_steps), run.reports.get(max(run.reports, default=-1))
+    if after is None:
+        console.print(f"nothing was left to do in {out}")
+        return
+    columns = {"after ": after} if before is None else {"before ": before, "after ": after}
+    title = "held-out accuracy in percent (95% interval), before and after reinforcement"
+    console.print(evaluate.table(title, columns, run.config.evaluation.by))
+    last = [run.reports[step].total.greedy for step in sorted(run.reports)[-3:]]
+    if before is not None and len(run.reports) > 3:
+        mean = float(np.mean(last))
+        console.print(
+            f"mean of the last three evaluations {100 * mean:.1f}%, "
+            f"{100 * (mean - before.total.greedy):+.1f} points over the start of reinforcement"
+        )
+    console.print(
+        f"curves: {out / plot.PICTURE}   talk to it: jaxrl-llm sample {out}   "
+        f"evaluate it: jaxrl-llm eval {out}"
+    )
+
+
+def data(options: DataOptions, config: Config) -> None:
+    """Builds the data sets of a config unless they are there, and shows what is in them."""
+    console = rich.console.Console()
+    parts = assemble.parts(config, options.data)
+    for name in ("train", "test"):
+        source = assemble.readable(parts, getattr(parts.task, name), config, name)
+        console.print(f"{name}: {len(source)} examples, {source.skipped} with too long a prompt")
+        encode, step = parts.tokenizer.encode, max(1, len(source) // 1000)
+        lengths = [len(encode(parts.task.prompt(source[i]))) for i in range(0, len(source), step)]
+        console.print(
+            f"  tokens a prompt: {min(lengths)} to {max(lengths)}, median {np.median(lengths):.0f}"
+        )
+        for i in range(min(options.show, len(source)) if name == "train" else 0):
+            console.rule(f"train {i}")
+            console.print(parts.task.prompt(source[i]), markup=False, highlight=False)
+            if hasattr(parts.task, "demonstration"):
+                console.print(parts.task.demonstration(source[i]), style="dim", markup=False)
+
+
+@contextmanager
+def _opened(
+    where: Path, data: Path, step: int | None
+) -> Iterator[tuple[Config, Parts, Sampler, int]]:
+    """A run's policy, ready to answer."""
+    config = folder.reopen(where)
+    parts = assemble.parts(config, data)
+    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh) as sampler:
+        chosen, params = folder.params(where, parts, step)
+        sampler.push(params, chosen)
+        yield config, parts, sampler, chosen
+
+
+def evaluate_run(
+    run: Path,
+    /,
+    *,
+    step: int | None = None,
+    samples: int = 0,
+    temperature: float = 1.0,
+    data: DataFolder = folder.DATA,
+) -> None:
+    """Evaluate a run's policy on all held-out examples: greedy accuracy by group, avg@k and pass@k.
+
+    Args:
+        run: the folder of a run.
+        step: which checkpoint (default: the best).
+        samples: k, the responses drawn to each prompt for avg@k and pass@k.
+        temperature: at which they are drawn.
+        data: where data sets are kept.
+    """
+    console = rich.console.Console()
+    with _opened(run, data, step) as (config, parts, sampler, chosen):
+        test_set = assemble.readable(parts, parts.task.test, config, "test")
+        with console.status(f"{len(test_set)} examples"):
+            result = evaluate.held_out(
+                config, parts, sampler, test_set, samples=samples, temperature=temperature
+            )
+    title = f"{run}, step {chosen}: held-out accuracy in percent (95% interval)"
+    console.print(evaluate.table(title, {"": result}, config.evaluation.by))
+
+
+def sample(
+    run: Path,
+    prompt: str | None = None,
+    /,
+    *,
+    example: int | None = None,
+    n: int = 1,
+    temperature: float = 0.0,
+    max_tokens: int | None = None,
+    step: int | None = None,
+    seed: int = 0,
+    data: DataFolder = folder.DATA,
+) -> None:
+    """Talk to a run's policy: give a prompt, or an --example of its test set, or type prompts line by line.
+
+    Args:
+        run: the folder of a run.
+        prompt: the text to continue, as the task writes prompts.
+        example: the number of a test example; its reward is shown too.
+        n: how many responses.
+        temperature: 0 is greedy.
+        max_tokens: the limit of a response (default: the config's).
+        step: which checkpoint (default: the best).
+        seed: changes every draw.
+        data: where data sets are kept.
+    """
+    console = rich.console.Console(highlight=False, markup=False)
+    with _opened(run, data, step) as (config, parts, sampler, _):
+        if example is not None and not 0 <= example < len(parts.task.test):
+            raise UserError(f"--example {example}: the test set has {len(parts.task.test)} examples")
+        chosen = None if example is None else parts.task.test[example]
+        sampling = parts.sampling(config, temperature=temperature, seed=seed)
+        sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
+
+        def answer(text: str) -> None:
+            rollout = sampler.generate([parts.tokenizer.encode(text)], n=n, sampling=sampling)
+            for response in rollout.responses:
+                words = parts.tokenizer.decode(response)
+                console.print(words)
+                if chosen is not None:
+                    reward = parts.task.reward(chosen, words)
+                    console.print(
+                        f"reward {reward.score:g}, {'correct' if reward.correct else 'wrong'}"
+                    )
+
+        if chosen is not None:
+            prompt = parts.task.prompt(chosen)
+            console.print(prompt, style="dim")
+        if prompt is not None:
+            answer(prompt)
+            return
+        console.print("one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim")
+        for line in sys.stdin:
+            try:
+                answer(line.strip())
+            except UserError as error:
+                console.print(str(error), style="red")
+
+
+def export(run: Path, target: Path, /, *, step: int | None = None, dtype: str = "float32") -> None:
+    """Write a run's policy as a Hugging Face folder: safetensors, config.json and tokenizer.
+
+    Args:
+        run: the folder of a run.
+        target: a new folder.
+        step: which checkpoint (default: the best).
+        dtype: float32 or bfloat16.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
+    config = folder.reopen(run)
+    parts = assemble.parts(config, folder.DATA)
+    chosen, params = folder.params(run, parts, step)
+    hf.export(params, parts.shape, target, source=run / "model", dtype=jax.numpy.dtype(dtype))
+    print(f"step {chosen} of {run} written to {target}")
+
+
+def draw(runs: tuple[Path, ...], /, *, out: Path = Path(plot.PICTURE)) -> None:
+    """Draw the curves of one or several runs into one picture.
+
+    Args:
+        runs: the folders of runs.
+        out: the picture to write.
+    """
+    if not runs:
+        raise UserError("plot wants the folders of one or several runs")
+    plot.curves(runs, out)
+    print(f"written to {out}")

@@ -1,0 +1,204 @@
+"""A run is one frozen tree of dataclasses, built by `config()` in a file of the user's; this is its vocabulary.
+
+What varies in kind is a function or a record of functions (objective, optimizer, engine, task), what
+varies in amount is a number. The defaults here are the only ones.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import optax
+
+from jaxrl_llm import engines, update, userfile
+from jaxrl_llm.batch import Collator
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.objectives import Objective
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.task import Reward, Task
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A new model; its tokenizer knows the given words, and two more for padding and end."""
+
+    shape: qwen2.Shape
+    words: tuple[str, ...]
+
+    def __post_init__(self):
+        if len(self.words) + 2 > self.shape.vocab_size:
+            raise UserError(
+                f"model: {len(self.words)} words and 2 special tokens do not fit into "
+                f"vocab_size={self.shape.vocab_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh's axes; one may be -1, whatever is left."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A supervised phase on the task's demonstrations, before reinforcement.
+
+    `examples` limits the demonstrations to the first so many of the training set (0: all of it).
+    """
+
+    steps: int
+    collate: Collator
+    optimizer: optax.GradientTransformation
+    batch: int = 64
+    examples: int = 0
+    demonstration: Callable[[Any], str] | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and on what to evaluate: greedy on `examples` of the test set (0: all), every `every` steps.
+
+    With `samples` k, also k responses at `temperature` to each prompt, for avg@k and pass@k.
+    `by` names the field of a reward that groups the table.
+    """
+
+    every: int = 20
+    examples: int = 500
+    samples: int = 0
+    temperature: float = 1.0
+    by: str = "people"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that determines a run.
+
+    `task` gets the folder for data sets. A step draws `prompts` prompts and `group_size` responses to each;
+    `sampling` limits and stops are filled in (`collate.response_length`, the end token). `reference` keeps
+    the policy as it is before reinforcement, for KL terms. `ratios` says whose log-probs of the sampled
+    tokens the policy's are compared to: the trainer's own, recomputed, or the sampler's. A prompt over
+    `collate.prompt_length` tokens is skipped and counted, or refused. With `drop_even_groups` a group
+    whose rewards are all equal is not learned from. A response whose reward cannot be had gets
+    `default_reward`.
+    """
+
+    task: Callable[[Path], Task]
+    model: Pretrained | Scratch
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    collate: Collator
+    steps: int
+    prompts: int = 64
+    group_size: int = 8
+    sampling: Sampling = Sampling()
+    engine: engines.Engine = field(default_factory=lambda: engines.Native())
+    warm_start: WarmStart | None = None
+    evaluation: Evaluation = Evaluation()
+    compute: qwen2.Compute = qwen2.Compute()
+    mesh: Mesh = Mesh()
+    order: Callable[[int, int], np.ndarray] = update.interleaved
+    reference: bool = True
+    ratios: Literal["trainer", "sampler"] = "trainer"
+    long_prompts: Literal["skip", "refuse"] = "skip"
+    drop_even_groups: bool = False
+    default_reward: Reward = Reward(0.0, False)
+    reward_threads: int = 1
+    save_every: int = 20
+    keep_checkpoints: int = 2
+    show_samples_every: int = 20
+    seed: int = 0
+
+    def __post_init__(self):
+        _check_types(self)
+        for name in ("steps", "prompts", "group_size", "save_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise UserError(f"config: {name} = {getattr(self, name)} must be at least 1")
+        group = getattr(self.objective.advantage, "keywords", {}).get("group_size", self.group_size)
+        if group != self.group_size:
+            raise UserError(
+                f"config: the advantage is for groups of {group} but group_size = {self.group_size}: "
+                "make them equal"
+            )
+        for name, chosen, known in (
+            ("ratios", self.ratios, ("trainer", "sampler")),
+            ("long_prompts", self.long_prompts, ("skip", "refuse")),
+        ):
+            if chosen not in known:
+                raise UserError(f"config: {name} = {chosen!r} is none of {', '.join(known)}")
+
+
+_PARTS = {
+    "model": (Pretrained, Scratch),
+    "objective": (Objective,),
+    "optimizer": (optax.GradientTransformation,),
+    "collate": (Collator,),
+    "sampling": (Sampling,),
+    "warm_start": (WarmStart, type(None)),
+    "evaluation": (Evaluation,),
+    "compute": (qwen2.Compute,),
+    "mesh": (Mesh,),
+    "default_reward": (Reward,),
+}
+
+
+def _check_types(config: Config) -> None:
+    """A UserError for the first field of a wrong type."""
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
+        if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"config: {one.name} is a {type(value).__name__}, not a {names}")
+    if not callable(config.task):
+        raise UserError("config: task is a function of the data folder, as in lambda folder: ...")
+
+
+def load(path: Path) -> Callable[..., Config]:
+    """The `config` function of a config file; calling it wrongly or getting no Config is a UserError."""
+    make = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
+    if not callable(make):
+        raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
+    return make
+
+
+def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> Config:
+    """`make(...)`, its errors blamed on the file; an unknown field names the nearest known one."""
+    try:
+        made = make(*args, **flags)
+    except UserError:
+        raise
+    except TypeError as error:
+        raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
+    except Exception as error:
+        raise UserError(f"{userfile.blame(path, error)}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Config):
+        raise UserError(f"{path}: config() returned a {type(made).__name__}, not a Config")
+    return made
+
+
+def _nearest_field(error: TypeError) -> str:
+    message = re.sub(r"^(\w+)\.__init__\(\)", r"\1", str(error).partition(". Did you mean")[0])
+    unknown = re.match(r"(\w+) got an unexpected keyword argument '(\w+)'", message)
+    kinds = (Config, Pretrained, Scratch, Mesh, WarmStart, Evaluation, Collator, Sampling, Objective,
+             qwen2.Shape, qwen2.Compute, *engines.ENGINES)  # fmt: skip
+    known = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
+    if unknown is None or unknown[1] not in known:
+        return message
+    near = difflib.get_close_matches(unknown[2], known[unknown[1]], n=1, cutoff=0.0)
+    return f"{unknown[1]} has no field {unknown[2]!r}; did you mean {near[0]!r}?"

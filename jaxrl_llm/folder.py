@@ -1,0 +1,75 @@
+"""A run's folder: what is written when a run starts, and read when it is resumed, evaluated or talked to.
+
+    config.py run.json     the config file and the flags it was called with
+    model/                 tokenizer and config.json in Hugging Face format
+    metrics.jsonl tensorboard/ samples/ curves.png
+    checkpoints/ reference/
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import assemble, checkpoint, config
+from jaxrl_llm.assemble import Parts
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf
+
+DATA = Path("~/.cache/jaxrl_llm").expanduser()
+_FLAGS, _CONFIG = "run.json", "config.py"
+
+
+def create(folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, resume: bool) -> None:
+    """Starts a folder, or checks that there is something in it to resume."""
+    started = (folder / _FLAGS).exists()
+    if resume and not (folder / "checkpoints").is_dir():
+        raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
+    if started and not resume:
+        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --out")
+    try:
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(made_by, folder / _CONFIG)
+        (folder / _FLAGS).write_text(json.dumps({"config": str(made_by), "flags": flags}, indent=2))
+        (folder / "model" / "config.json").write_text(
+            json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
+        )
+        parts.tokenizer.save(folder / "model")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}: choose another --out") from error
+
+
+def reopen(folder: Path) -> Config:
+    """The config of a run, made again by its own file and flags."""
+    try:
+        flags = json.loads((folder / _FLAGS).read_text())["flags"]
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
+    path = folder / _CONFIG
+    make: Callable[..., Config] = config.load(path)
+    flags = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
+    return config.build(make, path, **flags)
+
+
+def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
+    """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
+    checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
+    steps = checkpoints.steps
+    if step is not None and step not in steps:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
+    chosen = step if step is not None else (checkpoints.best or (steps[-1] if steps else None))
+    if chosen is None:
+        raise UserError(f"{folder} has no checkpoint yet")
+    try:
+        return chosen, checkpoints.restore(chosen, assemble.like_params(parts), part="params")
+    except ValueError as error:
+        others = [s for s in steps if s != chosen]
+        raise UserError(
+            f"checkpoint {chosen} of {folder} is damaged ({checkpoint.first_line(error)}): "
+            f"try --step with one of {others}"
+        ) from error
+    finally:
+        checkpoints.close()

@@ -1,0 +1,44 @@
+"""A Python file that a user wrote (a config, a task), run so that what is wrong with it is said in one line."""
+
+import difflib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+
+def run(path: Path, kind: str) -> ModuleType:
+    """The module made by running the file at `path`; `kind` is what messages call it."""
+    if not path.is_file():
+        raise UserError(f"{kind} file {str(path)!r} does not exist")
+    spec = importlib.util.spec_from_file_location(f"user_{kind}_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise UserError(f"{blame(path, error)}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def blame(path: Path, error: Exception) -> str:
+    """The file and the line of it that an error came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path}, line {getattr(error, 'lineno', None) or (lines[-1] if lines else '?')}"
+
+
+def member(module: ModuleType, name: str, where: str) -> Any:
+    """What the module calls `name`; if nothing, a UserError that names the nearest."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    near = difflib.get_close_matches(name, vars(module), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"{where} defines no {name!r}{hint}")
