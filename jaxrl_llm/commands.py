@@ -22,6 +22,7 @@ from jaxrl_llm.journal import Journal
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.run import Run, leaving_gracefully
+from jaxrl_llm.tasks.task import Demonstrator
 
 DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
 
@@ -116,7 +117,7 @@ def data(options: DataOptions, config: Config) -> None:
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
             console.print(parts.task.prompt(source[i]), markup=False, highlight=False)
-            if hasattr(parts.task, "demonstration"):
+            if isinstance(parts.task, Demonstrator):
                 console.print(parts.task.demonstration(source[i]), style="dim", markup=False)
 
 
@@ -191,7 +192,9 @@ def sample(
     console = rich.console.Console(highlight=False, markup=False)
     with _opened(run, data, step) as (config, parts, sampler, _):
         if example is not None and not 0 <= example < len(parts.task.test):
-            raise UserError(f"--example {example}: the test set has {len(parts.task.test)} examples")
+            raise UserError(
+                f"--example {example}: the test set has {len(parts.task.test)} examples"
+            )
         chosen = None if example is None else parts.task.test[example]
         sampling = parts.sampling(config, temperature=temperature, seed=seed)
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
@@ -213,7 +216,9 @@ def sample(
         if prompt is not None:
             answer(prompt)
             return
-        console.print("one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim")
+        console.print(
+            "one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim"
+        )
         for line in sys.stdin:
             try:
                 answer(line.strip())
