@@ -39,10 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
     from jaxrl_llm import commands
-    from jaxrl_llm.bench import depth, update
+    from jaxrl_llm.bench import depth, rollout, update
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(_later(update.main))
+    bench.command(name="rollout")(_later(rollout.main))
     bench.command(name="compile")(_later(depth.main))
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(_needs_config("train", commands.train))
@@ -95,7 +96,7 @@ def _parse(
     except SystemExit as stop:
         if stop.code != 2:
             raise
-        parts = re.split(r"─{3,}", complaint.getvalue())
+        parts = re.split(r"[─-]{3,}", complaint.getvalue())
         words = [" ".join(re.sub(r"[│╭╮╰╯─]", " ", part).split()) for part in parts]
         said = [part for part in words if part and not part.startswith("For full helptext")]
         raise UserError("; ".join([*said[1:3], f"see {described['prog']} --help"])) from stop

@@ -53,7 +53,7 @@ class DataOptions:
 
 def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
     """A whole run, with a table and a picture at the end."""
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     parts = assemble.parts(config, options.data)
     train_set = assemble.readable(parts, parts.task.train, config, "training")
     test_set = assemble.readable(parts, parts.task.test, config, "test")
@@ -104,7 +104,7 @@ def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
 
 def data(options: DataOptions, config: Config) -> None:
     """Builds the data sets of a config unless they are there, and shows what is in them."""
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     parts = assemble.parts(config, options.data)
     for name in ("train", "test"):
         source = assemble.readable(parts, getattr(parts.task, name), config, name)
@@ -152,7 +152,7 @@ def evaluate_run(
         temperature: at which they are drawn.
         data: where data sets are kept.
     """
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     with _opened(run, data, step) as (config, parts, sampler, chosen):
         test_set = assemble.readable(parts, parts.task.test, config, "test")
         with console.status(f"{len(test_set)} examples"):
@@ -189,7 +189,7 @@ def sample(
         seed: changes every draw.
         data: where data sets are kept.
     """
-    console = rich.console.Console(highlight=False, markup=False)
+    console = rich.console.Console(highlight=False, markup=False, soft_wrap=True)
     with _opened(run, data, step) as (config, parts, sampler, _):
         if example is not None and not 0 <= example < len(parts.task.test):
             raise UserError(

@@ -64,11 +64,12 @@ def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, An
     """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
     checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
     steps = checkpoints.steps
-    if step is not None and step not in steps:
-        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
-    chosen = step if step is not None else (checkpoints.best or (steps[-1] if steps else None))
-    if chosen is None:
+    if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
+    best = steps[-1] if checkpoints.best is None else checkpoints.best
+    chosen = best if step is None else step
+    if chosen not in steps:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
     try:
         return chosen, checkpoints.restore(chosen, assemble.like_params(parts), part="params")
     except ValueError as error:

@@ -1,8 +1,6 @@
 """What one optimizer step costs, where the time goes, and what a peer needs for the same step."""
 
 import pathlib
-import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ import rich.table
 
 from jaxrl_llm import update
 from jaxrl_llm.batch import Collator, Rollout
+from jaxrl_llm.bench.turns import Peer, in_turn
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import flops, hf, logprobs, qwen2, sharding
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
@@ -77,27 +76,11 @@ def main(
         peers = {}
         if peer_python:
             arguments = [str(x) for x in (rows, prompt_length, response_length)]
-            peers["transformers"] = _Peer(peer_python, hf.resolve(str(model)), arguments)
+            peers["transformers"] = Peer(PEER, peer_python, hf.resolve(str(model)), arguments)
         seconds = in_turn(runs | peers, repeats, console)
         for peer in peers.values():
             peer.close()
     _report(console, seconds, work / rate, size["tokens"])
-
-
-def in_turn(runs: dict[str, Callable[[], Any]], repeats: int, console) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn (A B C A B C ...) after a first call of each that compiles."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    with console.status("compiling") as status:
-        for repeat in range(repeats + 1):
-            for name, run in runs.items():
-                status.update(
-                    f"{'warm-up' if repeat == 0 else f'round {repeat} of {repeats}'}: {name}"
-                )
-                start = time.perf_counter()
-                jax.block_until_ready(run())
-                if repeat:
-                    seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def _policy(model, mesh, dtype):
@@ -170,31 +153,6 @@ def _programs(definition, params, batch, rows) -> dict[str, Callable[[], Any]]:
         "scoring (forward)": lambda: score(held["state"].params, batch.inputs),
         **parts(),
     }
-
-
-class _Peer:
-    """The same step in PyTorch with transformers, in a process of its own; one call, one step."""
-
-    def __init__(self, python: pathlib.Path, model: pathlib.Path, arguments: list[str]):
-        try:
-            self.process = subprocess.Popen(  # noqa: S603
-                [str(python), str(PEER), str(model), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        except OSError as error:
-            raise UserError(f"--peer-python {python}: {error.strerror}") from error
-
-    def __call__(self):
-        print("step", file=self.process.stdin, flush=True)
-        if next(iter(self.process.stdout or ()), "").strip() != "done":
-            raise UserError(
-                f"the peer stopped (exit {self.process.wait()}): its message stands above"
-            )
-
-    def close(self):
-        self.process.communicate()
 
 
 def _report(console, seconds, floor, tokens):
