@@ -206,10 +206,9 @@ class _Programs:
 
         @jax.jit
         def describe(batch, old, entropy, ref):
-            mismatch = metrics.describe_mismatch(
-                batch.layout.to_rows(old), batch.sampler_logp, batch.mask
-            )
-            return metrics.describe_policy(old, entropy, ref, batch.inputs.scored) | mismatch
+            old, entropy, ref = map(batch.layout.to_rows, (old, entropy, ref))
+            mismatch = metrics.describe_mismatch(old, batch.sampler_logp, batch.mask)
+            return metrics.describe_policy(old, entropy, ref, batch.mask) | mismatch
 
         return cls(
             collate=_collator(config.collate, parts),
