@@ -57,9 +57,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A supervised phase on the task's demonstrations, before reinforcement.
+    """A supervised phase on the task's demonstrations (or those of `demonstration`), before reinforcement.
 
-    `examples` limits the demonstrations to the first so many of the training set (0: all of it).
+    `examples` limits them to the first so many of the training set (0: all of it). It is evaluated every
+    `evaluate_every` steps (0: only when it is over).
     """
 
     steps: int
@@ -68,6 +69,7 @@ class WarmStart:
     batch: int = 64
     examples: int = 0
     demonstration: Callable[[Any], str] | None = None
+    evaluate_every: int = 0
 
 
 @dataclass(frozen=True)
