@@ -32,6 +32,7 @@ def main(
     response_length: int = 384,
     microbatches: int = 4,
     repeats: int = 3,
+    devices: int = 1,
     bfloat16: bool = False,
     peer_python: pathlib.Path | None = None,
 ) -> None:
@@ -44,6 +45,7 @@ def main(
         response_length: tokens of each response.
         microbatches: gradient-accumulation slices.
         repeats: timed steps of each kind, after one that compiles; the median is shown.
+        devices: to split the rows over; a CPU is cut into as many virtual ones.
         bfloat16: compute in bfloat16 instead of float32.
         peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
     """
@@ -53,7 +55,11 @@ def main(
         raise UserError("the peer needs a model folder: give one before --peer-python")
     console = rich.console.Console()
     dtype = jnp.bfloat16 if bfloat16 else jnp.float32
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    if devices > 1:
+        jax.config.update("jax_num_cpu_devices", devices)
+    if devices > len(jax.devices()):
+        raise UserError(f"--devices {devices}: this machine has {len(jax.devices())}")
+    mesh = sharding.make_mesh(devices, 1, 1, jax.devices()[:devices])
     with jax.set_mesh(mesh):
         shape, definition, params = _policy(model, mesh, dtype)
         size = {
@@ -69,7 +75,10 @@ def main(
         )
         rollout = _rollout(shape.vocab_size, rows, prompt_length, response_length)
         batch = update.place(
-            Collator(prompt_length, response_length, microbatches=microbatches)(rollout), mesh
+            Collator(prompt_length, response_length, microbatches=microbatches, shards=devices)(
+                rollout
+            ),
+            mesh,
         )
         runs = _programs(definition, params, batch, rows)
         del params
