@@ -54,9 +54,10 @@ class DataOptions:
 def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
     """A whole run, with a table and a picture at the end."""
     console = rich.console.Console(soft_wrap=True)
-    parts = assemble.parts(config, options.data)
-    train_set = assemble.readable(parts, parts.task.train, config, "training")
-    test_set = assemble.readable(parts, parts.task.test, config, "test")
+    with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
+        parts = assemble.parts(config, options.data)
+        train_set = assemble.readable(parts, parts.task.train, config, "training")
+        test_set = assemble.readable(parts, parts.task.test, config, "test")
     if options.dry_run:
         dryrun.report(config, parts, train_set, test_set, console)
         return
@@ -105,7 +106,8 @@ def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
 def data(options: DataOptions, config: Config) -> None:
     """Builds the data sets of a config unless they are there, and shows what is in them."""
     console = rich.console.Console(soft_wrap=True)
-    parts = assemble.parts(config, options.data)
+    with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
+        parts = assemble.parts(config, options.data)
     for name in ("train", "test"):
         source = assemble.readable(parts, getattr(parts.task, name), config, name)
         console.print(f"{name}: {len(source)} examples, {source.skipped} with too long a prompt")

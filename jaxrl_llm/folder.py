@@ -34,18 +34,29 @@ def create(
         raise UserError(
             f"{folder} already holds a run: add --resume to go on, or choose another --out"
         )
+    model = hf.hf_config(parts.shape, "float32")
+    if resume:
+        _same_model(folder, model)
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(made_by, folder / _CONFIG)
         (folder / _FLAGS).write_text(json.dumps({"config": str(made_by), "flags": flags}, indent=2))
-        (folder / "model" / "config.json").write_text(
-            json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
-        )
+        (folder / "model" / "config.json").write_text(json.dumps(model, indent=2) + "\n")
         parts.tokenizer.save(folder / "model")
     except OSError as error:
         raise UserError(
             f"cannot write to {folder}: {error.strerror}: choose another --out"
         ) from error
+
+
+def _same_model(folder: Path, wanted: dict[str, Any]) -> None:
+    there = hf.read_config(folder / "model")
+    for name, value in wanted.items():
+        if there.get(name) != value:
+            raise UserError(
+                f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "
+                "config: resume with the config and flags it was started with"
+            )
 
 
 def reopen(folder: Path) -> Config:

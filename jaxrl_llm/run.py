@@ -11,9 +11,7 @@ from jaxrl_llm import assemble, evaluate, update
 from jaxrl_llm.assemble import Parts
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.journal import Clock, Journal
-from jaxrl_llm.models import hf
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Source
@@ -94,24 +92,14 @@ class Run:
     ) -> None:
         """Writes a checkpoint in the background; `score` decides which is the best."""
         self.best = max(self.best, -1.0 if score is None else score)
-        notes = {"phase": phase, "data": data.get_state(), "best": self.best, "model": self._model}
+        notes = {"phase": phase, "data": data.get_state(), "best": self.best}
         self.checkpoints.save(step, state, notes, score)
 
     def like(self, notes: Mapping[str, Any]) -> update.TrainState:
-        """The form of the state that a checkpoint with these notes holds; another model's is refused."""
-        for name, value in self._model.items():
-            if notes["model"].get(name) != value:
-                raise UserError(
-                    f"{self.checkpoints.folder} is of another model: {name} is "
-                    f"{notes['model'].get(name)} there and {value} in the config"
-                )
+        """The form of the state that a checkpoint with these notes holds."""
         warm = self.config.warm_start if notes["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else self.config.optimizer
         return update.state_like(assemble.like_params(self.parts), optimizer)
-
-    @property
-    def _model(self) -> dict[str, Any]:
-        return hf.hf_config(self.parts.shape, "float32")
 
     @contextmanager
     def phase(
