@@ -1,9 +1,10 @@
 """Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start, then reinforcement."""
 
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import optax
 
 from jaxrl_llm import update
 from jaxrl_llm.batch import Collator
@@ -14,7 +15,6 @@ from jaxrl_llm.objectives import Objective, advantages, kl, losses, partition, r
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import builders, kk_tiny, knights_knaves
 from jaxrl_llm.tasks.kk_generate import Recipe
-from jaxrl_llm.tasks.kk_logic import Puzzle
 from jaxrl_llm.tasks.task import Reward
 
 GROUP_SIZE = 8
@@ -28,19 +28,13 @@ SHAPE = qwen2.Shape(
     tied=True,
     max_length=512,
 )
-PUZZLES = Recipe(people=(3, 4), depth=1, train=20_000, test=1_500)
-LENGTHS = {"prompt_length": 64, "response_length": 160}
+PUZZLES = Recipe(people=(3,), depth=1, train=10_000, test=1_500)
+LENGTHS = {"prompt_length": 32, "response_length": 112}
 
 
 def task(data: Path):
     """The puzzles in tiny words."""
     return knights_knaves.tiny(*builders.knights_knaves(PUZZLES, data))
-
-
-def demonstration(puzzle: Puzzle) -> str:
-    """Of three puzzles two are answered at once and one is worked through first; every answer is right."""
-    thinks = zlib.crc32(puzzle.question.encode()) % 3 == 0
-    return kk_tiny.demonstration(puzzle) if thinks else kk_tiny.immediate_answer(puzzle)
 
 
 def config(
@@ -50,7 +44,7 @@ def config(
     eta: float = 0.5,
     learning_rate: float = 1e-4,
     steps: int = 60,
-    warm_steps: int = 400,
+    warm_steps: int = 1000,
     examples: int = 0,
     seed: int = 0,
 ) -> Config:
@@ -87,11 +81,11 @@ def config(
         engine=Native(slots=128, prefill_rows=32, block=64),
         warm_start=WarmStart(
             steps=warm_steps,
-            collate=Collator(**LENGTHS, microbatches=4, pack=True),
-            optimizer=update.adamw(2e-3),
-            batch=64,
+            collate=Collator(**LENGTHS, microbatches=2, pack=True),
+            optimizer=update.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 50, warm_steps)),
+            batch=16,
+            evaluate_every=250,
             examples=examples,
-            demonstration=demonstration,
         ),
         evaluation=Evaluation(every=10, examples=1000),
         default_reward=Reward(-3.0, False),
