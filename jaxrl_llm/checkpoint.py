@@ -36,9 +36,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
 
-    def save(
-        self, step: int, state: Any, notes: dict[str, Any], score: float | None = None
-    ) -> None:
+    def save(self, step: int, state: Any, notes: dict[str, Any], score: float | None = None) -> None:
         """Copies the state and returns; it is written in the background."""
         notes = notes | {"fingerprint": fingerprint(state)}
         self._checked(
@@ -90,9 +88,7 @@ class Checkpoints:
         state = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
         state = state if part is None else state[part]
         expected = self.notes(step)["fingerprint"]
-        wanted = (
-            expected if part is None else {k: v for k, v in expected.items() if f".{part}" in k}
-        )
+        wanted = expected if part is None else {k: v for k, v in expected.items() if f".{part}" in k}
         found = {k if part is None else f".{part}{k}": v for k, v in fingerprint(state).items()}
         if found != wanted:
             raise ValueError("the arrays are not the ones that were saved")
@@ -158,9 +154,7 @@ def write_params(folder: Path, params: Any) -> None:
 def read_params(folder: Path, like: Any) -> Any:
     """What `write_params` wrote, placed as `like` lies."""
     with ocp.StandardCheckpointer() as reader:
-        return reader.restore(
-            folder.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        )
+        return reader.restore(folder.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
 
 
 def first_line(error: BaseException) -> str:

@@ -79,14 +79,10 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
         return functools.partial(commands.data, options, config)
 
     prog = f"jaxrl-llm {name} {path}"
-    return _parse(
-        functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__
-    )
+    return _parse(functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__)
 
 
-def _parse(
-    parser: Callable[..., Any], arguments: list[str], **described: Any
-) -> Callable[[], None]:
+def _parse(parser: Callable[..., Any], arguments: list[str], **described: Any) -> Callable[[], None]:
     """What the parser makes of the arguments; its complaint, a framed text, becomes one line."""
     complaint = io.StringIO()
     try:
@@ -117,7 +113,5 @@ def _needs_config(name: str, command: Callable[..., Any]) -> Callable[[], Callab
     def bound() -> Callable[[], None]:
         raise UserError(f"{name} wants a config file, as in: jaxrl-llm {name} configs/kk_tiny.py")
 
-    bound.__doc__ = (
-        f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
-    )
+    bound.__doc__ = f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
     return bound

@@ -65,10 +65,7 @@ def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str,
         console.print(f"{skipped} examples are left out: their prompts are too long")
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     journal = Journal(out, console)
-    with (
-        jax.set_mesh(parts.mesh),
-        config.engine.start(parts.definition, parts.mesh, out) as sampler,
-    ):
+    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh, out) as sampler:
         run = Run(config, parts, sampler, journal, checkpoints, train_set, test_set)
         with leaving_gracefully(run.stop):
             finished = training.train(run, resume=options.resume)
@@ -130,10 +127,7 @@ def _opened(
     """A run's policy, ready to answer."""
     config = folder.reopen(where)
     parts = assemble.parts(config, data)
-    with (
-        jax.set_mesh(parts.mesh),
-        config.engine.start(parts.definition, parts.mesh, where) as sampler,
-    ):
+    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh, where) as sampler:
         chosen, params = folder.params(where, parts, step)
         sampler.push(params, chosen)
         yield config, parts, sampler, chosen
@@ -197,9 +191,7 @@ def sample(
     console = rich.console.Console(highlight=False, markup=False)
     with _opened(run, data, step) as (config, parts, sampler, _):
         if example is not None and not 0 <= example < len(parts.task.test):
-            raise UserError(
-                f"--example {example}: the test set has {len(parts.task.test)} examples"
-            )
+            raise UserError(f"--example {example}: the test set has {len(parts.task.test)} examples")
         chosen = None if example is None else parts.task.test[example]
         sampling = parts.sampling(config, temperature=temperature, seed=seed)
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
@@ -221,9 +213,7 @@ def sample(
         if prompt is not None:
             answer(prompt)
             return
-        console.print(
-            "one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim"
-        )
+        console.print("one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim")
         for line in sys.stdin:
             try:
                 answer(line.strip())

@@ -162,9 +162,7 @@ def _check_types(config: Config) -> None:
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
-        if kinds and not (
-            isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        ):
+        if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(f"config: {one.name} is a {type(value).__name__}, not a {names}")
     if not callable(config.task):
@@ -188,9 +186,7 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
     except TypeError as error:
         raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
     except Exception as error:
-        raise UserError(
-            f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"{userfile.blame(path, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(made, Config):
         raise UserError(f"{path}: config() returned a {type(made).__name__}, not a Config")
     return made

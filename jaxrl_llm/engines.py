@@ -58,8 +58,8 @@ class Native:
 class Vllm:
     """vLLM servers, started and kept by the trainer, or running already.
 
-    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for each item of
-    `devices`, which is its CUDA_VISIBLE_DEVICES (empty: as it is), on `port` and those after it (0: any).
+    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
+    each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is), on `port` and those after it (0: any).
     Or `servers` are the addresses of running ones, that see the same `memory` and whose key is the
     environment's VLLM_API_KEY. `tolerance` is how far a server's log-probs may be from the trainer's after a
     sync (None: what the dtype allows), `patience` how long to wait for one that starts or is away, and

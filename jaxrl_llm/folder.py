@@ -1,9 +1,9 @@
 """A run's folder: what is written when a run starts, and read when it is resumed, evaluated or talked to.
 
-config.py run.json     the config file and the flags it was called with
-model/                 tokenizer and config.json in Hugging Face format
-metrics.jsonl tensorboard/ samples/ curves.png
-checkpoints/ reference/
+    config.py run.json     the config file and the flags it was called with
+    model/                 tokenizer and config.json in Hugging Face format
+    metrics.jsonl tensorboard/ samples/ curves.png
+    checkpoints/ reference/
 """
 
 import json
@@ -23,17 +23,13 @@ DATA = Path("~/.cache/jaxrl_llm").expanduser()
 _FLAGS, _CONFIG = "run.json", "config.py"
 
 
-def create(
-    folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, resume: bool
-) -> None:
+def create(folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, resume: bool) -> None:
     """Starts a folder, or checks that there is something in it to resume."""
     started = (folder / _FLAGS).exists()
     if resume and not (folder / "checkpoints").is_dir():
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
     if started and not resume:
-        raise UserError(
-            f"{folder} already holds a run: add --resume to go on, or choose another --out"
-        )
+        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --out")
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(made_by, folder / _CONFIG)
@@ -43,9 +39,7 @@ def create(
         )
         parts.tokenizer.save(folder / "model")
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}: choose another --out"
-        ) from error
+        raise UserError(f"cannot write to {folder}: {error.strerror}: choose another --out") from error
 
 
 def reopen(folder: Path) -> Config:

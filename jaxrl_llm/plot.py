@@ -18,9 +18,7 @@ def curves(folders: Sequence[Path], target: Path) -> None:
     from matplotlib.figure import Figure
 
     records = {folder.name: journal.read(folder) for folder in folders}
-    empty = [
-        name for name, found in records.items() if not any("eval/accuracy" in r for r in found)
-    ]
+    empty = [name for name, found in records.items() if not any("eval/accuracy" in r for r in found)]
     if empty:
         raise UserError(f"{empty[0]} has no evaluation to draw yet: is it the folder of a run?")
     figure = Figure(figsize=(11, 6.4), layout="constrained")
@@ -53,9 +51,7 @@ def _accuracy(axes: Any, records: list[dict[str, Any]], name: str, colour: Any) 
     found = [r for r in records if "eval/accuracy" in r]
     steps = [r["step"] for r in found]
     low, high = ([r[f"eval/accuracy_{side}"] for r in found] for side in ("low", "high"))
-    axes.plot(
-        steps, [r["eval/accuracy"] for r in found], marker="o", ms=3, color=colour, label=name
-    )
+    axes.plot(steps, [r["eval/accuracy"] for r in found], marker="o", ms=3, color=colour, label=name)
     axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     begin = min((r["step"] for r in found if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):

@@ -84,12 +84,7 @@ class Run:
         return step % self.config.save_every == 0 or self.stop.is_set()
 
     def save(
-        self,
-        step: int,
-        phase: str,
-        state: update.TrainState,
-        data: Batches,
-        score: float | None = None,
+        self, step: int, phase: str, state: update.TrainState, data: Batches, score: float | None = None
     ) -> None:
         """Writes a checkpoint in the background; `score` decides which is the best."""
         self.best = max(self.best, -1.0 if score is None else score)

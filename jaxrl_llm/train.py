@@ -216,11 +216,7 @@ class _Programs:
             score=update.make_score(parts.policy_scores(temperature)),
             credit=update.make_credit(config.objective),
             step=update.make_train_step(
-                logp,
-                config.objective,
-                config.optimizer,
-                order=config.order,
-                shardings=_places(state),
+                logp, config.objective, config.optimizer, order=config.order, shardings=_places(state)
             ),
             describe=describe,
             to_slots=jax.jit(lambda batch: batch.layout.to_slots(batch.sampler_logp)),

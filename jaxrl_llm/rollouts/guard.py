@@ -16,9 +16,9 @@ class Guard:
 
     async def __call__(self, scope, receive, send):
         """Passes on what carries the key, and refuses the rest with 401."""
-        if scope["type"] not in ("http", "websocket") or scope["path"] == "/health":
-            await self.app(scope, receive, send)
-        elif hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self.expected):
+        public = scope["type"] not in ("http", "websocket") or scope["path"] == "/health"
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if public or hmac.compare_digest(given, self.expected):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -20,7 +20,7 @@ MODEL = "policy"
 IDLE = 3.0  # seconds after which a kept connection is not trusted: uvicorn closes it after 5
 
 
-class NoAnswer(Exception):
+class NoAnswer(Exception):  # noqa: N818
     """Nothing usable came back, and the same request may do better later or elsewhere."""
 
 

@@ -182,7 +182,7 @@ def _require(launch: Launch) -> None:
             probe.bind((launch.host, launch.port))
         except OSError as error:
             raise UserError(
-                f"port {launch.port} of {launch.host} cannot be had ({error.strerror}): choose another, or 0 for any"
+                f"port {launch.port} of {launch.host} is taken ({error.strerror}): choose another, or 0"
             ) from error
 
 
