@@ -3,10 +3,11 @@
 Every request here may be repeated: a completion is a function of its seed, the others set what they say.
 """
 
+import contextlib
 import http.client
 import json
-import math
 import re
+import socket
 import threading
 import time
 import urllib.parse
@@ -40,9 +41,13 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url!r} is no address of a server: write http://HOST:PORT")
         self.url, self.timeout = url.rstrip("/"), timeout
-        self._secure, self._place, self._prefix = parts.scheme == "https", parts.netloc, parts.path
+        secure = parts.scheme == "https"
+        self._kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._place, self._prefix = parts.netloc, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        self._kept = threading.local()
+        self._kept: list[tuple[http.client.HTTPConnection, float]] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
 
     def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Response:
         """One response to a prompt."""
@@ -86,17 +91,43 @@ class Server:
         """The JSON that answers this one."""
         return self._exchange("POST", path, None if body is None else json.dumps(body))
 
+    def close(self) -> None:
+        """Closes all connections; requests under way on other threads end with NoAnswer."""
+        with self._lock:
+            while self._kept:
+                self._kept.pop()[0].close()
+            for link in self._busy:
+                if link.sock is not None:
+                    with contextlib.suppress(OSError):
+                        link.sock.shutdown(socket.SHUT_RDWR)
+
     def _exchange(self, method: str, path: str, body: str | None) -> dict[str, Any]:
-        link = self._link()
+        link = self._take()
         try:
             link.request(method, self._prefix + path, body, self._headers)
             reply = link.getresponse()
             status, content = reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
-            self._drop()
+            link.close()
+            with self._lock:
+                self._busy.discard(link)
             raise NoAnswer(f"{type(error).__name__}: {error}") from error
-        self._kept.used = time.monotonic()
+        with self._lock:
+            self._busy.discard(link)
+            self._kept.append((link, time.monotonic()))
         return self._read(path, status, content)
+
+    def _take(self) -> http.client.HTTPConnection:
+        """A connection that was used a moment ago, else a new one."""
+        with self._lock:
+            link = None
+            while self._kept and link is None:
+                link, used = self._kept.pop()
+                if time.monotonic() - used > IDLE:
+                    link = link.close()
+            link = link or self._kind(self._place, timeout=self.timeout)
+            self._busy.add(link)
+        return link
 
     def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
         if status in (401, 403):
@@ -117,20 +148,6 @@ class Server:
         if not isinstance(answer, dict):
             raise NoAnswer(f"an answer that is no JSON object: {content[:80]!r}")
         return answer
-
-    def _link(self) -> http.client.HTTPConnection:
-        """This thread's connection, a new one if it was left alone for long."""
-        if time.monotonic() - getattr(self._kept, "used", -math.inf) > IDLE:
-            self._drop()
-        if getattr(self._kept, "link", None) is None:
-            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            self._kept.link = kind(self._place, timeout=self.timeout)
-        return self._kept.link
-
-    def _drop(self) -> None:
-        if (link := getattr(self._kept, "link", None)) is not None:
-            link.close()
-        self._kept.link = None
 
 
 def read_response(answer: dict[str, Any], sampling: Sampling) -> Response:

@@ -100,6 +100,7 @@ class Sidecar:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self.server.close()
 
     def _supervise(self) -> None:
         """Starts the server, and again when it ends, until it is to stop or will not start."""

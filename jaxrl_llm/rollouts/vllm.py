@@ -74,22 +74,25 @@ class VllmSampler:
     def push(self, params: Any, version: int) -> None:
         """Syncs every server and compares its log-probs with the trainer's; `report` then holds the figures."""
         config = self._config(params, self._dtype)
-        sent = self.transport(self._tensors(params), config, version, self.servers)
-        start = time.monotonic()
-        sequences = weight_sync.probe_sequences(config["vocab_size"])
-        expected = self._score(params, sequences)
-        probe = partial(
-            weight_sync.probe,
-            self.servers,
-            sequences,
-            expected,
-            version=version,
-            tolerance=self._tolerance,
-            config=config,
-            before=self._before,
-        )
-        what = "a server could not be probed"
-        difference = weight_sync.persist(probe, what, self._check, self._patience)
+        try:
+            sent = self.transport(self._tensors(params), config, version, self.servers)
+            start = time.monotonic()
+            sequences = weight_sync.probe_sequences(config["vocab_size"])
+            expected = self._score(params, sequences)
+            probe = partial(
+                weight_sync.probe,
+                self.servers,
+                sequences,
+                expected,
+                version=version,
+                tolerance=self._tolerance,
+                config=config,
+                before=self._before,
+            )
+            what = "a server could not be probed"
+            difference = weight_sync.persist(probe, what, self._check, self._patience)
+        finally:
+            _close(self.servers)
         seconds = time.monotonic() - start
         self.report = replace(sent, probe=seconds, difference=difference)
         self.version, self._before, self._vocabulary = version, expected, config["vocab_size"]
@@ -107,7 +110,7 @@ class VllmSampler:
             for server in self.servers
             for _ in range(min(self._concurrency, len(tasks)))
         ]
-        with _running(threads, work):
+        with _running(threads, work, self.servers):
             work.wait(self._check, self._patience)
         responses = [work.responses[task.place] for task in tasks]
         tokens = sum(len(response.tokens) for response in responses)
@@ -164,14 +167,23 @@ def request_seed(seed: int, prompt: tuple[int, ...], number: int) -> int:
 
 
 @contextmanager
-def _running(threads: Sequence[threading.Thread], work: "_Work"):
-    """Starts threads; however the block ends they stop taking tasks."""
+def _running(threads: Sequence[threading.Thread], work: "_Work", servers: Sequence[Server]):
+    """Starts threads; however the block ends, so do they, and what they have asked for is called off."""
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
         work.stop()
+        _close(servers)
+        deadline = time.monotonic() + 1.0
+        for thread in threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _close(servers: Sequence[Server]) -> None:
+    for server in servers:
+        server.close()
 
 
 class _Work:
@@ -226,7 +238,7 @@ class _Work:
                 ready = False
                 self._give_back(task, server, error)
                 task = None
-                time.sleep(backoff)
+                self._pause(backoff)
                 backoff = min(2 * backoff, BACKOFF[1])
             except BaseException as error:
                 with self._changed:
@@ -235,7 +247,13 @@ class _Work:
                 return
 
     def _over(self) -> bool:
-        return self._stopped or self._error is not None or len(self.responses) == self._count
+        done = len(self.responses) == self._count
+        return done or self._stopped or self._error is not None
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps, but not beyond the end."""
+        with self._changed:
+            self._changed.wait_for(self._over, timeout=seconds)
 
     def _in_order(self, server: Server) -> bool:
         """True, or an exception that says what is wrong with the server."""
