@@ -47,7 +47,7 @@ class Server:
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self._kept: list[tuple[http.client.HTTPConnection, float]] = []
         self._busy: set[http.client.HTTPConnection] = set()
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), 0
 
     def complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Response:
         """One response to a prompt."""
@@ -94,6 +94,7 @@ class Server:
     def close(self) -> None:
         """Closes all connections; requests under way on other threads end with NoAnswer."""
         with self._lock:
+            self._closed += 1
             while self._kept:
                 self._kept.pop()[0].close()
             for link in self._busy:
@@ -102,7 +103,7 @@ class Server:
                         link.sock.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, method: str, path: str, body: str | None) -> dict[str, Any]:
-        link = self._take()
+        link, closed = self._take()
         try:
             link.request(method, self._prefix + path, body, self._headers)
             reply = link.getresponse()
@@ -114,20 +115,24 @@ class Server:
             raise NoAnswer(f"{type(error).__name__}: {error}") from error
         with self._lock:
             self._busy.discard(link)
-            self._kept.append((link, time.monotonic()))
+            if closed == self._closed:
+                self._kept.append((link, time.monotonic()))
+            else:
+                link.close()
         return self._read(path, status, content)
 
-    def _take(self) -> http.client.HTTPConnection:
+    def _take(self) -> tuple[http.client.HTTPConnection, int]:
         """A connection that was used a moment ago, else a new one."""
         with self._lock:
             link = None
             while self._kept and link is None:
                 link, used = self._kept.pop()
                 if time.monotonic() - used > IDLE:
-                    link = link.close()
+                    link.close()
+                    link = None
             link = link or self._kind(self._place, timeout=self.timeout)
             self._busy.add(link)
-        return link
+            return link, self._closed
 
     def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
         if status in (401, 403):

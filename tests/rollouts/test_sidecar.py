@@ -15,6 +15,7 @@ from jaxrl_llm.engines import Vllm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.rollouts import guard, keeper, sidecar
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.server import NoAnswer
 from jaxrl_llm.rollouts.sidecar import Launch, Sidecar, free_port
 from tests import tiny
@@ -66,7 +67,7 @@ def serves(car, version):
 
 
 def processes(word):
-    text = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    text = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True)
     rows = [line.split(None, 1) for line in text.stdout.splitlines()[1:]]
     return [int(pid) for pid, args in rows if word in args]
 
@@ -194,7 +195,7 @@ def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, python):
         assert len(sampler.servers) == 2
         assert len(list(tmp_path.glob("jaxrl-llm-*"))) == 1
         with pytest.raises(UserError, match="no weights"):
-            sampler.generate([[1]], n=1, sampling=None)
+            sampler.generate([[1]], n=1, sampling=Sampling())
     assert not list(tmp_path.glob("jaxrl-llm-*"))
     assert not (tmp_path / "run").exists()
 

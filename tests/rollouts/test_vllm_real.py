@@ -89,7 +89,7 @@ def worst(weights, rollout, temperature):
 def pids(pattern):
     """Processes of our server by a word of their command lines, and those in its session."""
     text = subprocess.run(
-        ["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True
+        ["ps", "-ewwo", "pid,sid,args"], capture_output=True, text=True, check=True
     ).stdout
     rows = [line.split(None, 2) for line in text.splitlines()[1:]]
     sessions = {sid for _, sid, args in rows if pattern in args and "keeper.py" not in args}
