@@ -73,9 +73,9 @@ class Sidecar:
     def __init__(self, launch: Launch, root: Path, timeout: float = 600.0):
         self.launch, self.root = launch, root
         self.server = Server(launch.url, launch.key, timeout)
+        self._labeller = Server(launch.url, launch.key, 5.0)
         self.restarts = 0
         self._weights: tuple[Path, int] | None = None
-        self._process: subprocess.Popen | None = None
         self._thread: threading.Thread | None = None
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._failure = ""
@@ -126,12 +126,13 @@ class Sidecar:
             assert self._weights is not None
             folder, version = self._weights
         labelled = False
-        self._process = self._start(folder)
+        process = self._start(folder)
         try:
-            while self._process.poll() is None and not self._stop.wait(POLL):
+            while process.poll() is None and not self._stop.wait(POLL):
                 labelled = labelled or self._label(folder, version)
         finally:
-            _end(self._process)
+            _end(process)
+            self._labeller.close()
         return labelled
 
     def _start(self, folder: Path) -> subprocess.Popen:
@@ -157,8 +158,8 @@ class Sidecar:
         """
         try:
             with self._lock:
-                if self.server.version() is None and self._weights == (folder, version):
-                    self.server.post("/update_weight_version", {"new_version": str(version)})
+                if self._labeller.version() is None and self._weights == (folder, version):
+                    self._labeller.post("/update_weight_version", {"new_version": str(version)})
         except NoAnswer:
             return False
         return True

@@ -226,17 +226,16 @@ def test_a_kill_during_a_reload(sampler, monkeypatch):
     assert worst(weights, rollout, 1.0) <= 1e-4
 
 
-def test_the_stale_head_of_a_tied_reload_is_caught(logs):
+def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
     """The CPU backend answers 200 and computes with the old head; that is what the probe is for."""
-    root = weight_sync.memory_folder("jaxrl-llm-test-")
     launch = Launch(
         PYTHON or "", logs / "tied.log", free_port(), max_model_len=256,
         arguments=ENGINE.arguments, environment=dict(ON_CPU),
     )  # fmt: skip
-    car = Sidecar(launch, root)
+    car = Sidecar(launch, tmp_path)
     made = VllmSampler(
         [car.server],
-        weight_sync.Folders(root, car.serve, car.check),
+        weight_sync.Folders(tmp_path, car.serve, car.check),
         config=lambda params, dtype: hf.hf_config(SHAPE, dtype),
         tensors=hf.named_tensors,
         score=serve.functions(DEFINITION)["score"],
