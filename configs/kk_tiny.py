@@ -1,5 +1,6 @@
 """Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start, then reinforcement."""
 
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from jaxrl_llm.objectives import Objective, advantages, kl, losses, partition, r
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import builders, kk_tiny, knights_knaves
 from jaxrl_llm.tasks.kk_generate import Recipe
+from jaxrl_llm.tasks.kk_logic import Puzzle
 from jaxrl_llm.tasks.task import Reward
 
 GROUP_SIZE = 8
@@ -33,6 +35,12 @@ LENGTHS = {"prompt_length": 64, "response_length": 160}
 def task(data: Path):
     """The puzzles in tiny words."""
     return knights_knaves.tiny(*builders.knights_knaves(PUZZLES, data))
+
+
+def demonstration(puzzle: Puzzle) -> str:
+    """Of three puzzles two are answered at once and one is worked through first; every answer is right."""
+    thinks = zlib.crc32(puzzle.question.encode()) % 3 == 0
+    return kk_tiny.demonstration(puzzle) if thinks else kk_tiny.immediate_answer(puzzle)
 
 
 def config(
@@ -83,8 +91,9 @@ def config(
             optimizer=update.adamw(2e-3),
             batch=64,
             examples=examples,
+            demonstration=demonstration,
         ),
-        evaluation=Evaluation(every=100, examples=1000),
+        evaluation=Evaluation(every=10, examples=1000),
         default_reward=Reward(-3.0, False),
         compute=qwen2.Compute(remat=None),
         seed=seed,

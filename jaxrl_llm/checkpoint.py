@@ -5,7 +5,11 @@ array, so that a file that was cut short or altered on disk is found, and an old
 """
 
 import logging
-from collections.abc import Callable
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None = 2, *, read_only: bool = False):
         self.folder = folder
+        for name in (
+            "absl",
+            "asyncio",
+        ):  # errors of the writers are raised here; these log them again
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         newest = checkpoint_managers.LatestN(keep)
         best = checkpoint_managers.BestN(get_metric_fn=lambda m: m["score"], n=1,
                                          keep_checkpoints_without_metrics=False)  # fmt: skip
@@ -36,22 +45,21 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
 
-    def save(self, step: int, state: Any, notes: dict[str, Any], score: float | None = None) -> None:
+    def save(
+        self, step: int, state: Any, notes: dict[str, Any], score: float | None = None
+    ) -> None:
         """Copies the state and returns; it is written in the background."""
         notes = notes | {"fingerprint": fingerprint(state)}
-        self._checked(
-            lambda: self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), notes=ocp.args.JsonSave(notes)
-                ),
-                metrics=None if score is None else {"score": score},
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave(notes))
+        with self._writing(state):
+            self._manager.save(
+                step, args=items, metrics=None if score is None else {"score": score}
             )
-        )
 
     def wait(self) -> None:
         """Returns when everything is on disk; an error of the writing is raised here."""
-        self._checked(self._manager.wait_until_finished)
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Ends the background threads."""
@@ -77,20 +85,19 @@ class Checkpoints:
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of it."""
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        if part is None:
-            arguments = ocp.args.StandardRestore(shapes)
-        else:
-            placed = ocp.checkpoint_utils.construct_restore_args({part: shapes})
-            arguments = ocp.args.PyTreeRestore(
-                {part: shapes}, restore_args=placed, partial_restore=True
-            )
+        wanted = like if part is None else {part: like}
+        arguments = ocp.args.PyTreeRestore(
+            jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted),
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=part is not None,
+        )
         state = self._manager.restore(step, args=ocp.args.Composite(state=arguments))["state"]
         state = state if part is None else state[part]
         expected = self.notes(step)["fingerprint"]
-        wanted = expected if part is None else {k: v for k, v in expected.items() if f".{part}" in k}
-        found = {k if part is None else f".{part}{k}": v for k, v in fingerprint(state).items()}
-        if found != wanted:
+        if part is not None:  # .params['a'] in a record, ['params']['a'] in a dictionary
+            name = re.compile(rf"(\.{part}|\['{part}'\])(.*)")
+            expected = {m[2]: expected[k] for k in expected if (m := name.fullmatch(k))}
+        if fingerprint(state) != expected:
             raise ValueError("the arrays are not the ones that were saved")
         return state
 
@@ -113,15 +120,28 @@ class Checkpoints:
                 self._manager.delete(step)
         raise UserError(f"{self.folder} holds no checkpoint that can be read: start anew elsewhere")
 
-    def _checked(self, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except (OSError, ValueError, RuntimeError) as error:
-            last = f"step {self.steps[-1]}" if self.steps else "none"
-            raise UserError(
-                f"cannot write a checkpoint to {self.folder} ({first_line(error)}); the last whole one is {last}: "
-                "make room or permit writing, then go on with --resume"
-            ) from error
+    @contextmanager
+    def _writing(self, state: Any = None) -> Iterator[None]:
+        last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"
+        with writing(self.folder, f"a checkpoint ({last})", state):
+            yield
+
+
+@contextmanager
+def writing(folder: Path, what: str, tree: Any = None) -> Iterator[None]:
+    """Errors of writing as one line; with a `tree`, room for it is asked for before anything is written."""
+    advice = "make room or permit writing, then go on with --resume"
+    needed = 1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise OSError(f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.unraisablehook = lambda _: None  # what the writers leave behind says nothing new
+        raise UserError(
+            f"cannot write {what} to {folder}: {first_line(error)}: {advice}"
+        ) from error
 
 
 def fingerprint(tree: Any) -> dict[str, int]:
@@ -147,14 +167,16 @@ def _bit_sums(leaves):
 
 def write_params(folder: Path, params: Any) -> None:
     """Parameters alone, whole or absent, in place of what was there."""
-    with ocp.StandardCheckpointer() as writer:
+    with writing(folder.parent, folder.name, params), ocp.StandardCheckpointer() as writer:
         writer.save(folder.absolute(), params, force=True)
 
 
 def read_params(folder: Path, like: Any) -> Any:
     """What `write_params` wrote, placed as `like` lies."""
     with ocp.StandardCheckpointer() as reader:
-        return reader.restore(folder.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+        return reader.restore(
+            folder.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -39,10 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
     from jaxrl_llm import commands
-    from jaxrl_llm.bench import depth, update
+    from jaxrl_llm.bench import depth, rollout, update
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(_later(update.main))
+    bench.command(name="rollout")(_later(rollout.main))
     bench.command(name="compile")(_later(depth.main))
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(_needs_config("train", commands.train))
@@ -71,7 +72,7 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
     options = commands.TrainOptions if name == "train" else commands.DataOptions
 
     def parsed(
-        options: Annotated[options, tyro.conf.arg(name="")],
+        options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
         config: Annotated[configs.Config, tyro.conf.arg(name="", constructor=build)],
     ) -> Callable[[], None]:
         if name == "train":
@@ -79,10 +80,14 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
         return functools.partial(commands.data, options, config)
 
     prog = f"jaxrl-llm {name} {path}"
-    return _parse(functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__)
+    return _parse(
+        functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__
+    )
 
 
-def _parse(parser: Callable[..., Any], arguments: list[str], **described: Any) -> Callable[[], None]:
+def _parse(
+    parser: Callable[..., Any], arguments: list[str], **described: Any
+) -> Callable[[], None]:
     """What the parser makes of the arguments; its complaint, a framed text, becomes one line."""
     complaint = io.StringIO()
     try:
@@ -91,7 +96,7 @@ def _parse(parser: Callable[..., Any], arguments: list[str], **described: Any) -
     except SystemExit as stop:
         if stop.code != 2:
             raise
-        parts = re.split(r"─{3,}", complaint.getvalue())
+        parts = re.split(r"[─-]{3,}", complaint.getvalue())
         words = [" ".join(re.sub(r"[│╭╮╰╯─]", " ", part).split()) for part in parts]
         said = [part for part in words if part and not part.startswith("For full helptext")]
         raise UserError("; ".join([*said[1:3], f"see {described['prog']} --help"])) from stop
@@ -113,5 +118,11 @@ def _needs_config(name: str, command: Callable[..., Any]) -> Callable[[], Callab
     def bound() -> Callable[[], None]:
         raise UserError(f"{name} wants a config file, as in: jaxrl-llm {name} configs/kk_tiny.py")
 
-    bound.__doc__ = f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
+    bound.__doc__ = (
+        f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
+    )
     return bound
+
+
+if __name__ == "__main__":
+    main()

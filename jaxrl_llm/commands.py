@@ -22,6 +22,7 @@ from jaxrl_llm.journal import Journal
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.run import Run, leaving_gracefully
+from jaxrl_llm.tasks.task import Demonstrator
 
 DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
 
@@ -52,7 +53,7 @@ class DataOptions:
 
 def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
     """A whole run, with a table and a picture at the end."""
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     parts = assemble.parts(config, options.data)
     train_set = assemble.readable(parts, parts.task.train, config, "training")
     test_set = assemble.readable(parts, parts.task.test, config, "test")
@@ -103,7 +104,7 @@ def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
 
 def data(options: DataOptions, config: Config) -> None:
     """Builds the data sets of a config unless they are there, and shows what is in them."""
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     parts = assemble.parts(config, options.data)
     for name in ("train", "test"):
         source = assemble.readable(parts, getattr(parts.task, name), config, name)
@@ -116,7 +117,7 @@ def data(options: DataOptions, config: Config) -> None:
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
             console.print(parts.task.prompt(source[i]), markup=False, highlight=False)
-            if hasattr(parts.task, "demonstration"):
+            if isinstance(parts.task, Demonstrator):
                 console.print(parts.task.demonstration(source[i]), style="dim", markup=False)
 
 
@@ -151,7 +152,7 @@ def evaluate_run(
         temperature: at which they are drawn.
         data: where data sets are kept.
     """
-    console = rich.console.Console()
+    console = rich.console.Console(soft_wrap=True)
     with _opened(run, data, step) as (config, parts, sampler, chosen):
         test_set = assemble.readable(parts, parts.task.test, config, "test")
         with console.status(f"{len(test_set)} examples"):
@@ -188,10 +189,12 @@ def sample(
         seed: changes every draw.
         data: where data sets are kept.
     """
-    console = rich.console.Console(highlight=False, markup=False)
+    console = rich.console.Console(highlight=False, markup=False, soft_wrap=True)
     with _opened(run, data, step) as (config, parts, sampler, _):
         if example is not None and not 0 <= example < len(parts.task.test):
-            raise UserError(f"--example {example}: the test set has {len(parts.task.test)} examples")
+            raise UserError(
+                f"--example {example}: the test set has {len(parts.task.test)} examples"
+            )
         chosen = None if example is None else parts.task.test[example]
         sampling = parts.sampling(config, temperature=temperature, seed=seed)
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
@@ -213,7 +216,9 @@ def sample(
         if prompt is not None:
             answer(prompt)
             return
-        console.print("one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim")
+        console.print(
+            "one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim"
+        )
         for line in sys.stdin:
             try:
                 answer(line.strip())

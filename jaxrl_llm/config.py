@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import optax
@@ -21,7 +21,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks.task import Reward, Task
+from jaxrl_llm.tasks.task import NO_REWARD, Reward, Task
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class Mesh:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A supervised phase on the task's demonstrations, before reinforcement.
+    """A supervised phase on the task's demonstrations (or those of `demonstration`), before reinforcement.
 
-    `examples` limits the demonstrations to the first so many of the training set (0: all of it).
+    `examples` limits them to the first so many of the training set (0: all of it). It is evaluated every
+    `evaluate_every` steps (0: only when it is over).
     """
 
     steps: int
@@ -68,6 +69,7 @@ class WarmStart:
     batch: int = 64
     examples: int = 0
     demonstration: Callable[[Any], str] | None = None
+    evaluate_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,18 @@ class Config:
     steps: int
     prompts: int = 64
     group_size: int = 8
-    sampling: Sampling = Sampling()
-    engine: engines.Engine = field(default_factory=lambda: engines.Native())
+    sampling: Sampling = field(default_factory=Sampling)
+    engine: engines.Engine = field(default_factory=engines.Native)
     warm_start: WarmStart | None = None
-    evaluation: Evaluation = Evaluation()
-    compute: qwen2.Compute = qwen2.Compute()
-    mesh: Mesh = Mesh()
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    compute: qwen2.Compute = field(default_factory=qwen2.Compute)
+    mesh: Mesh = field(default_factory=Mesh)
     order: Callable[[int, int], np.ndarray] = update.interleaved
     reference: bool = True
     ratios: Literal["trainer", "sampler"] = "trainer"
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
-    default_reward: Reward = Reward(0.0, False)
+    default_reward: Reward = NO_REWARD
     reward_threads: int = 1
     save_every: int = 20
     keep_checkpoints: int = 2
@@ -162,7 +164,9 @@ def _check_types(config: Config) -> None:
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
-        if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        if kinds and not (
+            isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        ):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(f"config: {one.name} is a {type(value).__name__}, not a {names}")
     if not callable(config.task):
@@ -171,10 +175,10 @@ def _check_types(config: Config) -> None:
 
 def load(path: Path) -> Callable[..., Config]:
     """The `config` function of a config file; calling it wrongly or getting no Config is a UserError."""
-    make = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
+    make: Any = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
     if not callable(make):
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
-    return make
+    return cast(Callable[..., Config], make)
 
 
 def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> Config:
@@ -186,7 +190,9 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
     except TypeError as error:
         raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
     except Exception as error:
-        raise UserError(f"{userfile.blame(path, error)}: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, Config):
         raise UserError(f"{path}: config() returned a {type(made).__name__}, not a Config")
     return made

@@ -97,7 +97,11 @@ def _estimate(config: Config, parts: Parts, count: int, console: Any) -> None:
     forward, stages = flops.forward(parts.shape, **size), config.objective.stages
     update_work = stages * flops.update(parts.shape, **size)
     scores = 1 + config.reference
-    seconds = {"rollout": forward / rate, "score": scores * forward / rate, "update": update_work / rate}
+    seconds = {
+        "rollout": forward / rate,
+        "score": scores * forward / rate,
+        "update": update_work / rate,
+    }
     console.print(
         f"arithmetic of a step of {rows} longest responses at {rate / 1e9:,.0f} GFLOP/s: "
         + ", ".join(f"{name} {value:,.1f} s" for name, value in seconds.items())

@@ -12,7 +12,7 @@ from jaxrl_llm.assemble import Parts
 from jaxrl_llm.batch import Rollout
 from jaxrl_llm.config import Config
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
-from jaxrl_llm.tasks.task import Reward, Scored, Task, score_responses
+from jaxrl_llm.tasks.task import NO_REWARD, Reward, Scored, Source, Task, score_responses
 from jaxrl_llm.tokenizer import Tokenizer
 
 ALL = "all"
@@ -23,7 +23,7 @@ Z = 1.96  # of a 95% interval
 class Row:
     """One line of the table: the share of `examples` solved greedily, and the mean over k samples each.
 
-    Intervals are 95%: Wilson's for `greedy`, `pass_k`; for `mean_k` from the spread between prompts.
+    Intervals are Wilson's at 95%; for `mean_k` with the effective size that the spread between prompts gives.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Result:
 
     def metrics(self) -> dict[str, float]:
         """The figures under flat names."""
-        out = {"examples": self.total.examples, "reward_failures": self.failures}
+        out: dict[str, float] = {"examples": self.total.examples, "reward_failures": self.failures}
         for row in self.rows:
             tail = "" if row.name == ALL else f"/{row.name}"
             out[f"accuracy{tail}"] = row.greedy
@@ -71,7 +71,7 @@ def held_out(
     config: Config,
     parts: Parts,
     sampler: Sampler,
-    examples: Sequence[Any],
+    examples: Source[Any],
     *,
     samples: int,
     temperature: float,
@@ -94,18 +94,19 @@ def evaluate(
     sampler: Sampler,
     task: Task[Any],
     tokenizer: Tokenizer,
-    examples: Sequence[Any],
+    examples: Source[Any],
     sampling: Sampling,
     *,
     samples: int = 0,
     by: str = "",
-    default: Reward = Reward(0.0, False),
+    default: Reward = NO_REWARD,
     threads: int = 1,
 ) -> Result:
     """Greedy responses to all examples, and `samples` drawn ones to each with `sampling.temperature`."""
-    prompts = [tokenizer.encode(task.prompt(example)) for example in examples]
+    asked = [examples[i] for i in range(len(examples))]
+    prompts = [tokenizer.encode(task.prompt(example)) for example in asked]
     rewarded = lambda rollout, n: reward_rollout(
-        task, tokenizer, [e for e in examples for _ in range(n)], rollout, default, threads
+        task, tokenizer, [e for e in asked for _ in range(n)], rollout, default, threads
     )
     greedy = sampler.generate(prompts, n=1, sampling=replace(sampling, temperature=0.0))
     texts, scored = rewarded(greedy, 1)
@@ -138,7 +139,7 @@ def reward_rollout(
     return texts, score_responses(task, examples, texts, default=default, threads=threads)
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float) -> tuple[float, float]:
     """The 95% interval of a share (Wilson 1927)."""
     share, z2 = successes / n, Z * Z / n
     middle = (share + z2 / 2) / (1 + z2)
@@ -161,13 +162,13 @@ def _row(name, index, rewards, rollout, correct_k) -> Row:
     if correct_k is None:
         return row
     shares, any_k = correct_k[index].mean(1), correct_k[index].any(1)
-    half = Z * float(shares.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5
-    mean = float(shares.mean())
+    mean, variance = float(shares.mean()), float(shares.var(ddof=1)) / n if n > 1 else 0.0
+    effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt are alike
     return replace(
         row,
         k=correct_k.shape[1],
         mean_k=mean,
-        mean_interval=(max(0.0, mean - half), min(1.0, mean + half)),
+        mean_interval=wilson(mean * effective, effective),
         pass_k=float(any_k.mean()),
         pass_interval=wilson(float(any_k.sum()), n),
     )

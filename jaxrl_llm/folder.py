@@ -1,9 +1,9 @@
 """A run's folder: what is written when a run starts, and read when it is resumed, evaluated or talked to.
 
-    config.py run.json     the config file and the flags it was called with
-    model/                 tokenizer and config.json in Hugging Face format
-    metrics.jsonl tensorboard/ samples/ curves.png
-    checkpoints/ reference/
+config.py run.json     the config file and the flags it was called with
+model/                 tokenizer and config.json in Hugging Face format
+metrics.jsonl tensorboard/ samples/ curves.png
+checkpoints/ reference/
 """
 
 import json
@@ -23,13 +23,17 @@ DATA = Path("~/.cache/jaxrl_llm").expanduser()
 _FLAGS, _CONFIG = "run.json", "config.py"
 
 
-def create(folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, resume: bool) -> None:
+def create(
+    folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, resume: bool
+) -> None:
     """Starts a folder, or checks that there is something in it to resume."""
     started = (folder / _FLAGS).exists()
     if resume and not (folder / "checkpoints").is_dir():
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
     if started and not resume:
-        raise UserError(f"{folder} already holds a run: add --resume to go on, or choose another --out")
+        raise UserError(
+            f"{folder} already holds a run: add --resume to go on, or choose another --out"
+        )
     try:
         (folder / "model").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(made_by, folder / _CONFIG)
@@ -39,7 +43,9 @@ def create(folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, *, 
         )
         parts.tokenizer.save(folder / "model")
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}: choose another --out") from error
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror}: choose another --out"
+        ) from error
 
 
 def reopen(folder: Path) -> Config:
@@ -58,11 +64,12 @@ def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, An
     """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
     checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
     steps = checkpoints.steps
-    if step is not None and step not in steps:
-        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
-    chosen = step if step is not None else (checkpoints.best or (steps[-1] if steps else None))
-    if chosen is None:
+    if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
+    best = steps[-1] if checkpoints.best is None else checkpoints.best
+    chosen = best if step is None else step
+    if chosen not in steps:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
     try:
         return chosen, checkpoints.restore(chosen, assemble.like_params(parts), part="params")
     except ValueError as error:

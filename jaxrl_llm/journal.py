@@ -89,7 +89,16 @@ class Journal:
         """Sampled responses for people: (prompt, response, remark) each, in samples/step-N.md."""
         lines = [f"# {title}, step {step}", ""]
         for prompt, response, remark in entries:
-            lines += ["## Prompt", "", _quoted(prompt), "", f"**{remark}**", "", _quoted(response), ""]
+            lines += [
+                "## Prompt",
+                "",
+                _quoted(prompt),
+                "",
+                f"**{remark}**",
+                "",
+                _quoted(response),
+                "",
+            ]
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
         (folder / f"step-{step:06d}.md").write_text("\n".join(lines))

@@ -48,7 +48,10 @@ def as_means(sums: dict[str, Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
 
 
 def describe_policy(
-    old_logp: Array, entropy: Array, ref_logp: Array, mask: Bool[Array, "*shape"]
+    old_logp: Float[Array, "B T"],
+    entropy: Float[Array, "B T"],
+    ref_logp: Float[Array, "B T"],
+    mask: Bool[Array, "B T"],
 ) -> dict[str, Float[Array, ""]]:
     """Means over the response tokens of a batch, before the update: how uncertain and how far it is.
 

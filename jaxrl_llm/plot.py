@@ -18,29 +18,31 @@ def curves(folders: Sequence[Path], target: Path) -> None:
     from matplotlib.figure import Figure
 
     records = {folder.name: journal.read(folder) for folder in folders}
-    empty = [name for name, found in records.items() if not any("eval/accuracy" in r for r in found)]
+    empty = [
+        name for name, found in records.items() if not any("eval/accuracy" in r for r in found)
+    ]
     if empty:
         raise UserError(f"{empty[0]} has no evaluation to draw yet: is it the folder of a run?")
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2))
-    accuracy = top.subplots()
-    panels = bottom.subplots(1, 4)
     small = (("reward", "mean reward"), ("length", "tokens a response"),
              ("entropy", "entropy, nats a token"), ("rare_half", "share of tokens with p < 0.5"))  # fmt: skip
+    rows: Any = [["accuracy"] * len(small), [key for key, _ in small]]
+    axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
+    accuracy = axes["accuracy"]
     for number, (name, found) in enumerate(records.items()):
         colour = mpl.color_sequences["tab10"][number % 10]
         _accuracy(accuracy, found, name, colour)
-        for panel, (key, title) in zip(panels, small, strict=True):
+        for key, title in small:
             points = [(r["step"], r[key]) for r in found if r["phase"] == REINFORCE and key in r]
-            panel.plot(*_columns(points), color=colour, linewidth=1)
-            panel.set_title(title, fontsize=9)
+            axes[key].plot(*_columns(points), color=colour, linewidth=1)
+            axes[key].set_title(title, fontsize=9)
     accuracy.set_ylabel("held-out accuracy, greedy")
     accuracy.set_xlabel("step (supervised, then reinforcement from the dotted line on)")
     accuracy.legend(loc="lower right")
-    for axes in (accuracy, *panels):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    for panel in axes.values():
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(target, dpi=130)
     except OSError as error:
@@ -51,7 +53,9 @@ def _accuracy(axes: Any, records: list[dict[str, Any]], name: str, colour: Any) 
     found = [r for r in records if "eval/accuracy" in r]
     steps = [r["step"] for r in found]
     low, high = ([r[f"eval/accuracy_{side}"] for r in found] for side in ("low", "high"))
-    axes.plot(steps, [r["eval/accuracy"] for r in found], marker="o", ms=3, color=colour, label=name)
+    axes.plot(
+        steps, [r["eval/accuracy"] for r in found], marker="o", ms=3, color=colour, label=name
+    )
     axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     begin = min((r["step"] for r in found if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):

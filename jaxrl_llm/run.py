@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from jaxrl_llm.journal import Clock, Journal
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Source
 
 WARM_START, REINFORCE = "warm_start", "reinforce"
 _SHOWN = {
@@ -38,8 +39,8 @@ class Run:
     sampler: Sampler
     journal: Journal
     checkpoints: Checkpoints
-    train_set: Sequence[Any]
-    test_set: Sequence[Any]
+    train_set: Source[Any]
+    test_set: Source[Any]
     stop: threading.Event = field(default_factory=threading.Event)
     reports: dict[int, evaluate.Result] = field(default_factory=dict)
     best: float = -1.0
@@ -84,7 +85,12 @@ class Run:
         return step % self.config.save_every == 0 or self.stop.is_set()
 
     def save(
-        self, step: int, phase: str, state: update.TrainState, data: Batches, score: float | None = None
+        self,
+        step: int,
+        phase: str,
+        state: update.TrainState,
+        data: Batches,
+        score: float | None = None,
     ) -> None:
         """Writes a checkpoint in the background; `score` decides which is the best."""
         self.best = max(self.best, -1.0 if score is None else score)
@@ -129,7 +135,7 @@ class Run:
         progress.remove_task(bar)
 
 
-def first(source: Sequence[Any], count: int) -> Sequence[Any]:
+def first(source: Source[Any], count: int) -> Source[Any]:
     """The first `count` examples, all of them if 0."""
     return [source[i] for i in range(min(count, len(source)))] if count else source
 

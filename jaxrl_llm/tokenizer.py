@@ -16,7 +16,9 @@ class Tokenizer:
     def __init__(self, inner: Any):
         self._inner = inner
         if inner.eos_token_id is None:
-            raise UserError("the tokenizer has no end-of-sequence token: set eos_token in its config")
+            raise UserError(
+                "the tokenizer has no end-of-sequence token: set eos_token in its config"
+            )
         self.eos: int = inner.eos_token_id
 
     def __len__(self) -> int:
@@ -29,7 +31,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions, e.g. for an unknown word
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
-            raise UserError(f"the tokenizer cannot read {(words or [text])[0]!r}: {error}") from error
+            raise UserError(
+                f"the tokenizer cannot read {(words or [text])[0]!r}: {error}"
+            ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response, without the end-of-sequence token and other special ones."""

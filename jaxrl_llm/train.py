@@ -72,7 +72,8 @@ def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[st
             values = {"loss": rows["loss"].mean(), "grad_norm": rows["grad_norm"].mean(),
                       "too_long": rollout.finished.count(False)}  # fmt: skip
             advance(step + 1, values | {"skipped": jax.device_get(state.skipped)} | clock.lap())
-            if (step + 1) % run.config.evaluation.every == 0 and step + 1 < warm.steps:
+            every = warm.evaluate_every or warm.steps
+            if (step + 1) % every == 0 and step + 1 < warm.steps:
                 run.evaluate(step + 1, WARM_START, state.params, clock)
             if run.save_due(step + 1) and step + 1 < warm.steps:
                 run.save(step + 1, WARM_START, state, data)
@@ -138,7 +139,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
             with clock("update"):
                 state, rows = programs.step(state, programs.credit(batch, reward, old, ref))
                 flush()
-                if step % config.show_samples_every == 0:
+                if (step - run.warm_steps) % config.show_samples_every == 0:
                     _write_samples(run, step + 1, repeated, texts, scored.rewards)
                 jax.block_until_ready(state)
             with clock("sync"):
@@ -206,17 +207,20 @@ class _Programs:
 
         @jax.jit
         def describe(batch, old, entropy, ref):
-            mismatch = metrics.describe_mismatch(
-                batch.layout.to_rows(old), batch.sampler_logp, batch.mask
-            )
-            return metrics.describe_policy(old, entropy, ref, batch.inputs.scored) | mismatch
+            old, entropy, ref = map(batch.layout.to_rows, (old, entropy, ref))
+            mismatch = metrics.describe_mismatch(old, batch.sampler_logp, batch.mask)
+            return metrics.describe_policy(old, entropy, ref, batch.mask) | mismatch
 
         return cls(
             collate=_collator(config.collate, parts),
             score=update.make_score(parts.policy_scores(temperature)),
             credit=update.make_credit(config.objective),
             step=update.make_train_step(
-                logp, config.objective, config.optimizer, order=config.order, shardings=_places(state)
+                logp,
+                config.objective,
+                config.optimizer,
+                order=config.order,
+                shardings=_places(state),
             ),
             describe=describe,
             to_slots=jax.jit(lambda batch: batch.layout.to_slots(batch.sampler_logp)),

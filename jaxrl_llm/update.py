@@ -111,7 +111,7 @@ def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
         params,
         transform_non_params=lambda x: like(x, everywhere),
     )
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(params, opt_state, count, count)
 
 

@@ -62,9 +62,20 @@ def test_mini_batches_are_runs_of_rows(how):
 
 def test_packing_shares_rows():
     rollout = Rollout([[1, 2]] * 8, [[3, 4, 5]] * 8, [[-1.0] * 3] * 8)
-    batch = tiny.collator(pack=True)(rollout)
-    assert batch.inputs.tokens.shape == (1, 1, 2, 22)
+    batch = tiny.collator(pack=True, microbatches=4)(rollout)
+    assert batch.inputs.tokens.shape == (1, 4, 2, 22)
     assert batch.inputs.segments.max() == 4
+    assert batch.inputs.scored.any((0, 2, 3)).tolist() == [True, False, False, False]
+
+
+def test_a_row_that_is_not_kept_has_no_tokens():
+    rollout, keep = tiny.rollout(), [True, False] * 4
+    for pack in (False, True):
+        whole = tiny.collator(pack=pack)(rollout)
+        batch = tiny.collator(pack=pack)(rollout, keep)
+        assert (batch.mask == whole.mask & np.asarray(keep)[:, None]).all()
+        assert batch.inputs.scored.sum() == batch.mask.sum()
+        assert batch.inputs.tokens.shape == whole.inputs.tokens.shape
 
 
 def test_eos_that_equals_the_padding_token_is_a_token():

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from jaxrl_llm import journal
+
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -27,13 +29,25 @@ def test_a_new_surrogate_takes_a_step(capsys):
     assert "'policy'" in capsys.readouterr().out
 
 
+def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
+    from jaxrl_llm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adding.py").write_text(SNIPPETS[2])
+    (tmp_path / "adding_config.py").write_text(SNIPPETS[3])
+    main(["train", "adding_config.py", "--steps", "4", "--out", "run"])
+    assert "after greedy" in " ".join(capsys.readouterr().out.split())
+    losses = [r["loss"] for r in journal.read(tmp_path / "run") if r["phase"] == "warm_start"]
+    assert losses[-1] < losses[0] / 2
+
+
 def test_load_and_save(tmp_path):
     from jaxrl_llm.models import hf
     from tests import tiny
 
     _, params = tiny.policy()
     hf.export(params, tiny.SHAPE, tmp_path / "a")
-    space = run(SNIPPETS[2])
+    space = run(SNIPPETS[4])
     folder, shape, _, params = space["load"](tmp_path / "a", fsdp=4, tensor=2)
     space["save"](params, shape, tmp_path / "b", folder)
     files = [tmp_path / name / hf.SINGLE for name in "ab"]
@@ -41,7 +55,7 @@ def test_load_and_save(tmp_path):
 
 
 def test_the_snippets_are_all_tested():
-    assert len(SNIPPETS) == 3
+    assert len(SNIPPETS) == 5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jaxrl_llm").glob("*.py")))

@@ -1,8 +1,6 @@
 """What one optimizer step costs, where the time goes, and what a peer needs for the same step."""
 
 import pathlib
-import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ import rich.table
 
 from jaxrl_llm import update
 from jaxrl_llm.batch import Collator, Rollout
+from jaxrl_llm.bench.turns import Peer, in_turn
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import flops, hf, logprobs, qwen2, sharding
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
@@ -33,6 +32,7 @@ def main(
     response_length: int = 384,
     microbatches: int = 4,
     repeats: int = 3,
+    devices: int = 1,
     bfloat16: bool = False,
     peer_python: pathlib.Path | None = None,
 ) -> None:
@@ -45,6 +45,7 @@ def main(
         response_length: tokens of each response.
         microbatches: gradient-accumulation slices.
         repeats: timed steps of each kind, after one that compiles; the median is shown.
+        devices: to split the rows over; a CPU is cut into as many virtual ones.
         bfloat16: compute in bfloat16 instead of float32.
         peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
     """
@@ -54,7 +55,11 @@ def main(
         raise UserError("the peer needs a model folder: give one before --peer-python")
     console = rich.console.Console()
     dtype = jnp.bfloat16 if bfloat16 else jnp.float32
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    if devices > 1:
+        jax.config.update("jax_num_cpu_devices", devices)
+    if devices > len(jax.devices()):
+        raise UserError(f"--devices {devices}: this machine has {len(jax.devices())}")
+    mesh = sharding.make_mesh(devices, 1, 1, jax.devices()[:devices])
     with jax.set_mesh(mesh):
         shape, definition, params = _policy(model, mesh, dtype)
         size = {
@@ -70,34 +75,21 @@ def main(
         )
         rollout = _rollout(shape.vocab_size, rows, prompt_length, response_length)
         batch = update.place(
-            Collator(prompt_length, response_length, microbatches=microbatches)(rollout), mesh
+            Collator(prompt_length, response_length, microbatches=microbatches, shards=devices)(
+                rollout
+            ),
+            mesh,
         )
         runs = _programs(definition, params, batch, rows)
         del params
         peers = {}
         if peer_python:
             arguments = [str(x) for x in (rows, prompt_length, response_length)]
-            peers["transformers"] = _Peer(peer_python, hf.resolve(str(model)), arguments)
+            peers["transformers"] = Peer(PEER, peer_python, hf.resolve(str(model)), arguments)
         seconds = in_turn(runs | peers, repeats, console)
         for peer in peers.values():
             peer.close()
     _report(console, seconds, work / rate, size["tokens"])
-
-
-def in_turn(runs: dict[str, Callable[[], Any]], repeats: int, console) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn (A B C A B C ...) after a first call of each that compiles."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    with console.status("compiling") as status:
-        for repeat in range(repeats + 1):
-            for name, run in runs.items():
-                status.update(
-                    f"{'warm-up' if repeat == 0 else f'round {repeat} of {repeats}'}: {name}"
-                )
-                start = time.perf_counter()
-                jax.block_until_ready(run())
-                if repeat:
-                    seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def _policy(model, mesh, dtype):
@@ -170,31 +162,6 @@ def _programs(definition, params, batch, rows) -> dict[str, Callable[[], Any]]:
         "scoring (forward)": lambda: score(held["state"].params, batch.inputs),
         **parts(),
     }
-
-
-class _Peer:
-    """The same step in PyTorch with transformers, in a process of its own; one call, one step."""
-
-    def __init__(self, python: pathlib.Path, model: pathlib.Path, arguments: list[str]):
-        try:
-            self.process = subprocess.Popen(  # noqa: S603
-                [str(python), str(PEER), str(model), *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        except OSError as error:
-            raise UserError(f"--peer-python {python}: {error.strerror}") from error
-
-    def __call__(self):
-        print("step", file=self.process.stdin, flush=True)
-        if next(iter(self.process.stdout or ()), "").strip() != "done":
-            raise UserError(
-                f"the peer stopped (exit {self.process.wait()}): its message stands above"
-            )
-
-    def close(self):
-        self.process.communicate()
 
 
 def _report(console, seconds, floor, tokens):

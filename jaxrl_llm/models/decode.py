@@ -5,9 +5,8 @@ follows the longest live sequence, it compiles once, and a sequence's numbers do
 is in the batch: a block beyond its end changes nothing, to the last bit.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ class Cache(NamedTuple):
     v: Float[Array, "N B S K W D"]
 
 
-def functions(definition, *, block: int = BLOCK) -> dict[str, Callable]:
+def functions(definition, *, block: int = BLOCK) -> dict[str, Any]:
     """The functions that a generation engine is made of, for the model of this definition."""
     return {
         "weights": partial(weights, definition),

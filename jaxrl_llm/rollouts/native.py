@@ -7,6 +7,7 @@ batched with. On several hosts every process calls `generate` with the same prom
 """
 
 import itertools
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -106,8 +107,8 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
 class NativeSampler:
     """A sampler on the devices of the trainer; it reads the trainer's own parameters, no copy.
 
-    `weights`, `empty`, `prefill`, `insert` and `decode` are the model's. `slots` sequences decode at a time, prompts
-    are prefilled `prefill_rows` at a time, padded to a power of two; `put` places host arrays on the mesh.
+    `weights`, `empty`, `prefill`, `insert` and `decode` are the model's. `slots` sequences decode at a
+    time, prompts are prefilled `prefill_rows` at a time, padded to a power of two; `put` places host arrays.
     The loop returns to the host when `swap` slots are done, if anything waits, or after `steps` tokens.
     """
 
@@ -166,17 +167,21 @@ class NativeSampler:
         working: list[Request | None] = [None] * self.slots
         count: dict[str, Any] = {"prefill_tokens": 0, "decode_steps": 0, "slots": self.slots}
         waiting = self._prefilled(requests, count)
+        idle, since = 0.0, time.perf_counter()
         while left := results.count(None):
             cache = self._admit(cache, slots, working, waiting)
             more_wait = left > self.slots - working.count(None)
             quota = self.put(np.int32(self.swap if more_wait else self.slots))
+            idle += time.perf_counter() - since
             cache, slots, steps = self._run(self.params, cache, self.put(slots), rules, quota)
             slots = jax.tree.map(np.array, jax.device_get(slots))
+            since = time.perf_counter()
             count["decode_steps"] += int(jax.device_get(steps))
             _collect(slots, working, results)
         tokens = sum(len(tokens) for tokens, _, _ in results)
         utilisation = tokens / (self.slots * count["decode_steps"])
-        self.counters = count | {"tokens": tokens, "utilisation": utilisation}
+        idle += time.perf_counter() - since
+        self.counters = count | {"tokens": tokens, "utilisation": utilisation, "idle_seconds": idle}
 
     def _prefilled(self, requests, count) -> Iterator[tuple[Any, int, Request]]:
         """Each request with the cache and row of its prompt, which is prefilled when its turn comes."""

@@ -74,10 +74,14 @@ def demonstration(puzzle: Puzzle, guesses: Iterable[Roles] | None = None) -> str
             break
     else:
         raise ValueError(f"the guesses do not reach the solution {puzzle.solution}")
-    answer = [
-        f"{name} is a {role(r)}" for name, r in zip(puzzle.names, puzzle.solution, strict=True)
-    ]
-    return " ".join((*words, "</think>", "<answer>", *answer, "</answer>"))
+    return " ".join((*words, immediate_answer(puzzle)))
+
+
+def immediate_answer(puzzle: Puzzle) -> str:
+    """A full-score response without a thought: the demonstration's end alone."""
+    roles = zip(puzzle.names, puzzle.solution, strict=True)
+    answer = [f"{name} is a {role(knight)}" for name, knight in roles]
+    return " ".join(("</think>", "<answer>", *answer, "</answer>"))
 
 
 def _attempt(puzzle: Puzzle, roles: Roles) -> list[str]:

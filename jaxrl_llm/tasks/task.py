@@ -35,6 +35,9 @@ class Reward:
     fields: Mapping[str, float] = field(default_factory=dict)
 
 
+NO_REWARD = Reward(0.0, False)
+
+
 class Task(Protocol[E]):
     """A named problem: examples to train and to test on, a prompt for each, a reward for a response."""
 
@@ -89,7 +92,7 @@ def score_responses(
     examples: Sequence[E],
     responses: Sequence[str],
     *,
-    default: Reward = Reward(0.0, False),
+    default: Reward = NO_REWARD,
     threads: int = 1,
 ) -> Scored:
     """Rewards each response; a reward that raises costs its own sample the default, never the run."""

@@ -1,10 +1,8 @@
 """Checkpoints in and out."""
 
 import json
-import os
 import pathlib
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ import safetensors.numpy
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, qwen2, sharding
 from tests import tiny
+from tests.reference import peer
 
 HERE = pathlib.Path(__file__).parent
 
@@ -163,14 +162,8 @@ def test_export_does_not_overwrite(tmp_path):
 
 def reference_logits(folder, tokens):
     """Logits of transformers in PyTorch, float32, computed in an environment of their own."""
-    python = os.environ.get("JAXRL_TORCH_PYTHON")
-    if not python:
-        if os.environ.get("CI"):
-            pytest.fail("JAXRL_TORCH_PYTHON is not set")
-        pytest.skip("JAXRL_TORCH_PYTHON (an interpreter with torch and transformers) is not set")
     np.save(folder / "tokens.npy", tokens)
-    script = HERE.parent / "reference" / "transformers_logits.py"
-    subprocess.run([python, str(script), str(folder)], check=True, timeout=600)
+    peer.transformers("logits", folder)
     return np.load(folder / "logits.npy")
 
 
@@ -197,15 +190,7 @@ def test_logits_equal_transformers(tmp_path, shape):
 
 def test_a_real_model(tmp_path):
     """A pretrained 135M model: logits to 1e-3, and load then export gives back every tensor."""
-    folder = os.environ.get("JAXRL_REAL_MODEL")
-    if not folder:
-        if os.environ.get("CI"):
-            pytest.fail("JAXRL_REAL_MODEL is not set")
-        pytest.skip("JAXRL_REAL_MODEL (a Qwen2 folder) is not set")
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in pathlib.Path(folder).iterdir():
-        (source / path.name).symlink_to(path)
+    source = peer.real_model(tmp_path / "source")
     tokens = np.random.default_rng(0).integers(0, hf.load_shape(source).vocab_size, (2, 64))
     difference = np.abs(our_logits(source, tokens) - reference_logits(source, tokens)).max()
     print(f"max abs difference of logits {difference:.2e}")

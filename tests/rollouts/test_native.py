@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from functools import partial
 
 import jax
@@ -15,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm import update
 from jaxrl_llm.batch import Collator
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import decode, logprobs, qwen2
+from jaxrl_llm.models import decode, hf, logprobs, qwen2, sharding
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from tests import tiny
+from tests.reference import peer
 from tests.rollouts.fake import Scripted
 
 STOP = (7, 9)
@@ -223,3 +225,18 @@ def test_generate_before_push_is_an_error():
 def test_sampling_out_of_range_is_an_error(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+def test_greedy_equals_transformers_on_a_real_model(tmp_path):
+    """50 prompts of different lengths, token for token."""
+    folder = peer.real_model(tmp_path / "model")
+    shape = hf.load_shape(folder)
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(0, shape.vocab_size, rng.integers(4, 60)).tolist() for _ in range(50)]
+    (folder / "prompts.json").write_text(json.dumps({"prompts": asked, "new": 24}))
+    peer.transformers("greedy", folder)
+    definition, shapes = qwen2.graph(shape)
+    made = NativeSampler(**decode.functions(definition), slots=50)
+    made.push(hf.load(folder, shape, sharding.param_shardings(shapes, tiny.mesh_of())), 0)
+    rollout = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
+    assert responses(rollout) == json.loads((folder / "greedy.json").read_text())

@@ -1,0 +1,107 @@
+"""The figures of an evaluation, against a policy whose answers are known."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import evaluate, tokenizer
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.task import Reward
+from tests.rollouts.fake import Scripted
+
+WORDS = tokenizer.of_words([str(i) for i in range(10)])
+
+
+class Echo:
+    """Right is the digit of the prompt; examples below 4 are of group 1, the others of group 2."""
+
+    name = "echo"
+    train = test = tuple(range(8))
+
+    def prompt(self, example):
+        return str(example)
+
+    def reward(self, example, response):
+        if example == 7:
+            raise RuntimeError("no reward for 7")
+        right = response == str(example)
+        return Reward(float(right), right, {"group": 1.0 if example < 4 else 2.0})
+
+
+def right_for_even(prompt, number):
+    """Greedy and every second sample are right where the digit is even; 0 never stops."""
+    digit = prompt[0] - 2
+    answer = prompt[0] if digit % 2 == 0 and number % 2 == 0 else 2 + (digit + 1) % 10
+    return [answer] if digit == 0 else [answer, WORDS.eos]
+
+
+@pytest.fixture
+def result():
+    sampler = Scripted(right_for_even)
+    sampling = Sampling(temperature=1.0, max_tokens=4, stop=(WORDS.eos,))
+    return evaluate.evaluate(
+        sampler,
+        Echo(),
+        WORDS,
+        Echo.test,
+        sampling,
+        samples=4,
+        by="group",
+        default=Reward(-1.0, False),
+    )
+
+
+def test_shares_by_group(result):
+    first, second, total = result.rows
+    assert (first.name, first.examples, first.greedy) == ("1", 4, 0.5)
+    assert (second.name, second.examples) == ("2", 3)  # the one without a reward has no group
+    assert second.greedy == pytest.approx(2 / 3)
+    assert total.greedy == 4 / 8
+    assert total.mean_k == pytest.approx(2 / 8)
+    assert total.pass_k == pytest.approx(4 / 8)
+    assert total.score == pytest.approx((4 - 1) / 8)
+    assert total.cut == pytest.approx(1 / 8)
+    assert result.failures == 1
+    assert result.metrics()["accuracy/1"] == 0.5
+    assert result.metrics()["pass@4"] == 0.5
+
+
+@pytest.mark.parametrize(("k", "n", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634),
+                                                     (81, 263, 0.2553, 0.3662)])  # fmt: skip
+def test_wilson_against_published_values(k, n, low, high):
+    """The third is Newcombe's example (Statistics in Medicine, 1998)."""
+    assert evaluate.wilson(k, n) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_the_interval_of_a_mean_sees_that_samples_of_a_prompt_are_alike(result):
+    """Whole prompts right or wrong: k samples tell no more than one."""
+    rewards = [Reward(0.0, False)] * 20
+    alike = np.repeat(np.arange(20)[:, None] % 2 == 0, 8, axis=1)
+    row = evaluate._row("all", list(range(20)), rewards, _rollout(20), alike)
+    low, high = row.mean_interval
+    assert (low, high) == pytest.approx(evaluate.wilson(10, 20), abs=0.02)
+    mixed = np.tile(np.arange(8) % 2 == 0, (20, 1))
+    row = evaluate._row("all", list(range(20)), rewards, _rollout(20), mixed)
+    assert row.mean_interval == pytest.approx(evaluate.wilson(10, 20))
+
+
+def _rollout(n):
+    from jaxrl_llm.batch import Rollout
+
+    return Rollout([[1]] * n, [[1]] * n, [[0.0]] * n, [True] * n)
+
+
+def test_words_are_tokens_and_survive_a_folder(tmp_path):
+    ids = WORDS.encode("3 1 4")
+    assert ids == [5, 3, 6]
+    assert WORDS.decode([*ids, WORDS.eos]) == "3 1 4"
+    WORDS.save(tmp_path)
+    again = tokenizer.load(tmp_path)
+    assert (again.encode("3 1 4"), again.eos, len(again)) == (ids, WORDS.eos, 12)
+    with pytest.raises(UserError, match="cannot read 'eleven'"):
+        again.encode("3 eleven")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        tokenizer.load(tmp_path)

@@ -1,0 +1,40 @@
+"""What is said about a batch of log-probs, on numbers that can be checked by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import metrics
+from jaxrl_llm.objectives import Objective, advantages, losses
+
+MASK = jnp.asarray([[True, True, True], [True, False, False]])
+OLD = jnp.log(jnp.asarray([[0.9, 0.4, 0.2], [0.3, 1.0, 1.0]]))
+
+
+def test_the_policy_is_described_over_its_tokens_only():
+    entropy = jnp.asarray([[1.0, 2.0, 3.0], [6.0, 100.0, 100.0]])
+    found = metrics.describe_policy(OLD, entropy, OLD, MASK)
+    assert found["entropy"] == 3.0
+    assert found["rare_half"] == 0.75
+    assert found["rare_quarter"] == 0.25
+    assert found["kl_reference"] == 0.0
+    assert found["logp"] == pytest.approx(np.log([0.9, 0.4, 0.2, 0.3]).mean(), rel=1e-6)
+
+
+def test_the_mismatch_of_a_sampler():
+    sampler = jnp.where(MASK, OLD - jnp.asarray([[0.0, 0.0, 0.0], [0.5, 9.0, 9.0]]), 0.0)
+    found = metrics.describe_mismatch(OLD, sampler, MASK)
+    weights = np.asarray([1.0, 1.0, 1.0, np.exp(0.5)])
+    assert found["mismatch_mean"] == pytest.approx(0.125, rel=1e-6)
+    assert found["mismatch_max"] == pytest.approx(0.5, rel=1e-6)
+    ess = weights.sum() ** 2 / (4 * (weights**2).sum())
+    assert found["mismatch_ess"] == pytest.approx(ess, rel=1e-6)
+
+
+def test_imitation_is_the_mean_negative_log_likelihood():
+    objective = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
+    zero = jnp.zeros_like(OLD)
+    advantage, weight = objective.credit(jnp.ones(2), zero, zero, zero, MASK)
+    surrogate, penalty = objective.per_token(OLD, zero, zero, advantage)
+    loss = jnp.sum(weight[0] * (surrogate + penalty))
+    assert loss == pytest.approx(-np.log([0.9, 0.4, 0.2, 0.3]).mean(), rel=1e-6)
