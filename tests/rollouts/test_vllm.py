@@ -386,6 +386,15 @@ def test_the_probe_names_the_likely_cause(logp, config, says):
         )
 
 
+def test_the_probe_sees_old_weights_within_the_tolerance(tmp_path):
+    """A step of 0.01 nats is less than bfloat16 may differ by."""
+    with Fake(logp=-1.5) as fake:
+        made = ready(fake, root=tmp_path, dtype="bfloat16", expected=-1.501)
+        made._score = lambda params, sequences: [np.full(len(s) - 1, -1.51) for s in sequences]
+        with pytest.raises(UserError, match="still computes with the old weights"):
+            made.push(WEIGHTS, 8)
+
+
 def test_the_probe_sees_a_wrong_label(tmp_path):
     with Fake(fault=only("/update_weight_version", (200, b"{}"))) as fake:
         fake.label = "3"

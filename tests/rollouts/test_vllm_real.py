@@ -96,12 +96,15 @@ def pids(pattern):
     return [int(pid) for pid, sid, _ in rows if sid in sessions]
 
 
-def kill(sampler):
-    """kill -9 of all the processes of the server."""
-    port = sampler.servers[0].url.rsplit(":", 1)[1]
-    found = pids(f"--port {port}")
+def processes(sampler):
+    """The processes of the server."""
+    found = pids("--port " + sampler.servers[0].url.rsplit(":", 1)[1])
     assert found
-    for pid in found:
+    return found
+
+
+def kill(victims):
+    for pid in victims:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -189,7 +192,7 @@ def test_a_kill_during_generation(sampler):
     weights = params(1)
     sampler.push(weights, 1)
     undisturbed = sampler.generate(prompts(12), n=8, sampling=LONG)
-    timer = threading.Timer(0.5 * sampler.counters["seconds"], kill, [sampler])
+    timer = threading.Timer(0.5 * sampler.counters["seconds"], kill, [processes(sampler)])
     timer.start()
     rollout = sampler.generate(prompts(12), n=8, sampling=LONG)
     timer.join()
@@ -200,7 +203,7 @@ def test_a_kill_during_generation(sampler):
 
 
 def test_a_kill_between_steps(sampler):
-    kill(sampler)
+    kill(processes(sampler))
     weights = params(30)
     sampler.push(weights, 30)
     rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
@@ -210,11 +213,11 @@ def test_a_kill_between_steps(sampler):
 
 def test_a_kill_during_a_reload(sampler, monkeypatch):
     weights, killed = params(31), []
-    post = type(sampler.servers[0]).post
+    post, victims = type(sampler.servers[0]).post, processes(sampler)
 
     def dying(server, path, body=None):
         if path == "/collective_rpc" and not killed:
-            killed.append(threading.Timer(0.002, kill, [sampler]))
+            killed.append(threading.Timer(0.02, kill, [victims]))
             killed[0].start()
         return post(server, path, body)
 
