@@ -179,6 +179,7 @@ def _running(threads: Sequence[threading.Thread], work: "_Work", servers: Sequen
         deadline = time.monotonic() + 1.0
         for thread in threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        _close(servers)
 
 
 def _close(servers: Sequence[Server]) -> None:
