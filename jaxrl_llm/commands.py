@@ -67,7 +67,10 @@ def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str,
         console.print(f"{skipped} examples are left out: their prompts are too long")
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
     journal = Journal(out, console)
-    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh) as sampler:
+    with (
+        jax.set_mesh(parts.mesh),
+        config.engine.start(parts.definition, parts.mesh, out) as sampler,
+    ):
         run = Run(config, parts, sampler, journal, checkpoints, train_set, test_set)
         with leaving_gracefully(run.stop):
             finished = training.train(run, resume=options.resume)
@@ -130,7 +133,10 @@ def _opened(
     """A run's policy, ready to answer."""
     config = folder.reopen(where)
     parts = assemble.parts(config, data)
-    with jax.set_mesh(parts.mesh), config.engine.start(parts.definition, parts.mesh) as sampler:
+    with (
+        jax.set_mesh(parts.mesh),
+        config.engine.start(parts.definition, parts.mesh, where) as sampler,
+    ):
         chosen, params = folder.params(where, parts, step)
         sampler.push(params, chosen)
         yield config, parts, sampler, chosen

@@ -1,24 +1,34 @@
 """What generates: a record of settings whose `start` gives a sampler that lives as long as the `with` block."""
 
+import os
+import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.models import decode
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import decode, serve
+from jaxrl_llm.rollouts import sidecar, weight_sync
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
+from jaxrl_llm.rollouts.server import Server
+from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
+from jaxrl_llm.rollouts.vllm import VllmSampler
 
 
 class Engine(Protocol):
-    """Settings that can start a sampler for the model of this definition."""
+    """Settings that can start a sampler for the model of this definition; `folder` is the run's, for logs."""
 
-    def start(self, definition: Any, mesh: Mesh) -> AbstractContextManager[Sampler]: ...
+    def start(
+        self, definition: Any, mesh: Mesh, folder: Path = Path()
+    ) -> AbstractContextManager[Sampler]: ...
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,9 @@ class Native:
     block: int = decode.BLOCK
 
     @contextmanager
-    def start(self, definition: Any, mesh: Mesh) -> Iterator[Sampler]:
+    def start(self, definition: Any, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
         """A sampler that reads the trainer's own parameters."""
+        del folder
         yield NativeSampler(
             **decode.functions(definition, block=self.block),
             slots=self.slots,
@@ -43,4 +54,88 @@ class Native:
         )
 
 
-ENGINES = (Native,)
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM servers, started and kept by the trainer, or running already.
+
+    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
+    each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is), on `port` and those after it (0: any).
+    Or `servers` are the addresses of running ones, that see the same `memory` and whose key is the
+    environment's VLLM_API_KEY. `tolerance` is how far a server's log-probs may be from the trainer's after a
+    sync (None: what the dtype allows), `patience` how long to wait for one that starts or is away, and
+    `timeout` for one answer, in seconds.
+    """
+
+    python: str = "python3"
+    servers: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("",)
+    host: str = "127.0.0.1"
+    port: int = 0
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    arguments: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    memory: Path | None = None
+    concurrency: int = 64
+    timeout: float = 600.0
+    patience: float = 900.0
+    tolerance: float | None = None
+    off_policy: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in weight_sync.TOLERANCE:
+            raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
+
+    @contextmanager
+    def start(self, definition: Any, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
+        """A sampler whose servers start at its first push and end with the block."""
+        root = weight_sync.memory_folder("jaxrl-llm-", self.memory)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, root, ignore_errors=True)
+            cars = (
+                []
+                if self.servers
+                else [Sidecar(x, root, self.timeout) for x in self._launches(folder)]
+            )
+            for car in cars:
+                stack.callback(car.stop)
+
+            def publish(weights: Path, version: int) -> None:
+                for car in cars:
+                    car.serve(weights, version)
+
+            def check() -> None:
+                for car in cars:
+                    car.check()
+
+            key = os.environ.get("VLLM_API_KEY", "")
+            yield VllmSampler(
+                [car.server for car in cars]
+                or [Server(x, key, self.timeout) for x in self.servers],
+                weight_sync.Folders(root, publish, check, self.patience),
+                **serve.functions(definition, shards=mesh.shape["data"] * mesh.shape["fsdp"]),
+                dtype=self.dtype,
+                concurrency=self.concurrency,
+                tolerance=self.tolerance,
+                off_policy=self.off_policy,
+                patience=self.patience,
+                max_model_len=self.max_model_len,
+                check=check,
+            )
+
+    def _launches(self, folder: Path) -> Iterator[Launch]:
+        for i, device in enumerate(self.devices):
+            yield Launch(
+                python=self.python,
+                log=folder / f"vllm-{i}.log",
+                host=self.host,
+                port=self.port + i if self.port else sidecar.free_port(),
+                dtype=self.dtype,
+                max_model_len=self.max_model_len,
+                arguments=self.arguments,
+                environment=dict(self.environment)
+                | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
+            )
+
+
+ENGINES = (Native, Vllm)

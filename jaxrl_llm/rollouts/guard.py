@@ -1,0 +1,28 @@
+"""Middleware for vLLM, which protects only /v1 by itself: no path but /health answers without the key.
+
+It runs in the server's own environment, so it imports nothing of this package.
+"""
+
+import hmac
+import os
+
+
+class Guard:
+    """An ASGI application before another one; the key is the environment's VLLM_API_KEY."""
+
+    def __init__(self, app):
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope, receive, send):
+        """Passes on what carries the key, and refuses the rest with 401."""
+        public = scope["type"] not in ("http", "websocket") or scope["path"] == "/health"
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if public or hmac.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            head = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": head})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})

@@ -1,0 +1,136 @@
+"""A stand-in for vLLM in the standard library: its routes, a model that fits in a line, and faults on request.
+
+`python fake_vllm.py --port N --model FOLDER ...` is a process like the real one; `Fake` runs inside a test.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+LOGP = -1.5
+
+
+def tokens_of(prompt, seed, count):
+    """The response: a function of the prompt and the seed."""
+    return [(seed + sum(prompt) + i) % 50 for i in range(count)]
+
+
+class Fake:
+    """`fault(path, body, number)` may answer (status, bytes) instead, or raise ConnectionError to hang up."""
+
+    def __init__(self, *, port=0, key="key", version=None, fault=None, logp=LOGP, seconds=0.0):
+        self.key, self.fault, self.logp, self.seconds = key, fault, logp, seconds
+        self.label = "default" if version is None else str(version)
+        self.calls, self.bodies, self.loaded = Counter(), [], []
+        self.cache_cleared = True
+        self._open = set()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args):
+                del args
+
+            def setup(self):
+                super().setup()
+                fake._open.add(self.connection)
+
+            def do_GET(self):
+                self.reply({})
+
+            def do_POST(self):
+                size = int(self.headers.get("Content-Length") or 0)
+                self.reply(json.loads(self.rfile.read(size) or b"{}"))
+
+            def reply(self, body):
+                path = self.path.split("?")[0]
+                fake.calls[path] += 1
+                try:
+                    status, content = fake.answer(path, body, self.headers.get("Authorization"))
+                except ConnectionError:
+                    self.connection.close()
+                    self.close_connection = True
+                    return
+                with contextlib.suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+
+        ThreadingHTTPServer.daemon_threads = True
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.die()
+
+    def die(self):
+        """Stops listening and cuts every connection."""
+        self.http.shutdown()
+        self.http.server_close()
+        for connection in self._open:
+            with contextlib.suppress(OSError):
+                connection.shutdown(2)
+
+    def answer(self, path, body, authorization):
+        if authorization != f"Bearer {self.key}" and path != "/health":
+            return 401, b'{"error": "Unauthorized"}'
+        if self.fault is not None and (instead := self.fault(path, body, self.calls[path])):
+            return instead
+        return 200, json.dumps(self.route(path, body)).encode()
+
+    def route(self, path, body):
+        if path == "/weight_info":
+            return {"weight_version": self.label}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        if path == "/collective_rpc":
+            self.loaded.append(body["kwargs"]["weights_path"])
+        if path == "/reset_prefix_cache":
+            return {"success": self.cache_cleared}
+        if path == "/v1/completions":
+            self.bodies.append(body)
+            time.sleep(self.seconds)
+            return completion(body, self.logp)
+        return {}
+
+
+def completion(body, logp=LOGP):
+    """What vLLM answers."""
+    prompt, stop = body["prompt"], body.get("stop_token_ids", [])
+    tokens = tokens_of(prompt, body.get("seed", 0), body["max_tokens"])
+    ends = [i for i, token in enumerate(tokens) if token in stop]
+    tokens = tokens[: ends[0] + 1] if ends else tokens
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": [logp] * len(tokens)},
+        "finish_reason": "stop" if ends else "length",
+        "stop_reason": tokens[-1] if ends else None,
+        "prompt_logprobs": [None, *({str(t): {"logprob": logp}} for t in prompt[1:])],
+    }
+    return {"choices": [choice]}
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAKE_FAILS"):
+        sys.exit("RuntimeError: no such model")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--model", type=pathlib.Path)
+    known, _ = parser.parse_known_args()
+    assert (known.model / "config.json").exists()
+    Fake(port=known.port, key=os.environ["VLLM_API_KEY"])
+    time.sleep(600)

@@ -1,0 +1,205 @@
+"""Supervision, with a stand-in for vLLM in the place of its Python."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.engines import Vllm
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.rollouts import guard, keeper, sidecar
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.server import NoAnswer
+from jaxrl_llm.rollouts.sidecar import Launch, Sidecar, free_port
+from tests import tiny
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(sidecar, "POLL", 0.05)
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter that runs the stand-in, whatever module it is asked for."""
+    path = tmp_path / "python"
+    fake = shlex.join([sys.executable, str(HERE / "fake_vllm.py")])
+    path.write_text(f'#!/bin/sh\nshift 2\nexec {fake} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def car(root, python):
+    made = Sidecar(Launch(python, root / "logs" / "vllm.log", free_port()), root)
+    yield made
+    made.stop()
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def serves(car, version):
+    try:
+        return car.server.version() == version
+    except NoAnswer:
+        return False
+
+
+def processes(word):
+    text = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True)
+    rows = [line.split(None, 1) for line in text.stdout.splitlines()[1:]]
+    return [int(pid) for pid, args in rows if word in args]
+
+
+def servers(car):
+    word = f"--port {car.launch.port}"
+    return [pid for pid in processes(word) if pid not in processes("keeper.py")]
+
+
+def test_a_server_is_started_labelled_restarted_with_the_newest_and_ended(root, car):
+    car.serve(root / "weights", 3)
+    until(lambda: serves(car, 3))
+    (root / "newer").mkdir()
+    (root / "newer" / "config.json").write_text("{}")
+    car.serve(root / "newer", 4)
+    assert serves(car, 3)  # it is for a sync to change that
+    for pid in servers(car):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: serves(car, 4))
+    assert car.restarts == 1
+    car.check()
+    car.stop()
+    assert not servers(car)
+    assert (root / "logs" / "vllm.log").exists()
+
+
+def test_a_server_that_cannot_start_is_given_up(root, python):
+    launch = Launch(python, root / "vllm.log", free_port(), environment={"FAKE_FAILS": "1"})
+    made = Sidecar(launch, root)
+    made.serve(root / "weights", 1)
+
+    def failed():
+        try:
+            return made.check()
+        except UserError as error:
+            return str(error)
+
+    until(failed)
+    assert "ended 3 times" in failed()
+    assert "RuntimeError: no such model" in failed()
+    made.stop()
+
+
+def test_a_port_that_is_taken(root, python):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is taken"):
+            Sidecar(Launch(python, root / "vllm.log", port), root)
+
+
+def test_a_python_that_is_not_there(root):
+    with pytest.raises(UserError, match="no Python at /nowhere/python"):
+        Sidecar(Launch("/nowhere/python", root / "vllm.log", 0), root)
+
+
+def test_the_key_is_random_and_on_no_command_line(root, python):
+    a, b = (Launch(python, root / "log", 1) for _ in range(2))
+    assert a.key != b.key
+    assert len(a.key) > 30
+    assert a.key not in " ".join(a.command(root)) + repr(a)
+    assert a.variables(root)["VLLM_API_KEY"] == a.key
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_with_its_trainer(root, how):
+    """However that ends; and a child that does not heed SIGTERM ends as well."""
+    stubborn = f"trap '' TERM; sleep 987{how} & wait; wait"
+    trainer = f"""
+import os, subprocess, sys, time
+keep = [sys.executable, {keeper.__file__!r}, str(os.getpid()), {str(root)!r}]
+subprocess.Popen([*keep, "sh", "-c", {stubborn!r}], start_new_session=True)
+time.sleep(100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", trainer])
+    until(lambda: len(processes(f"sleep 987{how}")) >= 2)
+    process.send_signal(how)
+    process.wait()
+    until(lambda: not processes(f"sleep 987{how}"))
+    until(lambda: not root.exists())
+
+
+def run(awaitable):
+    """Runs a coroutine that never really waits."""
+    try:
+        awaitable.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it waits")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "passes"),
+    [
+        ("/pause", [], False),
+        ("/pause", [(b"authorization", b"Bearer wrong")], False),
+        ("/v1/completions", [], False),
+        ("/health", [], True),
+        ("/healthy", [], False),
+        ("/pause", [(b"authorization", b"Bearer secret")], True),
+    ],
+)
+def test_the_guard(monkeypatch, path, headers, passes):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    seen, sent = [], []
+
+    async def app(scope, receive, send):
+        del receive, send
+        seen.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "headers": headers}
+    run(guard.Guard(app)(scope, None, send))
+    assert bool(seen) == passes
+    assert [m.get("status") for m in sent] == ([] if passes else [401, None])
+
+
+def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, python):
+    definition, _ = qwen2.graph(tiny.SHAPE)
+    engine = Vllm(python=python, memory=tmp_path, devices=("0", "1"))
+    with engine.start(definition, tiny.mesh_of(), tmp_path / "run") as sampler:
+        assert len(sampler.servers) == 2
+        assert len(list(tmp_path.glob("jaxrl-llm-*"))) == 1
+        with pytest.raises(UserError, match="no weights"):
+            sampler.generate([[1]], n=1, sampling=Sampling())
+    assert not list(tmp_path.glob("jaxrl-llm-*"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_dtype():
+    with pytest.raises(UserError, match="neither float32 nor bfloat16"):
+        Vllm(dtype="float16")

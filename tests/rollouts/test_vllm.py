@@ -1,0 +1,415 @@
+"""The vLLM client against a stand-in that fails in every way that servers fail."""
+
+import contextlib
+import errno
+import json
+import pathlib
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts import server as server_module
+from jaxrl_llm.rollouts import vllm, weight_sync
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.server import NoAnswer, Server
+from jaxrl_llm.rollouts.vllm import VllmSampler
+from tests.rollouts.fake_vllm import LOGP, Fake, completion, tokens_of
+
+SAMPLING = Sampling(max_tokens=4)
+PROMPTS = [[1, 2], [3, 4], [5]]
+CONFIG = {"vocab_size": 50, "tie_word_embeddings": False, "dtype": "float32"}
+WEIGHTS = {"a": np.ones((2, 3), np.float32), "b": np.zeros(5, np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(vllm, "BACKOFF", (0.01, 0.05))
+    monkeypatch.setattr(weight_sync, "RETRY", 0.01)
+
+
+def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
+    settings = {"patience": 0.5, "concurrency": 4} | settings
+    check = settings.get("check", lambda: None)
+    return VllmSampler(
+        [Server(fake.url, key, timeout) for fake in fakes],
+        weight_sync.Folders(root, check=check, patience=settings["patience"]),
+        config=lambda params, dtype: CONFIG | {"dtype": dtype},
+        tensors=lambda params: params.items(),
+        score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],
+        **settings,
+    )
+
+
+def ready(*fakes, root, **settings):
+    made = sampler_of(*fakes, root=root, **settings)
+    made.push(WEIGHTS, 7)
+    return made
+
+
+def expected_responses(n, prompts=PROMPTS, sampling=SAMPLING):
+    tasks = vllm.make_tasks(prompts, n, sampling.seed)
+    return [tokens_of(t.prompt, t.seed, sampling.max_tokens) for t in tasks]
+
+
+def only(path, *faults):
+    """A fault for the first calls of one path, in order; None is none."""
+    left = list(faults)
+
+    def fault(here, body, number):
+        del body, number
+        chosen = left.pop(0) if here == path and left else None
+        if isinstance(chosen, type):
+            raise chosen
+        return chosen
+
+    return fault
+
+
+def after_the_probe(*faults):
+    """Four completions are the probe's."""
+    return only("/v1/completions", *[None] * 4, *faults)
+
+
+def test_a_rollout(tmp_path):
+    with Fake() as fake:
+        rollout = ready(fake, root=tmp_path).generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert list(rollout.prompts) == [p for p in PROMPTS for _ in range(2)]
+    assert list(rollout.responses) == expected_responses(2)
+    assert rollout.logps == [[LOGP] * 4] * 6
+    assert rollout.finished == [False] * 6
+    assert rollout.version == 7
+
+
+def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path):
+    stop = expected_responses(1)[0][2]
+    sampling = Sampling(max_tokens=4, stop=(stop,))
+    with Fake() as fake:
+        rollout = ready(fake, root=tmp_path).generate(PROMPTS[:1], n=1, sampling=sampling)
+    assert rollout.responses[0] == expected_responses(1)[0][:3]
+    assert rollout.finished == [True]
+
+
+def test_seeds_belong_to_the_response():
+    seeds = {(t.prompt, t.seed) for t in vllm.make_tasks(PROMPTS, 4, 0)}
+    assert len(seeds) == 12
+    assert [t.seed for t in vllm.make_tasks([[1], [1]], 2, 0)] == [
+        t.seed for t in vllm.make_tasks([[1]], 4, 0)
+    ]
+    assert seeds.isdisjoint({(t.prompt, t.seed) for t in vllm.make_tasks(PROMPTS, 4, 1)})
+    assert all(0 <= seed < 2**63 for _, seed in seeds)
+
+
+def test_two_servers_share_the_work_and_the_concurrency_is_kept(tmp_path):
+    flying, most, lock = [0], [0], threading.Lock()
+
+    class Watching(Fake):
+        def route(self, path, body):
+            with lock:
+                flying[0] += path == "/v1/completions"
+                most[0] = max(most[0], flying[0])
+            try:
+                return super().route(path, body)
+            finally:
+                with lock:
+                    flying[0] -= path == "/v1/completions"
+
+    with Watching(seconds=0.02) as a, Watching(seconds=0.02) as b:
+        made = ready(a, b, root=tmp_path, concurrency=3)
+        rollout = made.generate(PROMPTS, n=16, sampling=SAMPLING)
+        assert list(rollout.responses) == expected_responses(16)
+        assert min(len(a.bodies), len(b.bodies)) > 10
+    assert 3 < most[0] <= 6
+
+
+def broken(**changes):
+    answer = completion({"prompt": [1, 2], "max_tokens": 4})
+    answer["choices"][0] |= changes
+    return 200, json.dumps(answer).encode()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (500, b'{"error": {"message": "EngineCore encountered an issue"}}'),
+        (503, b""),
+        (200, b"{ not JSON"),
+        (200, b"[]"),
+        (200, b'{"choices": []}'),
+        broken(token_ids=[1, 2, 3]),
+        broken(token_ids=[]),
+        broken(finish_reason="abort"),
+        broken(finish_reason="stop"),
+        broken(logprobs={"token_logprobs": [0.0]}),
+        ConnectionError,
+    ],
+)
+def test_a_request_that_fails_is_sent_again(tmp_path, fault):
+    with Fake(fault=after_the_probe(fault, None, fault)) as fake:
+        made = ready(fake, root=tmp_path)
+        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert list(rollout.responses) == expected_responses(2)
+    assert made.counters["retries"] == 2
+
+
+def test_a_request_that_always_fails_is_given_up(tmp_path):
+    with Fake(fault=after_the_probe(*[(500, b'{"error": "no"}')] * 100)) as fake:
+        made = ready(fake, root=tmp_path)
+        with pytest.raises(
+            UserError, match=r"failed 5 times, last at http://127.*: status 500: no"
+        ):
+            made.generate(PROMPTS, n=2, sampling=SAMPLING)
+
+
+def test_a_server_that_hangs_costs_a_timeout(tmp_path):
+    hang = iter([True])
+
+    def fault(path, body, number):
+        if path == "/v1/completions" and number > 4 and next(hang, False):
+            time.sleep(2)
+
+    with Fake(fault=fault) as fake:
+        made = ready(fake, root=tmp_path, timeout=0.3)
+        rollout = made.generate(PROMPTS, n=1, sampling=SAMPLING)
+    assert list(rollout.responses) == expected_responses(1)
+    assert made.counters["retries"] == 1
+
+
+def test_a_server_that_dies_leaves_its_prompts_to_the_other(tmp_path):
+    with Fake(seconds=0.02) as a, Fake(seconds=0.02) as b:
+        made = ready(a, b, root=tmp_path)
+        threading.Timer(0.1, a.die).start()
+        rollout = made.generate(PROMPTS, n=20, sampling=SAMPLING)
+        assert list(rollout.responses) == expected_responses(20)
+        assert (
+            len(a.bodies) + len(b.bodies) < 8 + 60 + 5
+        )  # the finished ones are not asked for again
+
+
+def test_a_server_that_dies_and_returns_goes_on(tmp_path):
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(Fake(seconds=0.02))
+        made = ready(fake, root=tmp_path, patience=10.0)
+
+        def restart():
+            fake.die()
+            time.sleep(0.2)
+            new = stack.enter_context(Fake(port=fake.port))
+            time.sleep(0.2)  # answers, but not labelled yet: not to be used
+            assert not new.bodies
+            new.label = "7"
+
+        timer = threading.Timer(0.1, restart)
+        timer.start()
+        rollout = made.generate(PROMPTS, n=20, sampling=SAMPLING)
+        timer.join()
+    assert list(rollout.responses) == expected_responses(20)
+    assert rollout.version == 7
+
+
+def test_no_server_left(tmp_path):
+    fake = Fake()
+    made = ready(fake, root=tmp_path)
+    fake.die()
+    with pytest.raises(UserError, match=r"no server has answered for 0.5 s: .*refused"):
+        made.generate(PROMPTS, n=1, sampling=SAMPLING)
+
+
+def test_other_weights_are_refused_or_labelled(tmp_path):
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path / "a")
+        fake.label = "6"
+        with pytest.raises(UserError, match="serves weights of version 6, the newest are 7"):
+            made.generate(PROMPTS, n=1, sampling=SAMPLING)
+        lax = ready(fake, root=tmp_path / "b", off_policy=True)
+        fake.label = "6"
+        assert lax.generate(PROMPTS, n=1, sampling=SAMPLING).version == 6
+
+
+def test_a_wrong_key(tmp_path):
+    with Fake() as fake, pytest.raises(UserError, match="refused the key"):
+        ready(fake, root=tmp_path, key="other")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "says"),
+    [
+        ([[50]], SAMPLING, "token 50, the vocabulary has 50"),
+        ([[1] * 30], SAMPLING, "exceed max_model_len = 32"),
+        ([[1]], Sampling(max_tokens=4, top_p=0.9), "set top_p to 1"),
+        ([[]], SAMPLING, "at least one prompt"),
+    ],
+)
+def test_requests_that_a_server_would_choke_on(tmp_path, prompts, sampling, says):
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path, max_model_len=32)
+        with pytest.raises(UserError, match=says):
+            made.generate(prompts, n=1, sampling=sampling)
+
+
+def test_what_vllm_refuses_is_said(tmp_path):
+    with Fake(fault=after_the_probe((400, b'{"error": {"message": "too long"}}'))) as fake:
+        made = ready(fake, root=tmp_path)
+        with pytest.raises(UserError, match="refused a request: too long"):
+            made.generate(PROMPTS, n=1, sampling=SAMPLING)
+
+
+def test_addresses_are_checked():
+    with pytest.raises(UserError, match="http://HOST:PORT"):
+        Server("localhost:8000")
+
+
+# Syncs.
+
+
+def test_a_sync_loads_clears_labels_and_leaves_one_folder(tmp_path):
+    with Fake() as fake:
+        made = sampler_of(fake, root=tmp_path)
+        for version in (1, 2, 2, 3):
+            made.push(WEIGHTS, version)
+        assert fake.label == "3"
+        assert len(set(fake.loaded)) == 4
+        assert [str(f) for f in tmp_path.iterdir()] == fake.loaded[-1:]
+        assert (
+            fake.calls["/pause"] == fake.calls["/resume"] == fake.calls["/reset_prefix_cache"] == 4
+        )
+    assert made.report.bytes == 44
+    assert made.report.difference == 0.0
+    written = server_folder(fake.loaded[-1])
+    np.testing.assert_equal(written["a"], WEIGHTS["a"])
+
+
+def server_folder(folder):
+    import safetensors.numpy
+
+    files = sorted(pathlib.Path(folder).glob("*.safetensors"))
+    return {k: v for f in files for k, v in safetensors.numpy.load_file(f).items()}
+
+
+def test_bfloat16_and_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 8)
+    report = weight_sync.write_folder(
+        WEIGHTS.items(), CONFIG | {"dtype": "bfloat16"}, tmp_path / "w"
+    )
+    assert report.bytes == 22
+    assert len(list((tmp_path / "w").glob("*.safetensors"))) == 2
+    assert {str(a.dtype) for a in server_folder(tmp_path / "w").values()} == {"bfloat16"}
+
+
+def test_tensors_are_taken_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 100)
+    alive = []
+
+    def tensors():
+        for i in range(50):
+            files = len(list(tmp_path.glob("*/*.safetensors")))
+            alive.append(i - 4 * files)
+            yield f"t{i}", np.zeros(6, np.float32)
+
+    weight_sync.write_folder(tensors(), CONFIG, tmp_path / "w")
+    assert max(alive) <= 5
+
+
+def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path)
+        write, before = pathlib.Path.write_bytes, fake.calls["/pause"]
+
+        def full(path, content):
+            del path, content
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+        with pytest.raises(
+            UserError, match=r"No space left.*the servers keep the old ones.*make room"
+        ):
+            made.push(WEIGHTS, 8)
+        monkeypatch.setattr(pathlib.Path, "write_bytes", write)
+        assert fake.calls["/pause"] == before
+        assert [str(f) for f in tmp_path.iterdir()] == fake.loaded
+        assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
+
+
+def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
+    with Fake() as fake:
+        fake.cache_cleared = False
+        with pytest.raises(UserError, match=r"did not load .* prefix cache was not cleared"):
+            ready(fake, root=tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+def test_a_sync_that_breaks_half_way_is_done_again(tmp_path, path):
+    with Fake(fault=only(path, (500, b""), ConnectionError)) as fake:
+        made = ready(fake, root=tmp_path, patience=10.0)
+        assert fake.label == "7"
+        assert made.version == 7
+
+
+def test_a_sync_that_never_works_ends(tmp_path):
+    with Fake(fault=only("/collective_rpc", *[(500, b"")] * 1000)) as fake:
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"did not load the weights of version 7 within 0\.5 s"):
+            ready(fake, root=tmp_path)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("logp", "config", "says"),
+    [
+        (LOGP, {}, "still computes with the old weights"),
+        (-1.0, {"tie_word_embeddings": True}, "stale LM head"),
+        (-1.0, {"dtype": "bfloat16"}, "rounding of bfloat16"),
+        (-1.0, {}, "a part of the old weights"),
+        (float("nan"), {}, "differ from the trainer's by up to inf"),
+    ],
+)
+def test_the_probe_names_the_likely_cause(logp, config, says):
+    """The trainer says -2 now and said -1.5 before; the server says `logp`."""
+    sequences = weight_sync.probe_sequences(50)
+    logps = lambda value: [np.full(len(s) - 1, value) for s in sequences]
+    with (
+        Fake(version=3, logp=logp) as fake,
+        contextlib.closing(Server(fake.url, "key")) as server,
+        pytest.raises(UserError, match=says),
+    ):
+        weight_sync.probe(
+            [server],
+            sequences,
+            logps(-2.0),
+            version=3,
+            tolerance=1e-4,
+            config=CONFIG | config,
+            before=logps(LOGP),
+        )
+
+
+def test_the_probe_sees_old_weights_within_the_tolerance(tmp_path):
+    """A step of 0.01 nats is less than bfloat16 may differ by."""
+    with Fake(logp=-1.5) as fake:
+        made = ready(fake, root=tmp_path, dtype="bfloat16", expected=-1.501)
+        made._score = lambda params, sequences: [np.full(len(s) - 1, -1.51) for s in sequences]
+        with pytest.raises(UserError, match="still computes with the old weights"):
+            made.push(WEIGHTS, 8)
+
+
+def test_the_probe_sees_a_wrong_label(tmp_path):
+    with Fake(fault=only("/update_weight_version", (200, b"{}"))) as fake:
+        fake.label = "3"
+        with pytest.raises(UserError, match="serves version 3 after a sync of version 7"):
+            ready(fake, root=tmp_path)
+
+
+def test_a_kept_connection_that_the_server_closed(monkeypatch):
+    monkeypatch.setattr(server_module, "IDLE", 0.0)
+    with Fake(version=1) as fake, contextlib.closing(Server(fake.url, "key")) as server:
+        assert [server.version(), server.version()] == [1, 1]
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(NoAnswer, match="refused"):
+            Server(f"http://127.0.0.1:{taken.getsockname()[1]}").version()

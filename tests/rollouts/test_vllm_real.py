@@ -1,0 +1,255 @@
+"""The real vLLM: `JAXRL_VLLM_PYTHON=.sidecar/bin/python pytest -n 0 tests/rollouts/test_vllm_real.py`.
+
+A start of the server takes half a minute or more; the tests that kill it wait for several.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.batch import Collator
+from jaxrl_llm.engines import Vllm
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, logprobs, qwen2, serve
+from jaxrl_llm.rollouts import weight_sync
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.sidecar import Launch, Sidecar, free_port
+from jaxrl_llm.rollouts.vllm import VllmSampler
+from tests import tiny
+
+PYTHON = os.environ.get("JAXRL_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="JAXRL_VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="one server, so run with -n 0"),
+]
+SHAPE = tiny.shape(
+    hidden_size=128, num_heads=4, num_kv_heads=2
+)  # head width 32: 16 is none of vLLM's
+DEFINITION, _ = qwen2.graph(SHAPE)
+ON_CPU = (("VLLM_CPU_KVCACHE_SPACE", "1"),)
+ENGINE = Vllm(
+    python=PYTHON or "",
+    dtype="float32",
+    max_model_len=256,
+    arguments=("--enforce-eager",),
+    environment=ON_CPU,
+)
+SAMPLING = Sampling(max_tokens=24, seed=3)
+LONG = Sampling(max_tokens=200, seed=3)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    return Path(os.environ.get("JAXRL_VLLM_LOGS", tmp_path_factory.mktemp("logs")))
+
+
+@pytest.fixture(scope="module")
+def sampler(logs):
+    with ENGINE.start(DEFINITION, tiny.mesh_of(), logs) as made:
+        yield made
+
+
+def params(seed):
+    return tiny.policy(SHAPE, seed=seed)[1]
+
+
+def prompts(count, longest=20, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        rng.integers(0, SHAPE.vocab_size, rng.integers(1, longest)).tolist() for _ in range(count)
+    ]
+
+
+def trainer_logps(weights, rollout, temperature):
+    """The trainer's log-probs of a rollout."""
+    collate = Collator(prompt_length=256, response_length=256, round_to=32)
+    batch = collate(rollout)
+    inputs = jax.tree.map(lambda x: x[0, 0], batch.inputs)
+    policy = jax.jit(partial(logprobs.of_responses, DEFINITION, temperature=temperature))
+    return np.asarray(batch.layout.to_rows(policy(weights, inputs))), np.asarray(batch.mask)
+
+
+def worst(weights, rollout, temperature):
+    ours, mask = trainer_logps(weights, rollout, temperature)
+    theirs = np.concatenate([np.asarray(x) for x in rollout.logps])
+    return np.abs(ours[mask] - theirs).max()
+
+
+def pids(pattern):
+    """Processes of our server by a word of their command lines, and those in its session."""
+    text = subprocess.run(
+        ["ps", "-ewwo", "pid,sid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(None, 2) for line in text.splitlines()[1:]]
+    sessions = {sid for _, sid, args in rows if pattern in args and "keeper.py" not in args}
+    return [int(pid) for pid, sid, _ in rows if sid in sessions]
+
+
+def processes(sampler):
+    """The processes of the server."""
+    found = pids("--port " + sampler.servers[0].url.rsplit(":", 1)[1])
+    assert found
+    return found
+
+
+def kill(victims):
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_log_probs_are_the_trainers(sampler, temperature):
+    weights = params(1)
+    sampler.push(weights, 1)
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+    rollout = sampler.generate(prompts(8), n=4, sampling=sampling)
+    assert rollout.version == 1
+    assert len(rollout.responses) == 32
+    difference = worst(weights, rollout, temperature or 1.0)
+    print(f"temperature {temperature}: {difference:.2g}; {sampler.report}; {sampler.counters}")
+    assert difference <= 1e-4
+
+
+def test_a_stop_token_belongs_to_the_response(sampler):
+    sampler.push(params(1), 1)
+    free = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
+    stop = tuple({response[5] for response in free.responses})
+    sampling = dataclasses.replace(SAMPLING, stop=stop)
+    held = sampler.generate(prompts(4), n=2, sampling=sampling)
+    for whole, response, logps, finished in zip(
+        free.responses, held.responses, held.logps, held.finished, strict=True
+    ):
+        end = 1 + min(i for i, token in enumerate(whole) if token in stop)
+        assert finished
+        assert list(response) == list(whole[:end])
+        assert len(logps) == end
+
+
+def test_a_response_does_not_depend_on_its_company(sampler):
+    sampler.push(params(1), 1)
+    asked = prompts(6)
+    whole = sampler.generate(asked, n=4, sampling=SAMPLING)
+    for i in (0, 3):
+        alone = sampler.generate(asked[i : i + 1], n=2, sampling=SAMPLING)
+        assert list(alone.responses) == list(whole.responses[4 * i : 4 * i + 2])
+    twice = sampler.generate([asked[0]] * 2, n=2, sampling=SAMPLING)
+    assert list(twice.responses) == list(whole.responses[:4])
+    other = sampler.generate(asked, n=4, sampling=dataclasses.replace(SAMPLING, seed=4))
+    assert list(other.responses) != list(whole.responses)
+
+
+def test_twenty_syncs(sampler):
+    """Every one is proved by its probe; a prompt of more than a cache block shows a stale prefix cache."""
+    long = [np.random.default_rng(1).integers(0, 96, 220).tolist()]
+    differences, seconds = [], []
+    for version in range(2, 22):
+        weights = params(version)
+        sampler.push(weights, version)
+        rollout = sampler.generate(long, n=2, sampling=SAMPLING)
+        assert rollout.version == version
+        assert worst(weights, rollout, 1.0) <= 1e-4
+        differences.append(sampler.report.difference)
+        seconds.append(sampler.report.reload)
+        assert len(list(sampler.transport.root.glob("weights-*"))) == 1
+    print(f"probe {max(differences):.2g}, reload {np.median(seconds):.3f} s, {sampler.report}")
+    assert max(differences) <= 1e-4
+
+
+def test_nothing_answers_without_the_key(sampler):
+    sampler.push(params(1), 1)
+    for method, path in [
+        *(("POST", f"/{p}") for p in (
+            "pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version",
+            "update_weights", "abort_requests", "v1/completions", "tokenize", "sleep",
+        )),
+        *(("GET", p) for p in ("/weight_info", "/v1/models", "/metrics", "/docs", "/server_info")),
+    ]:  # fmt: skip
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            request = urllib.request.Request(
+                sampler.servers[0].url + path,
+                b"{}" if method == "POST" else None,
+                headers,
+                method=method,
+            )
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=10)
+            assert refused.value.code == 401, path
+    assert urllib.request.urlopen(sampler.servers[0].url + "/health", timeout=10).status == 200
+
+
+def test_a_kill_during_generation(sampler):
+    weights = params(1)
+    sampler.push(weights, 1)
+    undisturbed = sampler.generate(prompts(12), n=8, sampling=LONG)
+    timer = threading.Timer(0.5 * sampler.counters["seconds"], kill, [processes(sampler)])
+    timer.start()
+    rollout = sampler.generate(prompts(12), n=8, sampling=LONG)
+    timer.join()
+    print(sampler.counters)
+    assert sampler.counters["retries"] > 0
+    assert list(rollout.responses) == list(undisturbed.responses)
+    assert worst(weights, rollout, 1.0) <= 1e-4
+
+
+def test_a_kill_between_steps(sampler):
+    kill(processes(sampler))
+    weights = params(30)
+    sampler.push(weights, 30)
+    rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
+    assert rollout.version == 30
+    assert worst(weights, rollout, 1.0) <= 1e-4
+
+
+def test_a_kill_during_a_reload(sampler, monkeypatch):
+    weights, killed = params(31), []
+    post, victims = type(sampler.servers[0]).post, processes(sampler)
+
+    def dying(server, path, body=None):
+        if path == "/collective_rpc" and not killed:
+            killed.append(threading.Timer(0.02, kill, [victims]))
+            killed[0].start()
+        return post(server, path, body)
+
+    monkeypatch.setattr(type(sampler.servers[0]), "post", dying)
+    sampler.push(weights, 31)
+    killed[0].join()
+    rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
+    assert rollout.version == 31
+    assert worst(weights, rollout, 1.0) <= 1e-4
+
+
+def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
+    """The CPU backend answers 200 and computes with the old head; that is what the probe is for."""
+    launch = Launch(
+        PYTHON or "", logs / "tied.log", free_port(), max_model_len=256,
+        arguments=ENGINE.arguments, environment=dict(ON_CPU),
+    )  # fmt: skip
+    car = Sidecar(launch, tmp_path)
+    made = VllmSampler(
+        [car.server],
+        weight_sync.Folders(tmp_path, car.serve, car.check),
+        config=lambda params, dtype: hf.hf_config(SHAPE, dtype),
+        tensors=hf.named_tensors,
+        score=serve.functions(DEFINITION)["score"],
+    )
+    try:
+        made.push(params(0), 0)  # loads what it was started with
+        with pytest.raises(UserError, match="stale LM head, because the model is served tied"):
+            made.push(params(1), 1)
+    finally:
+        car.stop()
+    deadline = time.monotonic() + 30
+    while pids(f"--port {launch.port}") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not pids(f"--port {launch.port}")
