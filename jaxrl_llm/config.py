@@ -19,7 +19,7 @@ from jaxrl_llm import engines, update, userfile
 from jaxrl_llm.batch import Collator
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
-from jaxrl_llm.objectives import Objective
+from jaxrl_llm.objectives import Objective, correction
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.task import NO_REWARD, Reward, Task
 
@@ -94,7 +94,9 @@ class Config:
     `task` gets the folder for data sets. A step draws `prompts` prompts and `group_size` responses to each;
     `sampling` limits and stops are filled in (`collate.response_length`, the end token). `reference` keeps
     the policy as it is before reinforcement, for KL terms. `ratios` says whose log-probs of the sampled
-    tokens the policy's are compared to: the trainer's own, recomputed, or the sampler's. A prompt over
+    tokens the policy's are compared to: the trainer's own, recomputed, or the sampler's. With `look_ahead`
+    an engine with weights of its own samples a step's responses while the step before it is being
+    learned from, hence with the weights before that. A prompt over
     `collate.prompt_length` tokens is skipped and counted, or refused. With `drop_even_groups` a group
     whose rewards are all equal is not learned from. A response whose reward cannot be had gets
     `default_reward`.
@@ -117,6 +119,7 @@ class Config:
     order: Callable[[int, int], np.ndarray] = update.interleaved
     reference: bool = True
     ratios: Literal["trainer", "sampler"] = "trainer"
+    look_ahead: bool = False
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
     default_reward: Reward = NO_REWARD
@@ -137,12 +140,26 @@ class Config:
                 f"config: the advantage is for groups of {group} but group_size = {self.group_size}: "
                 "make them equal"
             )
+        if self.look_ahead:
+            self._check_look_ahead()
         for name, chosen, known in (
             ("ratios", self.ratios, ("trainer", "sampler")),
             ("long_prompts", self.long_prompts, ("skip", "refuse")),
         ):
             if chosen not in known:
                 raise UserError(f"config: {name} = {chosen!r} is none of {', '.join(known)}")
+
+    def _check_look_ahead(self) -> None:
+        if not self.engine.own_weights:
+            raise UserError(
+                f"config: look_ahead = True needs an engine with weights of its own, as Vllm; "
+                f"{type(self.engine).__name__} generates with the trainer's"
+            )
+        if self.ratios == "trainer" and self.objective.correct is correction.uncorrected:
+            raise UserError(
+                "config: with look_ahead the sampler is a step behind the trainer: set ratios = "
+                "'sampler', or correct for it, as by correction.truncated_importance"
+            )
 
 
 _PARTS = {

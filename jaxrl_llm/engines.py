@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -24,7 +24,12 @@ from jaxrl_llm.rollouts.vllm import VllmSampler
 
 
 class Engine(Protocol):
-    """Settings that can start a sampler for the model of this definition; `folder` is the run's, for logs."""
+    """Settings that can start a sampler for the model of this definition; `folder` is the run's, for logs.
+
+    `own_weights` says whether it goes on with the weights of the last push while the trainer changes its own.
+    """
+
+    own_weights: ClassVar[bool]
 
     def start(
         self, definition: Any, mesh: Mesh, folder: Path = Path()
@@ -41,6 +46,7 @@ class Native:
     slots: int = 64
     prefill_rows: int = 16
     block: int = decode.BLOCK
+    own_weights: ClassVar[bool] = False
 
     @contextmanager
     def start(self, definition: Any, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
@@ -81,6 +87,7 @@ class Vllm:
     patience: float = 900.0
     tolerance: float | None = None
     off_policy: bool = False
+    own_weights: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.dtype not in weight_sync.TOLERANCE:

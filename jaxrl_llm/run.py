@@ -13,7 +13,6 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import Config
 from jaxrl_llm.journal import Clock, Journal
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Source
 
 WARM_START, REINFORCE = "warm_start", "reinforce"
@@ -87,12 +86,12 @@ class Run:
         step: int,
         phase: str,
         state: update.TrainState,
-        data: Batches,
+        place: Mapping[str, Any],
         score: float | None = None,
     ) -> None:
-        """Writes a checkpoint in the background; `score` decides which is the best."""
+        """Writes a checkpoint in the background; `place` is where the data are, the best `score` is kept."""
         self.best = max(self.best, -1.0 if score is None else score)
-        notes = {"phase": phase, "data": data.get_state(), "best": self.best}
+        notes = {"phase": phase, "best": self.best, **place}
         self.checkpoints.save(step, state, notes, score)
 
     def like(self, notes: Mapping[str, Any]) -> update.TrainState:

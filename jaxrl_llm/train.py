@@ -6,6 +6,7 @@ its own number, so a run that is resumed from a checkpoint repeats the uninterru
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxrl_llm.config import Config, WarmStart
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.journal import Clock
 from jaxrl_llm.objectives import Objective, advantages, losses
+from jaxrl_llm.rollouts.stream import Stream
 from jaxrl_llm.run import REINFORCE, WARM_START, Run, first
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Demonstrator
@@ -76,7 +78,7 @@ def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[st
             if (step + 1) % every == 0 and step + 1 < warm.steps:
                 run.evaluate(step + 1, WARM_START, state.params, clock)
             if run.save_due(step + 1) and step + 1 < warm.steps:
-                run.save(step + 1, WARM_START, state, data)
+                run.save(step + 1, WARM_START, state, {"data": data.get_state()})
             if run.stop.is_set():
                 break
     return state.params
@@ -86,6 +88,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
     """Policy-gradient steps from `start`, a step of the whole run, to the end."""
     config, parts, sampler = run.config, run.parts, run.sampler
     data = Batches(run.train_set, config.prompts, seed=config.seed + 1)
+    stream = Stream(data, partial(generate, run), notes)
     reference_folder = run.journal.folder / "reference"
     last = run.warm_steps + config.steps
     if state is None:
@@ -95,9 +98,8 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
         del params
         sampler.push(state.params, start)
         run.evaluate(start, REINFORCE, state.params, None)
-        run.save(start, REINFORCE, state, data)
+        run.save(start, REINFORCE, state, stream.notes())
     else:
-        _continue(data, notes)
         sampler.push(state.params, start)
     reference = None
     if config.reference:
@@ -115,9 +117,10 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
 
     with run.phase(REINFORCE, start, config.steps) as advance:
         for step in range(start, last):
-            examples = next(data)
             with clock("rollout"):
-                rollout = generate(run, step, examples)
+                examples, rollout, seconds = stream.take(step)
+            if config.look_ahead and step + 1 < last:
+                stream.begin(step + 1)
             repeated = [e for e in examples for _ in range(config.group_size)]
             with clock("reward"):
                 texts, scored = evaluate.reward_rollout(
@@ -142,10 +145,13 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
                 if (step - run.warm_steps) % config.show_samples_every == 0:
                     _write_samples(run, step + 1, repeated, texts, scored.rewards)
                 jax.block_until_ready(state)
+            with clock("rollout"):
+                stream.settle()
             with clock("sync"):
                 sampler.push(state.params, step + 1)
-            timing = clock.lap(getattr(sampler, "counters", {}).get("idle_seconds", 0.0))
-            host = _rollout_metrics(rollout, scored, timing) | timing
+            timing = clock.lap(sampler.counters.get("idle_seconds", 0.0))
+            host = _rollout_metrics(rollout, scored, seconds) | timing
+            host |= {"lag": step - rollout.version, **sampler.sync}
             late = (step + 1, (rows, described), host)
             score = None
             due = (step + 1 - run.warm_steps) % config.evaluation.every == 0 or step + 1 == last
@@ -154,7 +160,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
                 score = run.evaluate(step + 1, REINFORCE, state.params, clock)
             if run.save_due(step + 1) or step + 1 == last or (score or -1.0) > run.best:
                 flush()
-                run.save(step + 1, REINFORCE, state, data, score)
+                run.save(step + 1, REINFORCE, state, stream.notes(), score)
             if run.stop.is_set():
                 break
         flush()
@@ -236,7 +242,7 @@ def _uneven_groups(scores: np.ndarray, config: Config) -> list[bool] | None:
     return np.repeat(uneven, config.group_size).tolist() if uneven.any() else None
 
 
-def _rollout_metrics(rollout: Rollout, scored: Any, timing: dict[str, float]) -> dict[str, float]:
+def _rollout_metrics(rollout: Rollout, scored: Any, seconds: float) -> dict[str, float]:
     rewards, lengths = scored.rewards, [len(r) for r in rollout.responses]
     out = {
         "reward": float(np.mean([r.score for r in rewards])),
@@ -244,8 +250,10 @@ def _rollout_metrics(rollout: Rollout, scored: Any, timing: dict[str, float]) ->
         "length": float(np.mean(lengths)),
         "cut": 1.0 - float(np.mean(rollout.finished)),
         "reward_failures": scored.failures,
-        "time/tokens_per_second": sum(lengths) / timing["time/rollout"],
+        "time/sampling": seconds,
     }
+    if seconds:  # unknown for a batch out of a checkpoint
+        out["time/tokens_per_second"] = sum(lengths) / seconds
     for name in rewards[0].fields:
         out[f"reward/{name}"] = float(np.mean([r.fields.get(name, 0.0) for r in rewards]))
     return out

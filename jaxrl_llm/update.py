@@ -104,12 +104,14 @@ def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
     if isinstance(everywhere, NamedSharding):
         everywhere = NamedSharding(everywhere.mesh, P())
     params = jax.tree.map(lambda x: like(x, x.sharding), params)
+    masked = lambda x: isinstance(x, optax.MaskedNode)  # where an optimizer leaves a parameter out
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda x, p: like(x, p.sharding),
+        lambda x, p: x if masked(x) else like(x, p.sharding),
         jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda x: like(x, everywhere),
+        is_leaf=masked,
     )
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(params, opt_state, count, count)

@@ -168,6 +168,21 @@ def test_parameters_and_optimizer_state_are_really_sharded():
         assert q.addressable_shards[0].data.size * 4 == q.size
 
 
+def test_an_optimizer_that_leaves_parameters_out():
+    """Its state has holes where it does not look; they are no reason to fail, on several devices either."""
+    some = lambda params: {name: name == "layers" for name in params}
+    optimizer = optax.chain(optax.masked(optax.scale_by_adam(), some), optax.scale(-0.1))
+    mesh = tiny.mesh_of(2, 2, 2)
+    with jax.set_mesh(mesh):
+        policy, params = tiny.policy(mesh=mesh)
+        batch = update.place(tiny.collator(shards=4)(tiny.rollout()), mesh)
+        state, _ = tiny.run_step(
+            policy, params, batch, REWARD, objective=tiny.objective(), optimizer=optimizer
+        )
+    assert int(state.step) == 1
+    assert int(state.skipped) == 0
+
+
 def test_one_trace_over_twenty_steps_of_changing_data():
     traces = []
     score_, params = tiny.policy()

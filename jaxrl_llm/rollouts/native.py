@@ -132,6 +132,7 @@ class NativeSampler:
         self.params: Any = None
         self.version = 0
         self.counters: dict[str, Any] = {}
+        self.sync: dict[str, float] = {}
         self._empty = jax.jit(empty, static_argnums=(1, 2))
         self._prefill = jax.jit(prefill)
         self._insert = jax.jit(insert, donate_argnums=0)

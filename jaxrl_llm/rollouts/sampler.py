@@ -40,8 +40,12 @@ class Sampler(Protocol):
 
     `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits themselves
     at temperature 0), before top-k and top-p: what a trainer computes for the same tokens. `finished`
-    tells a response that stopped from one that was cut.
+    tells a response that stopped from one that was cut. `counters` are figures of the last `generate`,
+    `sync` of the last `push` (empty where nothing travels).
     """
+
+    counters: dict[str, Any]
+    sync: dict[str, float]
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
         """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ class VllmSampler:
         self.version: int | None = None
         self.report: weight_sync.Report | None = None
         self.counters: dict[str, Any] = {}
+        self.sync: dict[str, float] = {}
         self._config, self._tensors, self._score = config, tensors, score
         self._dtype, self._concurrency, self._off_policy = dtype, concurrency, off_policy
         self._tolerance = weight_sync.TOLERANCE[dtype] if tolerance is None else tolerance
@@ -95,6 +96,7 @@ class VllmSampler:
             _close(self.servers)
         seconds = time.monotonic() - start
         self.report = replace(sent, probe=seconds, difference=difference)
+        self.sync = {f"sync/{name}": value for name, value in asdict(self.report).items()}
         self.version, self._before, self._vocabulary = version, expected, config["vocab_size"]
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:

@@ -1,0 +1,67 @@
+"""Batches sampled ahead are the same batches, and survive a checkpoint."""
+
+import json
+import threading
+
+import pytest
+
+from jaxrl_llm.batch import Rollout
+from jaxrl_llm.rollouts.stream import Stream
+from jaxrl_llm.tasks.pipeline import Batches
+
+
+def data():
+    return Batches(list(range(20)), 2, seed=3)
+
+
+def answer(step, examples):
+    return Rollout([[e] for e in examples], [[step, e] for e in examples], [[-0.1 * step, -0.2]] * 2,
+                   [True, False], version=step)  # fmt: skip
+
+
+def test_sampled_ahead_or_not_the_batches_are_the_same():
+    plain, ahead = Stream(data(), answer, {}), Stream(data(), answer, {})
+    for step in range(6):
+        examples, rollout, _ = plain.take(step)
+        assert ahead.take(step)[:2] == (examples, rollout)
+        ahead.begin(step + 1)
+
+
+def test_the_next_batch_is_sampled_while_the_caller_goes_on():
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(step, examples):
+        entered.set()
+        assert leave.wait(10)
+        return answer(step, examples)
+
+    stream = Stream(data(), slow, {})
+    stream.begin(0)
+    assert entered.wait(10)
+    leave.set()
+    stream.settle()
+    assert stream.take(0).rollout.responses[0][0] == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_stream_goes_on_from_its_notes(ahead):
+    whole, stream = Stream(data(), answer, {}), Stream(data(), answer, {})
+    for step in range(3):
+        whole.take(step)
+        stream.take(step)
+    if ahead:
+        stream.begin(3)
+    notes = json.loads(json.dumps(stream.notes()))
+    unused = lambda step, examples: pytest.fail("sampled again")
+    resumed = Stream(data(), unused if ahead else answer, notes)
+    assert resumed.take(3)[:2] == whole.take(3)[:2]
+
+
+def test_what_goes_wrong_in_the_background_is_raised():
+    def broken(step, examples):
+        raise ValueError(f"step {step}")
+
+    stream = Stream(data(), broken, {})
+    stream.begin(7)
+    with pytest.raises(ValueError, match="step 7"):
+        stream.settle()
