@@ -1,7 +1,14 @@
-"""Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start, then reinforcement."""
+"""Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start on a crowd's answers, reinforcement.
 
+Most of the crowd do not think: they answer at once, and right no more often than chance. The others work
+the puzzle out. The model learns to imitate both, mostly the many; which of the two pays it
+finds out by reinforcement. With `--careless 0` every demonstration is worked out and right.
+"""
+
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import optax
@@ -9,12 +16,13 @@ import optax
 from jaxrl_llm import update
 from jaxrl_llm.batch import Collator
 from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
-from jaxrl_llm.engines import Native
+from jaxrl_llm.engines import Native, Vllm
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import Objective, advantages, kl, losses, partition, reweighting
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import builders, kk_tiny, knights_knaves
 from jaxrl_llm.tasks.kk_generate import Recipe
+from jaxrl_llm.tasks.kk_logic import Puzzle
 from jaxrl_llm.tasks.task import Reward
 
 GROUP_SIZE = 8
@@ -26,9 +34,10 @@ SHAPE = qwen2.Shape(
     num_heads=4,
     num_kv_heads=2,
     tied=True,
+    rope_theta=1e3,
     max_length=512,
 )
-PUZZLES = Recipe(people=(3,), depth=1, train=10_000, test=1_500)
+PUZZLES = Recipe(people=(3,), depth=1, train=20_000, test=1_500)
 LENGTHS = {"prompt_length": 32, "response_length": 112}
 
 
@@ -37,15 +46,25 @@ def task(data: Path):
     return knights_knaves.tiny(*builders.knights_knaves(PUZZLES, data))
 
 
+def crowd(puzzle: Puzzle, careless: float) -> str:
+    """What one of the crowd answers, the same at every run."""
+    rng = Random(puzzle.question)  # noqa: S311 (not for secrets)
+    if rng.random() < careless:
+        return kk_tiny.guess(puzzle, rng)
+    return kk_tiny.demonstration(puzzle)
+
+
 def config(
     algo: Literal["grpo", "reinforce_plus_plus"] = "grpo",
     *,
     alpha: float = 0.3,
     eta: float = 0.5,
     learning_rate: float = 1e-4,
-    steps: int = 60,
-    warm_steps: int = 1000,
-    examples: int = 0,
+    steps: int = 40,
+    warm_steps: int = 600,
+    careless: float = 0.55,
+    vllm: str = "",
+    look_ahead: bool = False,
     seed: int = 0,
 ) -> Config:
     """A run of minutes on two cores.
@@ -57,7 +76,10 @@ def config(
         learning_rate: of the reinforcement phase.
         steps: of the reinforcement phase.
         warm_steps: of the supervised phase.
-        examples: demonstrations that the supervised phase may see (0: one for each training puzzle).
+        careless: share of the demonstrators who answer at once, by guessing.
+        vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or http addresses of
+            running servers, separated by commas.
+        look_ahead: let vLLM sample the next batch during the update, with the weights before it.
         seed: of everything: initial weights, order of the data, sampling.
     """
     grpo = partial(advantages.grpo, group_size=GROUP_SIZE)
@@ -73,22 +95,38 @@ def config(
             partition=partial(partition.lopti, eta=eta) if eta else partition.together,
         ),
         optimizer=update.adamw(learning_rate),
-        collate=Collator(**LENGTHS, minibatches=2, microbatches=8, pack=True),
+        collate=Collator(**LENGTHS, minibatches=2, microbatches=32, pack=True),
         steps=steps,
         prompts=32,
         group_size=GROUP_SIZE,
         sampling=Sampling(temperature=1.0),
-        engine=Native(slots=128, prefill_rows=32, block=64),
+        engine=sidecar(vllm) if vllm else Native(slots=128, prefill_rows=32, block=64),
+        ratios="sampler" if look_ahead else "trainer",
+        look_ahead=look_ahead,
         warm_start=WarmStart(
             steps=warm_steps,
-            collate=Collator(**LENGTHS, microbatches=2, pack=True),
-            optimizer=update.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, 50, warm_steps)),
-            batch=16,
-            evaluate_every=250,
-            examples=examples,
+            collate=Collator(**LENGTHS, microbatches=8, pack=True),
+            optimizer=update.muon(
+                optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, warm_steps), qwen2.matrices
+            ),
+            batch=32,
+            demonstration=partial(crowd, careless=careless),
         ),
         evaluation=Evaluation(every=10, examples=1000),
         default_reward=Reward(-3.0, False),
         compute=qwen2.Compute(remat=None),
         seed=seed,
     )
+
+
+def sidecar(where: str) -> Vllm:
+    """vLLM as this small a model wants it, on a CPU too."""
+    settings = Vllm(
+        dtype="float32",
+        max_model_len=sum(LENGTHS.values()),
+        arguments=("--enforce-eager",),
+        environment=(("VLLM_CPU_KVCACHE_SPACE", "1"),),
+    )
+    if where.startswith("http"):
+        return replace(settings, servers=tuple(where.split(",")))
+    return replace(settings, python=where)

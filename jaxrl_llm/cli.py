@@ -10,6 +10,7 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import tyro
 
 from jaxrl_llm.errors import UserError
 
-WITH_CONFIG = ("train", "data")
+WITH_CONFIG = ("train", "data", "serve")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,6 +53,7 @@ def _application() -> tyro.extras.SubcommandApp:
     app.command(name="export")(_later(commands.export))
     app.command(name="plot")(_later(commands.draw))
     app.command(name="data")(_needs_config("data", commands.data))
+    app.command(name="serve")(_needs_config("serve", commands.serve))
     app.command(bench, name="bench", help="Time the parts of a step on this machine.")
     return app
 
@@ -69,20 +71,20 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
         flags.update(bound.arguments)
         return configs.build(make, path, *args, **given)
 
-    options = commands.TrainOptions if name == "train" else commands.DataOptions
+    options, run = {
+        "train": (commands.TrainOptions, partial(commands.train, made_by=path, flags=flags)),
+        "data": (commands.DataOptions, commands.data),
+        "serve": (commands.ServeOptions, commands.serve),
+    }[name]
 
     def parsed(
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
         config: Annotated[configs.Config, tyro.conf.arg(name="", constructor=build)],
     ) -> Callable[[], None]:
-        if name == "train":
-            return functools.partial(commands.train, options, config, path, flags)
-        return functools.partial(commands.data, options, config)
+        return partial(run, options, config)
 
     prog = f"jaxrl-llm {name} {path}"
-    return _parse(
-        functools.partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__
-    )
+    return _parse(partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__)
 
 
 def _parse(
@@ -107,7 +109,7 @@ def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
 
     @functools.wraps(command)
     def bound(*args: Any, **kwargs: Any) -> Callable[[], None]:
-        return functools.partial(command, *args, **kwargs)
+        return partial(command, *args, **kwargs)
 
     return bound
 

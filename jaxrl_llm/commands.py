@@ -1,8 +1,10 @@
 """What the commands do: a config or a run's folder in; a run, a table, a text or a model folder out."""
 
+import shutil
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +18,15 @@ from jaxrl_llm import assemble, dryrun, evaluate, folder, plot
 from jaxrl_llm import train as training
 from jaxrl_llm.assemble import Parts
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, Mesh
+from jaxrl_llm.engines import Vllm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.journal import Journal
 from jaxrl_llm.models import hf
+from jaxrl_llm.models import serve as model_side
+from jaxrl_llm.rollouts import weight_sync
 from jaxrl_llm.rollouts.sampler import Sampler
+from jaxrl_llm.rollouts.sidecar import Sidecar
 from jaxrl_llm.run import Run, leaving_gracefully
 from jaxrl_llm.tasks.task import Demonstrator
 
@@ -47,6 +53,18 @@ class DataOptions:
 
     show: int = 2
     """how many training examples to print"""
+    data: Path = folder.DATA
+    """where data sets are kept"""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What the servers start with and where their logs go."""
+
+    out: Path = Path("runs/serve")
+    """the folder for the logs"""
+    run: Path | None = None
+    """serve the policy of this run until a trainer syncs another (default: the config's own model)"""
     data: Path = folder.DATA
     """where data sets are kept"""
 
@@ -124,6 +142,58 @@ def data(options: DataOptions, config: Config) -> None:
             console.print(parts.task.prompt(source[i]), markup=False, highlight=False)
             if isinstance(parts.task, Demonstrator):
                 console.print(parts.task.demonstration(source[i]), style="dim", markup=False)
+
+
+def serve(options: ServeOptions, config: Config) -> None:
+    """Starts the vLLM servers of a config and keeps them running, for trainers that come and go, until Ctrl-C."""
+    engine = config.engine
+    if not isinstance(engine, Vllm) or engine.servers:
+        raise UserError("serve starts the servers of engine=Vllm(python=...): the config has none")
+    jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
+    console, stop = rich.console.Console(soft_wrap=True), threading.Event()
+    parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
+    root = weight_sync.memory_folder("jaxrl-llm-", engine.memory)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        stack.enter_context(leaving_gracefully(stop))
+        cars = stack.enter_context(engine.sidecars(root, options.out))
+        weights = _first_weights(options, config, parts, engine.dtype, root / "first")
+        for car in cars:
+            car.serve(weights, None)
+        _watch(cars, options.out, stop, console)
+
+
+def _first_weights(
+    options: ServeOptions, config: Config, parts: Parts, dtype: str, target: Path
+) -> Path:
+    """The folder that the servers start with."""
+    with jax.set_mesh(parts.mesh):
+        if options.run is None:
+            params = assemble.fresh_params(config, parts)
+        else:
+            _, params = folder.params(options.run, parts)
+        model = model_side.functions(parts.definition)
+        weight_sync.write_folder(model["tensors"](params), model["config"](params, dtype), target)
+    return target
+
+
+def _watch(
+    cars: list[Sidecar], logs: Path, stop: threading.Event, console: rich.console.Console
+) -> None:
+    """Says when the servers answer, how to use them, and when one had to be started again."""
+    ready, restarts = False, 0
+    while not stop.wait(0.5):
+        for car in cars:
+            car.check()
+        if not ready and all(car.answers() for car in cars):
+            ready = True
+            urls = ", ".join(repr(car.launch.url) for car in cars)
+            console.print(f"ready; logs in {logs}. In the shell of the trainer and in its config:")
+            console.print(f"  export VLLM_API_KEY={cars[0].launch.key}", highlight=False)
+            console.print(f"  engine=Vllm(servers=({urls},))", highlight=False, markup=False)
+        if (now := sum(car.restarts for car in cars)) > restarts:
+            restarts = now
+            console.print(f"a server ended and was started again ({restarts} so far)")
 
 
 @contextmanager

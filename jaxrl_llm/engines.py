@@ -1,6 +1,7 @@
 """What generates: a record of settings whose `start` gives a sampler that lives as long as the `with` block."""
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -66,8 +67,8 @@ class Vllm:
 
     `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
     each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is), on `port` and those after it (0: any).
-    Or `servers` are the addresses of running ones, that see the same `memory` and whose key is the
-    environment's VLLM_API_KEY. `tolerance` is how far a server's log-probs may be from the trainer's after a
+    Or `servers` are the addresses of running ones (jaxrl-llm serve), that see the same `memory`. Their key is
+    the environment's VLLM_API_KEY. `tolerance` is how far a server's log-probs may be from the trainer's after a
     sync (None: what the dtype allows), `patience` how long to wait for one that starts or is away, and
     `timeout` for one answer, in seconds.
     """
@@ -99,13 +100,7 @@ class Vllm:
         root = weight_sync.memory_folder("jaxrl-llm-", self.memory)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, root, ignore_errors=True)
-            cars = (
-                []
-                if self.servers
-                else [Sidecar(x, root, self.timeout) for x in self._launches(folder)]
-            )
-            for car in cars:
-                stack.callback(car.stop)
+            cars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
 
             def publish(weights: Path, version: int) -> None:
                 for car in cars:
@@ -115,11 +110,11 @@ class Vllm:
                 for car in cars:
                     car.check()
 
-            key = os.environ.get("VLLM_API_KEY", "")
+            transport = weight_sync.Folders(root, publish, check, self.patience)
+            running = [Server(x, self._key, self.timeout) for x in self.servers]
             yield VllmSampler(
-                [car.server for car in cars]
-                or [Server(x, key, self.timeout) for x in self.servers],
-                weight_sync.Folders(root, publish, check, self.patience),
+                [car.server for car in cars] or running,
+                transport,
                 **serve.functions(definition, shards=mesh.shape["data"] * mesh.shape["fsdp"]),
                 dtype=self.dtype,
                 concurrency=self.concurrency,
@@ -128,9 +123,24 @@ class Vllm:
                 patience=self.patience,
                 max_model_len=self.max_model_len,
                 check=check,
+                renew=transport.renew if self.servers else None,
             )
 
-    def _launches(self, folder: Path) -> Iterator[Launch]:
+    @contextmanager
+    def sidecars(self, root: Path, folder: Path) -> Iterator[list[Sidecar]]:
+        """A supervised server a device, its weights under `root`, its log in `folder`; ended with the block."""
+        with ExitStack() as stack:
+            key = self._key or secrets.token_urlsafe(32)
+            cars = [Sidecar(launch, root, self.timeout) for launch in self._launches(folder, key)]
+            for car in cars:
+                stack.callback(car.stop)
+            yield cars
+
+    @property
+    def _key(self) -> str:
+        return os.environ.get("VLLM_API_KEY", "")
+
+    def _launches(self, folder: Path, key: str) -> Iterator[Launch]:
         for i, device in enumerate(self.devices):
             yield Launch(
                 python=self.python,
@@ -142,6 +152,7 @@ class Vllm:
                 arguments=self.arguments,
                 environment=dict(self.environment)
                 | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
+                key=key,
             )
 
 

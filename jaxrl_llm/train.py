@@ -21,8 +21,8 @@ from jaxrl_llm.config import Config, WarmStart
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.journal import Clock
 from jaxrl_llm.objectives import Objective, advantages, losses
-from jaxrl_llm.rollouts.stream import Stream
 from jaxrl_llm.run import REINFORCE, WARM_START, Run, first
+from jaxrl_llm.stream import Stream
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Demonstrator
 

@@ -94,6 +94,34 @@ def adamw(
     )
 
 
+def muon(
+    schedule: Callable[[Array], Array] | float,
+    matrices: Callable[[Any], Any],
+    *,
+    b1: float = 0.9,
+    b2: float = 0.98,
+    rms: float = 0.2,
+    max_norm: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon (Jordan 2024) on what `matrices` names, Adam on the rest, after clipping the global norm.
+
+    `matrices` maps parameters to `(inputs, outputs)`, the axes of each matrix, or None. Updates have the
+    root mean square `rms`, about that of Adam's, so one schedule does for both.
+    """
+    numbers = optax.contrib.MuonDimensionNumbers
+    known = lambda axes: None if axes is None else numbers(*axes)
+    leaf = lambda axes: axes is None or isinstance(axes, tuple)
+    rate = schedule if callable(schedule) else lambda _: jnp.asarray(schedule)
+    unscaled = optax.contrib.muon(
+        learning_rate=-1.0,  # the sign and the schedule come last
+        adam_b1=b1,
+        adam_b2=b2,
+        muon_weight_dimension_numbers=lambda p: jax.tree.map(known, matrices(p), is_leaf=leaf),
+        consistent_rms=rms,
+    )
+    return optax.chain(optax.clip_by_global_norm(max_norm), unscaled, scale_by_batches(rate))
+
+
 def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
     """The shapes and places of the state for parameters (or shapes with shardings), nothing allocated.
 

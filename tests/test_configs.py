@@ -3,11 +3,13 @@
 import importlib.util
 import pathlib
 import subprocess
+from itertools import islice
 
 import pytest
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.objectives import partition
+from jaxrl_llm.tasks import kk_generate, kk_tiny, knights_knaves
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -36,6 +38,29 @@ def test_the_grid_of_the_paper(name, algo, alpha, eta):
     assert objective.stages == (2 if eta else 1)
     assert (objective.partition is partition.together) == (eta == 0)
     assert bool(objective.penalties) == (algo == "grpo")
+
+
+def test_the_crowd_of_kk_tiny_is_what_it_says():
+    """The careless are right by chance; of the others, and with --careless 0, all are right and think."""
+    crowd = load("kk_tiny").crowd
+    puzzles = [kk_tiny.retell(p) for p in islice(kk_generate.puzzles("train", 3, 1, 0), 600)]
+
+    def answers(careless):
+        texts = [crowd(p, careless) for p in puzzles]
+        scored = [
+            (text.startswith("</think>"), knights_knaves.reward(p.names, p.solution, " " + text))
+            for p, text in zip(puzzles, texts, strict=True)
+        ]
+        assert all(reward.fields["parsed"] for _, reward in scored)
+        return scored
+
+    mixed = answers(0.6)
+    hasty = [reward.correct for at_once, reward in mixed if at_once]
+    assert 0.5 < len(hasty) / len(mixed) < 0.7
+    assert 0.05 < sum(hasty) / len(hasty) < 0.22  # one in eight
+    assert all(reward.correct for at_once, reward in mixed if not at_once)
+    assert answers(0.6) == mixed
+    assert all(reward.correct and not at_once for at_once, reward in answers(0.0))
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)

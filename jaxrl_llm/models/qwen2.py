@@ -1,5 +1,6 @@
 """Qwen2.5, a decoder of stacked layers in Flax NNX; `graph` splits it into a definition and a parameter tree."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ class Linear(nnx.Module):
     """y = x W' + b with W of shape `[*out, *in]`, as Hugging Face stores it, heads as an axis of their own."""
 
     def __init__(self, out: tuple[int, ...], into: tuple[int, ...], *, bias: bool, rngs: nnx.Rngs):
-        self.weight = nnx.Param(0.02 * rngs.params.normal((*out, *into)))
+        scale = math.prod(into) ** -0.5  # what comes out is as large as what goes in
+        self.weight = nnx.Param(scale * rngs.params.normal((*out, *into)))
         self.bias = nnx.Param(jnp.zeros(out)) if bias else None
         self.contracted = len(into)
 
@@ -133,7 +135,8 @@ class Embedding(nnx.Module):
     """A table `[V,D]`: rows for tokens going in, logits coming out."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        self.weight = nnx.Param(0.02 * rngs.params.normal((shape.vocab_size, shape.hidden_size)))
+        table = rngs.params.normal((shape.vocab_size, shape.hidden_size))
+        self.weight = nnx.Param(shape.hidden_size**-0.5 * table)
 
 
 class Qwen2(nnx.Module):
@@ -215,6 +218,19 @@ def init(shape: Shape, seed: int = 0, dtype: DTypeLike = jnp.float32, shardings=
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
     return jax.jit(make, out_shardings=shardings)()
+
+
+def matrices(params):
+    """`(input axes, output axes)` of each parameter that is a stack of matrices, None for the others."""
+
+    def one(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not name.startswith("layers/") or not name.endswith("_proj/weight"):
+            return None
+        first_in = 2 if "o_proj" in name else leaf.ndim - 1
+        return tuple(range(first_in, leaf.ndim)), tuple(range(1, first_in))
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _qwen2_5(hidden, intermediate, layers, heads, kv_heads, *, vocab=152_064, **other) -> Shape:

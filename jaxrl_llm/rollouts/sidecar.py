@@ -75,20 +75,31 @@ class Sidecar:
         self.server = Server(launch.url, launch.key, timeout)
         self._labeller = Server(launch.url, launch.key, 5.0)
         self.restarts = 0
-        self._weights: tuple[Path, int] | None = None
+        self._weights: tuple[Path, int | None] | None = None
         self._thread: threading.Thread | None = None
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._failure = ""
         _require(launch)
 
-    def serve(self, folder: Path, version: int) -> None:
-        """The weights to start with from now on; the first call starts the server."""
+    def serve(self, folder: Path, version: int | None) -> None:
+        """The weights to start with from now on; the first call starts the server.
+
+        Without a version it stays unlabelled: it is somebody else who syncs it.
+        """
         self.check()
         with self._lock:
             self._weights = folder, version
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, daemon=True)
             self._thread.start()
+
+    def answers(self) -> bool:
+        """Whether the server is up."""
+        try:
+            self._labeller.version()
+        except NoAnswer:
+            return False
+        return True
 
     def check(self) -> None:
         """A UserError if the server cannot be kept running."""
@@ -151,14 +162,15 @@ class Sidecar:
                 start_new_session=True,
             )
 
-    def _label(self, folder: Path, version: int) -> bool:
+    def _label(self, folder: Path, version: int | None) -> bool:
         """Gives a server the version it was started with; False while it does not answer.
 
         Where newer weights are on their way, their sync does it: the two must not overtake each other.
         """
         try:
             with self._lock:
-                if self._labeller.version() is None and self._weights == (folder, version):
+                unlabelled = self._labeller.version() is None
+                if unlabelled and version is not None and self._weights == (folder, version):
                     self._labeller.post("/update_weight_version", {"new_version": str(version)})
         except NoAnswer:
             return False

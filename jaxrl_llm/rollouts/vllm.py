@@ -41,7 +41,8 @@ class VllmSampler:
     `config`, `tensors` and `score` are the model's, `transport` brings its weights over. A response of other
     weights than the last pushed is refused, or with `off_policy` taken and the rollout labelled with
     the oldest version in it. `check` raises if dead servers will not return; while all are away the
-    sampler waits `patience` seconds.
+    sampler waits `patience` seconds. `renew` brings a server up to date that has started again without the
+    newest weights; without it somebody else does.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class VllmSampler:
         patience: float = 600.0,
         max_model_len: int | None = None,
         check: Callable[[], None] = lambda: None,
+        renew: Callable[[Server], None] | None = None,
     ):
         self.servers, self.transport = list(servers), transport
         self.version: int | None = None
@@ -71,6 +73,8 @@ class VllmSampler:
         self._patience, self._check, self._longest = patience, check, max_model_len
         self._before: list[np.ndarray] | None = None
         self._vocabulary = 0
+        self._renew, self._renewing = renew, threading.Lock()
+        self._probe: Callable[[Sequence[Server]], float] = lambda servers: 0.0
 
     def push(self, params: Any, version: int) -> None:
         """Syncs every server and compares its log-probs with the trainer's; `report` then holds the figures."""
@@ -82,22 +86,22 @@ class VllmSampler:
             expected = self._score(params, sequences)
             probe = partial(
                 weight_sync.probe,
-                self.servers,
-                sequences,
-                expected,
+                sequences=sequences,
+                expected=expected,
                 version=version,
                 tolerance=self._tolerance,
                 config=config,
-                before=self._before,
             )
+            latest = partial(probe, self.servers, before=self._before)
             what = "a server could not be probed"
-            difference = weight_sync.persist(probe, what, self._check, self._patience)
+            difference = weight_sync.persist(latest, what, self._check, self._patience)
         finally:
             _close(self.servers)
         seconds = time.monotonic() - start
         self.report = replace(sent, probe=seconds, difference=difference)
         self.sync = {f"sync/{name}": value for name, value in asdict(self.report).items()}
         self.version, self._before, self._vocabulary = version, expected, config["vocab_size"]
+        self._probe = probe
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
         """`n` responses to each prompt, side by side; `counters` then holds the figures of this call."""
@@ -105,7 +109,7 @@ class VllmSampler:
             raise UserError("the sampler has no weights: push some before generate")
         self._refuse(prompts, n, sampling)
         tasks = make_tasks(prompts, n, sampling.seed)
-        work = _Work(tasks, None if self._off_policy else self.version)
+        work = _Work(tasks, None if self._off_policy else self.version, self._revive)
         start = time.monotonic()
         threads = [
             threading.Thread(target=work.serve, args=(server, sampling), daemon=True)
@@ -128,6 +132,13 @@ class VllmSampler:
             finished=[response.finished for response in responses],
             version=min(work.versions),
         )
+
+    def _revive(self, server: Server) -> None:
+        """Gives the newest weights to a server without a version, proves it, and lets it go on."""
+        with self._renewing:
+            if self._renew is not None and server.version() is None:
+                self._renew(server)
+                self._probe([server])
 
     def _refuse(self, prompts, n: int, sampling: Sampling) -> None:
         """A UserError for what a server would answer wrongly, or die of."""
@@ -192,11 +203,11 @@ def _close(servers: Sequence[Server]) -> None:
 class _Work:
     """The tasks of a call, which threads take, give back and complete; `wanted` None takes any version."""
 
-    def __init__(self, tasks: Sequence[Task], wanted: int | None):
+    def __init__(self, tasks: Sequence[Task], wanted: int | None, revive: Callable[[Server], None]):
         self.responses: dict[int, Response] = {}
         self.versions: set[int] = set()
         self.retries = 0
-        self._count, self._wanted = len(tasks), wanted
+        self._count, self._wanted, self._revive = len(tasks), wanted, revive
         self._waiting, self._failures = deque(tasks), Counter[int]()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -260,6 +271,7 @@ class _Work:
 
     def _in_order(self, server: Server) -> bool:
         """True, or an exception that says what is wrong with the server."""
+        self._revive(server)
         self._version(server)
         with self._changed:
             self._ready = time.monotonic()

@@ -68,6 +68,7 @@ class Folders:
     check: Callable[[], None] = lambda: None
     patience: float = 600.0
     _serial: int = 0
+    _newest: tuple[Path, int] | None = None
 
     def __call__(
         self, tensors: Tensors, config: Mapping[str, Any], version: int, servers: Sequence[Server]
@@ -77,6 +78,7 @@ class Folders:
         folder = self.root / f"weights-{self._serial:06d}"
         written = write_folder(tensors, config, folder)
         start = time.monotonic()
+        self._newest = folder, version
         self.publish(folder, version)
         with ThreadPoolExecutor(len(servers)) as pool:
             jobs = [pool.submit(self._load, server, folder, version) for server in servers]
@@ -87,6 +89,11 @@ class Folders:
                 shutil.rmtree(old)
         reload = time.monotonic() - start
         return Report(version, written.bytes, written.gather, written.write, reload)
+
+    def renew(self, server: Server) -> None:
+        """Brings the newest weights into a server that has started again."""
+        assert self._newest is not None
+        load(server, *self._newest)
 
     def _load(self, server: Server, folder: Path, version: int) -> None:
         """Loads, and does so again if the server dies over it."""

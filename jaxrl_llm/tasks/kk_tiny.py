@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 from jaxrl_llm.tasks.kk_english import role
 from jaxrl_llm.tasks.kk_logic import (
@@ -74,14 +75,17 @@ def demonstration(puzzle: Puzzle, guesses: Iterable[Roles] | None = None) -> str
             break
     else:
         raise ValueError(f"the guesses do not reach the solution {puzzle.solution}")
-    return " ".join((*words, immediate_answer(puzzle)))
+    return " ".join((*words, _answer(puzzle.names, puzzle.solution)))
 
 
-def immediate_answer(puzzle: Puzzle) -> str:
-    """A full-score response without a thought: the demonstration's end alone."""
-    roles = zip(puzzle.names, puzzle.solution, strict=True)
-    answer = [f"{name} is a {role(knight)}" for name, knight in roles]
-    return " ".join(("</think>", "<answer>", *answer, "</answer>"))
+def guess(puzzle: Puzzle, rng: Random) -> str:
+    """A well-formed response of somebody who does not think: any roles, at once."""
+    return _answer(puzzle.names, [rng.random() < 0.5 for _ in puzzle.names])
+
+
+def _answer(names: Iterable[str], roles: Iterable[bool]) -> str:
+    stated = [f"{name} is a {role(knight)}" for name, knight in zip(names, roles, strict=True)]
+    return " ".join(("</think>", "<answer>", *stated, "</answer>"))
 
 
 def _attempt(puzzle: Puzzle, roles: Roles) -> list[str]:

@@ -1,6 +1,8 @@
 """Supervision, with a stand-in for vLLM in the place of its Python."""
 
+import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -11,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import cli
 from jaxrl_llm.engines import Vllm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.rollouts import guard, keeper, sidecar
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.server import NoAnswer
+from jaxrl_llm.rollouts.server import NoAnswer, Server
 from jaxrl_llm.rollouts.sidecar import Launch, Sidecar, free_port
 from tests import tiny
 
@@ -92,6 +95,46 @@ def test_a_server_is_started_labelled_restarted_with_the_newest_and_ended(root, 
     car.stop()
     assert not servers(car)
     assert (root / "logs" / "vllm.log").exists()
+
+
+def test_a_server_that_somebody_else_syncs_is_not_labelled(root, car):
+    car.serve(root / "weights", None)
+    until(car.answers)
+    time.sleep(0.3)
+    assert car.server.version() is None
+
+
+def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, tmp_path):
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "serve", "tests/rollouts/served.py"]
+    env = os.environ | {"FAKE_PYTHON": python, "VLLM_API_KEY": "secret"}
+    command += ["--memory", str(tmp_path), "--out", str(tmp_path / "logs")]
+    with subprocess.Popen(
+        command, cwd=HERE.parents[1], env=env, stdout=subprocess.PIPE, text=True
+    ) as serving:
+        assert serving.stdout is not None
+        said = [serving.stdout.readline() for _ in range(3)]
+        url = re.search(r"http://127.0.0.1:(\d+)", said[2])
+        assert url
+        assert "VLLM_API_KEY=secret" in said[1]
+        (folder,) = tmp_path.glob("jaxrl-llm-*/first")
+        assert {"config.json", "model-00000.safetensors"} <= {p.name for p in folder.iterdir()}
+        with contextlib.closing(Server(url[0], "secret")) as server:
+            assert server.version() is None
+        victims = [p for p in processes(f"--port {url[1]}") if p not in processes("keeper.py")]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        assert "started again" in serving.stdout.readline()
+        serving.terminate()
+        assert serving.wait(timeout=60) == 0
+    assert not processes(f"--port {url[1]}")
+    assert not list(tmp_path.glob("jaxrl-llm-*"))
+
+
+def test_serve_wants_servers_to_start(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", "tests/runs/quick.py"])
+    assert stop.value.code == 2
+    assert "engine=Vllm" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_start_is_given_up(root, python):

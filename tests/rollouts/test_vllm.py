@@ -34,9 +34,12 @@ def _quick(monkeypatch):
 def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
     settings = {"patience": 0.5, "concurrency": 4} | settings
     check = settings.get("check", lambda: None)
+    transport = weight_sync.Folders(root, check=check, patience=settings["patience"])
+    if settings.pop("renew", False):
+        settings["renew"] = transport.renew
     return VllmSampler(
         [Server(fake.url, key, timeout) for fake in fakes],
-        weight_sync.Folders(root, check=check, patience=settings["patience"]),
+        transport,
         config=lambda params, dtype: CONFIG | {"dtype": dtype},
         tensors=lambda params: params.items(),
         score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],
@@ -208,6 +211,30 @@ def test_a_server_that_dies_and_returns_goes_on(tmp_path):
         timer.join()
     assert list(rollout.responses) == expected_responses(20)
     assert rollout.version == 7
+
+
+def test_a_server_that_returns_with_old_weights_is_brought_up_to_date(tmp_path):
+    """Somebody else's server: nobody but the client can load and prove the newest weights."""
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(Fake())
+        made = ready(fake, root=tmp_path, patience=10.0, renew=True)
+        fake.die()
+        new = stack.enter_context(Fake(port=fake.port))
+        rollout = made.generate(PROMPTS, n=4, sampling=SAMPLING)
+    assert list(rollout.responses) == expected_responses(4)
+    assert [path.rsplit("/", 1)[1] for path in new.loaded] == ["weights-000001"]
+    assert new.label == "7"
+    assert sum("prompt_logprobs" in body for body in new.bodies) == 4  # the probe
+
+
+def test_a_server_that_returns_and_does_not_load_is_found_out(tmp_path):
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(Fake())
+        made = ready(fake, root=tmp_path, patience=10.0, renew=True)
+        fake.die()
+        stack.enter_context(Fake(port=fake.port, logp=LOGP - 1))
+        with pytest.raises(UserError, match="differ from the trainer's"):
+            made.generate(PROMPTS, n=4, sampling=SAMPLING)
 
 
 def test_no_server_left(tmp_path):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxrl_llm.batch import Rollout
-from jaxrl_llm.rollouts.stream import Stream
+from jaxrl_llm.stream import Stream
 from jaxrl_llm.tasks.pipeline import Batches
 
 

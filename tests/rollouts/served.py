@@ -1,0 +1,19 @@
+"""The quick run with a stand-in for vLLM."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.engines import Vllm
+from tests.runs import quick
+
+
+def config(*, memory: Path) -> Config:
+    """For tests.
+
+    Args:
+        memory: where weights are exchanged.
+    """
+    engine = Vllm(python=os.environ["FAKE_PYTHON"], dtype="float32", memory=memory)
+    return replace(quick.config(), engine=engine)
