@@ -1,10 +1,9 @@
 """What the commands do: a config or a run's folder in; a run, a table, a text or a model folder out."""
 
-import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,11 +151,11 @@ def serve(options: ServeOptions, config: Config) -> None:
     jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
     console, stop = rich.console.Console(soft_wrap=True), threading.Event()
     parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
-    root = weight_sync.memory_folder("jaxrl-llm-", engine.memory)
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, root, ignore_errors=True)
-        stack.enter_context(leaving_gracefully(stop))
-        cars = stack.enter_context(engine.sidecars(root, options.out))
+    with (
+        leaving_gracefully(stop),
+        weight_sync.exchange_folder(engine.memory) as root,
+        engine.sidecars(root, options.out) as cars,
+    ):
         weights = _first_weights(options, config, parts, engine.dtype, root / "first")
         for car in cars:
             car.serve(weights, None)

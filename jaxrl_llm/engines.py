@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,9 +96,8 @@ class Vllm:
     @contextmanager
     def start(self, definition: Any, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
         """A sampler whose servers start at its first push and end with the block."""
-        root = weight_sync.memory_folder("jaxrl-llm-", self.memory)
         with ExitStack() as stack:
-            stack.callback(shutil.rmtree, root, ignore_errors=True)
+            root = stack.enter_context(weight_sync.exchange_folder(self.memory))
             cars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
 
             def publish(weights: Path, version: int) -> None:

@@ -6,13 +6,16 @@ backends keep part of the old weights and say so nowhere), so every sync ends wi
 a few fixed sequences from each server against the trainer's own.
 """
 
+import contextlib
 import errno
+import fcntl
 import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +28,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.server import NoAnswer, Server
 
 MEMORY = Path("/dev/shm")  # noqa: S108 (a folder with a random name is made in it)
+PREFIX, LOCK = "jaxrl-llm-", "in-use"
 SHARD_BYTES = 2**28
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 RETRY = 0.5  # seconds
@@ -128,13 +132,27 @@ def load(server: Server, folder: Path, version: int) -> None:
     server.post("/resume")
 
 
-def memory_folder(prefix: str, under: Path | None = None) -> Path:
-    """A fresh folder in memory-backed storage where there is any."""
-    under = under or (MEMORY if MEMORY.is_dir() else None)
+@contextmanager
+def exchange_folder(under: Path | None = None) -> Iterator[Path]:
+    """A fresh folder in memory-backed storage where there is any, removed at the end.
+
+    What a process left behind that was killed is removed too: nobody holds the lock in it any more.
+    """
+    under = under or (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()))
+    for lock in under.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
     try:
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=under))
+        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
+    with (root / LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield root
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def write_folder(tensors: Tensors, config: Mapping[str, Any], folder: Path) -> Report:

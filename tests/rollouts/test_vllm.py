@@ -360,6 +360,22 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
         assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
 
 
+def test_the_exchange_folder_goes_and_takes_those_of_the_dead_along(tmp_path):
+    dead = tmp_path / "jaxrl-llm-dead"
+    dead.mkdir()
+    (dead / weight_sync.LOCK).touch()
+    (dead / "weights").write_bytes(b"0" * 100)
+    (tmp_path / "jaxrl-llm-being-made").mkdir()  # its lock is still to come
+    with weight_sync.exchange_folder(tmp_path) as first:
+        with weight_sync.exchange_folder(tmp_path) as second:
+            assert first.exists()
+            assert second.exists()
+        assert first.exists()
+        assert not second.exists()
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ["jaxrl-llm-being-made"]
+
+
 def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
     with Fake() as fake:
         fake.cache_cleared = False

@@ -211,6 +211,24 @@ def test_a_kill_between_steps(sampler):
     assert worst(weights, rollout, 1.0) <= 1e-4
 
 
+def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
+    """The server lives on with newer ones; the version goes back, and so do the weights."""
+    sampler.push(params(30), 30)
+    weights, url, key = params(3), sampler.servers[0].url, sampler.servers[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", key._headers["Authorization"].removeprefix("Bearer "))
+        outside = dataclasses.replace(ENGINE, servers=(url,))
+        with outside.start(DEFINITION, tiny.mesh_of()) as resumed:
+            resumed.push(weights, 3)
+            rollout = resumed.generate(prompts(4), n=2, sampling=SAMPLING)
+            assert rollout.version == 3
+            assert worst(weights, rollout, 1.0) <= 1e-4
+            kill(processes(sampler))  # it starts again with what its own trainer gave it last
+            after = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
+    assert after.version == 30
+    assert worst(params(30), after, 1.0) <= 1e-4
+
+
 def test_a_kill_during_a_reload(sampler, monkeypatch):
     weights, killed = params(31), []
     post, victims = type(sampler.servers[0]).post, processes(sampler)
