@@ -172,7 +172,9 @@ def _first_weights(
         else:
             _, params = folder.params(options.run, parts)
         model = model_side.functions(parts.definition)
-        weight_sync.write_folder(model["tensors"](params), model["config"](params, dtype), target)
+        weight_sync.write_folder(
+            model["tensors"](params, dtype), model["config"](params, dtype), target
+        )
     return target
 
 

@@ -138,13 +138,16 @@ def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
         yield ".".join(keys if keys[0] == "lm_head" else ["model", *keys])
 
 
-def named_tensors(params) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, array in its shape) pairs, gathered to the host one tensor at a time."""
+def named_tensors(params, dtype: DTypeLike | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, array in its shape) pairs, gathered to the host one tensor at a time.
+
+    With a `dtype` they are cast before they travel.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = list(hf_names(path, leaf.shape))
         parts = (leaf[i] for i in range(len(names))) if stacked(path) else iter([leaf])
         for name, part in zip(names, parts, strict=True):
-            array = _to_host(part)
+            array = _to_host(part if dtype is None else part.astype(dtype))
             yield name, array.reshape(_file_shape(name, array.shape))
 
 
@@ -163,10 +166,7 @@ def export(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = named_tensors(params)
-    if dtype is not None:
-        tensors = ((name, array.astype(dtype)) for name, array in tensors)
-    kind = write_safetensors(tensors, partial, shard_bytes)
+    kind = write_safetensors(named_tensors(params, dtype), partial, shard_bytes)
     config = read_config(source) if source else {}
     (partial / "config.json").write_text(
         json.dumps(config | hf_config(shape, kind), indent=2) + "\n"

@@ -34,10 +34,10 @@ def config(definition, params, dtype: str) -> dict[str, Any]:
     return hf.hf_config(replace(shape, tied=False), dtype)
 
 
-def tensors(params) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) pairs of the untied model, one at a time."""
     tied = HEAD.split(".")[0] not in params
-    for name, array in hf.named_tensors(params):
+    for name, array in hf.named_tensors(params, dtype):
         yield name, array
         if tied and name == EMBEDDING:
             yield HEAD, array

@@ -51,7 +51,7 @@ class VllmSampler:
         transport: weight_sync.Transport,
         *,
         config: Callable[[Any, str], dict[str, Any]],
-        tensors: Callable[[Any], weight_sync.Tensors],
+        tensors: Callable[[Any, str], weight_sync.Tensors],
         score: Callable[[Any, Sequence[Sequence[int]]], list[np.ndarray]],
         dtype: str = "float32",
         concurrency: int = 64,
@@ -80,7 +80,7 @@ class VllmSampler:
         """Syncs every server and compares its log-probs with the trainer's; `report` then holds the figures."""
         config = self._config(params, self._dtype)
         try:
-            sent = self.transport(self._tensors(params), config, version, self.servers)
+            sent = self.transport(self._tensors(params, self._dtype), config, version, self.servers)
             start = time.monotonic()
             sequences = weight_sync.probe_sequences(config["vocab_size"])
             expected = self._score(params, sequences)

@@ -41,7 +41,7 @@ def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
         [Server(fake.url, key, timeout) for fake in fakes],
         transport,
         config=lambda params, dtype: CONFIG | {"dtype": dtype},
-        tensors=lambda params: params.items(),
+        tensors=lambda params, dtype: params.items(),
         score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],
         **settings,
     )
