@@ -1,0 +1,41 @@
+"""The quick run with an engine that has weights of its own, one step ahead of the trainer."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm import update
+from jaxrl_llm.config import Config
+from jaxrl_llm.models import decode
+from jaxrl_llm.rollouts.native import NativeSampler
+from tests.runs import quick
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The embedded sampler on a copy of the weights, as a server has one."""
+
+    own_weights: ClassVar[bool] = True
+
+    @contextmanager
+    def start(self, definition, mesh, folder=None):
+        functions = decode.functions(definition, block=32)
+        copy = lambda params: functions["weights"](jax.tree.map(jnp.copy, params))
+        put = partial(jax.device_put, device=NamedSharding(mesh, P()))
+        yield NativeSampler(**functions | {"weights": copy}, slots=8, prefill_rows=4, put=put)
+
+
+def config(*, look_ahead: bool = True, learning_rate: float = 1e-3) -> Config:
+    """For tests."""
+    return replace(
+        quick.config(ratios="sampler"),
+        engine=Apart(),
+        look_ahead=look_ahead,
+        optimizer=update.adamw(learning_rate, weight_decay=0.0),
+    )

@@ -1,0 +1,25 @@
+"""A run in a process of its own, as a user starts it."""
+
+import pathlib
+import subprocess
+import sys
+
+from jaxrl_llm import journal
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUICK = "tests/runs/quick.py"
+
+
+def train(environment, out, *flags, program=("-m", "jaxrl_llm.cli"), config=QUICK):
+    command = [sys.executable, *program, "train", config, "--out", str(out), *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+
+
+def metrics(out):
+    """Everything but the clock."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith("time/")}
+        for record in journal.read(out)
+    ]

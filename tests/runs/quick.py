@@ -1,0 +1,74 @@
+"""A run of seconds, for tests: nothing is learned, everything happens."""
+
+from functools import partial
+from itertools import islice
+from typing import Literal
+
+from jaxrl_llm import update
+from jaxrl_llm.batch import Collator
+from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
+from jaxrl_llm.engines import Native
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.objectives import Objective, advantages, kl, partition, reweighting
+from jaxrl_llm.tasks import kk_generate, kk_tiny, knights_knaves
+from jaxrl_llm.tasks.task import Reward
+
+SHAPE = qwen2.Shape(64, 32, 64, 2, 2, 1, tied=True)
+
+
+def task(data):
+    return knights_knaves.tiny(*(
+        list(islice(kk_generate.puzzles(split, 3, 1, 0), size))
+        for split, size in (("train", 64), ("test", 12))
+    ))  # fmt: skip
+
+
+def config(
+    *,
+    eta: float = 0.5,
+    steps: int = 6,
+    warm_steps: int = 4,
+    hidden: int = 32,
+    prompt_length: int = 40,
+    long_prompts: Literal["skip", "refuse"] = "skip",
+    drop_even_groups: bool = False,
+    ratios: Literal["trainer", "sampler"] = "trainer",
+    seed: int = 0,
+) -> Config:
+    """For tests.
+
+    Args:
+        eta: separates the stages of Lopti.
+        steps: of reinforcement.
+    """
+    collate = Collator(prompt_length, 48, minibatches=2, microbatches=2, pack=True)
+    shape = qwen2.Shape(64, hidden, 64, 2, 2, 1, tied=True)
+    return Config(
+        task=task,
+        model=Scratch(shape, kk_tiny.vocabulary()),
+        objective=Objective(
+            advantage=partial(advantages.grpo, group_size=2),
+            reweight=partial(reweighting.linear_in_probability, alpha=0.3),
+            penalties=((1e-3, kl.k3),),
+            partition=partial(partition.lopti, eta=eta),
+        ),
+        optimizer=update.adamw(1e-3),
+        collate=collate,
+        steps=steps,
+        prompts=4,
+        group_size=2,
+        engine=Native(slots=8, prefill_rows=4, block=32),
+        warm_start=WarmStart(
+            warm_steps, Collator(prompt_length, 48), update.adamw(2e-3), batch=8, evaluate_every=3
+        )
+        if warm_steps
+        else None,
+        evaluation=Evaluation(every=3, examples=8, samples=2),
+        default_reward=Reward(-3.0, False),
+        long_prompts=long_prompts,
+        drop_even_groups=drop_even_groups,
+        ratios=ratios,
+        save_every=2,
+        show_samples_every=3,
+        seed=seed,
+    )

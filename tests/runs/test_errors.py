@@ -1,0 +1,122 @@
+"""Bad input is one line and exit code 2, and nothing is lost or half written."""
+
+import dataclasses
+import textwrap
+
+import pytest
+
+from jaxrl_llm.cli import main
+from tests.runs import quick
+
+HEAD = "from tests.runs.quick import *\nimport dataclasses\n"
+
+
+def fails(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxrl-llm: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A config file with these lines after those of the quick one."""
+
+    def write(text):
+        path = tmp_path / "mine.py"
+        path.write_text(HEAD + textwrap.dedent(text))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config = 3", "config is not a function"),
+        ("def config(): return {}", "config() returned a dict, not a Config"),
+        ("def config(): return Config(promts=3)", "line 3: Config has no field 'promts'; did you mean 'prompts'?"),
+        ("def config(): return Evaluation(evry=3)", "Evaluation has no field 'evry'; did you mean 'every'?"),
+        ("made = config()\ndef config(): return dataclasses.replace(made, steps='10')", "steps is a str, not a int"),
+        ("made = config()\ndef config(): return dataclasses.replace(made, optimizer=3)", "optimizer is a int"),
+        ("made = config()\ndef config(): return dataclasses.replace(made, group_size=4)", "groups of 2 but group_size = 4"),
+        ("made = config()\ndef config(): return dataclasses.replace(made, ratios='mine')", "none of trainer, sampler"),
+        ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
+        ("def confi(): pass\ndel config", "defines no 'config'; did you mean 'confi'?"),
+        ("def config(:", "line 3: SyntaxError"),
+    ],
+)  # fmt: skip
+def test_a_wrong_config(text, message, written, capsys):
+    assert message in fails(capsys, "train", written(text))
+
+
+def test_a_missing_config(capsys):
+    assert "config file 'nowhere.py' does not exist" in fails(capsys, "train", "nowhere.py")
+    assert "train wants a config file" in fails(capsys, "train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step", "3"], "Perhaps you meant: --steps INT"),
+        (["--eta", "much"], "Error parsing --eta"),
+        (["--ratios", "mine"], "Expected one of ('trainer', 'sampler')"),
+        (["extra"], "Unrecognized options: extra"),
+    ],
+)
+def test_a_wrong_flag(flags, message, capsys):
+    assert message in fails(capsys, "train", "tests/runs/quick.py", *flags)
+
+
+def test_a_missing_model(written, capsys):
+    path = written("""
+        made = config()
+        from jaxrl_llm.config import Pretrained
+        def config(): return dataclasses.replace(made, model=Pretrained("/nowhere"))
+    """)
+    assert "no model folder /nowhere" in fails(capsys, "train", path)
+
+
+def test_prompts_that_are_too_long(capsys, tmp_path):
+    arguments = ("train", "tests/runs/quick.py", "--out", tmp_path / "run", "--prompt-length")
+    refused = fails(capsys, *arguments, 18, "--long-prompts", "refuse")
+    assert "the limit is 1 to 18" in refused
+    assert "examples were skipped" in fails(capsys, *arguments, 5)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_data_set(written, capsys):
+    path = written("""
+        made = config()
+        def config():
+            return dataclasses.replace(made, task=lambda d: knights_knaves.tiny([], []))
+    """)
+    assert "training data is empty" in fails(capsys, "train", path)
+
+
+def test_a_folder_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "run"
+    assert f"cannot write to {out}" in fails(capsys, "train", "tests/runs/quick.py", "--out", out)
+
+
+def test_nothing_to_resume_and_no_run(capsys, tmp_path):
+    assert "no run to resume" in fails(
+        capsys, "train", "tests/runs/quick.py", "--out", tmp_path, "--resume"
+    )
+    for command in ("eval", "sample"):
+        assert "is not the folder of a run" in fails(capsys, command, tmp_path)
+    assert "is not the folder of a run" in fails(capsys, "export", tmp_path, tmp_path / "to")
+    assert "no evaluation to draw" in fails(capsys, "plot", tmp_path)
+
+
+def test_too_small_a_vocabulary():
+    from jaxrl_llm.config import Scratch
+    from jaxrl_llm.errors import UserError
+
+    small = dataclasses.replace(quick.SHAPE, vocab_size=20)
+    with pytest.raises(UserError, match="do not fit into vocab_size=20"):
+        Scratch(small, quick.kk_tiny.vocabulary())
