@@ -29,7 +29,9 @@ def test_a_run_leaves_what_it_promises(whole):
     assert "> Ada :" in sample
     assert "reward -" in sample
     last = metrics(whole)[-2]
-    assert {"reward", "entropy", "kl_reference", "rare_half", "mismatch_max", "loss/stage2"} <= {*last}
+    assert {"reward", "entropy", "kl_reference", "rare_half", "mismatch_max", "loss/stage2"} <= {
+        *last
+    }
     assert last["mismatch_max"] < 1e-4
     shares = last["share/stage1"] + last["share/stage2"]
     assert shares == pytest.approx(1.0, abs=1e-6)
