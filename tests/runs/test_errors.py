@@ -33,6 +33,9 @@ def written(tmp_path):
     return write
 
 
+REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -40,10 +43,10 @@ def written(tmp_path):
         ("def config(): return {}", "config() returned a dict, not a Config"),
         ("def config(): return Config(promts=3)", "line 3: Config has no field 'promts'; did you mean 'prompts'?"),
         ("def config(): return Evaluation(evry=3)", "Evaluation has no field 'evry'; did you mean 'every'?"),
-        ("made = config()\ndef config(): return dataclasses.replace(made, steps='10')", "steps is a str, not a int"),
-        ("made = config()\ndef config(): return dataclasses.replace(made, optimizer=3)", "optimizer is a int"),
-        ("made = config()\ndef config(): return dataclasses.replace(made, group_size=4)", "groups of 2 but group_size = 4"),
-        ("made = config()\ndef config(): return dataclasses.replace(made, ratios='mine')", "none of trainer, sampler"),
+        (REPLACE + "steps='10')", "steps is a str, not a int"),
+        (REPLACE + "optimizer=3)", "optimizer is a int"),
+        (REPLACE + "group_size=4)", "groups of 2 but group_size = 4"),
+        (REPLACE + "ratios='mine')", "none of trainer, sampler"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
         ("def confi(): pass\ndel config", "defines no 'config'; did you mean 'confi'?"),
         ("def config(:", "line 3: SyntaxError"),
