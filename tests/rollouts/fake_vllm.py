@@ -61,6 +61,8 @@ class Fake:
                     return
                 with contextlib.suppress(OSError):
                     self.send_response(status)
+                    if status == 302:
+                        self.send_header("Location", content.decode())
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content)

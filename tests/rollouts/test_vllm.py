@@ -158,6 +158,19 @@ def test_a_request_that_fails_is_sent_again(tmp_path, fault):
     assert made.counters["retries"] == 2
 
 
+def test_no_request_leaves_the_configured_hosts(tmp_path, monkeypatch):
+    """Neither a redirect nor a proxy of the environment takes one elsewhere."""
+    with Fake() as elsewhere:
+        away = (302, f"{elsewhere.url}/v1/completions".encode())
+        monkeypatch.setenv("http_proxy", elsewhere.url)
+        monkeypatch.setenv("HTTP_PROXY", elsewhere.url)
+        with Fake(fault=after_the_probe(away, away)) as fake:
+            made = ready(fake, root=tmp_path)
+            rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+        assert list(rollout.responses) == expected_responses(2)
+        assert not elsewhere.calls
+
+
 def test_a_request_that_always_fails_is_given_up(tmp_path):
     with Fake(fault=after_the_probe(*[(500, b'{"error": "no"}')] * 100)) as fake:
         made = ready(fake, root=tmp_path)
