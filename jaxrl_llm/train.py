@@ -61,24 +61,32 @@ def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[st
     )
     collate, credit = _collator(warm.collate, run.parts), update.make_credit(IMITATION)
     clock = Clock()
+
+    def prepare() -> tuple[update.Credited, int]:
+        rollout = demonstrations(run.parts, next(data), demonstration, collate)
+        batch = update.place(collate(rollout, rollout.finished), run.parts.mesh)
+        zero = _put(run.parts, np.zeros(batch.layout.token.shape, np.float32))
+        reward = _put(run.parts, np.ones(len(rollout.responses), np.float32))
+        return credit(batch, reward, zero, zero), rollout.finished.count(False)
+
+    with clock("collate"):
+        credited, too_long = prepare()
     with run.phase(WARM_START, start, warm.steps) as advance:
         for step in range(start, warm.steps):
-            with clock("collate"):
-                rollout = demonstrations(run.parts, next(data), demonstration, collate)
-                batch = update.place(collate(rollout, rollout.finished), run.parts.mesh)
-                zero = _put(run.parts, np.zeros(batch.layout.token.shape, np.float32))
-                reward = _put(run.parts, np.ones(len(rollout.responses), np.float32))
             with clock("update"):
-                state, rows = step_once(state, credit(batch, reward, zero, zero))
+                state, rows = step_once(state, credited)
+                place, cut = {"data": data.get_state()}, too_long
+                if step + 1 < warm.steps:  # on the host, while the devices work
+                    credited, too_long = prepare()
                 rows = jax.device_get(rows)
             values = {"loss": rows["loss"].mean(), "grad_norm": rows["grad_norm"].mean(),
-                      "too_long": rollout.finished.count(False)}  # fmt: skip
+                      "too_long": cut}  # fmt: skip
             advance(step + 1, values | {"skipped": jax.device_get(state.skipped)} | clock.lap())
             every = warm.evaluate_every or warm.steps
             if (step + 1) % every == 0 and step + 1 < warm.steps:
                 run.evaluate(step + 1, WARM_START, state.params, clock)
             if run.save_due(step + 1) and step + 1 < warm.steps:
-                run.save(step + 1, WARM_START, state, {"data": data.get_state()})
+                run.save(step + 1, WARM_START, state, place)
             if run.stop.is_set():
                 break
     return state.params
