@@ -4,6 +4,7 @@ A start of the server takes half a minute or more; the tests that kill it wait f
 """
 
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, logprobs, qwen2, serve
 from jaxrl_llm.rollouts import weight_sync
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.server import Server
 from jaxrl_llm.rollouts.sidecar import Launch, Sidecar, free_port
 from jaxrl_llm.rollouts.vllm import VllmSampler
 from tests import tiny
@@ -188,14 +190,21 @@ def test_nothing_answers_without_the_key(sampler):
     assert urllib.request.urlopen(sampler.servers[0].url + "/health", timeout=10).status == 200
 
 
-def test_a_kill_during_generation(sampler):
+def test_a_kill_during_generation(sampler, monkeypatch):
     weights = params(1)
     sampler.push(weights, 1)
     undisturbed = sampler.generate(prompts(12), n=8, sampling=LONG)
-    timer = threading.Timer(0.5 * sampler.counters["seconds"], kill, [processes(sampler)])
-    timer.start()
+    victims, finished = processes(sampler), itertools.count(1)
+    complete = Server.complete
+
+    def watched(server, *asked):
+        response = complete(server, *asked)
+        if next(finished) == 20:
+            kill(victims)
+        return response
+
+    monkeypatch.setattr(Server, "complete", watched)
     rollout = sampler.generate(prompts(12), n=8, sampling=LONG)
-    timer.join()
     print(sampler.counters)
     assert sampler.counters["retries"] > 0
     assert list(rollout.responses) == list(undisturbed.responses)
