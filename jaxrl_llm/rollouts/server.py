@@ -106,8 +106,8 @@ class Server:
         link, closed = self._take()
         try:
             link.request(method, self._prefix + path, body, self._headers)
-            reply = link.getresponse()
-            status, content = reply.status, reply.read()
+            with link.getresponse() as reply:
+                status, content = reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
             link.close()
             with self._lock:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import http.client
 import json
 import pathlib
 import socket
@@ -462,6 +463,33 @@ def test_a_kept_connection_that_the_server_closed(monkeypatch):
     monkeypatch.setattr(server_module, "IDLE", 0.0)
     with Fake(version=1) as fake, contextlib.closing(Server(fake.url, "key")) as server:
         assert [server.version(), server.version()] == [1, 1]
+
+
+def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):
+    """The last words of a server that dies: a header that ends the connection, and half a body."""
+    replies = []
+
+    class Reply(http.client.HTTPResponse):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            replies.append(self)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "response_class", Reply)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def die():
+            link, _ = listener.accept()
+            with link:
+                link.recv(10_000)
+                link.sendall(
+                    b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\nhalf"
+                )
+
+        threading.Thread(target=die, daemon=True).start()
+        port = listener.getsockname()[1]
+        with pytest.raises(NoAnswer, match="IncompleteRead"):
+            Server(f"http://127.0.0.1:{port}").get("/weight_info")
+    assert [reply.closed for reply in replies] == [True]
 
 
 def test_nobody_listens():
