@@ -13,7 +13,7 @@ import numpy as np
 import rich.console
 import tyro
 
-from jaxrl_llm import assemble, dryrun, evaluate, folder, plot
+from jaxrl_llm import assemble, dryrun, evaluate, folder, journal, plot
 from jaxrl_llm import train as training
 from jaxrl_llm.assemble import Parts
 from jaxrl_llm.checkpoint import Checkpoints
@@ -26,7 +26,7 @@ from jaxrl_llm.models import serve as model_side
 from jaxrl_llm.rollouts import weight_sync
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.rollouts.sidecar import Sidecar
-from jaxrl_llm.run import Run, leaving_gracefully
+from jaxrl_llm.run import REINFORCE, Run, leaving_gracefully
 from jaxrl_llm.tasks.task import Demonstrator
 
 DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
@@ -83,17 +83,17 @@ def train(options: TrainOptions, config: Config, made_by: Path, flags: dict[str,
     if skipped := train_set.skipped + test_set.skipped:
         console.print(f"{skipped} examples are left out: their prompts are too long")
     checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints)
-    journal = Journal(out, console)
+    written = Journal(out, console)
     with (
         jax.set_mesh(parts.mesh),
         config.engine.start(parts.definition, parts.mesh, out) as sampler,
     ):
-        run = Run(config, parts, sampler, journal, checkpoints, train_set, test_set)
+        run = Run(config, parts, sampler, written, checkpoints, train_set, test_set)
         with leaving_gracefully(run.stop):
             finished = training.train(run, resume=options.resume)
         checkpoints.wait()
     checkpoints.close()
-    journal.close()
+    written.close()
     if not finished:
         console.print(f"stopped and saved in {out}; go on with --resume")
         return
@@ -110,12 +110,16 @@ def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
     columns = {"after ": after} if before is None else {"before ": before, "after ": after}
     title = "held-out accuracy in percent (95% interval), before and after reinforcement"
     console.print(evaluate.table(title, columns, run.config.evaluation.by))
-    last = [run.reports[step].total.greedy for step in sorted(run.reports)[-3:]]
-    if before is not None and len(run.reports) > 3:
+    scores = [
+        record["eval/accuracy"]
+        for record in journal.read(out)
+        if record["phase"] == REINFORCE and "eval/accuracy" in record
+    ]
+    if last := scores[1:][-3:]:
         mean = float(np.mean(last))
         console.print(
-            f"mean of the last three evaluations {100 * mean:.1f}%, "
-            f"{100 * (mean - before.total.greedy):+.1f} points over the start of reinforcement"
+            f"mean of the last {len(last)} evaluations {100 * mean:.1f}%, "
+            f"{100 * (mean - scores[0]):+.1f} points over the start of reinforcement"
         )
     console.print(
         f"curves: {out / plot.PICTURE}   talk to it: jaxrl-llm sample {out}   "

@@ -47,13 +47,12 @@ class Run:
         """Length of the first phase."""
         return self.config.warm_start.steps if self.config.warm_start else 0
 
-    def evaluate(self, step: int, phase: str, params: Any, clock: Clock | None = None) -> float:
-        """Greedy accuracy of these parameters on the held-out examples; it is recorded and said.
+    def evaluate(self, step: int, phase: str, clock: Clock | None = None) -> float:
+        """Greedy accuracy of what the sampler holds on the held-out examples; it is recorded and said.
 
         Its time is taken out of the step that `clock` times.
         """
         timer = Clock()
-        self.sampler.push(params, step)
         with timer("evaluation"):
             result = evaluate.held_out(
                 self.config,

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.batch import Rollout
@@ -60,9 +59,7 @@ class Stream(Generic[E]):
         """What a checkpoint keeps, as JSON: the place in the data, and the batch that was sampled ahead."""
         if self._ahead is None:
             return {"data": self._place}
-        rollout = self._ahead.result().rollout
-        fields = {name: _lists(value) for name, value in asdict(rollout).items()}
-        return {"data": self._place, "ahead": fields}
+        return {"data": self._place, "ahead": dict(vars(self._ahead.result().rollout))}
 
     def _answer(self, step: int, examples: list[E]) -> Sampled:
         start = time.perf_counter()
@@ -82,10 +79,3 @@ def _in_background(call: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=work, daemon=True).start()
     return future
-
-
-def _lists(value: Any) -> Any:
-    """Sequences as lists, numbers as Python's own."""
-    if isinstance(value, (list, tuple)):
-        return [_lists(item) for item in value]
-    return value.item() if hasattr(value, "item") else value

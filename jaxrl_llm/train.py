@@ -84,7 +84,8 @@ def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[st
             advance(step + 1, values | {"skipped": jax.device_get(state.skipped)} | clock.lap())
             every = warm.evaluate_every or warm.steps
             if (step + 1) % every == 0 and step + 1 < warm.steps:
-                run.evaluate(step + 1, WARM_START, state.params, clock)
+                run.sampler.push(state.params, step + 1)
+                run.evaluate(step + 1, WARM_START, clock)
             if run.save_due(step + 1) and step + 1 < warm.steps:
                 run.save(step + 1, WARM_START, state, place)
             if run.stop.is_set():
@@ -105,7 +106,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
         state = update.init_state(params, config.optimizer)
         del params
         sampler.push(state.params, start)
-        run.evaluate(start, REINFORCE, state.params, None)
+        run.evaluate(start, REINFORCE)
         run.save(start, REINFORCE, state, stream.notes())
     else:
         sampler.push(state.params, start)
@@ -165,7 +166,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
             due = (step + 1 - run.warm_steps) % config.evaluation.every == 0 or step + 1 == last
             if due:
                 flush()
-                score = run.evaluate(step + 1, REINFORCE, state.params, clock)
+                score = run.evaluate(step + 1, REINFORCE, clock)
             if run.save_due(step + 1) or step + 1 == last or (score or -1.0) > run.best:
                 flush()
                 run.save(step + 1, REINFORCE, state, stream.notes(), score)

@@ -59,7 +59,7 @@ def stage_major(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
 
 
 def scale_by_batches(
-    schedule: Callable[[Array], Array],
+    schedule: Callable[[Array], Array] | float,
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies by -schedule(step), where step counts batches and not optimizer steps."""
 
@@ -69,7 +69,7 @@ def scale_by_batches(
 
     def update(updates, state, params=None, **extra):
         del params
-        rate = schedule(extra["step"])
+        rate = schedule(extra["step"]) if callable(schedule) else schedule
         return jax.tree.map(lambda u: -rate * u, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -85,12 +85,11 @@ def adamw(
     max_norm: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW on all parameters after clipping the global norm; the paper's setting."""
-    rate = schedule if callable(schedule) else lambda _: jnp.asarray(schedule)
     return optax.chain(
         optax.clip_by_global_norm(max_norm),
         optax.scale_by_adam(b1, b2, eps),
         optax.add_decayed_weights(weight_decay),
-        scale_by_batches(rate),
+        scale_by_batches(schedule),
     )
 
 
@@ -111,7 +110,6 @@ def muon(
     numbers = optax.contrib.MuonDimensionNumbers
     known = lambda axes: None if axes is None else numbers(*axes)
     leaf = lambda axes: axes is None or isinstance(axes, tuple)
-    rate = schedule if callable(schedule) else lambda _: jnp.asarray(schedule)
     unscaled = optax.contrib.muon(
         learning_rate=-1.0,  # the sign and the schedule come last
         adam_b1=b1,
@@ -119,7 +117,7 @@ def muon(
         muon_weight_dimension_numbers=lambda p: jax.tree.map(known, matrices(p), is_leaf=leaf),
         consistent_rms=rms,
     )
-    return optax.chain(optax.clip_by_global_norm(max_norm), unscaled, scale_by_batches(rate))
+    return optax.chain(optax.clip_by_global_norm(max_norm), unscaled, scale_by_batches(schedule))
 
 
 def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:

@@ -9,7 +9,6 @@ import json
 import re
 import socket
 import threading
-import time
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.sampler import Sampling
 
 MODEL = "policy"
-IDLE = 3.0  # seconds after which a kept connection is not trusted: uvicorn closes it after 5
 
 
 class NoAnswer(Exception):  # noqa: N818
@@ -45,7 +43,7 @@ class Server:
         self._kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._place, self._prefix = parts.netloc, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        self._kept: list[tuple[http.client.HTTPConnection, float]] = []
+        self._kept: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
         self._lock, self._closed = threading.Lock(), 0
 
@@ -96,43 +94,43 @@ class Server:
         with self._lock:
             self._closed += 1
             while self._kept:
-                self._kept.pop()[0].close()
+                self._kept.pop().close()
             for link in self._busy:
                 if link.sock is not None:
                     with contextlib.suppress(OSError):
                         link.sock.shutdown(socket.SHUT_RDWR)
 
     def _exchange(self, method: str, path: str, body: str | None) -> dict[str, Any]:
-        link, closed = self._take()
-        try:
-            link.request(method, self._prefix + path, body, self._headers)
-            with link.getresponse() as reply:
-                status, content = reply.status, reply.read()
-        except (OSError, http.client.HTTPException) as error:
-            link.close()
+        """An answer. That a kept connection is dead says nothing, so the next one is tried, at last a new one."""
+        while True:
+            link, kept, closed = self._take()
+            try:
+                link.request(method, self._prefix + path, body, self._headers)
+                with link.getresponse() as reply:
+                    status, content = reply.status, reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                link.close()
+                with self._lock:
+                    self._busy.discard(link)
+                    stale = kept and closed == self._closed and isinstance(error, ConnectionError)
+                if stale:
+                    continue
+                raise NoAnswer(f"{type(error).__name__}: {error}") from error
             with self._lock:
                 self._busy.discard(link)
-            raise NoAnswer(f"{type(error).__name__}: {error}") from error
-        with self._lock:
-            self._busy.discard(link)
-            if closed == self._closed:
-                self._kept.append((link, time.monotonic()))
-            else:
-                link.close()
-        return self._read(path, status, content)
-
-    def _take(self) -> tuple[http.client.HTTPConnection, int]:
-        """A connection that was used a moment ago, else a new one."""
-        with self._lock:
-            link = None
-            while self._kept and link is None:
-                link, used = self._kept.pop()
-                if time.monotonic() - used > IDLE:
+                if closed == self._closed:
+                    self._kept.append(link)
+                else:
                     link.close()
-                    link = None
-            link = link or self._kind(self._place, timeout=self.timeout)
+            return self._read(path, status, content)
+
+    def _take(self) -> tuple[http.client.HTTPConnection, bool, int]:
+        """A connection, whether it was used before, and how often all were closed until now."""
+        with self._lock:
+            kept = bool(self._kept)
+            link = self._kept.pop() if kept else self._kind(self._place, timeout=self.timeout)
             self._busy.add(link)
-            return link, self._closed
+            return link, kept, self._closed
 
     def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
         if status in (401, 403):

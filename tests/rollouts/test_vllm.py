@@ -8,12 +8,12 @@ import pathlib
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import server as server_module
 from jaxrl_llm.rollouts import vllm, weight_sync
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.server import NoAnswer, Server
@@ -154,9 +154,13 @@ def broken(**changes):
 def test_a_request_that_fails_is_sent_again(tmp_path, fault):
     with Fake(fault=after_the_probe(fault, None, fault)) as fake:
         made = ready(fake, root=tmp_path)
+        before = fake.calls["/v1/completions"]
         rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+        sent = fake.calls["/v1/completions"] - before
     assert list(rollout.responses) == expected_responses(2)
-    assert made.counters["retries"] == 2
+    assert sent == 2 * len(PROMPTS) + 2
+    if fault is not ConnectionError:  # on a kept connection it is no failure of the request
+        assert made.counters["retries"] == 2
 
 
 def test_no_request_leaves_the_configured_hosts(tmp_path, monkeypatch):
@@ -459,10 +463,49 @@ def test_the_probe_sees_a_wrong_label(tmp_path):
             ready(fake, root=tmp_path)
 
 
-def test_a_kept_connection_that_the_server_closed(monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE", 0.0)
-    with Fake(version=1) as fake, contextlib.closing(Server(fake.url, "key")) as server:
-        assert [server.version(), server.version()] == [1, 1]
+ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 22\r\n\r\n{"weight_version":"1"}'
+
+
+def test_a_kept_connection_that_the_server_closed():
+    """A busy trainer reads an answer long after it was sent, so it cannot know how old a connection is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(4) as pool:
+        together, port = threading.Barrier(3, timeout=10), listener.getsockname()[1]
+        listener.settimeout(10)
+
+        def answer_once(wait):
+            link, _ = listener.accept()
+            with link:
+                link.recv(10_000)
+                wait()
+                link.sendall(ANSWER)
+
+        with contextlib.closing(Server(f"http://127.0.0.1:{port}")) as server:
+            for _ in range(3):
+                pool.submit(answer_once, together.wait)
+            with ThreadPoolExecutor(3) as threads:
+                assert list(threads.map(lambda _: server.version(), range(3))) == [1, 1, 1]
+            for _ in range(2):  # all that were kept are dead
+                done = pool.submit(answer_once, lambda: None)
+                assert server.version() == 1
+                done.result()
+
+
+def test_a_server_that_hangs_up_on_everyone():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up():
+            for answer in (ANSWER, b"", b""):
+                link, _ = listener.accept()
+                with link:
+                    link.recv(10_000)
+                    link.sendall(answer)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with contextlib.closing(Server(f"http://127.0.0.1:{listener.getsockname()[1]}")) as server:
+            assert server.version() == 1
+            for _ in range(2):
+                with pytest.raises(NoAnswer, match="RemoteDisconnected|ConnectionReset"):
+                    server.version()
 
 
 def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):

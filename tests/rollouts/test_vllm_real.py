@@ -186,8 +186,10 @@ def test_nothing_answers_without_the_key(sampler):
             )
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=10)
-            assert refused.value.code == 401, path
-    assert urllib.request.urlopen(sampler.servers[0].url + "/health", timeout=10).status == 200
+            with refused.value as reply:
+                assert reply.code == 401, path
+    with urllib.request.urlopen(sampler.servers[0].url + "/health", timeout=10) as reply:
+        assert reply.status == 200
 
 
 def test_a_kill_during_generation(sampler, monkeypatch):

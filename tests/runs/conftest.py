@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.runs.process import train
+from tests.runs.process import finished
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,4 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole(environment, tmp_path_factory):
     """The folder of a run that nothing has disturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    done = train(environment, out)
-    assert done.returncode == 0, done.stderr
-    return out
+    return finished(environment, tmp_path_factory.mktemp("whole") / "run")

@@ -17,6 +17,13 @@ def train(environment, out, *flags, program=("-m", "jaxrl_llm.cli"), config=QUIC
     )
 
 
+def finished(environment, out, *flags, **how):
+    """The folder of a run that came to its end."""
+    done = train(environment, out, *flags, **how)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
 def metrics(out):
     """Everything but the clock."""
     return [

@@ -9,12 +9,12 @@ import pytest
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.objectives import correction
-from tests.runs import look_ahead, quick
+from tests.runs import look_ahead, process, quick
 from tests.runs.process import metrics
-from tests.runs.process import train as train_quick
 
 pytestmark = pytest.mark.xdist_group("runs")
-train = partial(train_quick, config="tests/runs/look_ahead.py")
+train = partial(process.train, config="tests/runs/look_ahead.py")
+finished = partial(process.finished, config="tests/runs/look_ahead.py")
 
 
 def steps(out: Path) -> list[dict]:
@@ -23,10 +23,7 @@ def steps(out: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def ahead(environment, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ahead") / "run"
-    done = train(environment, out)
-    assert done.returncode == 0, done.stderr
-    return out
+    return finished(environment, tmp_path_factory.mktemp("ahead") / "run")
 
 
 def test_each_batch_is_one_version_old(ahead):
@@ -38,9 +35,7 @@ def test_without_learning_it_makes_no_difference(environment, tmp_path):
     """Frozen weights: the version behind is the newest, so both orders of work give the same numbers."""
     runs = []
     for flag in ("--look-ahead", "--no-look-ahead"):
-        out = tmp_path / flag
-        done = train(environment, out, flag, "--learning-rate", "0")
-        assert done.returncode == 0, done.stderr
+        out = finished(environment, tmp_path / flag, flag, "--learning-rate", "0")
         runs.append([{k: v for k, v in m.items() if k != "lag"} for m in metrics(out)])
     assert runs[0] == runs[1]
 
@@ -51,9 +46,7 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, nth, environment, ahead, tmp_p
     out = tmp_path / "run"
     program = ("-m", "tests.runs.killed", moment, str(nth), "0.02")
     assert train(environment, out, program=program).returncode == -signal.SIGKILL
-    done = train(environment, out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert metrics(out) == metrics(ahead)
+    assert metrics(finished(environment, out, "--resume")) == metrics(ahead)
 
 
 def test_it_is_refused_where_it_would_be_wrong():

@@ -28,6 +28,7 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, environment, whole, tmp_path):
     assert done.returncode == 0, done.stderr
     assert metrics(out) == metrics(whole)
     assert len(metrics(whole)) == 10 + 4  # steps of both phases, evaluations
+    assert "mean of the last 2 evaluations" in done.stdout  # those before the kill count too
 
 
 @pytest.mark.slow
