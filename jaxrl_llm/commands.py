@@ -118,7 +118,7 @@ def _summarise(run: Run, out: Path, console: rich.console.Console) -> None:
     if last := scores[1:][-3:]:
         mean = float(np.mean(last))
         console.print(
-            f"mean of the last {len(last)} evaluations {100 * mean:.1f}%, "
+            f"held-out accuracy, mean of the last {len(last)}: {100 * mean:.1f}%, "
             f"{100 * (mean - scores[0]):+.1f} points over the start of reinforcement"
         )
     console.print(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_type_hints
 
 import numpy as np
 import optax
@@ -195,6 +195,10 @@ def load(path: Path) -> Callable[..., Config]:
     make: Any = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
     if not callable(make):
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
+    try:
+        get_type_hints(make)  # they make the flags
+    except NameError as error:
+        raise UserError(f"{path}: an annotation of config() cannot be resolved: {error}") from error
     return cast(Callable[..., Config], make)
 
 

@@ -165,18 +165,24 @@ def export(
         raise UserError(f"{folder} is not empty: export to a new folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    kind = write_safetensors(named_tensors(params, dtype), partial, shard_bytes)
-    config = read_config(source) if source else {}
-    (partial / "config.json").write_text(
-        json.dumps(config | hf_config(shape, kind), indent=2) + "\n"
-    )
-    if source:
-        for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
-            shutil.copyfile(path, partial / path.name)
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    try:
+        partial.mkdir(parents=True)
+        kind = write_safetensors(named_tensors(params, dtype), partial, shard_bytes)
+        config = read_config(source) if source else {}
+        description = partial / "config.json"
+        description.write_text(json.dumps(config | hf_config(shape, kind), indent=2) + "\n")
+        if source:
+            for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
+                shutil.copyfile(path, partial / path.name)
+        for path in partial.glob("*.safetensors"):  # which the library makes for the owner alone
+            shutil.copymode(description, path)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"cannot export to {folder}: {error}; nothing is left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def hf_config(shape: Shape, dtype: str) -> dict:

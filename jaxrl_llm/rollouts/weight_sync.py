@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
@@ -164,15 +166,15 @@ def write_folder(tensors: Tensors, config: Mapping[str, Any], folder: Path) -> R
         (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         counted = count.through(tensors, jnp.dtype(config["dtype"]))
         for i, shard in enumerate(_shards(counted)):
-            content = safetensors.numpy.save(shard, metadata={"format": "pt"})
-            (partial / f"model-{i:05d}.safetensors").write_bytes(content)
+            path = partial / f"model-{i:05d}.safetensors"
+            safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
         partial.rename(folder)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        full = error.errno == errno.ENOSPC
+        full = os.strerror(errno.ENOSPC) in str(error)
         raise UserError(
-            f"cannot write the weights to {folder.parent}: {error.strerror or error} after "
-            f"{count.bytes / 1e9:.2f} GB; the servers keep the old ones"
+            f"cannot write the weights to {folder.parent}: {error} after "
+            f"{count.bytes / 1e6:,.1f} MB; the servers keep the old ones"
             + (": make room there (twice the model), or choose another folder" if full else "")
         ) from error
     total = time.monotonic() - start

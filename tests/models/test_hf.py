@@ -160,6 +160,24 @@ def test_export_does_not_overwrite(tmp_path):
         hf.export(params, tiny.SHAPE, tmp_path / "m")
 
 
+def test_who_may_read_the_config_may_read_the_weights(tmp_path):
+    written(tmp_path / "m")
+    modes = {(tmp_path / "m" / name).stat().st_mode for name in (hf.SINGLE, "config.json")}
+    assert len(modes) == 1
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        said = "Error while serializing: I/O error: No space left on device (os error 28)"
+        raise safetensors.SafetensorError(said)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot export to.*No space left.*nothing is left"):
+        written(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
 def reference_logits(folder, tokens):
     """Logits of transformers in PyTorch, float32, computed in an environment of their own."""
     np.save(folder / "tokens.npy", tokens)

@@ -282,7 +282,9 @@ def test_corrections_scale_every_surrogate():
 def test_gradient_at_the_logits_is_bounded_by_one_minus_pi(vocab, weight, scale, seed):
     """Prop. 4.2: |w| sqrt(V/(V-1)) (1-pi) <= |dJ/dlogits| <= sqrt(2) |w| (1-pi)."""
     rng = np.random.default_rng(seed)
-    logits = np.full(50, -np.inf, np.float32)  # one size, one compilation: what is not there has π = 0
+    logits = np.full(
+        50, -np.inf, np.float32
+    )  # one size, one compilation: what is not there has π = 0
     logits[:vocab] = scale * rng.normal(size=vocab)
     token = int(rng.integers(vocab))
 

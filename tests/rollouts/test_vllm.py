@@ -1,17 +1,17 @@
 """The vLLM client against a stand-in that fails in every way that servers fail."""
 
 import contextlib
-import errno
 import http.client
 import json
-import pathlib
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts import vllm, weight_sync
@@ -330,7 +330,7 @@ def test_a_sync_loads_clears_labels_and_leaves_one_folder(tmp_path):
 def server_folder(folder):
     import safetensors.numpy
 
-    files = sorted(pathlib.Path(folder).glob("*.safetensors"))
+    files = sorted(Path(folder).glob("*.safetensors"))
     return {k: v for f in files for k, v in safetensors.numpy.load_file(f).items()}
 
 
@@ -358,21 +358,23 @@ def test_tensors_are_taken_one_at_a_time(tmp_path, monkeypatch):
     assert max(alive) <= 5
 
 
+def full_disk(tensors, path, metadata):
+    """What the library says then."""
+    path.write_bytes(b"half")
+    said = "Error while serializing: I/O error: No space left on device (os error 28)"
+    raise safetensors.SafetensorError(said)
+
+
 def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
     with Fake() as fake:
         made = ready(fake, root=tmp_path)
-        write, before = pathlib.Path.write_bytes, fake.calls["/pause"]
-
-        def full(path, content):
-            del path, content
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(pathlib.Path, "write_bytes", full)
-        with pytest.raises(
-            UserError, match=r"No space left.*the servers keep the old ones.*make room"
-        ):
-            made.push(WEIGHTS, 8)
-        monkeypatch.setattr(pathlib.Path, "write_bytes", write)
+        before = fake.calls["/pause"]
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.numpy, "save_file", full_disk)
+            with pytest.raises(
+                UserError, match=r"No space left.*the servers keep the old ones.*make room"
+            ):
+                made.push(WEIGHTS, 8)
         assert fake.calls["/pause"] == before
         assert [str(f) for f in tmp_path.iterdir()] == fake.loaded
         assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
@@ -504,7 +506,7 @@ def test_a_server_that_hangs_up_on_everyone():
         with contextlib.closing(Server(f"http://127.0.0.1:{listener.getsockname()[1]}")) as server:
             assert server.version() == 1
             for _ in range(2):
-                with pytest.raises(NoAnswer, match="RemoteDisconnected|ConnectionReset"):
+                with pytest.raises(NoAnswer, match=r"RemoteDisconnected|ConnectionReset"):
                     server.version()
 
 

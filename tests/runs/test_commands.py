@@ -18,8 +18,6 @@ from jaxrl_llm.models import hf
 from tests.runs import quick
 from tests.runs.process import metrics, train
 
-pytestmark = pytest.mark.xdist_group("runs")
-
 
 def test_a_run_leaves_what_it_promises(whole):
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")

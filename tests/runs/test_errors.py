@@ -48,6 +48,7 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "group_size=4)", "groups of 2 but group_size = 4"),
         (REPLACE + "ratios='mine')", "none of trainer, sampler"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
+        ("def config() -> 'Cnfig': return made", "an annotation of config() cannot be resolved: name 'Cnfig'"),
         ("def confi(): pass\ndel config", "defines no 'config'; did you mean 'confi'?"),
         ("def config(:", "line 3: SyntaxError"),
     ],

@@ -12,7 +12,6 @@ from jaxrl_llm.objectives import correction
 from tests.runs import look_ahead, process, quick
 from tests.runs.process import metrics
 
-pytestmark = pytest.mark.xdist_group("runs")
 train = partial(process.train, config="tests/runs/look_ahead.py")
 finished = partial(process.finished, config="tests/runs/look_ahead.py")
 
