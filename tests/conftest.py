@@ -18,3 +18,10 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_rank_promotion", "raise")
 ROOMS = ("objectives", "models", "rollouts", "batch", "metrics", "update")  # those that know arrays
 install_import_hook([f"jaxrl_llm.{room}" for room in ROOMS], "beartype.beartype")
+
+LONG = ("test_golden_step.py", "test_update.py")
+
+
+def pytest_collection_modifyitems(items):
+    """A worker takes a file at a time: long ones come first, so that none is left working alone."""
+    items.sort(key=lambda item: item.path.name not in LONG)
