@@ -1,7 +1,7 @@
 """What the commands do: a config or a run's folder in; a run, a table, a text or a model folder out."""
 
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from jaxrl_llm.models import serve as model_side
 from jaxrl_llm.rollouts import weight_sync
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.rollouts.sidecar import Sidecar
-from jaxrl_llm.run import REINFORCE, Run, leaving_gracefully
+from jaxrl_llm.run import REINFORCE, Run, Stop, leaving_gracefully
 from jaxrl_llm.tasks.task import Demonstrator
 
 DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
@@ -153,7 +153,7 @@ def serve(options: ServeOptions, config: Config) -> None:
     if not isinstance(engine, Vllm) or engine.servers:
         raise UserError("serve starts the servers of engine=Vllm(python=...): the config has none")
     jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
-    console, stop = rich.console.Console(soft_wrap=True), threading.Event()
+    console, stop = rich.console.Console(soft_wrap=True), Stop()
     parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
     with (
         leaving_gracefully(stop),
@@ -182,12 +182,11 @@ def _first_weights(
     return target
 
 
-def _watch(
-    cars: list[Sidecar], logs: Path, stop: threading.Event, console: rich.console.Console
-) -> None:
+def _watch(cars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
     """Says when the servers answer, how to use them, and when one had to be started again."""
     ready, restarts = False, 0
-    while not stop.wait(0.5):
+    while not stop.asked:
+        time.sleep(0.5)
         for car in cars:
             car.check()
         if not ready and all(car.answers() for car in cars):

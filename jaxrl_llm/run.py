@@ -1,7 +1,6 @@
 """What the phases of a run share: evaluation, checkpoints, progress, and leaving in good order."""
 
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +27,15 @@ _SHOWN = {
 
 
 @dataclass
+class Stop:
+    """Whether it is time to leave; no lock, for a signal handler runs while the main thread may hold it."""
+
+    asked: bool = False
+
+
+@dataclass
 class Run:
-    """A run under way; `reports` holds its evaluations by step, `stop` is set when it is time to leave."""
+    """A run under way; `reports` holds its evaluations by step, `stop` says when it is time to leave."""
 
     config: Config
     parts: Parts
@@ -38,7 +44,7 @@ class Run:
     checkpoints: Checkpoints
     train_set: Source[Any]
     test_set: Source[Any]
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
     reports: dict[int, evaluate.Result] = field(default_factory=dict)
     best: float = -1.0
 
@@ -78,7 +84,7 @@ class Run:
 
     def save_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
-        return step % self.config.save_every == 0 or self.stop.is_set()
+        return step % self.config.save_every == 0 or self.stop.asked
 
     def save(
         self,
@@ -127,14 +133,14 @@ def first(source: Source[Any], count: int) -> Source[Any]:
 
 
 @contextmanager
-def leaving_gracefully(stop: threading.Event) -> Iterator[None]:
+def leaving_gracefully(stop: Stop) -> Iterator[None]:
     """SIGTERM and the first Ctrl-C let the step end, save and leave; a second Ctrl-C interrupts."""
 
     def ask(number, frame):
         del frame
-        if stop.is_set() and number == signal.SIGINT:
+        if stop.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.set()
+        stop.asked = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -39,13 +39,13 @@ def train(run: Run, *, resume: bool) -> bool:
     if notes["phase"] == WARM_START:
         assert run.config.warm_start
         params = warm_start(run, run.config.warm_start, start, state, notes)
-        if run.stop.is_set():
+        if run.stop.asked:
             return False
         start, state, notes = run.warm_steps, None, {}
     else:
         params = None if state else assemble.fresh_params(run.config, run.parts)
     reinforce(run, start, state, notes, params)
-    return not run.stop.is_set()
+    return not run.stop.asked
 
 
 def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[str, Any]) -> Any:
@@ -88,7 +88,7 @@ def warm_start(run: Run, warm: WarmStart, start: int, state: Any, notes: dict[st
                 run.evaluate(step + 1, WARM_START, clock)
             if run.save_due(step + 1) and step + 1 < warm.steps:
                 run.save(step + 1, WARM_START, state, place)
-            if run.stop.is_set():
+            if run.stop.asked:
                 break
     return state.params
 
@@ -170,7 +170,7 @@ def reinforce(run: Run, start: int, state: Any, notes: dict[str, Any], params: A
             if run.save_due(step + 1) or step + 1 == last or (score or -1.0) > run.best:
                 flush()
                 run.save(step + 1, REINFORCE, state, stream.notes(), score)
-            if run.stop.is_set():
+            if run.stop.asked:
                 break
         flush()
 

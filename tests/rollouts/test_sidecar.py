@@ -125,7 +125,10 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, tmp_path)
             os.kill(pid, signal.SIGKILL)
         assert "started again" in serving.stdout.readline()
         serving.terminate()
-        assert serving.wait(timeout=60) == 0
+        try:
+            assert serving.wait(timeout=60) == 0
+        finally:
+            serving.kill()
     assert not processes(f"--port {url[1]}")
     assert not list(tmp_path.glob("jaxrl-llm-*"))
 

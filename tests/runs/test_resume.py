@@ -49,7 +49,10 @@ def test_sigterm_saves_and_a_damaged_checkpoint_falls_back(environment, whole, t
             assert running.poll() is None
             time.sleep(0.01)
         running.terminate()
-        said, _ = running.communicate(timeout=300)
+        try:
+            said, _ = running.communicate(timeout=300)
+        finally:
+            running.kill()
     assert running.returncode == 0
     assert "go on with --resume" in said
     newest = max((out / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
