@@ -20,5 +20,5 @@ with leaving_gracefully(stop):
 
 
 def test_a_signal_finds_no_lock_that_it_interrupts():
-    """With threading.Event, which the main thread waited on, this does not come back."""
+    """With threading.Event, on which the main thread waited, two of five trials hung."""
     subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=120)
