@@ -1,0 +1,173 @@
+"""Machines that are not here: their devices, as the accelerators' own compilers know them.
+
+Programs are lowered and compiled for such devices on a CPU; nothing is allocated.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import topologies
+
+from jaxrl_llm.errors import UserError
+
+GB, GIB = 10**9, 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s.
+
+    `bandwidth` is that of the memory, `link` what a device sends to the others of its slice or node,
+    `network` what it sends beyond.
+    """
+
+    platform: Literal["tpu", "cuda"]
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+
+
+CHIPS = {
+    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9),
+    "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9),
+    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9),
+    "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9),
+    "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9),
+}
+SLICES = {  # chips: how they lie
+    "v5e": {
+        1: "1x1",
+        4: "2x2",
+        8: "2x4",
+        16: "4x4",
+        32: "4x8",
+        64: "8x8",
+        128: "8x16",
+        256: "16x16",
+    },
+    "v5p": {
+        4: "2x2x1",
+        8: "2x2x2",
+        16: "2x2x4",
+        32: "2x4x4",
+        64: "4x4x4",
+        128: "4x4x8",
+        256: "4x8x8",
+    },
+}
+SLICES["v6e"] = SLICES["v5e"]
+CORES = {"v5p": 2}  # its names count cores: v5p-8 has four chips
+NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1 or 4xh100x8"
+
+HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  memory_bandwidth: {bandwidth}
+  device_memory_size: {memory}
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """So many devices of a kind; those of a node (or all of a slice) are joined by fast links."""
+
+    name: str
+    kind: str
+    devices: tuple[Any, ...]
+    together: int
+
+    @property
+    def chip(self) -> Chip:
+        """What each device is."""
+        return CHIPS[self.kind]
+
+
+def machine(name: str) -> Machine:
+    """The machine of a name like v5e-16, v5p:2x2x2, h100x8 or 4xh100x8 (nodes x kind x devices)."""
+    if match := re.fullmatch(r"(v\d\w)-(\d+)", name):
+        kind, count = match[1], int(match[2])
+        chips = count // CORES.get(kind, 1)
+        layout = SLICES.get(kind, {}).get(chips)
+        if layout and chips * CORES.get(kind, 1) == count:
+            return _slice(name, kind, layout)
+    elif match := re.fullmatch(r"(v\d\w):(\d+x\d+(?:x\d+)?)", name):
+        if match[1] in SLICES:
+            return _slice(name, match[1], match[2])
+    elif (match := re.fullmatch(r"(?:(\d+)x)?(h\d00)x(\d+)", name)) and match[2] in CHIPS:
+        return _nodes(name, match[2], int(match[1] or 1), int(match[3]))
+    raise UserError(f"--on {name}: there is no such machine here: name one like {NAMES}")
+
+
+@contextmanager
+def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Programs lowered inside are for the devices of the mesh, which may be anywhere."""
+    # cuDNN is asked for its version when a program is lowered, and is not there
+    version = mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    capability = mock.patch.object(
+        fused_attention_stablehlo, "check_compute_capability", lambda _: True
+    )
+    with version, capability, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
+def _slice(name: str, kind: str, layout: str) -> Machine:
+    _installed("libtpu", "plan-tpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody to ask for metadata
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+    sizes = [int(size) for size in layout.split("x")]
+    host = {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {1} else {}
+    try:
+        found = topologies.get_topology_desc(f"{kind}:{layout}", "tpu", **host)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"--on {name}: {str(error).splitlines()[0]}") from error
+    return Machine(name, kind, tuple(found.devices), len(found.devices))
+
+
+def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
+    _installed("jax_plugins.xla_cuda13", "plan-gpu")
+    chip = CHIPS[kind]
+    config = HOPPER.format(name=kind.upper(), bandwidth=int(chip.bandwidth), memory=chip.memory)
+    found = topologies.get_topology_desc(
+        f"{nodes}x1x{each}", "cuda", target_config=config, topology=f"{nodes}x1x{each}"
+    )
+    return Machine(name, kind, tuple(found.devices), each)
+
+
+def _installed(module: str, extra: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UserError(f"the compiler is not here: pip install 'jaxrl-llm[{extra}]'")
