@@ -131,9 +131,11 @@ def machine(name: str) -> Machine:
 def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Programs lowered inside are for the devices of the mesh, which may be anywhere."""
     # cuDNN is asked for its version when a program is lowered, and is not there
-    version = mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
+    version = mock.patch.object(
+        fused_attention_stablehlo, "check_cudnn_version", return_value=91200
+    )
     capability = mock.patch.object(
-        fused_attention_stablehlo, "check_compute_capability", lambda _: True
+        fused_attention_stablehlo, "check_compute_capability", return_value=None
     )
     with version, capability, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
