@@ -179,6 +179,22 @@ def test_the_report_reads_the_runs(small, tmp_path, capsys):
     }  # nothing to commit anew
 
 
+def test_a_study_goes_on_elsewhere_from_its_results(small, tmp_path, monkeypatch):
+    """Folders of runs are large and stay behind; whole seeds are then read out of the results."""
+    out = tmp_path / "out"
+    for name in ("plain-seed0", "lopti-seed0", "plain-seed1"):
+        fake(out, name, [0.1, 0.2, 0.4])
+    main(["study", str(small), "--out", str(out), "--report"])
+    before = json.loads((out / "results.json").read_text())
+    shutil.rmtree(out / "runs")
+    jobs = planned(monkeypatch, small, "--out", out)
+    assert [*jobs] == ["warm-warm_steps-2-seed1", "plain-seed1", "lopti-seed1"]
+    after = json.loads((out / "results.json").read_text())
+    assert after["runs"] == [run for run in before["runs"] if run["seed"] == 0]
+    small.write_text(SMALL.replace('"eta": 0.5', '"eta": 0.4'))
+    assert "plain-seed0" in planned(monkeypatch, small, "--out", out)
+
+
 def test_wrong_flags_are_found_before_anything_starts(small, tmp_path, capsys):
     small.write_text(SMALL.replace('"eta": 0.5', '"etta": 0.5'))
     with pytest.raises(SystemExit):

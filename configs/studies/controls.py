@@ -14,11 +14,11 @@ study = Study(
         "Lopti": {"eta": 0.5},
         "random split": {"eta": 0.5, "stages": "random_matched"},
         "two plain steps": {"stages": "twice"},
-        "two steps, half the rate": {"stages": "twice", "learning_rate": 5e-5},
+        "two steps, half the rate": {"stages": "twice", "learning_rate": 1.5e-6},
         "lowest 30%": {"eta": 0.3, "stages": "quantile"},
         "stage-major": {"eta": 0.5, "stage_major": True},
     },
     baseline="plain",
-    flags={"chatter": 0.35, "alpha": 0.0},
+    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80, "alpha": 0.0},
     warm=("chatter", "people", "warm_steps"),
 )

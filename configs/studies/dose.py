@@ -16,5 +16,6 @@ study = Study(
         "both": {"alpha": 0.3, "eta": 0.5},
     },
     baseline="plain",
+    flags={"learning_rate": 3e-6, "steps": 80},
     warm=("chatter", "people", "warm_steps"),
 )

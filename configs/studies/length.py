@@ -1,14 +1,20 @@
-"""Does what the methods do grow with the length of the responses?
+"""Does what the methods do need time, larger steps, or more updates of the same responses?
 
-The paper's responses (arXiv:2505.12929) are hundreds to thousands of tokens long, where low-probability tokens
-have more to dominate. With four people the worked answers are about twice as long as with three.
+The paper (arXiv:2505.12929) trains for hundreds of steps, with two mini-batches a step. The curve of 300 steps
+holds those of 30 and of 100.
 """
 
 from jaxrl_llm.reports.study import Study
 
 study = Study(
     config="../kk_tiny.py",
-    panels={"three people": {"people": 3}, "four people": {"people": 4}},
+    panels={
+        "300 steps": {"steps": 300},
+        "4 mini-batches": {"minibatches": 4},
+        "8 mini-batches": {"minibatches": 8},
+        "rate 1e-5": {"learning_rate": 1e-5},
+        "rate 3e-5": {"learning_rate": 3e-5},
+    },
     variants={
         "plain": {"alpha": 0.0, "eta": 0.0},
         "reweighting": {"alpha": 0.3, "eta": 0.0},
@@ -16,6 +22,6 @@ study = Study(
         "both": {"alpha": 0.3, "eta": 0.5},
     },
     baseline="plain",
-    flags={"chatter": 0.35},
+    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80},
     warm=("chatter", "people", "warm_steps"),
 )

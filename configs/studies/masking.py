@@ -14,6 +14,6 @@ study = Study(
         "without high": {"eta": 0.5, "stages": "drop_high"},
     },
     baseline="all tokens",
-    flags={"chatter": 0.35, "alpha": 0.0},
+    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80, "alpha": 0.0},
     warm=("chatter", "people", "warm_steps"),
 )

@@ -23,7 +23,7 @@ from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import study as studies
 from jaxrl_llm.reports import study_figures, study_text
-from jaxrl_llm.reports.study import Planned, Study
+from jaxrl_llm.reports.study import Outcome, Planned, Study
 from jaxrl_llm.runs import fleet, folder, journal
 from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
@@ -44,6 +44,21 @@ class Grid:
     def folder_of(self, run: Planned) -> Path:
         """The folder of a run."""
         return self.out / "runs" / run.name
+
+    def kept(self, runs: Sequence[Planned]) -> dict[str, Outcome]:
+        """Outcomes of runs whose folders are gone, out of the results in the study's folder.
+
+        Whole seeds alone: what is compared has begun with the same warm start.
+        """
+        there = self.out / "results.json"
+        written = json.loads(there.read_text())["runs"] if there.exists() else []
+        known = {made.run.name: made for made in map(studies.kept, written)}
+        missing = {
+            (run.panel, run.seed)
+            for run in runs
+            if self.folder_of(run).exists() or run.name not in known or known[run.name].run != run
+        }
+        return {run.name: known[run.name] for run in runs if (run.panel, run.seed) not in missing}
 
     def command(self, run: Planned, origin: Path | None = None) -> list[str]:
         """What makes the run, as anybody can type it."""
@@ -88,14 +103,16 @@ def main(
     text = (module.__doc__ or "").strip()
     grid = Grid(study, file.stem, text, config, out or Path("runs") / "studies" / file.stem)
     console, runs = rich.console.Console(soft_wrap=True), study.runs(seeds)
-    lengths = _lengths(grid, runs)
+    lengths, kept = _lengths(grid, runs), grid.kept(runs)
     failed: list[str] = []
     if not report:
         workers = jobs or max(1, (os.cpu_count() or 1) // threads)
         with _alone(grid.out, threads):
-            failed = _run(grid, runs, lengths, workers, threads, data, console)
+            left = [run for run in runs if run.name not in kept]
+            failed = _run(grid, left, lengths, workers, threads, data, console)
     done = [run for run in runs if finished(grid.folder_of(run), *lengths[run.name])]
-    _report(grid, runs, done, console)
+    made = {run.name: studies.outcome(run, journal.read(grid.folder_of(run))) for run in done}
+    _report(grid, runs, kept | made, console)
     if failed:
         log = grid.out / "logs" / f"{failed[0]}.log"
         raise UserError(f"{len(failed)} runs failed; the first one, {failed[0]}, says why in {log}")
@@ -251,12 +268,14 @@ class _Watch:
         return f"warm {step}/{begin}{score}"
 
 
-def _report(grid: Grid, runs: Sequence[Planned], done: Sequence[Planned], console: Any) -> None:
+def _report(
+    grid: Grid, runs: Sequence[Planned], outcomes: Mapping[str, Outcome], console: Any
+) -> None:
     """results.json, results.md and the pictures, of the runs that are finished."""
-    if not done:
+    if not outcomes:
         console.print(f"no run in {grid.out} is finished yet")
         return
-    outcomes = [studies.outcome(run, journal.read(grid.folder_of(run))) for run in done]
+    done = [run for run in runs if run.name in outcomes]
     commands = []
     for run in done[: len(grid.study.variants)][:2]:
         warm = grid.study.warm_start(run)
@@ -264,7 +283,7 @@ def _report(grid: Grid, runs: Sequence[Planned], done: Sequence[Planned], consol
             commands.append("jaxrl-llm " + shlex.join(grid.command(one, origin)))
     results = studies.results(
         grid.study,
-        outcomes,
+        [outcomes[run.name] for run in done],
         title=grid.title,
         text=grid.text,
         state=f"{len(done)} of {len(runs)} runs are finished; cores a run: {_threads(grid.out)}.",

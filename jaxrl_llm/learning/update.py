@@ -88,13 +88,13 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(params, opt_state, step, skipped)
 
 
-def place(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch on the mesh, rows spread over its batch axes."""
+def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = jax.device_put) -> Batch:
+    """The batch on the mesh, rows spread over its batch axes, by `put(array, sharding)`."""
 
-    def put(spec):
-        return lambda x: jax.device_put(x, NamedSharding(mesh, fit(spec, x.shape, mesh)))
+    def by(spec):
+        return lambda x: put(x, NamedSharding(mesh, fit(spec, x.shape, mesh)))
 
-    model_side, credit_side = put(P(None, None, BATCH)), put(P(BATCH))
+    model_side, credit_side = by(P(None, None, BATCH)), by(P(BATCH))
     layout = Layout(credit_side(batch.layout.in_bins), *map(model_side, batch.layout[1:]))
     inputs = jax.tree.map(model_side, batch.inputs)
     return Batch(inputs, layout, credit_side(batch.mask), credit_side(batch.sampler_logp))

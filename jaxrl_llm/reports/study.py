@@ -110,6 +110,12 @@ def outcome(run: Planned, records: Records) -> Outcome:
     return Outcome(run, curve, figures)
 
 
+def kept(record: Mapping[str, Any]) -> Outcome:
+    """The outcome that `results` wrote down."""
+    run = Planned(record["panel"], record["variant"], record["seed"], record["flags"])
+    return Outcome(run, [(step, score) for step, score in record["curve"]], record["figures"])
+
+
 def with_speed(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Adds the steps to the level; a run that never gets there has all its steps, and `reached` is 0."""
     baseline = {(o.run.panel, o.run.seed): o for o in outcomes if o.run.variant == study.baseline}
