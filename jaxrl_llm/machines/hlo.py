@@ -1,7 +1,7 @@
 """What a compiled program says of itself: collectives and how often they run, cycles, loops.
 
-The optimised HLO is read as text, which is what every backend gives. A loop whose trip count depends on data says its
-limit by a name scope, `at_most_N` (`models.bounded`).
+The optimised HLO is read as text, which is what every backend gives. A loop whose trip count depends on data says
+its limit by a name scope, `at_most_N` (`models.bounded`).
 """
 
 import math
@@ -133,8 +133,7 @@ class Module:
                     body = re.search(r"body=%([\w.\-]+)", i.rest)
                     waiting.append((body[1] if body else "", times * self._trips(i), i.rest))
                 elif i.op in ("conditional", "call", "async-start") or into_fusions:
-                    for called in _called(i):
-                        waiting.append((called, times, loop))
+                    waiting += [(called, times, loop) for called in _called(i)]
 
     def _trips(self, loop: Instruction) -> int:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):

@@ -18,6 +18,8 @@ from jaxrl_llm.rollouts import native
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Rollout
 
+STEPS = 256  # tokens of a call of the decoding loop
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -52,14 +54,45 @@ class Planned:
         )
         return update.place(replace(limit, shards=shards)(longest), self.mesh, like)
 
-    def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Each program of a step by its name, in the order of a step."""
-        if isinstance(self.config.engine, Native):
-            yield "prefill", self._prefill(self.config.engine)
-            yield "decode", self._decode(self.config.engine)
-        yield "score", self._score()
-        yield "credit", jax.jit(self._credit).lower(self.batch, self._reward, self._scores)
-        yield "update", self._update()
+    @property
+    def reference(self) -> Any:
+        """The parameters of the reference policy."""
+        return self.state.params
+
+    @cached_property
+    def weights(self) -> Any:
+        """What the embedded engine reads."""
+        weights = jax.jit(self._decoder.weights)
+        places = weights.lower(self.state.params).compile().output_shardings
+        return jax.tree.map(like, jax.eval_shape(weights, self.state.params), places)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether those are others than the trainer's own."""
+        return self.native and self.weights != self.state.params
+
+    @cached_property
+    def cache(self) -> Any:
+        """Keys and values of all slots."""
+        limit, engine = self.config.collate, self._engine
+        size = engine.slots, limit.prompt_length + limit.response_length
+        empty = jax.jit(lambda weights: self._decoder.empty(weights, *size))
+        places = empty.lower(self.weights).compile().output_shardings
+        return jax.tree.map(like, jax.eval_shape(empty, self.weights), places)
+
+    @property
+    def native(self) -> bool:
+        """Whether the responses are sampled on the same devices."""
+        return isinstance(self.config.engine, Native)
+
+    def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Each program by its name, in the order of a step."""
+        sampling = {"prefill": self._prefill, "decode": self._decode} if self.native else {}
+        learning = {"score": self._score, "credit": self._lower_credit, "update": self._update}
+        return {**sampling, **learning}
+
+    def _lower_credit(self) -> jax.stages.Lowered:
+        return jax.jit(self._credit).lower(self.batch, self._reward, self._scores)
 
     def _score(self) -> jax.stages.Lowered:
         objective = self.config.objective
@@ -99,33 +132,28 @@ class Planned:
         )
         return program.lower(self.state, credited)
 
-    def _prefill(self, engine: Native) -> jax.stages.Lowered:
-        decoder = self.policy.decoder(engine.block)
-        tokens = np.zeros((engine.prefill_prompts, self.config.collate.prompt_length), np.int32)
-        return jax.jit(decoder.prefill).lower(self._weights(decoder), self._everywhere(tokens))
+    @property
+    def _engine(self) -> Native:
+        assert isinstance(self.config.engine, Native)  # noqa: S101 (its callers have asked)
+        return self.config.engine
 
-    def _decode(self, engine: Native) -> jax.stages.Lowered:
-        decoder, limit = self.policy.decoder(engine.block), self.config.collate
-        weights = self._weights(decoder)
-        columns = limit.prompt_length + limit.response_length
-        empty = jax.jit(decoder.empty, static_argnums=(1, 2))
-        arguments = weights, engine.slots, columns
-        places = empty.lower(*arguments).compile().output_shardings
-        cache = jax.tree.map(
-            like, jax.eval_shape(lambda w: empty(w, *arguments[1:]), weights), places
-        )
-        slots, rules = (
-            native.idle(engine.slots, limit.response_length),
-            native.rules(self.config.sampling),
-        )
+    @property
+    def _decoder(self) -> Any:
+        return self.policy.decoder(self._engine.block)
+
+    def _prefill(self) -> jax.stages.Lowered:
+        shape = (self._engine.prefill_prompts, self.config.collate.prompt_length)
+        tokens = self._everywhere(np.zeros(shape, np.int32))
+        return jax.jit(self._decoder.prefill).lower(self.weights, tokens)
+
+    def _decode(self) -> jax.stages.Lowered:
+        slots = native._idle(self._engine.slots, self.config.collate.response_length)
+        rules = native._rules(self.config.sampling)
         host = jax.tree.map(self._everywhere, (slots, rules, np.zeros((), np.int32)))
-        program = jax.jit(partial(native.run, decoder.decode, steps=STEPS), donate_argnums=(1, 2))
-        return program.lower(weights, cache, *host)
-
-    def _weights(self, decoder: Any) -> Any:
-        weights = jax.jit(decoder.weights)
-        places = weights.lower(self.state.params).compile().output_shardings
-        return jax.tree.map(like, jax.eval_shape(weights, self.state.params), places)
+        program = jax.jit(
+            partial(native.run, self._decoder.decode, steps=STEPS), donate_argnums=(1, 2)
+        )
+        return program.lower(self.weights, self.cache, *host)
 
     def _everywhere(self, x: np.ndarray) -> Any:
         return like(x, NamedSharding(self.mesh, P()))
