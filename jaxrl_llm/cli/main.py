@@ -18,7 +18,7 @@ import tyro
 
 from jaxrl_llm.errors import UserError
 
-WITH_CONFIG = ("train", "data", "serve")
+WITH_CONFIG = ("train", "plan", "data", "serve")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
-    from jaxrl_llm.cli import data, export, plot, sample, serve, study, train
+    from jaxrl_llm.cli import data, export, plan, plot, sample, serve, study, train
     from jaxrl_llm.cli import eval as evaluation
     from jaxrl_llm.cli.bench import depth, rollout, update
 
@@ -49,6 +49,7 @@ def _application() -> tyro.extras.SubcommandApp:
     bench.command(name="compile")(_later(depth.main))
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(_needs_config("train", train.main))
+    app.command(name="plan")(_needs_config("plan", plan.main))
     app.command(name="eval")(_later(evaluation.main))
     app.command(name="sample")(_later(sample.main))
     app.command(name="export")(_later(export.main))
@@ -63,7 +64,7 @@ def _application() -> tyro.extras.SubcommandApp:
 def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], None]:
     """A command whose flags are its own options and the parameters of the file's `config()`."""
     from jaxrl_llm import config as configs
-    from jaxrl_llm.cli import data, serve, train
+    from jaxrl_llm.cli import data, plan, serve, train
     from jaxrl_llm.runs import record
 
     make, flags = configs.load(path), {}
@@ -78,6 +79,7 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
 
     options, run = {
         "train": (train.Options, partial(train.main, made_by=path, flags=flags)),
+        "plan": (plan.Options, plan.main),
         "data": (data.Options, data.main),
         "serve": (serve.Options, serve.main),
     }[name]

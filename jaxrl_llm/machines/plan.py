@@ -1,64 +1,43 @@
 """What a config would be on a machine: memory, traffic and time a step, from its compiled programs.
 
-Bytes, collectives and shapes are facts of the compilers. Seconds are estimates: the arithmetic and the bytes that were
-counted, at the rates of a data sheet.
+Bytes, collectives and shapes are facts of the compilers. Seconds are estimates: the arithmetic and the bytes that
+were counted, at the rates of a data sheet.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Pretrained
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import flops, hlo, topologies
-from jaxrl_llm.machines.programs import Lowered, Planned
-from jaxrl_llm.machines.topologies import Chip, Machine
-from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.machines import hlo, seconds, topologies
+from jaxrl_llm.machines.programs import Planned, local_bytes
+from jaxrl_llm.machines.seconds import Seconds
+from jaxrl_llm.machines.topologies import Machine
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
 
-RESERVED = 0.94  # of a GPU's memory, what is left beside the driver and the communication library
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one device, if nothing else took time."""
-
-    arithmetic: float = 0.0
-    memory: float = 0.0
-    links: float = 0.0
-    network: float = 0.0
-
-    @property
-    def least(self) -> float:
-        """All at the same time."""
-        return max(self.arithmetic, self.memory, self.links, self.network)
-
-    @property
-    def most(self) -> float:
-        """One after the other."""
-        return self.arithmetic + self.memory + self.links + self.network
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(*(getattr(self, n) + getattr(other, n) for n in self.__dataclass_fields__))
+LEFT_OF_A_GPU = 0.94  # beside the driver and the libraries that communicate
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program: its peak on a device, what is held there beside it, traffic, and time of a step."""
+    """A compiled program: its peak on a device, what is held there beside it, traffic, its time in a step.
+
+    `live` is the most that is in use at a time, in the compiler's own account; `peak` is what is allocated for it.
+    """
 
     name: str
-    times: float
     peak: int
+    live: int
     beside: int
     collectives: list[hlo.Collective]
     kernels: Mapping[str, int]
     cycles: int
     compiled_in: float
-    seconds: Seconds = field(default_factory=Seconds)
+    seconds: Seconds
 
     @property
     def together(self) -> int:
@@ -76,7 +55,7 @@ class Plan:
     memory: int
     parts: Mapping[str, int]
     programs: list[Program]
-    dropped: list[str] = field(default_factory=list)
+    timed: bool = True
 
     @property
     def peak(self) -> int:
@@ -91,7 +70,10 @@ class Plan:
     @property
     def seconds(self) -> tuple[float, float]:
         """Of a step: if everything overlaps, and if nothing does."""
-        return tuple(sum(getattr(p.seconds, end) for p in self.programs) for end in ("least", "most"))
+        return (
+            sum(program.seconds.least for program in self.programs),
+            sum(program.seconds.most for program in self.programs),
+        )
 
 
 def shape_of(config: Config) -> qwen2.Shape:
@@ -109,6 +91,7 @@ def plan(
     config: Config,
     machine: Machine,
     *,
+    shape: qwen2.Shape | None = None,
     tokens: int = 0,
     only: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda text: None,
@@ -116,22 +99,43 @@ def plan(
     """Compiles the programs of a step and reads them; `tokens` is the mean length of a response (0: the limit)."""
     sizes = config.mesh
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
-    planned = Planned(config, shape_of(config), mesh)
-    programs = []
+    planned, programs = Planned(config, shape or shape_of(config), mesh), []
     with topologies.compiling_for(mesh):
         parts = parts_of(planned)
-        for name, lower in planned.programs():
+        for name, lower in planned.programs().items():
             if only and name not in only:
                 continue
             say(f"compiling {name}")
             start = time.perf_counter()
-            made = _read(name, lower(), parts)
-            made = replace(made, compiled_in=time.perf_counter() - start)
-            programs.append(_timed(made, planned, machine, tokens))
-    memory = machine.chip.memory
-    if machine.chip.platform == "cuda":
-        memory = int(RESERVED * memory)
-    return Plan(machine.name, dict(mesh.shape), mesh.size, memory, parts, programs)
+            compiled = lower().compile()
+            took = time.perf_counter() - start
+            module = hlo.Module(compiled.as_text())
+            collectives = module.collectives()
+            held = HELD[name] if planned.copies_weights else HELD[name] - {"parameters"}
+            program = Program(
+                name,
+                peak=_peak(compiled.memory_analysis(), machine.chip.platform),
+                live=compiled.memory_analysis().peak_memory_in_bytes,
+                beside=sum(parts.get(part, 0) for part in held),
+                collectives=collectives,
+                kernels=module.kernels(),
+                cycles=module.cycles(),
+                compiled_in=took,
+                seconds=seconds.of(name, planned, machine, collectives, tokens),
+            )
+            programs.append(program)
+    chip = machine.chip
+    memory = int(chip.memory * (LEFT_OF_A_GPU if chip.platform == "cuda" else 1))
+    return Plan(machine.name, dict(mesh.shape), mesh.size, memory, parts, programs, chip.flops > 0)
+
+
+HELD = {  # on the device, and no arguments of the program; parameters where the sampler has a copy
+    "prefill": {"parameters", "optimizer", "reference", "cache"},
+    "decode": {"parameters", "optimizer", "reference"},
+    "score": {"optimizer", "reference"},
+    "credit": {"optimizer", "reference"},
+    "update": {"reference"},
+}
 
 
 def parts_of(planned: Planned) -> dict[str, int]:
@@ -140,50 +144,26 @@ def parts_of(planned: Planned) -> dict[str, int]:
     parts = {"parameters": local_bytes(state.params), "optimizer": local_bytes(state.opt_state)}
     if config.keeps_reference:
         parts["reference"] = local_bytes(planned.reference)
-    if planned.copies_weights:
-        parts["sampler's copy"] = local_bytes(planned.weights)
-    if planned.cache is not None:
+    if planned.native:
         parts["cache"] = local_bytes(planned.cache)
-    accumulators = 2 if config.collate.microbatches > 1 else 1
-    parts["gradients"] = accumulators * sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(state.params)
-    )
+        if planned.copies_weights:
+            parts["sampler's copy"] = local_bytes(planned.weights)
+    sums = 2 if config.collate.microbatches > 1 else 1  # of a micro-batch, and added up
+    parts["gradients"] = sums * local_bytes(state.params)
     bins = planned.batch.inputs.tokens
     rows, length = bins.sharding.shard_shape(bins.shape)[2:]
     width = planned.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
     if config.compute.remat is jax.checkpoint:
-        parts["activations kept"] = planned.shape.num_layers * rows * length * width
-    parts["logits at a time"] = planned.logit_bytes
+        parts["inputs of layers"] = planned.shape.num_layers * rows * length * width
+    parts["logits"] = logprobs.LOGIT_BYTES
     return parts
 
 
-def local_bytes(tree: Any) -> int:
-    """What the first device holds of arrays or shapes."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+def _peak(memory: Any, platform: str) -> int:
+    """Bytes of arguments, results and what is in between, as much of them as there is at a time.
 
-
-HELD = {  # what is on the device and not an argument of the program
-    "prefill": ("parameters", "optimizer", "reference", "cache"),
-    "decode": ("parameters", "optimizer", "reference"),
-    "score": ("optimizer", "reference"),
-    "credit": ("parameters", "optimizer", "reference"),
-    "update": ("reference",),
-}
-
-
-def _read(name: str, lowered: Lowered, parts: Mapping[str, int]) -> Program:
-    compiled = lowered.compiled()
-    module = hlo.Module(compiled.as_text())
-    held = [part for part in HELD[name] if part != "parameters" or "sampler's copy" in parts or name == "credit"]
-    return Program(
-        name,
-        lowered.times,
-        _peak(compiled.memory_analysis()),
-        sum(parts.get(part, 0) for part in held),
-        module.collectives(),
-        module.kernels(),
-        module.cycles(),
-        0.0,
-    )
+    A TPU's compiler says when each is alive; elsewhere what is in between is allocated as one piece.
+    """
+    together = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    together += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return memory.peak_memory_in_bytes if platform == "tpu" else together

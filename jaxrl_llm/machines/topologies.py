@@ -26,10 +26,10 @@ class Chip:
     """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s.
 
     `bandwidth` is that of the memory, `link` what a device sends to the others of its slice or node,
-    `network` what it sends beyond.
+    `network` what it sends beyond; 0 is not known.
     """
 
-    platform: Literal["tpu", "cuda"]
+    platform: Literal["tpu", "cuda", "here"]
     memory: int
     flops: float
     bandwidth: float
@@ -67,7 +67,7 @@ SLICES = {  # chips: how they lie
 }
 SLICES["v6e"] = SLICES["v5e"]
 CORES = {"v5p": 2}  # its names count cores: v5p-8 has four chips
-NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1 or 4xh100x8"
+NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8, or here"
 
 HOPPER = """
 gpu_device_info {{
@@ -101,18 +101,15 @@ class Machine:
     """So many devices of a kind; those of a node (or all of a slice) are joined by fast links."""
 
     name: str
-    kind: str
     devices: tuple[Any, ...]
     together: int
-
-    @property
-    def chip(self) -> Chip:
-        """What each device is."""
-        return CHIPS[self.kind]
+    chip: Chip
 
 
 def machine(name: str) -> Machine:
     """The machine of a name like v5e-16, v5p:2x2x2, h100x8 or 4xh100x8 (nodes x kind x devices)."""
+    if name == "here":
+        return _here()
     if match := re.fullmatch(r"(v\d\w)-(\d+)", name):
         kind, count = match[1], int(match[2])
         chips = count // CORES.get(kind, 1)
@@ -124,12 +121,16 @@ def machine(name: str) -> Machine:
             return _slice(name, match[1], match[2])
     elif (match := re.fullmatch(r"(?:(\d+)x)?(h\d00)x(\d+)", name)) and match[2] in CHIPS:
         return _nodes(name, match[2], int(match[1] or 1), int(match[3]))
-    raise UserError(f"--on {name}: there is no such machine here: name one like {NAMES}")
+    raise UserError(f"--on {name}: no such machine is known: name one like {NAMES}")
 
 
 @contextmanager
 def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Programs lowered inside are for the devices of the mesh, which may be anywhere."""
+    if mesh.devices.flat[0] in jax.devices():
+        with jax.set_mesh(mesh):
+            yield
+        return
     # cuDNN is asked for its version when a program is lowered, and is not there
     version = mock.patch.object(
         fused_attention_stablehlo, "check_cudnn_version", return_value=91200
@@ -139,6 +140,14 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     )
     with version, capability, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield
+
+
+def _here() -> Machine:
+    devices = tuple(jax.devices())
+    stats = devices[0].memory_stats() or {}
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    chip = Chip("here", stats.get("bytes_limit", everything), 0.0, 0.0, 0.0, 0.0)
+    return Machine("here", devices, jax.local_device_count(), chip)
 
 
 def _slice(name: str, kind: str, layout: str) -> Machine:
@@ -153,7 +162,7 @@ def _slice(name: str, kind: str, layout: str) -> Machine:
         found = topologies.get_topology_desc(f"{kind}:{layout}", "tpu", **host)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"--on {name}: {str(error).splitlines()[0]}") from error
-    return Machine(name, kind, tuple(found.devices), len(found.devices))
+    return Machine(name, tuple(found.devices), len(found.devices), CHIPS[kind])
 
 
 def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
@@ -163,7 +172,7 @@ def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
     found = topologies.get_topology_desc(
         f"{nodes}x1x{each}", "cuda", target_config=config, topology=f"{nodes}x1x{each}"
     )
-    return Machine(name, kind, tuple(found.devices), each)
+    return Machine(name, tuple(found.devices), each, chip)
 
 
 def _installed(module: str, extra: str) -> None:

@@ -84,7 +84,7 @@ def test_data_and_dry_run_print_and_write_nothing(tmp_path, capsys):
     main(["train", "tests/runs/quick.py", "--out", str(tmp_path / "run"), "--dry-run"])
     out = capsys.readouterr().out
     assert "warm_start=WarmStart(" in out
-    assert "temporary memory of the train step" in out
+    assert "the worst moment is" in out
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,112 @@
+"""The fastest way to lay a config out on a machine that fits into its memory."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import Config, Mesh
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machines import flops
+from jaxrl_llm.machines.plan import plan, shape_of
+from jaxrl_llm.machines.topologies import Machine
+from jaxrl_llm.models import qwen2
+
+TRIALS = 12  # compilations before it is given up
+BYTES = 4 + 8 + 4 + 4  # a parameter, Adam's moments, two gradients in float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a search may change of a config."""
+
+    tensor: int
+    fsdp: int
+    data: int
+    microbatches: int
+    recompute: bool
+
+    def of(self, config: Config) -> Config:
+        """The config laid out so."""
+        remat = jax.checkpoint if self.recompute else None
+        return replace(
+            config,
+            mesh=Mesh(self.data, self.fsdp, self.tensor),
+            collate=replace(config.collate, microbatches=self.microbatches),
+            compute=replace(config.compute, remat=remat),
+        )
+
+    def __str__(self) -> str:
+        again = "recomputing layers" if self.recompute else "keeping everything"
+        mesh = f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
+        return f"{mesh}, {self.microbatches} micro-batches, {again}"
+
+
+def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Config:
+    """Tries layouts in the order of their estimated time, and takes the first whose update fits."""
+    shape, tried = shape_of(config), 0
+    layouts = [
+        x for x in candidates(config, shape, machine) if _least(x, shape) < machine.chip.memory
+    ]
+    for layout in sorted(layouts, key=lambda x: estimate(x, config, shape, machine)):
+        if tried == TRIALS:
+            break
+        tried += 1
+        made = plan(layout.of(config), machine, tokens=tokens, only=("update",))
+        say(f"{layout}: {made.peak / 2**30:.1f} of {made.memory / 2**30:.1f} GiB a device")
+        if made.fits:
+            return layout.of(config)
+    raise UserError(
+        f"none of {tried} layouts of this config fits on {machine.name} ({len(layouts)} looked possible): "
+        "take more devices, or shorter responses"
+    )
+
+
+def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator[Layout]:
+    """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis."""
+    devices = len(machine.devices)
+    rows = config.prompts * config.group_size // config.collate.minibatches
+    for tensor in (
+        size for size in (1, 2, 4, 8) if devices % size == 0 and shape.num_heads % size == 0
+    ):
+        if tensor > machine.together:
+            continue
+        shards = devices // tensor
+        bins = (n for n in _divisors(rows) if rows // n % shards == 0)
+        shared = [
+            fsdp for fsdp in _divisors(shards) if fsdp in (1, shards, machine.together // tensor)
+        ]
+        for micro, fsdp, again in itertools.product(bins, dict.fromkeys(shared), (False, True)):
+            yield Layout(tensor, fsdp, shards // fsdp, micro, again)
+
+
+def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
+    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over the tensor axis."""
+    chip, limit = machine.chip, config.collate
+    rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
+    size = {"tokens": rows * length, "scored": rows * limit.response_length, "length": length}
+    work = flops.update(shape, **size)
+    work += flops.forward(shape, **size) if layout.recompute else 0
+    visits = limit.minibatches * layout.microbatches
+    width = jnp.dtype(config.compute.dtype).itemsize
+    gathered = (2 + layout.recompute) * visits * parameters(shape) * width / layout.tensor
+    sums = (4 + 2 * layout.recompute) * shape.num_layers * rows * length * shape.hidden_size * width
+    moved = gathered * (1 - 1 / layout.fsdp)
+    moved += 2 * sums * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
+    each = config.objective.stages
+    return each * (work / len(machine.devices) / chip.flops + moved / chip.link)
+
+
+def parameters(shape: qwen2.Shape) -> int:
+    """How many there are."""
+    return sum(x.size for x in jax.tree.leaves(qwen2.graph(shape)[1]))
+
+
+def _least(layout: Layout, shape: qwen2.Shape) -> float:
+    return BYTES * parameters(shape) / (layout.fsdp * layout.tensor)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
