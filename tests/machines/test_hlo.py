@@ -1,0 +1,102 @@
+"""Compiled programs read as text: what travels, how often, from which line."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.machines import hlo
+from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models.bounded import up_to
+from tests.tiny import SHAPE
+
+EIGHT = sharding.make_mesh(1, 8, 1)
+
+
+def placed(shape, *spec, mesh=EIGHT, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def read(function, *arguments):
+    return hlo.Module(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def summed(x):
+    everywhere = lambda x: jax.lax.psum(x, "fsdp")
+    return jax.shard_map(everywhere, mesh=EIGHT, in_specs=P("fsdp"), out_specs=P())(x)
+
+
+def test_a_sum_over_eight_devices():
+    (found,) = read(summed, placed((8, 100), "fsdp")).collectives()
+    assert (found.kind, found.size, found.devices, found.span) == ("all-reduce", 400, 8, 8)
+    assert (found.times, found.sent) == (1, 2 * 400 * 7 / 8)
+
+
+@pytest.mark.parametrize("turns", [3, 5])
+def test_loops_are_multiplied_out(turns):
+    def twice_in_a_scan(x):
+        again = lambda x, _: (x + summed(x).sum(), summed(2 * x).sum())
+        inner = lambda x, _: jax.lax.scan(again, x, None, length=2)
+        return jax.lax.scan(inner, x, None, length=turns)
+
+    found = read(twice_in_a_scan, placed((8, 100), "fsdp")).collectives()
+    assert sum(c.times for c in found) in (2 * turns, 4 * turns)  # two sums may travel as one
+    assert sum(c.size * c.times for c in found) == 4 * turns * 400
+
+
+def test_a_loop_that_ends_with_its_data_says_its_limit():
+    def until(x, used):
+        return up_to(7, used, lambda i, x: x + summed(x).sum() + i, x)
+
+    module = read(until, placed((8, 100), "fsdp"), placed((), dtype=jnp.int32))
+    (found,) = module.collectives()
+    assert found.times == 7
+    assert not module.unbounded
+
+    def unnamed(x, used):
+        return jax.lax.fori_loop(0, used, lambda i, x: x + summed(x).sum() + i, x)
+
+    module = read(unnamed, placed((8, 100), "fsdp"), placed((), dtype=jnp.int32))
+    assert [c.times for c in module.collectives()] == [1]
+    assert module.unbounded
+
+
+def test_weights_are_gathered_once_a_layer_at_a_line_of_the_model():
+    definition, shapes = qwen2.graph(SHAPE)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s),
+        shapes,
+        sharding.param_shardings(shapes, EIGHT),
+    )
+    forward = lambda params, tokens: hidden(definition, params, tokens)
+    with jax.set_mesh(EIGHT):
+        module = read(forward, params, placed((8, 16), "fsdp", dtype=jnp.int32))
+    gathers = [c for c in module.collectives() if c.kind == "all-gather"]
+    largest = 4 * SHAPE.hidden_size * SHAPE.intermediate_size
+    mlp = [c for c in gathers if c.size >= largest and c.times % SHAPE.num_layers == 0]
+    assert sum(c.size * c.times for c in mlp) >= 3 * largest * SHAPE.num_layers
+    assert all(c.line.startswith("models/qwen2.py:") for c in mlp)
+
+
+def hidden(definition, params, tokens):
+    from flax import nnx
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    return nnx.merge(definition, params)(tokens, positions)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}, x", (4, 4)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}, x", (2, 5)),
+        ("replica_groups=[2,4]<=[8], x", (4, 4)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", (2, 5)),
+        ("replica_groups=mesh['data'=4,'fsdp'=8] {'fsdp'}, x", (8, 8)),
+        ("replica_groups=mesh['data'=4,'fsdp'=8] {'data'}, x", (4, 25)),
+        ("source_target_pairs={{0,8},{8,0}}, x", (2, 9)),
+    ],
+)
+def test_who_takes_part_and_how_far_apart_they_are(groups, expected):
+    assert hlo._group(groups) == expected
