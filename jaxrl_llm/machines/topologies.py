@@ -119,7 +119,7 @@ def machine(name: str) -> Machine:
     elif match := re.fullmatch(r"(v\d\w):(\d+x\d+(?:x\d+)?)", name):
         if match[1] in SLICES:
             return _slice(name, match[1], match[2])
-    elif (match := re.fullmatch(r"(?:(\d+)x)?(h\d00)x(\d+)", name)) and match[2] in CHIPS:
+    elif (match := re.fullmatch(r"(?:([1-9]\d*)x)?(h\d00)x([1-9]\d*)", name)) and match[2] in CHIPS:
         return _nodes(name, match[2], int(match[1] or 1), int(match[3]))
     raise UserError(f"--on {name}: no such machine is known: name one like {NAMES}")
 

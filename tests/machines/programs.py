@@ -1,7 +1,7 @@
-"""The programs that are compiled for machines that are not here: `python -m tests.machines.programs` prints what they are.
+"""Programs compiled for machines that are not here: `python -m tests.machines.programs` prints what they are.
 
-Small shapes, every attention, packed and padded rows, fsdp and tensor axes. `--write` records it in recorded.json, which
-a test compares with.
+Small shapes, every attention, packed and padded rows, fsdp and tensor axes. `--write` records it in recorded.json,
+which a test compares with.
 """
 
 import argparse
@@ -57,9 +57,8 @@ def compiled(name: str) -> dict[str, dict[str, int]]:
         figures = {"KiB": program.peak // 1024}
         for c in program.collectives:
             figures[c.kind] = figures.get(c.kind, 0) + c.times
-        for kernel, times in program.kernels.items():
-            if any(word in kernel for word in ("fmha", "triton", "tpu_custom_call")):
-                figures[kernel] = times
+        fused = ("fmha", "triton", "tpu_custom_call")
+        figures |= {k: n for k, n in program.kernels.items() if any(word in k for word in fused)}
         found[program.name] = dict(sorted(figures.items()))
     return found
 

@@ -1,17 +1,19 @@
 """A plan against what is there: bytes of live arrays, names of machines, what a person reads."""
 
 import importlib.util
+import io
 import json
 
 import jax
 import pytest
+import rich.console
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.machines import plan as plans
-from jaxrl_llm.machines import search, topologies
+from jaxrl_llm.machines import plan_text, search, topologies
 from jaxrl_llm.machines.hlo import Collective
 from jaxrl_llm.machines.programs import Planned
 from jaxrl_llm.machines.seconds import Seconds
@@ -50,11 +52,32 @@ def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, mo
     held = found["parts"]["parameters"] + found["parts"]["optimizer"]
     assert held < found["programs"]["update"]["peak"] <= found["peak"]
     assert found["programs"]["update"]["collectives"]
-    main(["plan", path])
-    said = capsys.readouterr().out
-    assert "it fits" in said
-    assert "models/qwen2" in said
     assert not any(tmp_path.iterdir())
+
+
+GATHER = Collective("all-gather", "bf16[896,4864]", 29_800_000, 8, 8, 192, "models/qwen2.py:66")
+
+
+@pytest.mark.parametrize(("memory", "verdict"), [(80, "it fits"), (8, "more collate.microbatches")])
+def test_what_a_person_reads(memory, verdict):
+    program = plans.Program("update", 10 * 2**30, 2**30, 0, [GATHER], {}, 0, 1.0, Seconds(2.0, 1.0))
+    mesh = {"data": 1, "fsdp": 8, "tensor": 1}
+    made = plans.Plan("h100x8", mesh, 8, memory * 2**30, {"parameters": 2**26}, [program])
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    for part in plan_text.tables(made, steps=100):
+        console.print(part)
+    said = " ".join(console.file.getvalue().split())
+    for words in (
+        verdict,
+        "10.00 GiB",
+        "64.0 MiB",
+        "models/qwen2.py:66",
+        "5.01",
+        "2.0 s",
+        "3.0 s",
+        "5 min",
+    ):
+        assert words in said
 
 
 @pytest.mark.parametrize("name", ["v5e-7", "v9z-8", "h100", "h900x8", "v5p-9", "x", "0xh100x8"])
