@@ -41,12 +41,13 @@ def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
     from jaxrl_llm.cli import data, export, plan, plot, sample, serve, study, train
     from jaxrl_llm.cli import eval as evaluation
-    from jaxrl_llm.cli.bench import depth, rollout, update
+    from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(_later(update.main))
     bench.command(name="rollout")(_later(rollout.main))
     bench.command(name="compile")(_later(depth.main))
+    bench.command(name="accelerator")(_later(accelerator.main))
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(_needs_config("train", train.main))
     app.command(name="plan")(_needs_config("plan", plan.main))

@@ -1,0 +1,258 @@
+"""An accelerator in a few minutes: is it right, how fast is it, does it use the memory that a plan says?"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+from rich.box import SIMPLE
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import optimizers, update
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.machines import flops, topologies
+from jaxrl_llm.machines.programs import local_bytes
+from jaxrl_llm.models import attention, logprobs, qwen2, sharding
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.objectives import Objective, advantages, kl, partition
+from jaxrl_llm.rollouts import engines
+from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+
+SMALL = qwen2.Shape(2048, 512, 1408, 4, 8, 2, tied=True)
+STEPS = 20
+RATE = 1e-4
+OBJECTIVE = Objective(
+    advantage=advantages.grpo,
+    penalties=((1e-3, kl.k3),),
+    partition=partial(partition.lopti, eta=1 / 2048),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how the same numbers are made."""
+
+    device: Any
+    dtype: Any = jnp.float32
+    attend: Callable[..., Any] = attention.xla
+    pack: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table; `fine` is None for what is only told."""
+
+    what: str
+    value: str
+    limit: str = ""
+    fine: bool | None = None
+
+
+def main(
+    *,
+    models: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"),
+    rows: int = 8,
+    prompt_length: int = 128,
+    response_length: int = 896,
+    slots: int = 256,
+    new_tokens: int = 256,
+    minutes: float = 8.0,
+) -> None:
+    """Check and time the first device: numbers against a CPU's, updates, decoding, memory against the plan's.
+
+    Args:
+        models: shapes with random weights that are timed, smallest first; those known by name.
+        rows: sequences of a micro-batch.
+        prompt_length: tokens of each prompt.
+        response_length: tokens of each response.
+        slots: sequences that decode at a time.
+        new_tokens: tokens that each of them decodes.
+        minutes: nothing new is begun after so many.
+    """
+    if unknown := [name for name in models if name not in (*qwen2.PRESETS, "small")]:
+        raise UserError(f"--models {unknown[0]}: known are small, {', '.join(qwen2.PRESETS)}")
+    console, begun = rich.console.Console(soft_wrap=True), time.monotonic()
+    device = jax.devices()[0]
+    chip = _chip(device)
+    table = rich.table.Table("", "measured", "limit", "", title=device.device_kind, box=SIMPLE)
+    wrong, left = 0, False
+
+    def lines() -> Iterator[Line]:
+        yield from correctness(device)
+        for name in models:
+            shape = SMALL if name == "small" else qwen2.PRESETS[name]
+            batch = Collator(prompt_length, response_length, microbatches=2, pack=True)
+            yield from training(name, shape, device, chip, batch, rows)
+            yield from decoding(name, shape, device, chip, slots, prompt_length, new_tokens)
+
+    with console.status("correctness") as status:
+        for line in lines():
+            status.update(f"after {line.what}")
+            said = "" if line.fine is None else ("right" if line.fine else "WRONG")
+            table.add_row(line.what, line.value, line.limit, said)
+            wrong += line.fine is False
+            if left := time.monotonic() - begun > 60 * minutes:
+                break
+    console.print(table)
+    if left:
+        console.print(f"{minutes:g} minutes are over: what is not in the table was not begun")
+    if wrong:
+        raise UserError(f"{wrong} figures are not what they must be: see the table")
+
+
+def correctness(device: Any) -> Iterator[Line]:
+    """Log-probs, gradients and steps of a small model, against those of a CPU in float32."""
+    exact = Setting(jax.devices("cpu")[0])
+    truth = numbers(exact)
+    half = jnp.bfloat16
+    for name, setting, limit in (
+        ("float32", Setting(device), 2e-4),
+        ("bfloat16, plain attention", Setting(device, half), 5e-2),
+        ("bfloat16, fused attention", Setting(device, half, attention.for_platform), 5e-2),
+        (
+            "bfloat16, fused, padded rows",
+            Setting(device, half, attention.for_platform, pack=False),
+            5e-2,
+        ),
+    ):
+        found = numbers(setting)
+        for what in ("log-probs", "gradient", f"parameters after {STEPS} steps"):
+            apart = difference(found[what], truth[what])
+            yield Line(f"{name}: {what}", f"{apart:.1e}", f"{limit:.0e}", apart <= limit)
+
+
+def numbers(setting: Setting) -> dict[str, list[np.ndarray]]:
+    """What the same weights and responses give, in the rows of responses."""
+    mesh = sharding.make_mesh(1, 1, 1, [setting.device])
+    compute = qwen2.Compute(dtype=setting.dtype, attend=setting.attend)
+    definition, shapes = qwen2.graph(SMALL, compute)
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        rng = np.random.default_rng(0)
+        drawn = jax.tree.map(lambda x: rng.normal(0.0, 0.04, x.shape).astype(np.float32), shapes)
+        drawn = jax.tree.map(lambda x: x + 1.0 if x.shape[-1:] == x.shape[1:] else x, drawn)
+        params = jax.device_put(drawn, sharding.param_shardings(shapes, mesh))
+        collate = Collator(64, 192, minibatches=2, microbatches=2, pack=setting.pack)
+        batch = update.place(collate(random_rollout(SMALL.vocab_size, 16, 64, 192)), mesh)
+        policy = partial(logprobs.of_responses, definition)
+        score, optimizer = update.make_score(policy), optimizers.adamw(RATE)
+        old = score(params, batch.inputs)
+        reward = sharding.replicated(rng.normal(size=(2, 8)).astype(np.float32), mesh)
+        credited = update.make_credit(OBJECTIVE)(batch, reward, old_logp=old, ref_logp=old)
+        micro = jax.tree.map(lambda x: x[0, 0], batch.inputs)
+        gradient = jax.jit(jax.grad(lambda p: policy(p, micro).sum()))(params)
+        state = update.init_state(params, optimizer)
+        where = jax.tree.map(lambda x: x.sharding, state)
+        step = update.make_train_step(policy, OBJECTIVE, optimizer, shardings=where)
+        rows = batch.layout.to_rows(old)
+        before = jax.tree.map(np.asarray, params)
+        for _ in range(STEPS):
+            state, _ = step(state, credited)
+        moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
+        arrays = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+        after = f"parameters after {STEPS} steps"
+        return {"log-probs": arrays(rows), "gradient": arrays(gradient), after: arrays(moved)}
+
+
+def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
+    """The norm of what is apart, by the norm of the truth."""
+    apart = sum(float(np.sum((a - b) ** 2)) for a, b in zip(found, truth, strict=True))
+    return (apart / sum(float(np.sum(b**2)) for b in truth)) ** 0.5
+
+
+def training(
+    name: str, shape: qwen2.Shape, device: Any, chip: Any, collate: Collator, rows: int
+) -> Iterator[Line]:
+    """Optimizer steps with recomputed layers in bfloat16, and the memory they take."""
+    mesh = sharding.make_mesh(1, 1, 1, [device])
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
+    policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw(1e-6)
+    objective = Objective(advantage=advantages.grpo)
+    count, limit = rows * collate.microbatches, (collate.prompt_length, collate.response_length)
+    with jax.set_mesh(mesh):
+        params = qwen2.init(shape, shardings=sharding.param_shardings(shapes, mesh))
+        state = update.init_state(params, optimizer)
+        del params
+        where = jax.tree.map(lambda x: x.sharding, state)
+        batch = update.place(collate(random_rollout(shape.vocab_size, count, *limit)), mesh)
+        old = update.make_score(policy)(state.params, batch.inputs)
+        reward = sharding.replicated(np.arange(float(count), dtype=np.float32)[None], mesh)
+        credited = update.make_credit(objective)(batch, reward, old_logp=old)
+        step: Any = update.make_train_step(policy, objective, optimizer, shardings=where)
+        planned = step.lower(state, credited).compile().memory_analysis()
+        planned = planned.temp_size_in_bytes + local_bytes(state) + local_bytes((batch, credited))
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, credited))
+            times.append(time.perf_counter() - start)
+    length = sum(limit)
+    size = {"tokens": count * length, "scored": count * limit[1], "length": length}
+    seconds = float(np.median(times[1:]))
+    share = flops.update(shape, **size) / seconds / chip.flops
+    yield Line(f"{name}: update, tokens/s", f"{count * length / seconds:,.0f}")
+    yield Line(f"{name}: update, model FLOPs utilisation", f"{share:.1%}")
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        real = stats["peak_bytes_in_use"]
+        near = abs(real - planned) <= 0.1 * real
+        yield Line(
+            f"{name}: memory, GiB", f"{real / 2**30:.1f}", f"planned {planned / 2**30:.1f}", near
+        )
+
+
+def decoding(
+    name: str, shape: qwen2.Shape, device: Any, chip: Any, slots: int, prompt: int, tokens: int
+) -> Iterator[Line]:
+    """The embedded engine with full slots, and how much of the memory's bandwidth it uses."""
+    mesh = sharding.make_mesh(1, 1, 1, [device])
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
+    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (slots, prompt)).tolist()
+    where = sharding.param_shardings(shapes, mesh)
+    engine = engines.Native(slots=slots)
+    with jax.set_mesh(mesh), engine.start(Policy(definition), mesh) as sampler:
+        params = qwen2.init(shape, dtype=jnp.bfloat16, shardings=where)
+        sampler.push(params, 0)
+        sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens))
+        start = time.perf_counter()
+        sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens, seed=1))
+        seconds = time.perf_counter() - start
+    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
+    read = local_bytes(params) + cache * (prompt + tokens / 2)
+    yield Line(f"{name}: decoding, tokens/s", f"{slots * tokens / seconds:,.0f}")
+    yield Line(
+        f"{name}: decoding, share of bandwidth", f"{read * tokens / seconds / chip.bandwidth:.1%}"
+    )
+
+
+def random_rollout(vocab: int, rows: int, prompt: int, response: int) -> Rollout:
+    """Responses of random tokens, all of full length."""
+    rng = np.random.default_rng(0)
+    draw = lambda n: [rng.integers(0, vocab, n).tolist() for _ in range(rows)]
+    return Rollout(draw(prompt), draw(response), [[0.0] * response] * rows)
+
+
+def _chip(device: Any) -> topologies.Chip:
+    """The data sheet of a device; a measured product stands in for one that is not known."""
+    kind = device.device_kind.lower()
+    for name, chip in topologies.CHIPS.items():
+        if name in kind.replace(" lite", "e").replace("tpu ", ""):
+            return chip
+    rate = flops.matmul_rate(jnp.bfloat16)
+    return replace(topologies.CHIPS["h100"], flops=rate, bandwidth=_bandwidth())
+
+
+def _bandwidth() -> float:
+    """Bytes/s of a sum over 256 MiB."""
+    x = jnp.ones(2**26, jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(x).block_until_ready()
+    start = time.perf_counter()
+    for _ in range(5):
+        total(x).block_until_ready()
+    return 5 * x.nbytes / (time.perf_counter() - start)
