@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
@@ -190,8 +188,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
     mesh = tiny.mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
         decoder = Decoder(qwen2.graph(tiny.SHAPE)[0], 16)
-        put = partial(jax.device_put, device=NamedSharding(mesh, P()))
-        made = NativeSampler(decoder, slots=8, prefill_prompts=4, put=put)
+        made = NativeSampler(decoder, slots=8, prefill_prompts=4)
         made.push(tiny.policy(mesh=mesh)[1], 0)
         eight = made.generate(prompts(6), n=2, sampling=GREEDY)
     assert responses(one) == responses(eight)
