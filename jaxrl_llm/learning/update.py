@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
+from jaxrl_llm.models import sharding
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, Seen
@@ -216,18 +217,39 @@ def make_train_step(
 
 
 def accumulate(loss_and_sums, params, minibatch: Credited):
-    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight."""
+    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight.
+
+    Each part of the `data` axis adds up its own rows; the parts meet once, at the end.
+    """
+    count, rows = minibatch.weight.shape[:2]
+    weighted = jnp.any(minibatch.weight > 0, axis=(1, 2))
+    used = jnp.max(jnp.where(weighted, jnp.arange(1, count + 1), 0))
+    parts = sharding.split_over("data")
+    if not parts or rows % sharding.count(parts):
+        return _added_up(loss_and_sums, params, minibatch, used)
+
+    def apart(params, minibatch, used):
+        return jax.lax.psum(_added_up(loss_and_sums, params, minibatch, used), parts)
+
+    apart = jax.shard_map(
+        apart,
+        in_specs=(P(), P(None, parts), P()),
+        out_specs=P(),
+        axis_names=set(parts),
+        check_vma=False,
+    )
+    return apart(params, minibatch, used)
+
+
+def _added_up(loss_and_sums, params, minibatch, used):
     value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
     pick = lambda i: jax.tree.map(lambda x: x[i], minibatch)
-    count = minibatch.weight.shape[0]
-    if count == 1:
+    if minibatch.weight.shape[0] == 1:
         return value_and_grad(params, pick(0))
 
     def add(i, total):
         return jax.tree.map(jnp.add, total, value_and_grad(params, pick(i)))
 
-    weighted = jnp.any(minibatch.weight > 0, axis=(1, 2))
-    used = jnp.max(jnp.where(weighted, jnp.arange(1, count + 1), 0))
     shapes = jax.eval_shape(value_and_grad, params, pick(0))
     return jax.lax.fori_loop(0, used, add, _zeros(shapes))
 

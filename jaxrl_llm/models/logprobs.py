@@ -11,15 +11,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models import vocabulary
 from jaxrl_llm.models.inputs import Inputs
-from jaxrl_llm.models.sharding import BATCH, constrain, local_size
+from jaxrl_llm.models.sharding import (
+    BATCH,
+    VOCAB,
+    count,
+    most,
+    on_each_device,
+    platform,
+    split_over,
+)
 
-LOGIT_BYTES = 10**8  # float32 logits that exist at the same time on one device
+LOGIT_BYTES = {"cpu": 10**8}  # float32 logits that exist at the same time on one device
+MORE_LOGIT_BYTES = 10**9  # on those with a memory of their own
 
 PerToken = Float[Array, "R C"]
 REMOVED = -1e4  # the logit of a token that the proxy policy does not have
+NO_TOKEN = -1e30  # and of a row of the head that is there to make it divide
 
 
 class Scores(NamedTuple):
@@ -78,27 +90,45 @@ def chunked(
     chunk: int | None = None,
     proxy: float = 0.0,
 ) -> Scores:
-    """Scores of about `chunk` tokens of a device at a time, up to the last scored column.
+    """Scores of about `chunk` tokens at a time, up to the last scored column.
 
-    The default is as many tokens as fit into LOGIT_BYTES.
+    Tokens are counted on one device, which sees those of all that share its `data` coordinate; the default is as
+    many as LOGIT_BYTES has room for.
     """
-    rows, columns, _ = hidden.shape
-    chunk = chunk or max(1, LOGIT_BYTES // (4 * local_size(head.shape[0], "tensor")))
-    steps = -(-local_size(rows, BATCH) * columns // chunk)
+    count_, columns, _ = hidden.shape
+    tokens = len(head)
+    hidden, target, scored = map(vocabulary.whole_rows, (hidden, target, scored))
+    head = vocabulary.whole_shards(head)
+    shown = len(head) // count(split_over(*VOCAB))
+    chunk = chunk or max(1, LOGIT_BYTES.get(platform(), MORE_LOGIT_BYTES) // (4 * shown))
+    steps = -(-len(hidden) // count(split_over("data")) * columns // chunk)
     width = -(-columns // steps)
     tail = -columns % width
 
     def split(x):
         x = jnp.pad(x, ((0, 0), (0, tail)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, -1, width, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(len(x), -1, width, *x.shape[2:]), 1, 0)
 
     def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :columns]
+        return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1)[:, :columns]
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
-    used = -(-last // width)
-    found: Any = _pieces((temperature, proxy), split(hidden), head, split(target), used)
-    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0), found)
+    used = most(-(-last // width))
+    settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
+    found: Any = _pieces(settings, split(hidden), head, split(target), used)
+    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:count_], found)
+
+
+class Settings(NamedTuple):
+    """What the pieces know beside arrays; rows of the head from `tokens` on are none, if that is said."""
+
+    temperature: float
+    proxy: float
+    tokens: int | None
+
+
+# Pieces are `[N,R,W]`: the rows of a group, which has the whole head, are all seen by each of its devices.
+ROWS, GROUP, HEAD = P(None, BATCH), P(None, "data"), P(VOCAB)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,51 +138,67 @@ def _pieces(settings, hidden, head, target, used) -> Scores:
 
 
 def _forward(settings, hidden, head, target, used):
-    temperature, proxy = settings
+    proxy = settings.proxy
+    fsdp, vocab = split_over("fsdp"), split_over(*VOCAB)
 
-    def one(i, out):
-        logits = _logits(hidden[i], head, temperature)
-        top = logits.max(-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        total = weights.sum(-1)
-        norm = top[..., 0] + jnp.log(total)
-        chosen = jnp.where(_is_target(logits, target[i]), logits, 0.0).sum(-1)
-        entropy = norm - (weights * logits).sum(-1) / total
-        results = (Scores(chosen - norm, entropy, without(weights, chosen, top[..., 0])), norm)
-        return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, results)
+    def local(hidden, head, target, used):
+        def one(i, out):
+            logits = _logits(settings, hidden[i], head, fsdp, vocab)
+            top = jax.lax.pmax(logits.max(-1), vocab)
+            weights = jnp.exp(logits - top[..., None])
+            sums = weights.sum(-1), (weights * logits).sum(-1), chosen_of(logits, target[i])
+            if proxy:
+                sums += (jnp.where(weights >= proxy, weights, 0.0).sum(-1),)
+            total, weighted, chosen, *kept = jax.lax.psum(sums, vocab)
+            norm = top + jnp.log(total)
+            found = Scores(chosen - norm, norm - weighted / total)
+            if proxy:
+                likely = jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED)
+                found = found._replace(proxy_logp=likely - top - jnp.log(kept[0]))
+            return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (found, norm))
 
-    def without(weights, chosen, top):
-        if not proxy:
-            return None
-        kept = top + jnp.log(jnp.where(weights >= proxy, weights, 0.0).sum(-1))
-        return jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED) - kept
+        zeros = jnp.zeros(target.shape, jnp.float32)
+        empty = Scores(zeros, zeros, zeros if proxy else None)
+        return jax.lax.fori_loop(0, used, one, (empty, zeros))
 
-    zeros = jnp.zeros(target.shape, jnp.float32)
-    empty = Scores(zeros, zeros, zeros if proxy else None)
-    found, norm = jax.lax.fori_loop(0, used, one, (empty, zeros))
+    def chosen_of(logits, target):
+        return jnp.where(_is_target(logits, target, vocab), logits, 0.0).sum(-1)
+
+    scores = Scores(GROUP, GROUP, GROUP if proxy else None)
+    apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), (scores, GROUP))
+    found, norm = apply(hidden, head, target, used)
     return found, (hidden, head, target, used, norm)
 
 
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are made again."""
     hidden, head, target, used, norm = saved
-    temperature, _ = settings
-    slope = gradient.logp / temperature
-    weight = head.astype(hidden.dtype)
+    data, fsdp, tensor = split_over("data"), split_over("fsdp"), split_over("tensor")
+    vocab = split_over(*VOCAB)
 
-    def one(i, out):
-        d_hidden, d_head = out
-        logits = _logits(hidden[i], head, temperature)
-        g = slope[i][..., None]
-        softmax = jnp.exp(logits - norm[i][..., None])
-        d_logits = jnp.where(_is_target(logits, target[i]), g, 0.0) - g * softmax
-        d_logits = d_logits.astype(hidden.dtype)
-        d_hidden = d_hidden.at[i].set(jnp.einsum("rcv,vd->rcd", d_logits, weight))
-        return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, hidden[i])
+    def local(hidden, head, target, used, norm, slope):
+        weight = head.astype(hidden.dtype)
 
-    zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
-    d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
-    return d_hidden, d_head.astype(head.dtype), None, None
+        def one(i, out):
+            d_hidden, d_head = out
+            seen = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            logits = _logits(settings, hidden[i], head, fsdp, vocab)
+            g = slope[i][..., None]
+            softmax = jnp.exp(logits - norm[i][..., None])
+            d_logits = jnp.where(_is_target(logits, target[i], vocab), g, 0.0) - g * softmax
+            d_logits = d_logits.astype(hidden.dtype)
+            mine = _float32_einsum("rcv,vd->rcd", d_logits, weight)
+            mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
+            d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
+            return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, seen)
+
+        zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
+        d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
+        return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
+
+    apply = on_each_device(local, (ROWS, HEAD, GROUP, P(), GROUP, GROUP), (ROWS, HEAD))
+    slope = gradient.logp / settings.temperature
+    return *apply(hidden, head, target, used, norm, slope), None, None
 
 
 _pieces.defvjp(_forward, _backward)
@@ -160,11 +206,20 @@ _pieces.defvjp(_forward, _backward)
 _float32_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _logits(hidden, head, temperature):
-    """float32 logits / temperature of a few tokens, sharded over the vocabulary."""
-    logits = _float32_einsum("rcd,vd->rcv", hidden, head.astype(hidden.dtype))
-    return constrain(logits, BATCH, None, "tensor") / temperature
+def _logits(settings, hidden, head, fsdp, vocab):
+    """float32 logits / temperature of the rows of a group for this device's part of the vocabulary."""
+    seen = jax.lax.all_gather(hidden, fsdp, tiled=True)
+    logits = _float32_einsum("rcd,vd->rcv", seen, head.astype(hidden.dtype)) / settings.temperature
+    if settings.tokens is None:
+        return logits
+    return jnp.where(_ids(logits, vocab) < settings.tokens, logits, NO_TOKEN)
 
 
-def _is_target(logits, target):
-    return jnp.arange(logits.shape[-1])[None, None] == target[..., None]
+def _is_target(logits, target, vocab):
+    return _ids(logits, vocab) == target[..., None]
+
+
+def _ids(logits, vocab):
+    """The tokens that logits belong to."""
+    size = logits.shape[-1]
+    return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]
