@@ -3,10 +3,14 @@
 Token t sees the tokens up to t of its own segment; `segments` None means one right-padded sequence a row.
 """
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -16,6 +20,14 @@ from jaxrl_llm.models.sharding import BATCH, current_mesh, fit
 Queries = Float[Array, "R L H D"]
 Keys = Float[Array, "R L K D"]
 Segments = Int[Array, "R L"] | None
+
+
+def for_platform(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+    """The fused kernel of the devices that the program is for: those of the mesh, or the default ones."""
+    mesh = current_mesh()
+    device = None if mesh is None else mesh.abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform, xla)(q, k, v, segments)
 
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
@@ -35,49 +47,98 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
     return jnp.moveaxis(jnp.concatenate(out, 3), 3, 1).reshape(rows, length, heads, size)
 
 
-def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-    """NVIDIA's fused flash attention; computes in bfloat16 where the model is not in half precision."""
-    half = q.dtype if q.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
-    q_, k_, v_ = (x.astype(half) for x in (q, k, v))
-    mask = _same_segment(segments)
-    out = jax.nn.dot_product_attention(
-        q_, k_, v_, mask=mask, is_causal=True, implementation="cudnn"
-    )
-    return out.astype(q.dtype)
+def gpu(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+    """NVIDIA: cuDNN for padded rows, a Triton kernel for packed ones; in half precision whatever comes.
+
+    cuDNN would take segments as a bias `[R,1,L,L]` and compute its gradient.
+    """
+    dtype = q.dtype
+    half = dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
+    q, k, v = (x.astype(half) for x in (q, k, v))
+    out = cudnn(q, k, v) if segments is None else triton(q, k, v, segments)
+    return out.astype(dtype)
+
+
+def cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
+    """cuDNN's flash attention on right-padded rows in half precision, run shard by shard."""
+    length = q.shape[1]
+    kernel = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    q, k, v = (_padded(x, 2) for x in (q, k, v))  # its gradient wants an even length
+    return _by_shard(lambda q, k, v, _: kernel(q, k, v), q, k, v, None)[:, :length]
+
+
+def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
+    """Pallas' flash attention for GPUs, run shard by shard; `interpret` runs its kernels on any platform."""
+    length, size = q.shape[1], q.shape[3]
+    q, k, v = (_padded(x, 128) for x in (q, k, v))
+    segments = None if segments is None else _padded(segments, 128)
+    blocks = pallas_gpu.BlockSizes(128, 64, 64, 64, 64, 64)
+
+    def local(q, k, v, segments):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        attend: Any = pallas_gpu.mha
+        return attend(q, k, v, segments, size**-0.5, True, blocks, num_warps=8, interpret=interpret)
+
+    return _by_shard(local, q, k, v, segments)[:, :length]
 
 
 def splash(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
-    """TPU's fused flash attention, run shard by shard; `interpret` runs its kernel on any platform."""
+    """TPU's fused flash attention, run shard by shard; `interpret` runs its kernels on any platform."""
     length, size = q.shape[1], q.shape[3]
-    tail, wide = -length % 128, -size % 128
-    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, wide))) for x in (q * size**-0.5, k, v))
-    if segments is None:
-        segments = jnp.ones((q.shape[0], length), jnp.int32)
-    segments = jnp.pad(segments, ((0, 0), (0, tail)))
+    block = _splash_block(length)
+    q, k, v = (_padded(_padded(x, block), 128, axis=3) for x in (q * size**-0.5, k, v))
+    segments = None if segments is None else _padded(segments, block)
+    sizes = tpu_splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        use_fused_bwd_kernel=True,
+    )
 
     def local(q, k, v, segments):
         causal = tpu_splash.CausalMask((q.shape[1], q.shape[1]))
         with jax.ensure_compile_time_eval():
             kernel: Any = tpu_splash.make_splash_mha_single_device(
-                tpu_splash.MultiHeadMask([causal] * q.shape[2]), interpret=interpret
+                tpu_splash.MultiHeadMask([causal] * q.shape[2]),
+                block_sizes=sizes,
+                interpret=interpret,
             )
         heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
-        ids = tpu_splash.SegmentIds(segments, segments)
+        ids = None if segments is None else tpu_splash.SegmentIds(segments, segments)
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
+    return _by_shard(local, q, k, v, segments)[:, :length, :, :size]
+
+
+def _by_shard(kernel: Callable[..., Queries], q, k, v, segments) -> Queries:
+    """The kernel on each device's rows and heads; keys are repeated until every device has its own."""
     mesh = current_mesh()
-    if mesh is not None:
-        by_head = fit(P(BATCH, None, "tensor"), (k.shape[0], 1, k.shape[2]), mesh)
-        spec = P(by_head[0], None, by_head[2])
-        local = jax.shard_map(
-            local, in_specs=(spec, spec, spec, P(by_head[0])), out_specs=spec, check_vma=False
-        )
-    return local(q, k, v, segments)[:, :length, :, :size]
+    if mesh is None:
+        return kernel(q, k, v, segments)
+    batch, _, heads = fit(P(BATCH, None, "tensor"), q.shape[:3], mesh)
+    if heads is not None:
+        times = math.lcm(k.shape[2], mesh.shape["tensor"]) // k.shape[2]
+        k, v = (jnp.repeat(x, times, axis=2) for x in (k, v))
+    spec = P(batch, None, heads)
+    rows = None if segments is None else P(batch)
+    return jax.shard_map(
+        kernel, in_specs=(spec, spec, spec, rows), out_specs=spec, check_vma=False
+    )(q, k, v, segments)
 
 
-def for_platform(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-    """The fused kernel of the default backend: cuDNN on NVIDIA, splash on TPU, else plain XLA."""
-    return {"gpu": cudnn, "tpu": splash}.get(jax.default_backend(), xla)(q, k, v, segments)
+def _padded(x, multiple: int, axis: int = 1):
+    """Zeros at the end of an axis; a causal row never sees them, and they are segment 0."""
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, -x.shape[axis] % multiple)
+    return jnp.pad(x, width)
+
+
+def _splash_block(length: int) -> int:
+    """512 to 1,024 columns, whichever pads the row least; a shorter row is one block."""
+    if length < 512:
+        return -(-length // 128) * 128
+    return min(range(1024, 511, -128), key=lambda block: -(-length // block) * block)
 
 
 def _attend_block(q, k, v, segments, start):
@@ -95,9 +156,3 @@ def _attend_block(q, k, v, segments, start):
     total = weights.sum(-1, keepdims=True)
     mixed = jnp.einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v)
     return (mixed / total).astype(q.dtype)
-
-
-def _same_segment(segments):
-    if segments is None:
-        return None
-    return (segments[:, :, None] == segments[:, None, :])[:, None]

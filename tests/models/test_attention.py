@@ -1,0 +1,164 @@
+"""The kernels of the accelerators: which is taken, what it computes, and that their compilers take it."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.machines.topologies import compiling_for, machine
+from jaxrl_llm.models import attention, sharding
+from tests import tiny
+
+KERNELS = {
+    "splash": partial(attention.splash, interpret=True),
+    "triton": partial(attention.triton, interpret=True),
+}
+SPEC = P(sharding.BATCH, None, "tensor", None)
+
+
+def slopes(attend, q, k, v, segments, weight):
+    """Weighted values, and their gradients; padding (segment 0) does not count."""
+
+    def loss(q, k, v):
+        out = attend(q, k, v, segments).astype(jnp.float32) * weight
+        return (
+            out if segments is None else jnp.where((segments > 0)[..., None, None], out, 0.0)
+        ).sum()
+
+    return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+
+def inputs(length, heads=4, kv_heads=2, size=16, rows=4):
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (
+        rng.normal(size=(rows, length, n, size)).astype(np.float32)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    ends = np.sort(rng.choice(length, (rows, 3), replace=True), 1)
+    column = np.arange(length)
+    segments = 1 + sum((column >= end[:, None]).astype(np.int32) for end in ends.T)
+    return q, k, v, np.where(segments == 4, 0, segments), weight
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_agrees_with_plain_xla(name, packed, tensor):
+    """Values and gradients, an odd length of several blocks, more devices than there are key heads."""
+    q, k, v, segments, weight = inputs(601 if name == "splash" else 131)
+    segments = segments if packed else None
+    expected = jax.jit(partial(slopes, attention.xla))(q, k, v, segments, weight)
+    with jax.set_mesh(tiny.mesh_of(2, 1, tensor)):
+        got = jax.jit(partial(slopes, KERNELS[name]))(q, k, v, segments, weight)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_do_not_divide_stay_whole():
+    q, k, v, segments, weight = inputs(40, heads=3, kv_heads=1)
+    expected = jax.jit(partial(slopes, attention.xla))(q, k, v, segments, weight)
+    with jax.set_mesh(tiny.mesh_of(1, 2, 2)):
+        got = jax.jit(partial(slopes, KERNELS["triton"]))(q, k, v, segments, weight)
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 128, 300, 512, 513, 1100, 4496, 32_768])
+def test_splash_blocks(length):
+    """Multiples of 128 that do not pad a row by more than one of 512 would."""
+    block = attention._splash_block(length)
+    assert block % 128 == 0
+    assert 128 <= block <= 1024
+    assert -(-length // block) * block <= max(block, -(-length // 512) * 512)
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"), [("gpu", "gpu"), ("tpu", "splash"), ("cpu", "xla")]
+)
+@pytest.mark.parametrize("default", ["cpu", "gpu"])
+def test_the_devices_of_the_mesh_choose(platform, expected, default, monkeypatch):
+    """Whatever is the default here: a CPU's mesh on a machine with a GPU, a GPU's mesh on one without."""
+    taken = []
+    for name in ("gpu", "splash", "xla"):
+        kernel = lambda q, k, v, segments, name=name: taken.append(name) or q
+        monkeypatch.setattr(attention, name, kernel)
+    monkeypatch.setattr(jax, "default_backend", lambda: default)
+    device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    mesh = AbstractMesh((1, 1, 1), sharding.AXES, abstract_device=device)
+    q, k, v = map(jnp.asarray, inputs(8)[:3])
+    with jax.sharding.use_abstract_mesh(mesh):
+        attention.for_platform(q, k, v, None)
+    attention.for_platform(q, k, v, None)
+    assert taken == [expected, {"cpu": "xla", "gpu": "gpu"}[default]]
+
+
+def squares(text, length):
+    """Types with two dimensions of that length, as it is or padded."""
+    lengths = {length, length + length % 2, -(-length // 128) * 128}
+    found = set(re.findall(r"(?:tensor<|\w+\[)([\dx,]+)", text))
+    return [name for name in found if sum(int(n) in lengths for n in re.findall(r"\d+", name)) > 1]
+
+
+def program(attend, mesh, length, packed):
+    """Traced for a mesh: values and gradients of bfloat16 rows, 8 heads on 2 of keys."""
+
+    def like(*shape, dtype="bfloat16"):
+        where = NamedSharding(mesh, sharding.fit(SPEC, shape, mesh))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    q, k = like(4, length, 8, 64), like(4, length, 2, 64)
+    segments = like(4, length, dtype="int32") if packed else None
+    step = partial(slopes, attend)
+    return jax.jit(step).trace(q, k, k, segments, jax.ShapeDtypeStruct((), "float32"))
+
+
+def test_a_square_is_seen():
+    mesh = tiny.mesh_of()
+    q, k, v, segments, weight = inputs(64)
+    with jax.set_mesh(mesh):
+        text = jax.jit(partial(slopes, attention.xla)).lower(q, k, v, segments, weight).as_text()
+    assert squares(text, 64)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("length", [383, 384])
+def test_it_is_lowered_for_nvidia(length, packed, tensor):
+    """cuDNN for padded rows, Triton for packed ones, and no array of length x length."""
+    mesh = tiny.mesh_of(1, 2, tensor)
+    with compiling_for(mesh):
+        lowered = program(attention.gpu, mesh, length, packed).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    kernels = set(re.findall(r"custom_call @([\w$.]+)", text)) - {"Sharding"}
+    cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert kernels == ({"__gpu$xla.gpu.triton"} if packed else cudnn)
+    assert not squares(text, length)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["h100x8", "v5e-8"])
+def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
+    """Its own kernels, no length x length, nothing travels for attention but keys' gradients."""
+    try:
+        devices = list(machine(name).devices)
+    except UserError as error:
+        pytest.skip(str(error))
+    mesh = sharding.make_mesh(1, 8 // tensor, tensor, devices=devices)
+    with compiling_for(mesh):
+        compiled = program(attention.for_platform, mesh, 601, packed).lower().compile()
+    text = str(compiled.as_text())
+    expected = {
+        "v5e-8": "tpu_custom_call",
+        "h100x8": "__gpu$xla.gpu.triton" if packed else "__cudnn$fmha",
+    }
+    assert f'custom_call_target="{expected[name]}' in text
+    assert not squares(text, 601)
+    if tensor == 1:
+        assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
