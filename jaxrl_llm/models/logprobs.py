@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models import vocabulary
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import (
+    AXES,
     BATCH,
     VOCAB,
     count,
@@ -25,9 +26,6 @@ from jaxrl_llm.models.sharding import (
     platform,
     split_over,
 )
-
-LOGIT_BYTES = {"cpu": 10**8}  # float32 logits that exist at the same time on one device
-MORE_LOGIT_BYTES = 10**9  # on those with a memory of their own
 
 PerToken = Float[Array, "R C"]
 REMOVED = -1e4  # the logit of a token that the proxy policy does not have
@@ -92,15 +90,14 @@ def chunked(
 ) -> Scores:
     """Scores of about `chunk` tokens at a time, up to the last scored column.
 
-    Tokens are counted on one device, which sees those of all that share its `data` coordinate; the default is as
-    many as LOGIT_BYTES has room for.
+    They are those of a group, the devices that have the whole head between them; the default is as many as make
+    `logit_bytes` on each of them.
     """
-    count_, columns, _ = hidden.shape
+    rows, columns, _ = hidden.shape
     tokens = len(head)
     hidden, target, scored = map(vocabulary.whole_rows, (hidden, target, scored))
     head = vocabulary.whole_shards(head)
-    shown = len(head) // count(split_over(*VOCAB))
-    chunk = chunk or max(1, LOGIT_BYTES.get(platform(), MORE_LOGIT_BYTES) // (4 * shown))
+    chunk = chunk or max(1, logit_bytes() // (4 * len(head) // count(split_over(*VOCAB))))
     steps = -(-len(hidden) // count(split_over("data")) * columns // chunk)
     width = -(-columns // steps)
     tail = -columns % width
@@ -116,7 +113,12 @@ def chunked(
     used = most(-(-last // width))
     settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
     found: Any = _pieces(settings, split(hidden), head, split(target), used)
-    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:count_], found)
+    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)
+
+
+def logit_bytes() -> int:
+    """Float32 logits that one device has at a time: few for a CPU's caches, more for a memory of its own."""
+    return 10**8 if platform() == "cpu" else 10**9
 
 
 class Settings(NamedTuple):
@@ -127,7 +129,7 @@ class Settings(NamedTuple):
     tokens: int | None
 
 
-# Pieces are `[N,R,W]`: the rows of a group, which has the whole head, are all seen by each of its devices.
+# Where pieces `[N,R,W]` lie: their rows on one device each or on all of a group, which has the whole head.
 ROWS, GROUP, HEAD = P(None, BATCH), P(None, "data"), P(VOCAB)
 
 
@@ -138,18 +140,22 @@ def _pieces(settings, hidden, head, target, used) -> Scores:
 
 
 def _forward(settings, hidden, head, target, used):
-    proxy = settings.proxy
+    temperature, proxy, tokens = settings
     fsdp, vocab = split_over("fsdp"), split_over(*VOCAB)
 
     def local(hidden, head, target, used):
+        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
+
         def one(i, out):
-            logits = _logits(settings, hidden[i], head, fsdp, vocab)
+            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            logits = _logits(group, weight, ids, temperature, tokens)
             top = jax.lax.pmax(logits.max(-1), vocab)
             weights = jnp.exp(logits - top[..., None])
-            sums = weights.sum(-1), (weights * logits).sum(-1), chosen_of(logits, target[i])
+            chosen = jnp.where(ids == target[i][..., None], logits, 0.0)
+            sums = [weights, weights * logits, chosen]
             if proxy:
-                sums += (jnp.where(weights >= proxy, weights, 0.0).sum(-1),)
-            total, weighted, chosen, *kept = jax.lax.psum(sums, vocab)
+                sums.append(jnp.where(weights >= proxy, weights, 0.0))
+            total, weighted, chosen, *kept = jax.lax.psum([x.sum(-1) for x in sums], vocab)
             norm = top + jnp.log(total)
             found = Scores(chosen - norm, norm - weighted / total)
             if proxy:
@@ -161,9 +167,6 @@ def _forward(settings, hidden, head, target, used):
         empty = Scores(zeros, zeros, zeros if proxy else None)
         return jax.lax.fori_loop(0, used, one, (empty, zeros))
 
-    def chosen_of(logits, target):
-        return jnp.where(_is_target(logits, target, vocab), logits, 0.0).sum(-1)
-
     scores = Scores(GROUP, GROUP, GROUP if proxy else None)
     apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), (scores, GROUP))
     found, norm = apply(hidden, head, target, used)
@@ -172,33 +175,32 @@ def _forward(settings, hidden, head, target, used):
 
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are made again."""
-    hidden, head, target, used, norm = saved
-    data, fsdp, tensor = split_over("data"), split_over("fsdp"), split_over("tensor")
+    temperature, _, tokens = settings
+    data, fsdp, tensor = (split_over(axis) for axis in AXES)
     vocab = split_over(*VOCAB)
 
     def local(hidden, head, target, used, norm, slope):
-        weight = head.astype(hidden.dtype)
+        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
 
         def one(i, out):
             d_hidden, d_head = out
-            seen = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
-            logits = _logits(settings, hidden[i], head, fsdp, vocab)
+            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            logits = _logits(group, weight, ids, temperature, tokens)
             g = slope[i][..., None]
             softmax = jnp.exp(logits - norm[i][..., None])
-            d_logits = jnp.where(_is_target(logits, target[i], vocab), g, 0.0) - g * softmax
+            d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
             d_logits = d_logits.astype(hidden.dtype)
             mine = _float32_einsum("rcv,vd->rcd", d_logits, weight)
             mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
             d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
-            return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, seen)
+            return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, group)
 
         zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
         d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
         return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
 
     apply = on_each_device(local, (ROWS, HEAD, GROUP, P(), GROUP, GROUP), (ROWS, HEAD))
-    slope = gradient.logp / settings.temperature
-    return *apply(hidden, head, target, used, norm, slope), None, None
+    return *apply(*saved, gradient.logp / temperature), None, None
 
 
 _pieces.defvjp(_forward, _backward)
@@ -206,20 +208,13 @@ _pieces.defvjp(_forward, _backward)
 _float32_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _logits(settings, hidden, head, fsdp, vocab):
-    """float32 logits / temperature of the rows of a group for this device's part of the vocabulary."""
-    seen = jax.lax.all_gather(hidden, fsdp, tiled=True)
-    logits = _float32_einsum("rcd,vd->rcv", seen, head.astype(hidden.dtype)) / settings.temperature
-    if settings.tokens is None:
-        return logits
-    return jnp.where(_ids(logits, vocab) < settings.tokens, logits, NO_TOKEN)
+def _logits(hidden, weight, ids, temperature, tokens):
+    """float32 logits / temperature for this device's part of the vocabulary."""
+    logits = _float32_einsum("rcd,vd->rcv", hidden, weight) / temperature
+    return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
 
 
-def _is_target(logits, target, vocab):
-    return _ids(logits, vocab) == target[..., None]
-
-
-def _ids(logits, vocab):
-    """The tokens that logits belong to."""
-    size = logits.shape[-1]
+def _ids(head, vocab):
+    """The tokens of this device's part of the head."""
+    size = len(head)
     return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]

@@ -30,6 +30,10 @@ class Policy:
             logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy
         )
 
+    def narrowed(self, params: Any) -> Any:
+        """Parameters that stay as they are, in the precision of the model: the same log-probs in less memory."""
+        return Decoder(self.definition, block=1).weights(params)
+
     def decoder(self, block: int) -> Decoder:
         """For an engine that generates with the trainer's parameters; the cache lies in blocks of columns."""
         return Decoder(self.definition, block)

@@ -52,17 +52,15 @@ def param_shardings(shapes, mesh: Mesh, rules=RULES):
 
 
 def left_whole(shapes, mesh: Mesh, rules=RULES) -> list[str]:
-    """What lies whole on several devices because it does not divide over them, in words."""
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
-        spec = _place(path, leaf, mesh, rules)
-        for size, axes in zip(leaf.shape, spec, strict=False):
-            if not divides(size, axes, mesh):
-                found.append(
-                    f"{_name(path)}: {size} does not divide over {_shards(axes, mesh)} devices "
-                    f"({', '.join(_names(axes, mesh))}), each of them holds all of it"
-                )
-    return found
+    """In words, which weights the devices of an axis all hold, because a dimension does not divide over them."""
+    return [
+        f"{_name(path)}: {size} does not divide over {_shards(axes, mesh)} ({', '.join(_names(axes, mesh))}), "
+        "so each of these devices holds and computes all of it"
+        for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]
+        if _name(path).endswith("weight")
+        for size, axes in zip(leaf.shape, _place(path, leaf, mesh, rules), strict=False)
+        if not divides(size, axes, mesh)
+    ]
 
 
 def _place(path, leaf, mesh, rules) -> P:
