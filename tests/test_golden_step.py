@@ -23,9 +23,16 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("micro", [1, 2, 4])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=["1-device", "8-devices"])
+MESHES = {"1-device": (1, 1, 1), "8-devices": (2, 2, 2)}
+CASES = {
+    f"{name}-{micro}-{'packed' if pack else 'padded'}": (sizes, micro, pack)
+    for name, sizes in MESHES.items()
+    for micro in (1, 2, 4)
+    for pack in (False, True)
+} | {"fsdp-8-packed": ((1, 8, 1), 2, True), "tensor-4-packed": ((2, 1, 4), 2, True)}
+
+
+@pytest.mark.parametrize(("sizes", "micro", "pack"), CASES.values(), ids=CASES)
 def test_four_plans(sizes, micro, pack):
     spec = json.loads(reference("golden", "step", "step.json").read_text())
     golden = np.load(reference("golden", "step", "step.npz"))

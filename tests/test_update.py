@@ -11,8 +11,9 @@ import pytest
 
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Seen, partition
-from tests import tiny
+from tests import hlo, tiny
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
 OPTIMIZER = optimizers.adamw(1e-3)
@@ -239,3 +240,42 @@ def test_logits_never_exist_as_a_whole():
     step = update.make_train_step(policy, tiny.objective(), optimizer)
     memory = step.lower(state, data).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * 1024 * 151_936 * 4 / 4
+
+
+def test_a_step_that_may_be_skipped_is_no_branch():
+    """For a branch the compilers of accelerators keep parameters and optimizer state twice."""
+    policy, params = tiny.policy()
+    batch = tiny.collator(microbatches=2)(tiny.rollout())
+    old = update.make_score(policy)(params, batch.inputs)
+    credited = update.make_credit(tiny.objective())(batch, REWARD, old_logp=old, ref_logp=old)
+    step = update.make_train_step(policy, tiny.objective(), OPTIMIZER)
+    lowered = step.lower(update.init_state(params, OPTIMIZER), credited).as_text()
+    assert "stablehlo.while" in lowered
+    assert "stablehlo.case" not in lowered
+    assert "stablehlo.if" not in lowered
+
+
+def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
+    """Four micro-batches on two devices: inside their loop nothing is sent but a number."""
+    mesh = tiny.mesh_of(data=2)
+    with jax.set_mesh(mesh):
+        policy, params = tiny.policy(mesh=mesh)
+        batch = update.place(tiny.collator(microbatches=4, shards=2)(tiny.rollout()), mesh)
+        old = update.make_score(policy)(params, batch.inputs)
+        credited = update.make_credit(tiny.objective())(batch, REWARD, old_logp=old, ref_logp=old)
+        step = update.make_train_step(policy, tiny.objective(), OPTIMIZER)
+        sent = hlo.collectives(step.lower(update.init_state(params, OPTIMIZER), credited).compile())
+    of_visits, of_micro_batches = ([s.size for s in sent if s.loops == n] for n in (1, 2))
+    assert max(of_visits) >= 96 * 64
+    assert max(of_micro_batches, default=0) <= 1
+
+
+def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers():
+    _, params = tiny.policy()
+    definition, _ = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
+    policy = Policy(definition)
+    batch = tiny.collator()(tiny.rollout())
+    score = update.make_score(policy.logp())
+    narrow = policy.narrowed(params)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(score(narrow, batch.inputs), score(params, batch.inputs))

@@ -14,6 +14,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.machines import dryrun
+from jaxrl_llm.models import sharding
 from jaxrl_llm.reports import curves, tables
 from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
@@ -85,8 +86,9 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
         f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
         f"checkpoint by, {len(divided.test)} to test on"
     )
-    if warning:
-        console.print(warning)
+    for said in [*sharding.left_whole(assemble.like_params(parts), parts.mesh), warning]:
+        if said:
+            console.print(said)
     run, concluded, finished, stop = None, None, False, Stop()
     with (
         leaving_gracefully(stop, grace=options.grace, minutes=options.max_minutes),

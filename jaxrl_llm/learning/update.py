@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
+from jaxrl_llm.models import sharding
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, Seen
@@ -158,8 +159,7 @@ def make_train_step(
     """`(state, credited) -> (state, metrics)`, jitted, the state donated; one metric row an optimizer step.
 
     A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
-    `shardings` pins the state to where it lies, in every branch: left to itself, the compiler gathers parameters
-    and optimizer state on every device for the step that may be skipped.
+    `shardings` pins the state to where it lies.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     pinned = lambda state: state
@@ -178,31 +178,21 @@ def make_train_step(
         logp = jax.lax.stop_gradient(logp)
         return loss, metrics.token_sums(objective, logp, micro.advantage, micro.weight, seen)
 
-    def optimizer_step(state: TrainState, minibatch: Credited):
-        (loss, sums), grads = accumulate(sums_and_loss, state.params, minibatch)
-        norm = optax.tree.norm(grads)
-
-        def apply(state):
-            updates, opt_state = optimizer.update(
-                grads, state.opt_state, state.params, step=state.step
-            )
-            params = optax.apply_updates(state.params, updates)
-            return pinned(state._replace(params=params, opt_state=opt_state))
-
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        state = pinned(jax.lax.cond(finite, apply, lambda s: s, state))
-        state = state._replace(skipped=state.skipped + ~finite)
-        more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
-        return state, metrics.as_means(sums) | more
-
     def visit(data: Credited, state: TrainState, which):
         m, s = which
         weight = data.weight[s, m]
         rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
-        minibatch = rest._replace(weight=weight)
-        shapes = jax.eval_shape(optimizer_step, state, minibatch)[1]
-        skip = lambda state, _: (state, _zeros(shapes))
-        return jax.lax.cond(jnp.any(weight > 0), optimizer_step, skip, state, minibatch)
+        (loss, sums), grads = accumulate(sums_and_loss, state.params, rest._replace(weight=weight))
+        norm = optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
+        params = optax.apply_updates(state.params, updates)
+        stepped = pinned(state._replace(params=params, opt_state=opt_state))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # not by `lax.cond`, for which the compiler keeps a second copy of the state
+        state = jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
+        state = state._replace(skipped=state.skipped + ~finite)
+        more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
+        return state, metrics.as_means(sums) | more
 
     def train_step(state: TrainState, data: Credited):
         stages, minibatches = data.weight.shape[:2]
@@ -216,20 +206,37 @@ def make_train_step(
 
 
 def accumulate(loss_and_sums, params, minibatch: Credited):
-    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight."""
-    value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
-    pick = lambda i: jax.tree.map(lambda x: x[i], minibatch)
-    count = minibatch.weight.shape[0]
-    if count == 1:
-        return value_and_grad(params, pick(0))
+    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight.
 
-    def add(i, total):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, pick(i)))
-
+    Each part of the `data` axis adds up its own rows; the parts meet once, at the end.
+    """
+    count, rows = minibatch.weight.shape[:2]
     weighted = jnp.any(minibatch.weight > 0, axis=(1, 2))
     used = jnp.max(jnp.where(weighted, jnp.arange(1, count + 1), 0))
-    shapes = jax.eval_shape(value_and_grad, params, pick(0))
-    return jax.lax.fori_loop(0, used, add, _zeros(shapes))
+    parts = sharding.split_over("data")
+    if not parts or rows % sharding.count(parts):
+        return _added_up(loss_and_sums, params, minibatch, used)
+
+    def apart(params, minibatch, used):
+        return jax.lax.psum(_added_up(loss_and_sums, params, minibatch, used), parts)
+
+    apart = jax.shard_map(
+        apart,
+        in_specs=(P(), P(None, parts), P()),
+        out_specs=P(),
+        axis_names=set(parts),
+        check_vma=False,
+    )
+    return apart(params, minibatch, used)
+
+
+def _added_up(loss_and_sums, params, minibatch, used):
+    value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
+    one = lambda i: value_and_grad(params, jax.tree.map(lambda x: x[i], minibatch))
+    zeros = _zeros(jax.eval_shape(one, 0))
+    if minibatch.weight.shape[0] == 1:
+        return jax.lax.cond(used > 0, lambda: one(0), lambda: zeros)
+    return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, one(i)), zeros)
 
 
 def _zeros(shapes):

@@ -11,15 +11,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models import vocabulary
 from jaxrl_llm.models.inputs import Inputs
-from jaxrl_llm.models.sharding import BATCH, constrain, local_size
-
-LOGIT_BYTES = 10**8  # float32 logits that exist at the same time on one device
+from jaxrl_llm.models.sharding import (
+    AXES,
+    BATCH,
+    VOCAB,
+    count,
+    most,
+    on_each_device,
+    platform,
+    split_over,
+)
 
 PerToken = Float[Array, "R C"]
 REMOVED = -1e4  # the logit of a token that the proxy policy does not have
+NO_TOKEN = -1e30  # and of a row of the head that is there to make it divide
 
 
 class Scores(NamedTuple):
@@ -78,27 +88,49 @@ def chunked(
     chunk: int | None = None,
     proxy: float = 0.0,
 ) -> Scores:
-    """Scores of about `chunk` tokens of a device at a time, up to the last scored column.
+    """Scores of about `chunk` tokens at a time, up to the last scored column.
 
-    The default is as many tokens as fit into LOGIT_BYTES.
+    They are those of a group, the devices that have the whole head between them; the default is as many as make
+    `logit_bytes` on each of them.
     """
     rows, columns, _ = hidden.shape
-    chunk = chunk or max(1, LOGIT_BYTES // (4 * local_size(head.shape[0], "tensor")))
-    steps = -(-local_size(rows, BATCH) * columns // chunk)
+    tokens = len(head)
+    hidden, target, scored = map(vocabulary.whole_rows, (hidden, target, scored))
+    head = vocabulary.whole_shards(head)
+    chunk = chunk or max(1, logit_bytes() // (4 * len(head) // count(split_over(*VOCAB))))
+    steps = -(-len(hidden) // count(split_over("data")) * columns // chunk)
     width = -(-columns // steps)
     tail = -columns % width
 
     def split(x):
         x = jnp.pad(x, ((0, 0), (0, tail)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, -1, width, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(len(x), -1, width, *x.shape[2:]), 1, 0)
 
     def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :columns]
+        return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1)[:, :columns]
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
-    used = -(-last // width)
-    found: Any = _pieces((temperature, proxy), split(hidden), head, split(target), used)
-    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0), found)
+    used = most(-(-last // width))
+    settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
+    found: Any = _pieces(settings, split(hidden), head, split(target), used)
+    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)
+
+
+def logit_bytes() -> int:
+    """Float32 logits that one device has at a time: few for a CPU's caches, more for a memory of its own."""
+    return 10**8 if platform() == "cpu" else 10**9
+
+
+class Settings(NamedTuple):
+    """What the pieces know beside arrays; rows of the head from `tokens` on are none, if that is said."""
+
+    temperature: float
+    proxy: float
+    tokens: int | None
+
+
+# Where pieces `[N,R,W]` lie: their rows on one device each or on all of a group, which has the whole head.
+ROWS, GROUP, HEAD = P(None, BATCH), P(None, "data"), P(VOCAB)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,51 +140,67 @@ def _pieces(settings, hidden, head, target, used) -> Scores:
 
 
 def _forward(settings, hidden, head, target, used):
-    temperature, proxy = settings
+    temperature, proxy, tokens = settings
+    fsdp, vocab = split_over("fsdp"), split_over(*VOCAB)
 
-    def one(i, out):
-        logits = _logits(hidden[i], head, temperature)
-        top = logits.max(-1, keepdims=True)
-        weights = jnp.exp(logits - top)
-        total = weights.sum(-1)
-        norm = top[..., 0] + jnp.log(total)
-        chosen = jnp.where(_is_target(logits, target[i]), logits, 0.0).sum(-1)
-        entropy = norm - (weights * logits).sum(-1) / total
-        results = (Scores(chosen - norm, entropy, without(weights, chosen, top[..., 0])), norm)
-        return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, results)
+    def local(hidden, head, target, used):
+        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
 
-    def without(weights, chosen, top):
-        if not proxy:
-            return None
-        kept = top + jnp.log(jnp.where(weights >= proxy, weights, 0.0).sum(-1))
-        return jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED) - kept
+        def one(i, out):
+            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            logits = _logits(group, weight, ids, temperature, tokens)
+            top = jax.lax.pmax(logits.max(-1), vocab)
+            weights = jnp.exp(logits - top[..., None])
+            chosen = jnp.where(ids == target[i][..., None], logits, 0.0)
+            sums = [weights, weights * logits, chosen]
+            if proxy:
+                sums.append(jnp.where(weights >= proxy, weights, 0.0))
+            total, weighted, chosen, *kept = jax.lax.psum([x.sum(-1) for x in sums], vocab)
+            norm = top + jnp.log(total)
+            found = Scores(chosen - norm, norm - weighted / total)
+            if proxy:
+                likely = jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED)
+                found = found._replace(proxy_logp=likely - top - jnp.log(kept[0]))
+            return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (found, norm))
 
-    zeros = jnp.zeros(target.shape, jnp.float32)
-    empty = Scores(zeros, zeros, zeros if proxy else None)
-    found, norm = jax.lax.fori_loop(0, used, one, (empty, zeros))
+        zeros = jnp.zeros(target.shape, jnp.float32)
+        empty = Scores(zeros, zeros, zeros if proxy else None)
+        return jax.lax.fori_loop(0, used, one, (empty, zeros))
+
+    scores = Scores(GROUP, GROUP, GROUP if proxy else None)
+    apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), (scores, GROUP))
+    found, norm = apply(hidden, head, target, used)
     return found, (hidden, head, target, used, norm)
 
 
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are made again."""
-    hidden, head, target, used, norm = saved
-    temperature, _ = settings
-    slope = gradient.logp / temperature
-    weight = head.astype(hidden.dtype)
+    temperature, _, tokens = settings
+    data, fsdp, tensor = (split_over(axis) for axis in AXES)
+    vocab = split_over(*VOCAB)
 
-    def one(i, out):
-        d_hidden, d_head = out
-        logits = _logits(hidden[i], head, temperature)
-        g = slope[i][..., None]
-        softmax = jnp.exp(logits - norm[i][..., None])
-        d_logits = jnp.where(_is_target(logits, target[i]), g, 0.0) - g * softmax
-        d_logits = d_logits.astype(hidden.dtype)
-        d_hidden = d_hidden.at[i].set(jnp.einsum("rcv,vd->rcd", d_logits, weight))
-        return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, hidden[i])
+    def local(hidden, head, target, used, norm, slope):
+        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
 
-    zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
-    d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
-    return d_hidden, d_head.astype(head.dtype), None, None
+        def one(i, out):
+            d_hidden, d_head = out
+            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            logits = _logits(group, weight, ids, temperature, tokens)
+            g = slope[i][..., None]
+            softmax = jnp.exp(logits - norm[i][..., None])
+            d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
+            d_logits = d_logits.astype(hidden.dtype)
+            mine = _float32_einsum("rcv,vd->rcd", d_logits, weight)
+            mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
+            d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
+            return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, group)
+
+        zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
+        d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
+        return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
+
+    apply = on_each_device(local, (ROWS, HEAD, GROUP, P(), GROUP, GROUP), (ROWS, HEAD))
+    return *apply(*saved, gradient.logp / temperature), None, None
 
 
 _pieces.defvjp(_forward, _backward)
@@ -160,11 +208,13 @@ _pieces.defvjp(_forward, _backward)
 _float32_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def _logits(hidden, head, temperature):
-    """float32 logits / temperature of a few tokens, sharded over the vocabulary."""
-    logits = _float32_einsum("rcd,vd->rcv", hidden, head.astype(hidden.dtype))
-    return constrain(logits, BATCH, None, "tensor") / temperature
+def _logits(hidden, weight, ids, temperature, tokens):
+    """float32 logits / temperature for this device's part of the vocabulary."""
+    logits = _float32_einsum("rcd,vd->rcv", hidden, weight) / temperature
+    return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
 
 
-def _is_target(logits, target):
-    return jnp.arange(logits.shape[-1])[None, None] == target[..., None]
+def _ids(head, vocab):
+    """The tokens of this device's part of the head."""
+    size = len(head)
+    return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]

@@ -33,6 +33,10 @@ class Policy:
             logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy
         )
 
+    def narrowed(self, params: Any) -> Any:
+        """Parameters that stay as they are, in the precision of the model: the same log-probs in less memory."""
+        return Decoder(self.definition, block=1).weights(params)
+
     def decoder(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
     ) -> Decoder | Unrolled:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, vocabulary
 from jaxrl_llm.models.sharding import BATCH, constrain
 
 Hidden = Float[Array, "R L D"]
@@ -175,8 +175,7 @@ class Qwen2(nnx.Module):
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
         """The rows of the embedding table."""
-        table = constrain(self.embed_tokens.weight[...], "tensor", None)
-        return constrain(table.astype(self.compute.dtype)[tokens], BATCH, None, None)
+        return vocabulary.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
 
     def rope(self, positions: Int[Array, "R L"]):
         """cos and sin of position * theta^(-2i/D), `[R,L,1,D/2]` each."""

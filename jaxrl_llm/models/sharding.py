@@ -12,9 +12,11 @@ from jaxrl_llm.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
+VOCAB = ("tensor", "fsdp")  # hidden states travel to the vocabulary, which is the larger of the two
 
+# Parameters by name, and where they lie: the first place whose axes all divide, else what is left of the first.
 RULES = (
-    (r"(embed_tokens|lm_head)/weight", P("tensor", "fsdp")),
+    (r"(embed_tokens|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
     (r"norm/weight", P()),
     (r"layers/(input|post_attention)_layernorm/weight", P()),
     (r"layers/self_attn/[qkv]_proj/weight", P(None, "tensor", None, "fsdp")),
@@ -44,13 +46,38 @@ def param_shardings(shapes, mesh: Mesh, rules=RULES):
     """The sharding of every parameter in a tree of arrays or shapes; a name without a rule is an error."""
 
     def one(path, leaf):
-        name = "/".join(key.key for key in path)
-        for pattern, spec in rules:
-            if re.fullmatch(pattern, name):
-                return NamedSharding(mesh, fit(spec, leaf.shape, mesh))
-        raise UserError(f"no sharding rule covers the parameter {name}: add one to the rule table")
+        return NamedSharding(mesh, fit(_place(path, leaf, mesh, rules), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def left_whole(shapes, mesh: Mesh, rules=RULES) -> list[str]:
+    """In words, which weights the devices of an axis all hold, because a dimension does not divide over them."""
+    return [
+        f"{_name(path)}: {size} does not divide over {_shards(axes, mesh)} ({', '.join(_names(axes, mesh))}), "
+        "so each of these devices holds and computes all of it"
+        for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]
+        if _name(path).endswith("weight")
+        for size, axes in zip(leaf.shape, _place(path, leaf, mesh, rules), strict=False)
+        if not divides(size, axes, mesh)
+    ]
+
+
+def _place(path, leaf, mesh, rules) -> P:
+    """The spec of the rule table for a parameter."""
+    for pattern, *specs in rules:
+        if re.fullmatch(pattern, _name(path)):
+            divide = lambda spec: all(
+                divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)
+            )
+            return next(filter(divide, specs), specs[0])
+    raise UserError(
+        f"no sharding rule covers the parameter {_name(path)}: add one to the rule table"
+    )
+
+
+def _name(path) -> str:
+    return "/".join(key.key for key in path)
 
 
 def replicated(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -59,8 +86,17 @@ def replicated(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """The spec without the axes that do not divide their dimension: those dimensions are replicated."""
-    return P(*(a if divides(size, a, mesh) else None for a, size in zip(spec, shape, strict=False)))
+    """The spec without the axes that do not divide their dimension: those dimensions are replicated.
+
+    Axes that a `shard_map` around the call has taken are gone too: each device sees its own part already.
+    """
+    free = [_names(a, mesh) for a in spec]
+    return P(
+        *(
+            (a or None) if divides(size, a, mesh) else None
+            for a, size in zip(free, shape, strict=False)
+        )
+    )
 
 
 def divides(size: int, axes, mesh) -> bool:
@@ -74,12 +110,41 @@ def current_mesh():
     return None if mesh.empty else mesh
 
 
-def local_size(size: int, axes) -> int:
-    """What one device holds of a dimension that is sharded over these axes of the current mesh."""
+def platform() -> str:
+    """What the devices of the current mesh are, or the default ones: cpu, gpu or tpu."""
     mesh = current_mesh()
-    if mesh is None or not divides(size, axes, mesh):
-        return size
-    return size // _shards(axes, mesh)
+    device = None if mesh is None else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def split_over(*axes: str) -> tuple[str, ...]:
+    """Those of the axes over which the current mesh spreads a program that is written for all of it."""
+    mesh = current_mesh()
+    return () if mesh is None else tuple(a for a in _names(axes, mesh) if mesh.shape[a] > 1)
+
+
+def count(axes: tuple[str, ...]) -> int:
+    """Into how many parts these axes of the current mesh split a dimension."""
+    mesh = current_mesh()
+    return 1 if mesh is None else _shards(axes, mesh)
+
+
+def most(x):
+    """The largest of the values that the parts of a `shard_map` around the call have, so that they agree."""
+    mesh = current_mesh()
+    return x if mesh is None else jax.lax.pmax(x, tuple(mesh.manual_axes))
+
+
+def on_each_device(local, in_specs, out_specs):
+    """`local` on every device's own slices, where it uses collectives; itself where there is one device."""
+    if not split_over(*AXES):
+        return local
+    free = lambda specs: jax.tree.map(
+        lambda spec: P(*((_names(axes, current_mesh()) or None) for axes in spec)),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return jax.shard_map(local, in_specs=free(in_specs), out_specs=free(out_specs), check_vma=False)
 
 
 def constrain(x, *spec):
@@ -91,8 +156,12 @@ def constrain(x, *spec):
 
 
 def _shards(axes, mesh):
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in _names(axes, mesh))
+
+
+def _names(axes, mesh) -> tuple[str, ...]:
+    taken = getattr(mesh, "manual_axes", ())
+    return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in taken)
 
 
 def _show(sizes):

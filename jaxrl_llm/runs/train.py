@@ -179,6 +179,7 @@ def _reinforce(
     if config.keeps_reference:
         kept = run.journal.folder / REFERENCE
         reference = checkpoint.read_params(kept, assemble.like_params(parts))
+        reference = parts.policy.narrowed(reference)
 
     def show(step: Step) -> None:
         if step.answers and (step.number - 1 - whole.start) % config.show_samples_every == 0:

@@ -1,0 +1,75 @@
+"""Tables `[V,D]` cut over the vocabulary: what is as large as they are stays at home, hidden states travel."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.sharding import BATCH, VOCAB, constrain, count, on_each_device, split_over
+
+
+def whole_shards(table: Float[Array, "V D"]) -> Float[Array, "W D"]:
+    """The table cut over the vocabulary, with rows of zeros at its end where that does not divide."""
+    return constrain(_filled_up(table, VOCAB), VOCAB, None)
+
+
+def whole_rows(x: Array) -> Array:
+    """As many rows, the first axis, as divide over the batch axes; the new ones are zeros."""
+    return _filled_up(x, BATCH)
+
+
+def rows(
+    table: Float[Array, "V D"], tokens: Int[Array, "R L"], dtype: DTypeLike
+) -> Float[Array, "R L D"]:
+    """The rows of tokens in the precision asked for; their gradients are added up in float32."""
+    found = _rows(whole_shards(table), whole_rows(tokens), jnp.dtype(dtype))
+    return constrain(found[: len(tokens)], BATCH, None, None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table, tokens, dtype):
+    fsdp, tensor, vocab = split_over("fsdp"), split_over("tensor"), split_over(*VOCAB)
+
+    def local(table, tokens):
+        here, mine = _here(table, tokens, vocab)
+        found = jnp.where(mine[..., None], table[jnp.where(mine, here, 0)].astype(dtype), 0)
+        found = jax.lax.psum_scatter(found, fsdp, tiled=True)  # exact: one is not 0
+        return jax.lax.psum(found, tensor)
+
+    return on_each_device(local, (P(VOCAB), P("data")), P(BATCH))(table, tokens)
+
+
+def _rows_forward(table, tokens, dtype):
+    return _rows(table, tokens, dtype), (table, tokens)
+
+
+def _rows_backward(dtype, saved, gradient):
+    del dtype
+    data, fsdp, vocab = split_over("data"), split_over("fsdp"), split_over(*VOCAB)
+
+    def local(table, tokens, gradient):
+        here, mine = _here(table, tokens, vocab)
+        gradient = jax.lax.all_gather(gradient, fsdp, tiled=True).astype(jnp.float32)
+        d_table = jnp.zeros(table.shape, jnp.float32)
+        d_table = d_table.at[jnp.where(mine, here, len(table))].add(gradient, mode="drop")
+        return jax.lax.psum(d_table, data).astype(table.dtype)
+
+    in_specs = (P(VOCAB), P("data"), P(BATCH))
+    return on_each_device(local, in_specs, P(VOCAB))(*saved, gradient), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _here(table, tokens, vocab):
+    """The rows of tokens in this device's part of the table, and which tokens have one."""
+    here = tokens - jax.lax.axis_index(vocab) * len(table)
+    return here, (here >= 0) & (here < len(table))
+
+
+def _filled_up(x, axes):
+    rest = -len(x) % count(split_over(*axes))
+    return jnp.pad(x, ((0, rest),) + ((0, 0),) * (x.ndim - 1)) if rest else x
