@@ -97,9 +97,10 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Compiles the programs of a step and reads them; `tokens` is the mean length of a response (0: the limit)."""
-    sizes = config.mesh
+    sizes, chip = config.mesh, machine.chip
+    memory = int(chip.memory * (LEFT_OF_A_GPU if chip.platform == "cuda" else 1))
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
-    planned, programs = Planned(config, shape or shape_of(config), mesh), []
+    planned, programs = Planned(config, shape or shape_of(config), mesh, memory), []
     with topologies.compiling_for(mesh):
         parts = parts_of(planned)
         for name, lower in planned.programs().items():
@@ -111,7 +112,11 @@ def plan(
             took = time.perf_counter() - start
             module = hlo.Module(compiled.as_text())
             collectives = module.collectives()
-            held = HELD[name] if planned.copies_weights else HELD[name] - {"parameters"}
+            held = (
+                HELD[name]
+                if planned.native and planned.copies_weights
+                else HELD[name] - {"parameters"}
+            )
             program = Program(
                 name,
                 peak=_peak(compiled.memory_analysis(), machine.chip.platform),
@@ -124,12 +129,11 @@ def plan(
                 seconds=seconds.of(name, planned, machine, collectives, tokens),
             )
             programs.append(program)
-    chip = machine.chip
-    memory = int(chip.memory * (LEFT_OF_A_GPU if chip.platform == "cuda" else 1))
     return Plan(machine.name, dict(mesh.shape), mesh.size, memory, parts, programs, chip.flops > 0)
 
 
 HELD = {  # on the device, and no arguments of the program; parameters where the sampler has a copy
+    "gather": {"optimizer", "reference"},
     "prefill": {"parameters", "optimizer", "reference", "cache"},
     "decode": {"parameters", "optimizer", "reference"},
     "score": {"optimizer", "reference"},
@@ -155,7 +159,7 @@ def parts_of(planned: Planned) -> dict[str, int]:
     width = planned.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
     if config.compute.remat is jax.checkpoint:
         parts["inputs of layers"] = planned.shape.num_layers * rows * length * width
-    parts["logits"] = logprobs.LOGIT_BYTES
+    parts["logits at a time"] = logprobs.logit_bytes()
     return parts
 
 

@@ -11,6 +11,7 @@ from jaxrl_llm.machines.plan import Plan, Program
 GIB = 2**30
 TRAFFIC = 4  # lines a program
 WAYS_OUT = {
+    "gather": "more devices that share a copy (devices_a_copy of the engine)",
     "prefill": "fewer slots or prefill_prompts of the engine",
     "decode": "fewer slots of the engine",
     "score": "more collate.microbatches",
@@ -63,7 +64,7 @@ def _memory(plan: Plan) -> rich.table.Table:
 def _traffic(plan: Plan) -> rich.table.Table:
     columns = ("program", "GB sent", "times", "MB each", "devices", "what", "line")
     table = rich.table.Table(
-        *columns, title="between devices, a step (decode: a token)", box=SIMPLE
+        *columns, title="between devices, each time a program runs", box=SIMPLE
     )
     for program in plan.programs:
         for c in program.collectives[:TRAFFIC]:

@@ -13,22 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.machines import topologies
+from jaxrl_llm.models import generation, qwen2, sharding
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.rollouts import native
+from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Rollout
-
-STEPS = 256  # tokens of a call of the decoding loop
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A config's model on a mesh; the arrays of a run by their shapes and places."""
+    """A config's model on a mesh of devices of so much memory; the arrays of a run by their shapes and places."""
 
     config: Config
     shape: qwen2.Shape
     mesh: Mesh
+    memory: int
 
     @property
     def policy(self) -> Policy:
@@ -55,32 +55,36 @@ class Planned:
         )
         return update.place(replace(limit, shards=shards)(longest), self.mesh, like)
 
-    @property
+    @cached_property
     def reference(self) -> Any:
         """The parameters of the reference policy."""
-        return self.state.params
+        shapes = jax.eval_shape(self.policy.narrowed, self.state.params)
+        return jax.tree.map(lambda x, p: like(x, p.sharding), shapes, self.state.params)
 
     @cached_property
     def weights(self) -> Any:
         """What the embedded engine reads."""
-        weights = jax.jit(self._decoder.weights)
-        places = weights.lower(self.state.params).compile().output_shardings
-        return jax.tree.map(like, jax.eval_shape(weights, self.state.params), places)
+        params, decoder = self.state.params, self.decoder
+        if not decoder.static:
+            return jax.tree.map(
+                like, self.reference, sharding.param_shardings(params, decoder.mesh)
+            )
+        return jax.tree.map(like, jax.eval_shape(decoder.weights, params), decoder.places(params))
 
     @property
     def copies_weights(self) -> bool:
         """Whether those are others than the trainer's own."""
+        leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.state.params)
         same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        return not jax.tree.all(jax.tree.map(same, self.weights, self.state.params))
+        return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))
 
     @cached_property
     def cache(self) -> Any:
-        """Keys and values of all slots."""
-        limit, engine = self.config.collate, self._engine
-        size = engine.slots, limit.prompt_length + limit.response_length
-        empty = jax.jit(lambda weights: self._decoder.empty(weights, *size), keep_unused=True)
-        places = empty.lower(self.weights).compile().output_shardings
-        return jax.tree.map(like, jax.eval_shape(empty, self.weights), places)
+        """Keys and values of all slots, at the longest."""
+        limit = self.config.collate
+        size = self._engine.slots, limit.prompt_length + limit.response_length
+        with topologies.compiling_for(self.decoder.mesh):
+            return _results(lambda weights: self.decoder.empty(weights, *size), self.weights)
 
     @property
     def native(self) -> bool:
@@ -90,6 +94,8 @@ class Planned:
     def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Each program by its name, in the order of a step."""
         sampling = {"prefill": self._prefill, "decode": self._decode} if self.native else {}
+        if self.native and self.copies_weights:
+            sampling = {"gather": self._gather, **sampling}
         learning = {"score": self._score, "credit": self._lower_credit, "update": self._update}
         return {**sampling, **learning}
 
@@ -115,16 +121,14 @@ class Planned:
     @property
     def _reward(self) -> Any:
         shape = (self.config.prompts, self.config.group_size)
-        return self._everywhere(np.zeros(shape, np.float32))
+        return like(np.zeros(shape, np.float32), NamedSharding(self.mesh, P()))
 
     def _credit(self, batch: Any, reward: Any, scores: Mapping[str, Any]) -> update.Credited:
         return update.make_credit(self.config.objective)(batch, reward, **scores)
 
     def _update(self) -> jax.stages.Lowered:
-        config, credit = self.config, jax.jit(self._credit)
-        arguments = self.batch, self._reward, self._scores
-        places = credit.lower(*arguments).compile().output_shardings
-        credited = jax.tree.map(like, jax.eval_shape(credit, *arguments), places)
+        config = self.config
+        credited = _results(self._credit, self.batch, self._reward, self._scores)
         program: Any = update.make_train_step(
             self.policy.logp(config.sampling.temperature),
             config.objective,
@@ -139,31 +143,58 @@ class Planned:
         assert isinstance(self.config.engine, Native)
         return self.config.engine
 
+    @cached_property
+    def decoder(self) -> Any:
+        """How the embedded engine generates."""
+        definition, engine = self.policy.definition, self._engine
+        shared = engine.devices_a_copy or generation.devices_a_copy(
+            definition, self.mesh, self.memory
+        )
+        return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
+
     @property
-    def _decoder(self) -> Any:
-        return self.policy.decoder(self._engine.block)
+    def stride(self) -> int:
+        """Tokens that the decoding program makes before it asks whether to go on."""
+        return native.STRIDE if self.decoder.static else 1
+
+    def _gather(self) -> jax.stages.Lowered:
+        with topologies.compiling_for(self.decoder.mesh):
+            return jax.jit(self.decoder.weights).lower(self.state.params)
 
     def _prefill(self) -> jax.stages.Lowered:
         shape = (self._engine.prefill_prompts, self.config.collate.prompt_length)
-        tokens = self._everywhere(np.zeros(shape, np.int32))
-        return jax.jit(self._decoder.prefill).lower(self.weights, tokens)
+        with topologies.compiling_for(self.decoder.mesh):
+            tokens = self._everywhere(np.zeros(shape, np.int32))
+            return jax.jit(self.decoder.prefill).lower(self.weights, tokens)
 
     def _decode(self) -> jax.stages.Lowered:
-        slots = native._idle(self._engine.slots, self.config.collate.response_length)
-        rules = native._rules(self.config.sampling)
-        host = jax.tree.map(self._everywhere, (slots, rules, np.zeros((), np.int32)))
+        sampling = self.config.sampling
+        idle = slots.idle_slots(self._engine.slots, self.config.collate.response_length)
+        one = np.zeros((), np.int32)
+        host = jax.tree.map(self._everywhere, (idle, slots.rules_of(sampling), one, one))
         program = jax.jit(
-            partial(native.run, self._decoder.decode, steps=STEPS), donate_argnums=(1, 2)
+            partial(slots.run, self.decoder.decode, stride=self.stride),
+            static_argnames="ways",
+            donate_argnums=(1, 2),
         )
-        return program.lower(self.weights, self.cache, *host)
+        ways = slots.ways_of(sampling) if self.decoder.static else None
+        with topologies.compiling_for(self.decoder.mesh):
+            return program.lower(self.weights, self.cache, *host, ways=ways)
 
     def _everywhere(self, x: np.ndarray) -> Any:
-        return like(x, NamedSharding(self.mesh, P()))
+        return like(x, NamedSharding(self.decoder.mesh if self.native else self.mesh, P()))
 
 
 def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """The shape of an array and where it lies."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+
+def _results(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function would give, by shapes and places."""
+    program = jax.jit(function, keep_unused=True)
+    places = program.lower(*arguments).compile().output_shardings
+    return jax.tree.map(like, jax.eval_shape(program, *arguments), places)
 
 
 def local_bytes(tree: Any) -> int:

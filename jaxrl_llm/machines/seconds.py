@@ -52,12 +52,12 @@ def of(
 
 
 def times_of(name: str, planned: Planned, tokens: int) -> float:
-    """How often a program runs in a step; of decoding, how many tokens each slot makes."""
+    """How often a program runs in a step."""
     config, engine = planned.config, planned.config.engine
     if name == "prefill":
         return -(-config.prompts // engine.prefill_prompts)
     if name == "decode":
-        return -(-config.prompts * config.group_size // engine.slots) * tokens
+        return -(-config.prompts * config.group_size // engine.slots) * tokens / planned.stride
     return 1 + config.keeps_reference if name == "score" else 1
 
 
@@ -86,7 +86,8 @@ def moved(name: str, planned: Planned, tokens: int) -> float:
         return local_bytes(planned.weights)
     if name == "decode":
         live = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
-        return local_bytes(planned.weights) + live * local_bytes(planned.cache)
+        token = local_bytes(planned.weights) + live * local_bytes(planned.cache)
+        return planned.stride * token
     slices = limit.minibatches * limit.microbatches
     if name == "score":
         return slices * local_bytes(params)

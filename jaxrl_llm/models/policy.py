@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_llm.models import generation, logprobs
@@ -35,7 +38,8 @@ class Policy:
 
     def narrowed(self, params: Any) -> Any:
         """Parameters that stay as they are, in the precision of the model: the same log-probs in less memory."""
-        return Decoder(self.definition, block=1).weights(params)
+        dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
+        return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
 
     def decoder(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None

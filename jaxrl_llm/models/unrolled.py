@@ -39,16 +39,21 @@ class Unrolled:
     def weights(self, params):
         """The parameters where and in the precision that generation computes in, the layers apart."""
         dtype = nnx.merge(self.definition, params).compute.dtype
-        where = sharding.param_shardings(params, self.mesh)
-        one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
-        count = len(jax.tree.leaves(params["layers"])[0])
 
         def move(params):
             params = jax.tree.map(lambda x: x.astype(dtype), params)
+            count = len(jax.tree.leaves(params["layers"])[0])
             each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
             return params | {"layers": each}
 
-        return jax.jit(move, out_shardings=where | {"layers": [one] * count})(params)
+        return jax.jit(move, out_shardings=self.places(params))(params)
+
+    def places(self, params):
+        """Where its weights lie."""
+        where = sharding.param_shardings(params, self.mesh)
+        one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
+        count = jax.tree.leaves(params["layers"])[0].shape[0]
+        return where | {"layers": [one] * count}
 
     def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
         """A cache for sequences of up to `columns` tokens."""

@@ -28,7 +28,7 @@ def first_device(tree):
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
 def test_parts_are_the_bytes_of_live_arrays(sizes):
     config, mesh = quick.config(), sharding.make_mesh(*sizes)
-    planned = Planned(config, config.model.shape, mesh)
+    planned = Planned(config, config.model.shape, mesh, 2**34)
     with jax.set_mesh(mesh):
         parts = plans.parts_of(planned)
         shapes = qwen2.graph(planned.shape)[1]
