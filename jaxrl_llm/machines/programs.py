@@ -94,7 +94,7 @@ class Planned:
     def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Each program by its name, in the order of a step."""
         sampling = {"prefill": self._prefill, "decode": self._decode} if self.native else {}
-        if self.native and self.copies_weights:
+        if self.native and self.decoder.static:
             sampling = {"gather": self._gather, **sampling}
         learning = {"score": self._score, "credit": self._lower_credit, "update": self._update}
         return {**sampling, **learning}
