@@ -65,11 +65,9 @@ class Planned:
     def weights(self) -> Any:
         """What the embedded engine reads."""
         params, decoder = self.state.params, self.decoder
-        if not decoder.static:
-            return jax.tree.map(
-                like, self.reference, sharding.param_shardings(params, decoder.mesh)
-            )
-        return jax.tree.map(like, jax.eval_shape(decoder.weights, params), decoder.places(params))
+        if decoder.static:
+            return decoder.weights_like(params)
+        return jax.tree.map(like, self.reference, sharding.param_shardings(params, decoder.mesh))
 
     @property
     def copies_weights(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
@@ -29,7 +29,7 @@ def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
     return Mesh(mesh.devices.reshape(count // devices_a_copy, 1, devices_a_copy), AXES)
 
 
-def devices_a_copy(definition: Any, mesh: Mesh, memory: int | None = None) -> int:
+def devices_a_copy(definition: Any, mesh: Mesh | AbstractMesh, memory: int | None = None) -> int:
     """The fewest devices on which a copy takes at most half of what the trainer leaves of their memory.
 
     The other half is for the cache. `memory` is that of a device in bytes (None: as it says itself); if nobody
@@ -47,8 +47,10 @@ def devices_a_copy(definition: Any, mesh: Mesh, memory: int | None = None) -> in
     return next((n for n in sizes if copy / n <= room / 2), mesh.size)
 
 
-def _memory(mesh: Mesh) -> int | None:
+def _memory(mesh: Mesh | AbstractMesh) -> int | None:
     """Bytes of a device of this process that the mesh has, if it says."""
+    if isinstance(mesh, AbstractMesh):
+        return None
     here = set(jax.local_devices())
     stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
     return (stats or {}).get("bytes_limit")

@@ -38,22 +38,24 @@ class Unrolled:
 
     def weights(self, params):
         """The parameters where and in the precision that generation computes in, the layers apart."""
-        dtype = nnx.merge(self.definition, params).compute.dtype
+        where = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        return jax.jit(self._apart, out_shardings=where)(params)
 
-        def move(params):
-            params = jax.tree.map(lambda x: x.astype(dtype), params)
-            count = len(jax.tree.leaves(params["layers"])[0])
-            each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
-            return params | {"layers": each}
-
-        return jax.jit(move, out_shardings=self.places(params))(params)
-
-    def places(self, params):
-        """Where its weights lie."""
+    def weights_like(self, params):
+        """Shapes and places of `weights`."""
         where = sharding.param_shardings(params, self.mesh)
         one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
-        count = jax.tree.leaves(params["layers"])[0].shape[0]
-        return where | {"layers": [one] * count}
+        shapes = jax.eval_shape(self._apart, params)
+        where |= {"layers": [one] * len(shapes["layers"])}
+        like = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+        return jax.tree.map(like, shapes, where)
+
+    def _apart(self, params):
+        dtype = nnx.merge(self.definition, params).compute.dtype
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        count = len(jax.tree.leaves(params["layers"])[0])
+        each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
+        return params | {"layers": each}
 
     def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
         """A cache for sequences of up to `columns` tokens."""
@@ -146,8 +148,8 @@ def _attend(
 
 def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position):
     """Puts one column a sequence at its position."""
-    slot, head = jnp.arange(cache.shape[0])[:, None], jnp.arange(cache.shape[1])[None]
-    return cache.at[slot, head, position[:, None]].set(new)
+    put = lambda cache, new, at: jax.lax.dynamic_update_slice(cache, new[:, None], (0, at, 0))
+    return jax.vmap(put)(cache, new, position)
 
 
 @partial(jax.jit, static_argnums=1)

@@ -117,7 +117,7 @@ class NativeSampler:
         """The host's loop: free slots take what waits, all decode, what is done is collected."""
         self._longest = max(self._longest, *_buckets(requests))
         limit = self._longest + sampling.max_tokens
-        columns = self._columns(max(map(len, requests)) + self.stride, limit)
+        columns = self._columns(self._longest + self.stride, limit)
         ways = ways_of(sampling) if self.model.static else None
         cache = self._empty(self.params, self.slots, columns)
         slots = idle_slots(self.slots, sampling.max_tokens)

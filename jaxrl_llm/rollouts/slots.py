@@ -112,7 +112,8 @@ def record(
     how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
     token, logp = _on_its_device(partial(draw.token, **how, ways=ways), logits, identity)
     limit = slots.tokens.shape[1]
-    every, column = jnp.arange(token.size), jnp.where(slots.done, limit, slots.count)
+    column = jnp.where(slots.done, limit, slots.count)
+    write = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
     return slots._replace(
@@ -121,8 +122,8 @@ def record(
         count=count,
         done=slots.done | stops | (count == limit),
         stopped=slots.stopped | stops,
-        tokens=slots.tokens.at[every, column].set(token, mode="drop"),
-        logps=slots.logps.at[every, column].set(logp, mode="drop"),
+        tokens=write(slots.tokens, column, token),
+        logps=write(slots.logps, column, logp),
     )
 
 

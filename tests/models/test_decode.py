@@ -1,7 +1,6 @@
 """Generation with a cache computes what the training forward computes."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +126,7 @@ def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
 def test_a_copy_of_the_weights_leaves_room_for_the_cache(name, devices, memory, expected):
     """On so many devices of so many gigabytes, beside the trainer's state; as few as have room share it."""
     definition, _ = qwen2.graph(qwen2.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
-    mesh: Any = AbstractMesh((1, devices, 1), sharding.AXES)
+    mesh = AbstractMesh((1, devices, 1), sharding.AXES)
     assert generation.devices_a_copy(definition, mesh, memory * 10**9) == expected
 
 
