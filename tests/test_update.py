@@ -256,7 +256,7 @@ def test_a_step_that_may_be_skipped_is_no_branch():
 
 
 def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
-    """Four micro-batches on two devices: inside their loop nothing is sent but a number."""
+    """Four micro-batches of one mini-batch on two devices: inside their loop nothing is sent but a number."""
     mesh = tiny.mesh_of(data=2)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(mesh=mesh)
@@ -265,9 +265,10 @@ def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
         credited = update.make_credit(tiny.objective())(batch, REWARD, old_logp=old, ref_logp=old)
         step = update.make_train_step(policy, tiny.objective(), OPTIMIZER)
         sent = hlo.collectives(step.lower(update.init_state(params, OPTIMIZER), credited).compile())
-    of_visits, of_micro_batches = ([s.size for s in sent if s.loops == n] for n in (1, 2))
-    assert max(of_visits) >= 96 * 64
-    assert max(of_micro_batches, default=0) <= 1
+    assert max(s.size for s in sent if s.loops == 0) >= 96 * 64
+    assert (
+        max(s.size for s in sent if s.loops) == 1
+    )  # how many pieces of logits there are, for all the same
 
 
 def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers():
