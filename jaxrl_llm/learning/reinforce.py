@@ -4,7 +4,7 @@ A step is a function of the state, the cursor in the data and its own number, so
 checkpoint repeats the uninterrupted one bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,6 +71,7 @@ def reinforce(
             batch, reward = programs.batch(rollout, answers.rewards)
         with clock("score"):
             scores, described = jax.block_until_ready(programs.score(state.params, batch))
+            require_our_policy(rollout, step, described)
         with clock("update"):
             credited = programs.credit(batch, reward, **scores)
         try:
@@ -93,6 +94,22 @@ def reinforce(
         yield Step(step + 1, state, stream.cursor(), fetch, answers, trouble)
         if trouble is not None:
             return
+
+
+def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
+    """A UserError, before anything is learned, if responses are not of the policy that they are said to be of.
+
+    Their log-probs tell, where the sampler has the weights that the trainer has.
+    """
+    if rollout.tolerance is None or rollout.version != step:
+        return
+    gap = float(jax.device_get(described["mismatch_mean"]))
+    if not gap <= rollout.tolerance:
+        raise UserError(
+            f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on the "
+            f"mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or somebody alters its "
+            "answers; look into that, then go on with --resume"
+        )
 
 
 def respond(

@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,19 @@ def writing(folder: Path, what: str, tree: Any = None) -> Iterator[None]:
 def _silence_what_is_left_behind() -> None:
     """Tasks of the library that were broken off say the same error again, in hundreds of lines."""
     sys.unraisablehook = lambda _: None
+
+
+def silence_strange_threads() -> None:
+    """Errors that a library's own threads report are raised where its work is waited for; here they are dropped.
+
+    Python's threads have a hook of their own.
+    """
+    sys.excepthook = _said_by_the_main_thread
+
+
+def _said_by_the_main_thread(kind: Any, error: Any, trace: Any) -> None:
+    if threading.get_ident() == threading.main_thread().ident:
+        sys.__excepthook__(kind, error, trace)
 
 
 def first_line(error: BaseException) -> str:

@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=240.0, help="seconds that any run may take")
     parser.add_argument("--scratch", type=Path, help="kept, with all runs; else a temporary folder")
     given = parser.parse_args()
-    kinds = [k for k in FAULTS if not given.only or any(word in k for word in given.only)]
+    words = given.only or [""]
+    kinds = [k for k in FAULTS if k in words] or [k for k in FAULTS if any(w in k for w in words)]
     if not kinds:
         parser.error(f"no such kind; there are: {', '.join(FAULTS)}")
     scratch = given.scratch or Path(tempfile.mkdtemp(prefix="chaos-"))

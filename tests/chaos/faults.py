@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos import proxy
-from tests.chaos.scene import Finding, Scene, Undisturbed
+from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
 
 NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9
@@ -34,7 +34,7 @@ class Fault:
 
 def signalled(number: int, times: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The trainer gets a signal."""
-    scene.expects_signal = number in (signal.SIGKILL, signal.SIGQUIT) or times > 1
+    scene.told = (number,)
     scene.start()
     moment = scene.wait_for(draw, whole)
     for _ in range(times):
@@ -95,7 +95,7 @@ def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Und
 
 def torn_off(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Killed in the middle of an operation on a file; half of a write is done."""
-    scene.expects_signal = True
+    scene.told = (signal.SIGKILL,)
     first = draw.randrange(whole.operations)
     scene.start(first, first, -1, -1, 0)
     return f"operation {first} of {whole.operations}"
@@ -103,7 +103,7 @@ def torn_off(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
 def killed_late(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Killed when there is something to damage."""
-    scene.expects_signal = True
+    scene.told = (signal.SIGKILL,)
     scene.start()
     saves = draw.randint(2, 1 + whole.moments.count("save") - 1)
     scene.until(lambda: scene.moments().count("save") >= saves)
@@ -115,9 +115,9 @@ def killed_late(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 def _files(scene: Scene, kind: str) -> list[Path]:
     """The files of a kind in the folder of a run, the newest last."""
     out = scene.out
-    newest = max((out / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name), default=out)
+    newest = [out / "none", *checkpoints(out)][-1]
     found = {
-        "checkpoint": [p for p in newest.rglob("*") if newest != out],
+        "checkpoint": [*newest.rglob("*")],
         "notes": [*newest.glob("notes/*"), *newest.glob("_*")],
         "reference": [*(out / "reference").rglob("*"), out / "reference.json"],
         "journal": [out / "metrics.jsonl"],
@@ -169,7 +169,7 @@ def server_signalled(
     number: int, victims: str, scene: Scene, draw: random.Random, whole: Undisturbed
 ) -> str:
     """Processes of the server get a signal; those that are stopped go on after a while."""
-    scene.expects_signal = "trainer" in victims
+    scene.told = (number,) if "trainer" in victims else ()
     scene.start()
     moment = scene.wait_for(draw, whole)
     chosen = [
@@ -209,16 +209,22 @@ def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str
 
 
 def lied_to(
-    path: str, fault: Callable, counts: tuple[int, ...], scene: Scene, draw: random.Random, whole: Undisturbed
+    kinds: tuple[str, ...],
+    fault: Callable,
+    counts: tuple[int, ...],
+    scene: Scene,
+    draw: random.Random,
+    whole: Undisturbed,
 ) -> str:
     """Requests meet a fault."""
     assert scene.proxy
-    first, count = draw.randrange(whole.calls[path]), draw.choice(counts)
-    scene.proxy.lay(path, first, count, fault)
+    kind = draw.choice(kinds)
+    first, count = draw.randrange(whole.calls[kind]), draw.choice(counts)
+    scene.proxy.lay(kind, first, count, fault)
     scene.start(flags=SHORT if count == FOREVER else ())
     scene.until(lambda: False)
     met, _ = scene.proxy.met, scene.proxy.lift()
-    return f"{path} {first} of {whole.calls[path]}, {met} met"
+    return f"{kind} {first} of {whole.calls[kind]}, {met} met"
 
 
 def away(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
@@ -247,30 +253,30 @@ def replaced(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
 def _lies() -> dict[str, Fault]:
     once, always = (1,), (1, 3, FOREVER)
+    kinds = (proxy.ROLLOUT, proxy.EVALUATION, proxy.PROBE, proxy.LABEL, proxy.RELOAD)
+    completions = (proxy.ROLLOUT, proxy.EVALUATION)
     made = {
-        "server hangs": (proxy.COMPLETIONS, proxy.hang, (1, FOREVER)),
-        "server drips": (proxy.COMPLETIONS, proxy.drip, (1, FOREVER)),
-        "server hangs up": (proxy.COMPLETIONS, proxy.reset, always),
-        "server answers 404": (proxy.COMPLETIONS, proxy.not_found, always),
-        "server answers 500": (proxy.COMPLETIONS, proxy.internal, always),
-        "label answers 500": (proxy.LABEL, proxy.internal, always),
-        "server answers nonsense": (proxy.COMPLETIONS, proxy.nonsense, always),
-        "answer cut short": (proxy.COMPLETIONS, proxy.torn, always),
-        "answer of 1 GB": (proxy.COMPLETIONS, proxy.huge, (1, 3)),
-        "tokens of no vocabulary": (proxy.COMPLETIONS, proxy.strange_tokens, always),
-        "other tokens": (proxy.COMPLETIONS, proxy.other_tokens, (1, FOREVER)),
-        "too few tokens": (proxy.COMPLETIONS, proxy.fewer_tokens, always),
-        "log-probs that are none": (proxy.COMPLETIONS, proxy.nan_logps, always),
-        "other log-probs": (proxy.COMPLETIONS, proxy.other_logps, (1, FOREVER)),
-        "no choices": (proxy.COMPLETIONS, proxy.no_choices, always),
-        "old weights, new label": (proxy.RELOAD, proxy.swallowed, once),
-        "reload answers 500": (proxy.RELOAD, proxy.internal, always),
-        "reload hangs up": (proxy.RELOAD, proxy.reset, always),
-        "label of another": (proxy.LABEL, proxy.old_label, once),
+        "server hangs": (kinds, proxy.hang, (1, FOREVER)),
+        "server drips": (kinds, proxy.drip, (1, FOREVER)),
+        "server hangs up": (kinds, proxy.reset, always),
+        "server answers 404": (kinds, proxy.not_found, always),
+        "server answers 500": (kinds, proxy.internal, always),
+        "server answers nonsense": (kinds, proxy.nonsense, always),
+        "answer cut short": (kinds, proxy.torn, always),
+        "answer of 1 GB": (kinds, proxy.huge, (1, 3)),
+        "tokens of no vocabulary": (completions, proxy.strange_tokens, always),
+        "other tokens": ((proxy.ROLLOUT,), proxy.other_tokens, (1, FOREVER)),
+        "too few tokens": (completions, proxy.fewer_tokens, always),
+        "log-probs that are none": (completions, proxy.nan_logps, always),
+        "other log-probs": ((proxy.ROLLOUT,), proxy.other_logps, (1, FOREVER)),
+        "other log-probs for the proof": ((proxy.PROBE,), proxy.other_scores, (1, FOREVER)),
+        "no choices": (completions, proxy.no_choices, always),
+        "old weights, new label": ((proxy.RELOAD,), proxy.swallowed, once),
+        "label of another": ((proxy.LABEL,), proxy.old_label, once),
     }
     return {
-        name: Fault(SERVED, partial(lied_to, path, fault, counts))
-        for name, (path, fault, counts) in made.items()
+        name: Fault(SERVED, partial(lied_to, kinds, fault, counts))
+        for name, (kinds, fault, counts) in made.items()
     }
 
 

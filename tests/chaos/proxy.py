@@ -1,8 +1,8 @@
 """Between a trainer and its server: passes requests on, and does to some of them what networks and servers do.
 
 A fault is a function (answer, handler) -> None: it gets the server's answer, (status, bytes), unsent, and the
-handler to send something else by. `Proxy.lay(path, first, count, fault)` has it meet `count` requests for a
-path from the `first` on.
+handler to send something else by. `Proxy.lay(path, first, count, fault)` has it meet `count` requests of a
+kind from the `first` on.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from jaxrl_llm.rollouts.link import Link, address
 from tests.rollouts.fake_vllm import UnixServer
 
 Answer = tuple[int, bytes]
-COMPLETIONS, RELOAD, LABEL = "/v1/completions", "/collective_rpc", "/weight_info"
+ROLLOUT, EVALUATION, PROBE = "rollout", "evaluation", "probe"  # kinds of completions
+RELOAD, LABEL = "/collective_rpc", "/weight_info"
 LONG = 40.0  # seconds, more than any answer may take
 HUGE = 2**30
 
@@ -119,6 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, body):
         path = self.path.split("?")[0]
+        if path == "/v1/completions":
+            asked = json.loads(body)
+            sampled = ROLLOUT if asked["temperature"] else EVALUATION
+            path = PROBE if "prompt_logprobs" in asked else sampled
         fault = self.owner.fault_for(path)
         try:
             answer = (200, b"{}") if fault is swallowed else self._ask(body)
@@ -229,5 +234,12 @@ other_tokens = _choice("token_ids", lambda tokens: [2 + (token * 7 + 3) % 60 for
 fewer_tokens = _choice("token_ids", lambda tokens: tokens[:-1])
 nan_logps = _choice("logprobs", lambda logps: [float("nan"), *logps[1:]])
 other_logps = _choice("logprobs", lambda logps: [logp - 0.5 for logp in logps])
+other_scores = _choice(
+    "prompt_logprobs",
+    lambda entries: [
+        entry and {token: {"logprob": value["logprob"] - 0.5} for token, value in entry.items()}
+        for entry in entries
+    ],
+)
 no_choices = _altered(lambda found: found.update(choices=[]))
 old_label = _altered(lambda found: found.update(weight_version="deadbeef-1"))

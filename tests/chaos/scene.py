@@ -107,7 +107,7 @@ class Scene:
     proxy: Proxy | None = None
     pid: int = 0
     started: int = 0
-    expects_signal: bool = False
+    told: tuple[int, ...] = ()  # signals that may end it at once
 
     def __post_init__(self):
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -179,8 +179,11 @@ class Scene:
             return "stopped" if "go on with --resume" in text or lines else "completed"
         if status in (1, 2) and len(lines) == 1:
             return "a line"
-        if (status < 0 or status == 130) and self.expects_signal:
+        if status == 130 and signal.SIGINT in self.told:
             return "killed"
+        at_once = -status in (signal.SIGKILL, signal.SIGQUIT)
+        if -status in self.told and (at_once or not (self.out / "lock").exists()):
+            return "killed"  # before a run and after it other signals end it too, as they do any program
         raise Finding(f"traceback: exit code {status}, said {text[-300:]!r}")
 
     def line(self) -> str:
@@ -220,10 +223,16 @@ class Scene:
 
     def record(self) -> Record:
         """What the run has left."""
-        newest = max((self.out / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+        newest = checkpoints(self.out)[-1]
         note = json.loads((newest / "notes" / "metadata").read_bytes())
         samples = {p.name: p.read_text() for p in sorted((self.out / "samples").glob("step*"))}
         return Record(metrics(self.out), {newest.name: note["arrays"]}, samples)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The folders of a run's checkpoints, the newest last."""
+    there = [p for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
+    return sorted(there, key=lambda p: int(p.name))
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

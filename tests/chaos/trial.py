@@ -136,7 +136,7 @@ def trial(stage: Stage, kind: str, seed: int) -> Trial:
 
 def _settled(scene: Scene, whole: Undisturbed, end: str, backup: Backup, one: Trial) -> str:
     """Resumes until the run is complete, and compares it; how it ended, in a word or two."""
-    first, scene.expects_signal = end, False
+    first, scene.told = end, ()
     for _ in range(RESUMES):
         if end == "completed":
             break

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -116,8 +117,10 @@ class Programs:
     def batch(self, rollout, rewards):
         return None, jnp.zeros((1, len(rewards)))
 
+    gap = 0.0
+
     def score(self, params, batch):
-        return {}, {}
+        return {}, {"mismatch_mean": jnp.float32(self.gap)}
 
     def credit(self, batch, reward):
         return None
@@ -159,10 +162,12 @@ class Data:
 ROLLOUT = Rollout([[1]], [[2]], [[0.0]], [True])
 
 
-def steps(sampler, *, sample=lambda step, examples: ROLLOUT, droppable=nullcontext, **how):
+def steps(
+    sampler, *, sample=lambda step, examples: ROLLOUT, droppable=nullcontext, programs=None, **how
+):
     task = SimpleNamespace(answers=lambda e, r: Answers(e, ["a"], [Reward(1.0, True)]))
     return reinforce.reinforce(
-        range(5), SimpleState(0), Stream(Data(), sample), task, Programs(), sampler, Clock(),
+        range(5), SimpleState(0), Stream(Data(), sample), task, programs or Programs(), sampler, Clock(),
         droppable=droppable, **how,
     )  # fmt: skip
 
@@ -200,6 +205,27 @@ def test_a_signal_in_a_rollout_leaves_the_last_step_as_it_was():
     with pytest.raises(Leaving):
         next(found)
     assert (last.number, last.state.params, last.cursor.data) == (2, 2, {"next": 2})
+
+
+@pytest.mark.parametrize(
+    ("gap", "tolerance", "lag", "learned"),
+    [(0.1, 1e-3, 0, 1), (float("nan"), 1e-3, 0, 1), (1e-4, 1e-3, 0, 3), (0.1, 1e-3, 1, 3), (0.1, None, 0, 3)],
+)  # fmt: skip
+def test_responses_of_another_policy_are_not_learned_from(gap, tolerance, lag, learned):
+    """A lie that is well-formed: other tokens, or other log-probs."""
+    programs, found = Programs(), []
+
+    def sample(step, examples):
+        programs.gap = gap if step == 1 else 0.0
+        return replace(ROLLOUT, version=step - lag, tolerance=tolerance)
+
+    ends = pytest.raises(UserError, match="step 2: the log-probs") if learned == 1 else nullcontext()
+    with ends:
+        for step in steps(Sampler(), sample=sample, programs=programs):
+            found.append(step)
+            if step.number == 3:
+                break
+    assert (found[-1].number, found[-1].state.params) == (learned, learned)
 
 
 def test_what_a_signal_in_look_ahead_interrupts_is_not_in_the_cursor():
