@@ -89,7 +89,7 @@ def reinforce(
         host = (
             _of_rollout(rollout, answers, seconds, len(rollout.responses) // reward.shape[0]) | host
         )
-        host |= {"lag": step - rollout.version, **sampler.sync}
+        host |= {"lag": step - rollout.version, **(sampler.sync if trouble is None else {})}
         fetch = partial(_of_update, visits, described, host)
         yield Step(step + 1, state, stream.cursor(), fetch, answers, trouble)
         if trouble is not None:

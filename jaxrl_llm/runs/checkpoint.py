@@ -23,7 +23,7 @@ from orbax.checkpoint import checkpoint_managers
 from jaxrl_llm import files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import record
-from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_strange_threads, writing
+from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host
 from jaxrl_llm.runs.seal import sealed, unsealed
 
@@ -52,7 +52,7 @@ class Checkpoints:
             "asyncio",
         ):  # errors of the writers are raised here; these say them again
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        silence_strange_threads()
+        silence_closed_loops()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.LatestN(None),  # what goes, goes in `_prune`
             lightweight_initialize=True,

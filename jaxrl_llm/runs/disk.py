@@ -4,7 +4,6 @@ import errno
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,16 +83,13 @@ def _silence_what_is_left_behind() -> None:
     sys.unraisablehook = lambda _: None
 
 
-def silence_strange_threads() -> None:
-    """Errors that a library's own threads report are raised where its work is waited for; here they are dropped.
-
-    Python's threads have a hook of their own.
-    """
-    sys.excepthook = _said_by_the_main_thread
+def silence_closed_loops() -> None:
+    """What a library still reports to a loop that it has closed after an error is no news, and a traceback each."""
+    sys.excepthook = _unless_a_loop_is_closed
 
 
-def _said_by_the_main_thread(kind: Any, error: Any, trace: Any) -> None:
-    if threading.get_ident() == threading.main_thread().ident:
+def _unless_a_loop_is_closed(kind: Any, error: Any, trace: Any) -> None:
+    if str(error) != "Event loop is closed":
         sys.__excepthook__(kind, error, trace)
 
 

@@ -7,6 +7,7 @@ else happens is a finding, told with the command that makes it again.
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=240.0, help="seconds that any run may take")
     parser.add_argument("--scratch", type=Path, help="kept, with all runs; else a temporary folder")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     words = given.only or [""]
     kinds = [k for k in FAULTS if k in words] or [k for k in FAULTS if any(w in k for w in words)]
     if not kinds:

@@ -8,8 +8,10 @@ output), `environment`, `moments` (a file: a line for each moment that the run c
 """
 
 import ctypes
+import faulthandler
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def _become(request: dict[str, Any], shim: ctypes.CDLL) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for there, number in ((null, 0), (log, 1), (log, 2)):
         os.dup2(there, number)
+    faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where
     os.environ.update(request["environment"])
     _watch(request["moments"])
     where, *numbers = request["arm"]

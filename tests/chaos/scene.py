@@ -21,7 +21,7 @@ from tests.chaos.proxy import Proxy
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "chaos" / "small.py"
 POLL = 0.02
-SECONDS = ("sync/gather", "sync/write", "sync/reload", "sync/probe")
+MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
 MARK = "CHAOS_TRIAL"
 
 
@@ -121,9 +121,10 @@ class Scene:
     def start(self, *arm: int, flags: tuple[str, ...] = ()) -> None:
         """Starts the run, or resumes it; `arm` is what shim.c is to do."""
         self.started += 1
+        self.flags += flags
         self.pid = self.nursery.start(
             arguments=["train", str(self.config), "--out", str(self.out), "--resume", "auto",
-                       *self.flags, *flags],
+                       *self.flags],
             log=str(self.log), moments=str(self._moments),
             environment={MARK: str(self.folder), "CHAOS_COUNT": str(self.folder / "count"),
                          **self.environment},
@@ -170,8 +171,11 @@ class Scene:
         end = time.monotonic() + self.bound
         while (status := self.status) is None:
             if time.monotonic() > end:
+                self.signal(signal.SIGUSR2)
+                time.sleep(1.0)
+                where = self.log.read_text(errors="replace").partition("Current thread")[2]
                 self.kill_all()
-                raise Finding(f"hang: no end within {self.bound:g} s")
+                raise Finding(f"hang: no end within {self.bound:g} s: {where}")
             time.sleep(POLL)
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         if "Traceback" in text or "Fatal Python" in text:
@@ -238,9 +242,9 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """The records of a run without what a clock says."""
+    """The records of a run without what is measured."""
     return [
-        {k: v for k, v in record.items() if not k.startswith("time/") and k not in SECONDS}
+        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
         for record in journal.read(out)
     ]
 

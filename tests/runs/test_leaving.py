@@ -143,6 +143,7 @@ class Sampler:
     def push(self, params, version):
         if version == self.away_at:
             raise UserError("no server has answered")
+        self.sync = {"sync/version": version}
 
 
 class Data:
@@ -177,11 +178,13 @@ def _states_are_arrays(monkeypatch):
     monkeypatch.setattr(reinforce.jax, "block_until_ready", lambda x: x)
 
 
-def test_after_an_outage_the_state_is_handed_over():
+def test_after_an_outage_the_state_is_handed_over(monkeypatch):
+    monkeypatch.setattr(reinforce, "_of_update", lambda visits, described, host: host)
     found = list(steps(Sampler(away_at=3)))
     assert [(s.number, s.state.params) for s in found] == [(1, 1), (2, 2), (3, 3)]
     assert [type(s.trouble) for s in found] == [type(None), type(None), UserError]
     assert found[-1].cursor.data == {"next": 3}
+    assert [s.metrics().get("sync/version") for s in found] == [1, 2, None]
 
 
 def test_a_record_that_cannot_be_written_does_not_lose_the_step_under_way():
