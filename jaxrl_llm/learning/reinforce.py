@@ -97,7 +97,7 @@ def reinforce(
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
-    """A UserError, before anything is learned, if responses are not of the policy that they are said to be of.
+    """A UserError, before anything is learned, if responses are not of the policy that they seem to be of.
 
     Their log-probs tell, where the sampler has the weights that the trainer has.
     """
@@ -106,8 +106,8 @@ def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]
     gap = float(jax.device_get(described["mismatch_mean"]))
     if not gap <= rollout.tolerance:
         raise UserError(
-            f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on the "
-            f"mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or somebody alters its "
+            f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
+            f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or somebody alters its "
             "answers; look into that, then go on with --resume"
         )
 

@@ -84,7 +84,7 @@ def _silence_what_is_left_behind() -> None:
 
 
 def silence_closed_loops() -> None:
-    """What a library still reports to a loop that it has closed after an error is no news, and a traceback each."""
+    """What a library reports to a loop that it closed after an error is no news, and a traceback each."""
     sys.excepthook = _unless_a_loop_is_closed
 
 

@@ -1,7 +1,6 @@
 """Where a run writes down what happens: metrics.jsonl, TensorBoard, Weights & Biases, the terminal."""
 
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -63,6 +62,12 @@ class Journal:
                 self.say(
                     f"{len(damaged)} damaged lines of {METRICS} were set aside in {self.folder / DAMAGED}"
                 )
+            there = {r["step"] for r in kept}
+            if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
+                self.say(
+                    f"{len(lost)} steps have no record in {path}, the first is step {lost[0]}: "
+                    "the file has lost its end"
+                )
             files.write(path, b"".join(map(seal.line, kept)).decode())
             self._file = path.open("ab", buffering=0)
             self._board = _Board(self.folder / "tensorboard", after + 1 if kept else None)
@@ -75,6 +80,11 @@ class Journal:
             self._board.add(step, {f"{phase}/{name}": value for name, value in values.items()})
         if self._wandb is not None:
             self._wandb.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
+
+    def sync(self) -> None:
+        """The records to the disk, so that what is saved after this is never ahead of them."""
+        with self._writing(METRICS):
+            os.fsync(self._file.fileno())
 
     def say(self, text: Any) -> None:
         """A line, or a table, on the terminal."""

@@ -314,6 +314,7 @@ def _save(
     """Writes a checkpoint in the background; the best `score` is kept."""
     if score is not None:
         run.best = score if run.best is None else max(run.best, score)
+    run.journal.sync()
     run.checkpoints.save(step, state, Notes(phase, run.best, cursor).to_json(), score)
     run.saved = step
 

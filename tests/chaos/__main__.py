@@ -1,7 +1,7 @@
-"""`python -m tests.chaos --count 50 --seed 0`: faults at random moments of small runs, and what becomes of the runs.
+"""`python -m tests.chaos --count 50 --seed 0`: faults at random moments of small runs, and what becomes of them.
 
-A run must end equal to the undisturbed one bit for bit, or end with one line and reach it when it is resumed. Whatever
-else happens is a finding, told with the command that makes it again.
+A run must end equal to the undisturbed one bit for bit, or end with one line and get there when it is resumed.
+Whatever else happens is a finding, told with the command that makes it again.
 """
 
 import argparse
@@ -20,10 +20,16 @@ from tests.chaos.trial import Stage, Trial, trial
 def main() -> None:
     """Runs faults, prints a line each and a table at the end; exits with 1 if there were findings."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=len(FAULTS), help="faults; the kinds take turns")
+    parser.add_argument(
+        "--count", type=int, default=len(FAULTS), help="faults; the kinds take turns"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others count on")
-    parser.add_argument("--only", action="append", help="a kind; may be given again; a word of it will do")
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM, in place of the stand-in")
+    parser.add_argument(
+        "--only", action="append", help="a kind; may be given again; a word of it will do"
+    )
+    parser.add_argument(
+        "--vllm", help="the Python of an environment with vLLM, in place of the stand-in"
+    )
     parser.add_argument("--out", type=Path, help="a file for the record: a line of JSON a fault")
     parser.add_argument("--bound", type=float, default=240.0, help="seconds that any run may take")
     parser.add_argument("--scratch", type=Path, help="kept, with all runs; else a temporary folder")
@@ -60,7 +66,9 @@ def table(trials: list[Trial]) -> str:
         counts = [sum(t.kind == kind and t.end == end for t in trials) for end in ends]
         rows.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
     seconds = sum(one.seconds for one in trials)
-    return "\n".join([*rows, f"{len(trials)} faults in {seconds:.0f} s, {time.strftime('%Y-%m-%d')}"])
+    return "\n".join(
+        [*rows, f"{len(trials)} faults in {seconds:.0f} s, {time.strftime('%Y-%m-%d')}"]
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What can happen to a run: each fault starts it, does its worst at a random moment, and says when that was."""
 
+import contextlib
 import errno
 import os
 import random
@@ -32,7 +33,9 @@ class Fault:
 # The trainer's processor and signals.
 
 
-def signalled(number: int, times: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+def signalled(
+    number: int, times: int, scene: Scene, draw: random.Random, whole: Undisturbed
+) -> str:
     """The trainer gets a signal."""
     scene.told = (number,)
     scene.start()
@@ -160,7 +163,11 @@ def _pids(scene: Scene, keeper: bool) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if pid != scene.pid and (b"keeper.py" in words) == keeper and b"tests.chaos.nursery" not in words:
+        if (
+            pid != scene.pid
+            and (b"keeper.py" in words) == keeper
+            and b"tests.chaos.nursery" not in words
+        ):
             found.append(pid)
     return found
 
@@ -187,10 +194,8 @@ def server_signalled(
 
 
 def _tell(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
@@ -317,7 +322,9 @@ FAULTS: dict[str, Fault] = {
     "kill -9 beside a server": Fault(OWN, partial(signalled, signal.SIGKILL, 1)),
     "server killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "server")),
     "keeper killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "keeper")),
-    "keeper and trainer killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "keeper trainer")),
+    "keeper and trainer killed": Fault(
+        OWN, partial(server_signalled, signal.SIGKILL, "keeper trainer")
+    ),
     "server stands still": Fault(OWN, partial(server_signalled, signal.SIGSTOP, "server")),
     "socket removed": Fault(OWN, socket_removed),
     "server away": Fault(SERVED, away),

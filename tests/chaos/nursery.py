@@ -22,8 +22,6 @@ def _import_all() -> None:
     import transformers  # noqa: F401
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    import jaxrl_llm.cli.train
-    import jaxrl_llm.rollouts.vllm
     import tests.chaos.small  # noqa: F401
     from jaxrl_llm.cli import main
 

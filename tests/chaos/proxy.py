@@ -74,7 +74,12 @@ class Proxy:
         sent = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         body = json.dumps({"new_version": label})
         link.exchange(
-            "POST", "/update_weight_version", body, sent, deadline=time.monotonic() + 60, limit=2**20
+            "POST",
+            "/update_weight_version",
+            body,
+            sent,
+            deadline=time.monotonic() + 60,
+            limit=2**20,
         )
         link.close()
 
@@ -134,7 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _ask(self, body) -> Answer:
         link = Link(address(self.owner.upstream))
-        sent = {name: self.headers[name] for name in ("Content-Type", "Authorization") if self.headers[name]}
+        sent = {
+            name: self.headers[name]
+            for name in ("Content-Type", "Authorization")
+            if self.headers[name]
+        }
         try:
             return link.exchange(
                 self.command, self.path, body, sent, deadline=time.monotonic() + 600, limit=2**30
@@ -157,7 +166,9 @@ def plain(answer: Answer, handler: _Handler) -> None:
     handler.send(*answer)
 
 
-swallowed = lambda answer, handler: handler.send(*answer)  # never reaches the server, who would load
+swallowed = lambda answer, handler: handler.send(
+    *answer
+)  # never reaches the server, who would load
 
 
 def hang(answer: Answer, handler: _Handler) -> None:

@@ -25,7 +25,7 @@ MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
 MARK = "CHAOS_TRIAL"
 
 
-class Finding(Exception):  # noqa: N818
+class Finding(Exception):
     """What must not happen."""
 
 
@@ -179,7 +179,7 @@ class Scene:
             time.sleep(POLL)
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         if "Traceback" in text or "Fatal Python" in text:
-            raise Finding(f"traceback: {text[text.find('Traceback'):][-600:]}")
+            raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
         lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
         if status == 0:
             return "stopped" if "go on with --resume" in text or lines else "completed"
@@ -215,7 +215,7 @@ class Scene:
         self.until(lambda: False)
 
     def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
-        """What is left of the scene besides its folder, after so long at the most; a killed run leaves its lock."""
+        """What is left besides the folder, after so long at the most; a killed run leaves its lock."""
         end = time.monotonic() + seconds
         while found := self.processes():
             if time.monotonic() > end:
@@ -255,11 +255,19 @@ def difference(found: Record, whole: Record) -> str:
         a, b = getattr(found, name), getattr(whole, name)
         if a != b:
             if name == "metrics":
-                keys = [(r["step"], r["phase"], len(r)) for r in a], [(r["step"], r["phase"], len(r)) for r in b]
+                keys = (
+                    [(r["step"], r["phase"], len(r)) for r in a],
+                    [(r["step"], r["phase"], len(r)) for r in b],
+                )
                 if keys[0] != keys[1]:
                     missing = [k for k in keys[1] if k not in keys[0]]
                     return f"lost: records {missing}, found {len(a)} of {len(b)}"
-                other = [(x["step"], k, x.get(k), y[k]) for x, y in zip(a, b, strict=True) for k in y if x.get(k) != y[k]]
+                other = [
+                    (x["step"], k, x.get(k), y[k])
+                    for x, y in zip(a, b, strict=True)
+                    for k in y
+                    if x.get(k) != y[k]
+                ]
                 return f"undetected: {len(other)} other figures, first {other[0]}"
             return f"undetected: other {name}"
     return ""

@@ -1,4 +1,4 @@
-"""A server that many runs use, one after the other: the stand-in, or the real vLLM as `jaxrl-llm serve` runs it."""
+"""A server that many runs use in turn: the stand-in, or the real vLLM as `jaxrl-llm serve` runs it."""
 
 import os
 import subprocess
@@ -28,14 +28,20 @@ class Serving:
         command += ["--python", vllm, "--memory", str(memory)]
         with (scratch / "serve.log").open("w") as log:
             self._process = subprocess.Popen(
-                command, env=environment, cwd=scratch, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=environment,
+                cwd=scratch,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.url = self._listening(memory, scratch / "serve.log")
 
     def _listening(self, memory: Path, log: Path) -> str:
         """The address, once it answers."""
         while True:
-            assert self._process and self._process.poll() is None, log.read_text()
+            assert self._process
+            assert self._process.poll() is None, log.read_text()
             if "ready;" in log.read_text():
                 return f"unix://{next(memory.glob('*/vllm-0.sock'))}"
             time.sleep(1.0)

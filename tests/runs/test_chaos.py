@@ -1,4 +1,4 @@
-"""Ten faults, each of another kind, and three moments that must be met exactly. `python -m tests.chaos` draws more."""
+"""Ten faults of different kinds, and moments that must be met exactly; `python -m tests.chaos` draws more."""
 
 import copy
 import shutil

@@ -222,7 +222,9 @@ def test_responses_of_another_policy_are_not_learned_from(gap, tolerance, lag, l
         programs.gap = gap if step == 1 else 0.0
         return replace(ROLLOUT, version=step - lag, tolerance=tolerance)
 
-    ends = pytest.raises(UserError, match="step 2: the log-probs") if learned == 1 else nullcontext()
+    ends = (
+        pytest.raises(UserError, match="step 2: the log-probs") if learned == 1 else nullcontext()
+    )
     with ends:
         for step in steps(Sampler(), sample=sample, programs=programs):
             found.append(step)

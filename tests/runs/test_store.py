@@ -17,9 +17,11 @@ from tensorboardX.proto import event_pb2
 from jaxrl_llm import files
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.models import hf, tokenizer
 from jaxrl_llm.reports import curves
 from jaxrl_llm.runs import folder, journal, record, seal
+from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.journal import DAMAGED, METRICS, Journal
 from tests.runs.process import QUICK, metrics, train
 from tests.runs.test_errors import fails
@@ -114,6 +116,35 @@ def test_a_record_with_another_bit_is_seen(tmp_path, opened):
         path.write_bytes(altered)
         found = journal._parsed(tmp_path)[0]
         assert found == [records[0], records[2]], place
+
+
+def test_a_journal_that_has_lost_its_end_is_said(tmp_path, opened):
+    made = opened()
+    for step in (1, 2, 3):
+        made.record(step, "x", {"loss": 0.5 + step})
+    path = tmp_path / METRICS
+    whole = path.read_bytes()
+    for content, lost in ((whole[: len(whole) // 2], 2), (b"", 3), (whole, 0)):
+        path.write_bytes(content)
+        said = io.StringIO()
+        again = Journal(tmp_path, rich.console.Console(file=said, width=200))
+        again.start(after=3)
+        again.close()
+        assert said.getvalue().startswith(f"{lost} steps have no record") == bool(lost)
+
+
+def test_records_are_on_the_disk_before_the_step_is_saved():
+    order = []
+    note = lambda name: lambda *_, **__: order.append(name)
+    run = types.SimpleNamespace(
+        best=None,
+        saved=0,
+        journal=types.SimpleNamespace(sync=note("records")),
+        checkpoints=types.SimpleNamespace(save=note("state")),
+    )
+    training._save(run, 3, "x", None, Cursor({}))
+    assert order == ["records", "state"]
+    assert run.saved == 3
 
 
 def test_records_of_before_have_no_checksum(tmp_path):
