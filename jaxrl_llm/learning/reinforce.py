@@ -107,8 +107,8 @@ def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]
     if not gap <= rollout.tolerance:
         raise UserError(
             f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
-            f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or somebody alters its "
-            "answers; look into that, then go on with --resume"
+            f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or its "
+            "answers are altered; look into that, then go on with --resume"
         )
 
 

@@ -79,11 +79,18 @@ def joined(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
 
 def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
-    """The clock jumps by hours."""
+    """The clock jumps by hours.
+
+    A jump back while a checkpoint is written: tensorstore waits until the clock is there again. SIGTERM ends that.
+    """
     after = draw.randrange(whole.operations)
     seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
-    scene.start(-1, -1, 0, after, seconds)
-    return f"operation {after} by {seconds / 3600:+.1f} h"
+    scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
+    end = time.monotonic() + 3 * whole.seconds + 30
+    scene.until(lambda: time.monotonic() > end)
+    stuck = ", SIGTERM" if scene.status is None else ""
+    scene.signal(signal.SIGTERM)
+    return f"operation {after} by {seconds / 3600:+.1f} h{stuck}"
 
 
 # The disk.
