@@ -4,7 +4,7 @@ A step is a function of the state, the cursor in the data and its own number, so
 checkpoint repeats the uninterrupted one bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,6 +73,7 @@ def reinforce(
             batch, reward = programs.batch(rollout, answers.rewards)
         with clock("score"):
             scores, described = jax.block_until_ready(programs.score(state.params, batch))
+            require_our_policy(rollout, step, described)
         with clock("update"):
             credited = programs.credit(batch, reward, **scores)
         try:
@@ -90,11 +91,27 @@ def reinforce(
         host = (
             _of_rollout(rollout, answers, seconds, len(rollout.responses) // reward.shape[0]) | host
         )
-        host |= {"lag": step - rollout.version, **sampler.sync}
+        host |= {"lag": step - rollout.version, **(sampler.sync if trouble is None else {})}
         fetch = partial(_of_update, visits, described, host)
         yield Step(step + 1, state, stream.cursor(), fetch, answers, trouble)
         if trouble is not None:
             return
+
+
+def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
+    """A UserError, before anything is learned, if responses are not of the policy that they seem to be of.
+
+    Their log-probs tell, where the sampler has the weights that the trainer has.
+    """
+    if rollout.tolerance is None or rollout.version != step:
+        return
+    gap = float(jax.device_get(described["mismatch_mean"]))
+    if not gap <= rollout.tolerance:
+        raise UserError(
+            f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
+            f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or its "
+            "answers are altered; look into that, then go on with --resume"
+        )
 
 
 def respond(

@@ -24,7 +24,7 @@ class Proof:
     """Compares servers with the trainer, sync by sync; a difference beyond `tolerance` is a UserError."""
 
     def __init__(self, tolerance: float):
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self._config: Mapping[str, Any] = {}
         self._expected: Logps | None = None
         self._before: Logps | None = None
@@ -47,10 +47,10 @@ class Proof:
             )
         got = [np.asarray(server.score(x)) for x in probe_sequences(self._config["vocab_size"])]
         difference, stale = _largest(got, self._expected), self._stale(server, got)
-        if stale or not difference <= self._tolerance:
+        if stale or not difference <= self.tolerance:
             raise UserError(
                 f"{server.url} answered the sync of {label} with success, but its log-probs differ from "
-                f"the trainer's by up to {difference:.3g} (tolerance {self._tolerance:g}): "
+                f"the trainer's by up to {difference:.3g} (tolerance {self.tolerance:g}): "
                 f"{_cause(stale, difference, self._config)}"
             )
         self._answers[server.url] = got

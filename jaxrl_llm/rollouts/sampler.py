@@ -36,13 +36,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a sampler returns, on the host: B prompts with one response each, groups side by side."""
+    """What a sampler returns, on the host: B prompts with one response each, groups side by side.
+
+    `tolerance` is how far its log-probs may be from the trainer's, on the mean, if it computes elsewhere.
+    """
 
     prompts: Sequence[Sequence[int]]
     responses: Sequence[Sequence[int]]
     logps: Sequence[Sequence[float]]
     finished: Sequence[bool] = ()
     version: int = 0
+    tolerance: float | None = None
 
 
 class Sampler(Protocol):

@@ -6,6 +6,7 @@ A new server has a new socket, so that nobody meets an older one by mistake.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -25,6 +26,7 @@ POLL = 0.5  # seconds
 STARTS = 3  # how often in a row a server may end before it has answered
 LOG_BYTES = 2**24  # of a longer log this much becomes LOG.1, in the place of an older one
 TAIL_BYTES = 2**16
+SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class Launch:
         ]  # fmt: skip
 
     def variables(self, plugins: Path) -> dict[str, str]:
-        """The environment of the server; the key is in it, not on the command line."""
+        """The environment of the server; the key is in it, not on the command line, and no secret of others."""
         return {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not SECRET.search(name)},
             "VLLM_SERVER_DEV_MODE": "1",  # which is what the sync's routes need
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),

@@ -114,6 +114,7 @@ class VllmSampler:
             logps=[response.logps for response in responses],
             finished=[response.finished for response in responses],
             version=self.version,
+            tolerance=self._proof.tolerance,
         )
 
     def release(self) -> None:

@@ -6,7 +6,6 @@ checkpoint but the keeping of the last few, after the newest was read back. A da
 another can be read; what may be no fault of the checkpoint (the disk, memory, another optimizer) touches nothing.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -24,10 +23,12 @@ from orbax.checkpoint import checkpoint_managers
 from jaxrl_llm import files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import record
-from jaxrl_llm.runs.disk import DamageError, first_line, patiently, writing
+from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host
+from jaxrl_llm.runs.seal import sealed, unsealed
 
 logger = logging.getLogger(__name__)
+SCORE = "score.json"  # in the folder of a step that was judged after it was saved
 _ANOTHER = "resume with the config and flags that the run was started with"
 
 
@@ -51,6 +52,7 @@ class Checkpoints:
             "asyncio",
         ):  # errors of the writers are raised here; these say them again
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        silence_closed_loops()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.LatestN(None),  # what goes, goes in `_prune`
             lightweight_initialize=True,
@@ -68,7 +70,7 @@ class Checkpoints:
     ) -> None:
         """Copies the state and returns; it is written, and read back, in the background."""
         arrays = describe(state)
-        note = _sealed({"notes": notes, "score": score, "arrays": arrays})
+        note = sealed({"notes": notes, "score": score, "arrays": arrays})
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave(note))
         self.wait()
         self._check()
@@ -77,6 +79,14 @@ class Checkpoints:
         self._scores[step] = score
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         self._settling = _Settling(lambda: self._settle(step, like, arrays))
+
+    def judge(self, step: int, score: float) -> None:
+        """Gives a score to a step that was saved before it had one."""
+        if self._scores.get(step) is None:
+            with self._writing():
+                self._check()
+                files.write(self.folder / str(step) / SCORE, json.dumps(sealed({"score": score})))
+            self._scores[step] = score
 
     def wait(self) -> None:
         """Returns when everything is on disk and was read back; an error of the writing is raised here."""
@@ -149,7 +159,7 @@ class Checkpoints:
         )
 
     def _note(self, step: int) -> dict[str, Any]:
-        return _unsealed(self._read(step, notes=ocp.args.JsonRestore()))
+        return unsealed(self._read(step, notes=ocp.args.JsonRestore()))
 
     def _read(self, step: int, **item: Any) -> Any:
         """One item of a checkpoint."""
@@ -160,11 +170,15 @@ class Checkpoints:
         )
 
     def _score(self, step: int) -> float | None:
-        """The score that a checkpoint was saved with; none for one that cannot be read now."""
+        """The score of a checkpoint, noted or given later; none for one that cannot be read now."""
+        later = self.folder / str(step) / SCORE
         try:
-            return self._note(step)["score"]
-        except (DamageError, UserError):
+            found = self._note(step)["score"]
+            if found is None and later.exists():
+                found = unsealed(json.loads(later.read_bytes()))["score"]
+        except (DamageError, UserError, OSError, ValueError):
             return None
+        return found
 
     def _settle(self, step: int, like: Any, arrays: dict[str, Any]) -> None:
         """What follows a save: to the disk, read back, and only then the older ones go."""
@@ -232,7 +246,7 @@ def write_params(folder: Path, params: Any) -> None:
         with ocp.StandardCheckpointer() as writer:
             writer.save(folder.absolute(), params, force=True)
         files.sync_tree(folder)
-        note = _sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
+        note = sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
         files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
 
 
@@ -241,7 +255,7 @@ def read_params(folder: Path, like: Any) -> Any:
     cure = "take the folder from a copy of the run, or start anew with another --out"
     wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
-        note = _unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))
+        note = unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))
         if note["run"] != record.identity(folder.parent):
             raise DamageError("it is of another run")
         _same_form(str(folder), note["arrays"], like)
@@ -274,28 +288,6 @@ def _same_form(what: str, saved: dict[str, Any], like: Any) -> None:
                 f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
                 f"nothing was changed: {_ANOTHER}"
             )
-
-
-def _sealed(note: dict[str, Any]) -> dict[str, Any]:
-    """The note, with its checksum, as JSON will give it back."""
-    note = json.loads(json.dumps(note))
-    return note | {"sha256": _checksum(note)}
-
-
-def _unsealed(note: Any) -> dict[str, Any]:
-    """The note that was sealed."""
-    if not isinstance(note, dict) or "sha256" not in note:
-        raise DamageError(
-            "its notes have no checksum: an older version wrote it, or they were altered"
-        )
-    note = dict(note)
-    if note.pop("sha256") != _checksum(note):
-        raise DamageError("its notes are not the ones that were saved")
-    return note
-
-
-def _checksum(note: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
 def _verify(folder: Path, like: Any, arrays: dict[str, Any]) -> None:

@@ -83,6 +83,16 @@ def _silence_what_is_left_behind() -> None:
     sys.unraisablehook = lambda _: None
 
 
+def silence_closed_loops() -> None:
+    """What a library reports to a loop that it closed after an error is no news, and a traceback each."""
+    sys.excepthook = _unless_a_loop_is_closed
+
+
+def _unless_a_loop_is_closed(kind: Any, error: Any, trace: Any) -> None:
+    if str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
+
+
 def first_line(error: BaseException) -> str:
     """The innermost cause in a line; the libraries wrap an OSError in errors of their own."""
     while error.__cause__ is not None:

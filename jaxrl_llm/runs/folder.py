@@ -22,7 +22,7 @@ from jaxrl_llm import config, files, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.runs import assemble, lock, record
+from jaxrl_llm.runs import assemble, lock, record, seal
 from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.disk import DamageError, first_line
@@ -92,7 +92,8 @@ def _start(
     (folder / "files").mkdir(exist_ok=True)
     for original, copy in run["files"].items():
         files.copy(Path(original), folder / copy)
-    record.write(folder, run)
+    sums = {name: seal.of_file(folder / name) for name in (CONFIG, *run["files"].values())}
+    record.write(folder, run | {"sums": sums})
 
 
 def _continue(
@@ -100,6 +101,7 @@ def _continue(
 ) -> None:
     """Refuses what would make it another run, and notes the session."""
     run = record.read(folder)
+    record.require_sources(folder, run)
     for original, copy in {str(made_by): CONFIG, **run["files"]}.items():
         there = Path(original)
         if there.exists() and there.read_bytes() != (folder / copy).read_bytes():
@@ -129,6 +131,7 @@ def same_model(folder: Path, wanted: dict[str, Any]) -> None:
 def reopen(folder: Path) -> Config:
     """The config of a run, made again by its own file and flags; it executes that file."""
     run, path = record.read(folder), folder / CONFIG
+    record.require_sources(folder, run)
     make: Callable[..., Config] = config.load(path)
     made = config.build(make, path, **record.flags_for(make, run["flags"]))
     copies = {Path(original): folder / copy for original, copy in run["files"].items()}

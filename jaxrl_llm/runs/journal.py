@@ -1,7 +1,6 @@
 """Where a run writes down what happens: metrics.jsonl, TensorBoard, Weights & Biases, the terminal."""
 
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -18,7 +17,7 @@ from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxrl_llm import files
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import record
+from jaxrl_llm.runs import record, seal
 
 METRICS, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
@@ -63,19 +62,29 @@ class Journal:
                 self.say(
                     f"{len(damaged)} damaged lines of {METRICS} were set aside in {self.folder / DAMAGED}"
                 )
-            files.write(path, "".join(json.dumps(r) + "\n" for r in kept))
+            there = {r["step"] for r in kept}
+            if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
+                self.say(
+                    f"{len(lost)} steps have no record in {path}, the first is step {lost[0]}: "
+                    "the file has lost its end"
+                )
+            files.write(path, b"".join(map(seal.line, kept)).decode())
             self._file = path.open("ab", buffering=0)
             self._board = _Board(self.folder / "tensorboard", after + 1 if kept else None)
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
         values = {name: _plain(value) for name, value in values.items()}
-        line = json.dumps({"step": step, "phase": phase, **values}) + "\n"
         with self._writing(METRICS):
-            _append(self._file, line.encode())
+            _append(self._file, seal.line({"step": step, "phase": phase, **values}))
             self._board.add(step, {f"{phase}/{name}": value for name, value in values.items()})
         if self._wandb is not None:
             self._wandb.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
+
+    def sync(self) -> None:
+        """The records to the disk, so that what is saved after this is never ahead of them."""
+        with self._writing(METRICS):
+            os.fsync(self._file.fileno())
 
     def say(self, text: Any) -> None:
         """A line, or a table, on the terminal."""
@@ -185,7 +194,8 @@ def _parsed(folder: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
     """The records, and the lines that are none; a kill may have cut the last line, which counts as neither."""
     path = folder / METRICS
     lines = (path.read_bytes() if path.exists() else b"").split(b"\n")
-    found = [_record(line) for line in lines]
+    sealed = any(map(seal.is_sealed, lines))
+    found = [_record(line) if seal.is_sealed(line) or not sealed else None for line in lines]
     damaged = [line for line, one in zip(lines[:-1], found, strict=False) if one is None]
     return [one for one in found if one is not None], damaged
 
@@ -193,8 +203,8 @@ def _parsed(folder: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """The record of a line, if it is one."""
     try:
-        found = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+        found = seal.entry(line)
+    except ValueError:  # not JSON, not UTF-8, or altered
         return None
     whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "phase" in found
     return found if whole else None

@@ -17,6 +17,9 @@ from typing import Any, get_type_hints
 import jaxrl_llm
 from jaxrl_llm import files
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.runs import seal
+from jaxrl_llm.runs.disk import DamageError
+from jaxrl_llm.runs.seal import sealed, unsealed
 
 NAME, CONFIG = "run.json", "config.py"
 LENGTHS = {
@@ -56,15 +59,28 @@ def read(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
         if not isinstance(found["flags"], dict):
             raise TypeError
+        if "sha256" in found:
+            found = unsealed(found)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, DamageError) as error:
         raise UserError(
             f"{path} is damaged: take it from a copy of the run; nothing was changed"
         ) from error
-    return {"id": None, "files": {}, "sessions": [], **found}
+    return {"id": None, "files": {}, "sums": {}, "sessions": [], **found}
+
+
+def require_sources(folder: Path, run: dict[str, Any]) -> None:
+    """A UserError if a file that is to be executed again is not as it was when the run was started."""
+    for name, checksum in run["sums"].items():
+        copy = folder / name
+        if not copy.is_file() or seal.of_file(copy) != checksum:
+            raise UserError(
+                f"{copy} is not as it was when the run was started: take it from a copy of the run; nothing was "
+                "changed"
+            )
 
 
 def identity(folder: Path) -> str | None:
@@ -74,7 +90,7 @@ def identity(folder: Path) -> str | None:
 
 def write(folder: Path, run: dict[str, Any]) -> None:
     """Puts the record in its place."""
-    files.write(folder / NAME, json.dumps(run, indent=2) + "\n")
+    files.write(folder / NAME, json.dumps(sealed(run), indent=2) + "\n")
 
 
 def continued(folder: Path, run: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def train(run: Run, *, resume: bool, warmed: Any = None) -> None:
 
 def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     """The best checkpoint (else the newest) on the test set, which is read here only; None if that was done."""
-    if _recorded(run, "test/accuracy", run.last_step, REINFORCE):
+    if _recorded(run, "test/accuracy", run.last_step, REINFORCE) is not None:
         return None
     run.checkpoints.wait()
     step = run.checkpoints.steps[-1] if run.checkpoints.best is None else run.checkpoints.best
@@ -172,7 +172,10 @@ def _reinforce(
     if state is None:
         state = _begin(run, start, params, stream.cursor())
     elif due(start):
-        _catch_up(run, start, REINFORCE, state.params, clock)
+        score = _catch_up(run, start, REINFORCE, state.params, clock)
+        if start > whole.start:  # the policy before reinforcement is no candidate
+            run.best = score if run.best is None else max(run.best, score)
+            run.checkpoints.judge(start, score)
     else:
         run.sampler.push(state.params, start)
     reference = None
@@ -287,16 +290,18 @@ def _measured(run: Run, examples: Source[Any]) -> tuple[evaluate.Result, float]:
     return result, timer.lap()["time/evaluation"]
 
 
-def _catch_up(run: Run, step: int, phase: str, params: Any, clock: Clock) -> None:
-    """The evaluation of a resumed step, if it was dropped when the run was stopped there."""
+def _catch_up(run: Run, step: int, phase: str, params: Any, clock: Clock) -> float:
+    """The score of a resumed step; it is evaluated if that was dropped when the run ended there."""
     run.sampler.push(params, step)
-    if not _recorded(run, "eval/accuracy", step, phase):
-        _evaluate(run, step, phase, clock)
+    found = _recorded(run, "eval/accuracy", step, phase)
+    return _evaluate(run, step, phase, clock) if found is None else found
 
 
-def _recorded(run: Run, name: str, step: int, phase: str) -> bool:
+def _recorded(run: Run, name: str, step: int, phase: str) -> float | None:
+    """The figure of that name in the records of a step, if it is there."""
     found = journal.read(run.journal.folder)
-    return any(r["step"] == step and r["phase"] == phase and name in r for r in found)
+    here = (r[name] for r in found if r["step"] == step and r["phase"] == phase and name in r)
+    return next(here, None)
 
 
 def _save(
@@ -310,6 +315,7 @@ def _save(
     """Writes a checkpoint in the background; the best `score` is kept."""
     if score is not None:
         run.best = score if run.best is None else max(run.best, score)
+    run.journal.sync()
     run.checkpoints.save(step, state, Notes(phase, run.best, cursor).to_json(), score)
     run.saved = step
 

@@ -183,6 +183,28 @@ def test_the_key_is_random_and_on_no_command_line(root, python):
     assert a.variables(root)["VLLM_API_KEY"] == a.key
 
 
+def test_a_server_is_told_no_secrets_that_it_does_not_need(root, python, monkeypatch):
+    secrets = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
+               "GITHUB_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS")  # fmt: skip
+    needed = {
+        "PATH": "/bin",
+        "TOKENIZERS_PARALLELISM": "0",
+        "HF_HOME": "/h",
+        "LD_LIBRARY_PATH": "/l",
+    }
+    for name in secrets:
+        monkeypatch.setenv(name, "s3cret")
+    for name, value in needed.items():
+        monkeypatch.setenv(name, value)
+    launch = Launch(python, root / "log", root / "s", environment={"HF_TOKEN": "given to it"})
+    variables = launch.variables(root)
+    assert "s3cret" not in variables.values()
+    assert (
+        variables.items()
+        >= {**needed, "HF_TOKEN": "given to it", "VLLM_API_KEY": launch.key}.items()
+    )
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_server_ends_with_its_trainer(root, how):
     """However that ends; and a child that does not heed SIGTERM ends as well."""
@@ -227,6 +249,28 @@ def test_the_server_ends_with_its_keeper(root):
         until(lambda: len(processes("sleep 985")) == 2)
         process.kill()
     until(lambda: not processes("sleep 985"), seconds=5)
+
+
+def test_nothing_is_left_if_trainer_and_keeper_are_killed_at_once(root):
+    """The kernel kills the first process of the server alone."""
+    tree = "sh -c 'sleep 982 & sleep 982' & sleep 982 & sleep 982"
+    trainer = f"""
+import os, subprocess, sys, time
+keep = [sys.executable, {keeper.__file__!r}, str(os.getpid()), {str(root)!r}]
+it = subprocess.Popen([*keep, "sh", "-c", {tree!r}], start_new_session=True, stdin=subprocess.PIPE)
+print(it.pid, flush=True)
+time.sleep(100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True)
+    with process:
+        keeping = int(process.stdout.readline())
+        until(
+            lambda: len([args for args in commands("sleep 982") if args.startswith("sleep")]) == 4
+        )
+        os.kill(process.pid, signal.SIGSTOP)  # it ends nothing, and neither does its keeper
+        os.kill(keeping, signal.SIGKILL)
+        process.kill()
+    until(lambda: not processes("sleep 982"), seconds=5)
 
 
 def test_a_keeper_does_not_end_before_its_server(root, monkeypatch, tmp_path):

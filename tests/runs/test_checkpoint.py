@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,6 +199,32 @@ def test_the_best_is_known_after_the_run_and_survives_a_resume(tmp_path):
     resumed.save(4, state(4), {}, score=0.2)
     resumed.close()
     assert resumed.steps == [2, 4]
+
+
+def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
+    checkpoints = Checkpoints(three, keep=1)
+    checkpoints.save(8, state(8), {})
+    assert checkpoints.best == 4
+    checkpoints.judge(8, 2.0)
+    checkpoints.judge(4, 3.0)  # it has a score
+    assert checkpoints.best == 8
+    checkpoints.close()
+    again = Checkpoints(three, keep=1)
+    assert again.best == 8
+    again.save(9, state(9), {}, score=0.5)
+    again.close()
+    assert Checkpoints(three, read_only=True).steps == [8, 9]
+    (three / "8" / checkpoint.SCORE).write_text("{")
+    assert Checkpoints(three, read_only=True).best == 9
+
+
+def test_a_loop_that_was_closed_is_no_news(tmp_path, capsys, monkeypatch):
+    """What writes for orbax reports to it after an error, in tracebacks; the error is raised where we wait."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    Checkpoints(tmp_path / "c")
+    for said in ("Event loop is closed", "other"):
+        sys.excepthook(RuntimeError, RuntimeError(said), None)
+    assert capsys.readouterr().err == "RuntimeError: other\n"
 
 
 def test_every_way_to_damage_a_checkpoint_is_survived(three, tmp_path, caplog):

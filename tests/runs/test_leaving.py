@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -116,8 +117,10 @@ class Programs:
     def batch(self, rollout, rewards):
         return None, jnp.zeros((1, len(rewards)))
 
+    gap = 0.0
+
     def score(self, params, batch):
-        return {}, {}
+        return {}, {"mismatch_mean": jnp.float32(self.gap)}
 
     def credit(self, batch, reward):
         return None
@@ -140,6 +143,7 @@ class Sampler:
     def push(self, params, version):
         if version == self.away_at:
             raise UserError("no server has answered")
+        self.sync = {"sync/version": version}
 
 
 class Data:
@@ -159,10 +163,12 @@ class Data:
 ROLLOUT = Rollout([[1]], [[2]], [[0.0]], [True])
 
 
-def steps(sampler, *, sample=lambda step, examples: ROLLOUT, droppable=nullcontext, **how):
+def steps(
+    sampler, *, sample=lambda step, examples: ROLLOUT, droppable=nullcontext, programs=None, **how
+):
     task = SimpleNamespace(answers=lambda e, r: Answers(e, ["a"], [Reward(1.0, True)]))
     return reinforce.reinforce(
-        range(5), SimpleState(0), Stream(Data(), sample), task, Programs(), sampler, Clock(),
+        range(5), SimpleState(0), Stream(Data(), sample), task, programs or Programs(), sampler, Clock(),
         droppable=droppable, **how,
     )  # fmt: skip
 
@@ -172,11 +178,13 @@ def _states_are_arrays(monkeypatch):
     monkeypatch.setattr(reinforce.jax, "block_until_ready", lambda x: x)
 
 
-def test_after_an_outage_the_state_is_handed_over():
+def test_after_an_outage_the_state_is_handed_over(monkeypatch):
+    monkeypatch.setattr(reinforce, "_of_update", lambda visits, described, host: host)
     found = list(steps(Sampler(away_at=3)))
     assert [(s.number, s.state.params) for s in found] == [(1, 1), (2, 2), (3, 3)]
     assert [type(s.trouble) for s in found] == [type(None), type(None), UserError]
     assert found[-1].cursor.data == {"next": 3}
+    assert [s.metrics().get("sync/version") for s in found] == [1, 2, None]
 
 
 def test_a_record_that_cannot_be_written_does_not_lose_the_step_under_way():
@@ -200,6 +208,29 @@ def test_a_signal_in_a_rollout_leaves_the_last_step_as_it_was():
     with pytest.raises(Leaving):
         next(found)
     assert (last.number, last.state.params, last.cursor.data) == (2, 2, {"next": 2})
+
+
+@pytest.mark.parametrize(
+    ("gap", "tolerance", "lag", "learned"),
+    [(0.1, 1e-3, 0, 1), (float("nan"), 1e-3, 0, 1), (1e-4, 1e-3, 0, 3), (0.1, 1e-3, 1, 3), (0.1, None, 0, 3)],
+)  # fmt: skip
+def test_responses_of_another_policy_are_not_learned_from(gap, tolerance, lag, learned):
+    """A lie that is well-formed: other tokens, or other log-probs."""
+    programs, found = Programs(), []
+
+    def sample(step, examples):
+        programs.gap = gap if step == 1 else 0.0
+        return replace(ROLLOUT, version=step - lag, tolerance=tolerance)
+
+    ends = (
+        pytest.raises(UserError, match="step 2: the log-probs") if learned == 1 else nullcontext()
+    )
+    with ends:
+        for step in steps(Sampler(), sample=sample, programs=programs):
+            found.append(step)
+            if step.number == 3:
+                break
+    assert (found[-1].number, found[-1].state.params) == (learned, learned)
 
 
 def test_what_a_signal_in_look_ahead_interrupts_is_not_in_the_cursor():

@@ -17,9 +17,11 @@ from tensorboardX.proto import event_pb2
 from jaxrl_llm import files
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.models import hf, tokenizer
 from jaxrl_llm.reports import curves
-from jaxrl_llm.runs import folder, journal, record
+from jaxrl_llm.runs import folder, journal, record, seal
+from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.journal import DAMAGED, METRICS, Journal
 from tests.runs.process import QUICK, metrics, train
 from tests.runs.test_errors import fails
@@ -98,7 +100,56 @@ def test_a_full_disk_between_saves_is_one_line_and_tears_nothing(tmp_path, opene
         UserError, match=r"cannot write metrics.jsonl to .*No space left .*--resume"
     ):
         made.record(2, "x", {"loss": 0.5})
-    assert (tmp_path / METRICS).read_text() == '{"step": 1, "phase": "x", "loss": 0.5}\n'
+    assert (tmp_path / METRICS).read_bytes() == seal.line({"step": 1, "phase": "x", "loss": 0.5})
+
+
+def test_a_record_with_another_bit_is_seen(tmp_path, opened):
+    made = opened()
+    for step in (1, 2, 3):
+        made.record(step, "x", {"loss": 0.5 + step})
+    path = tmp_path / METRICS
+    whole, records = path.read_bytes(), journal.read(tmp_path)
+    start = whole.index(b"\n") + 1
+    for place in range(8 * start, 8 * whole.index(b"\n", start)):
+        altered = bytearray(whole)
+        altered[place // 8] ^= 1 << place % 8
+        path.write_bytes(altered)
+        found = journal._parsed(tmp_path)[0]
+        assert found == [records[0], records[2]], place
+
+
+def test_a_journal_that_has_lost_its_end_is_said(tmp_path, opened):
+    made = opened()
+    for step in (1, 2, 3):
+        made.record(step, "x", {"loss": 0.5 + step})
+    path = tmp_path / METRICS
+    whole = path.read_bytes()
+    for content, lost in ((whole[: len(whole) // 2], 2), (b"", 3), (whole, 0)):
+        path.write_bytes(content)
+        said = io.StringIO()
+        again = Journal(tmp_path, rich.console.Console(file=said, width=200))
+        again.start(after=3)
+        again.close()
+        assert said.getvalue().startswith(f"{lost} steps have no record") == bool(lost)
+
+
+def test_records_are_on_the_disk_before_the_step_is_saved():
+    order = []
+    note = lambda name: lambda *_, **__: order.append(name)
+    run = types.SimpleNamespace(
+        best=None,
+        saved=0,
+        journal=types.SimpleNamespace(sync=note("records")),
+        checkpoints=types.SimpleNamespace(save=note("state")),
+    )
+    training._save(run, 3, "x", None, Cursor({}))
+    assert order == ["records", "state"]
+    assert run.saved == 3
+
+
+def test_records_of_before_have_no_checksum(tmp_path):
+    (tmp_path / METRICS).write_text('{"step": 1, "phase": "x", "loss": 0.5}\n')
+    assert journal.read(tmp_path) == [{"step": 1, "phase": "x", "loss": 0.5}]
 
 
 def test_a_full_disk_for_tensorboard_is_one_line(tmp_path, opened):
@@ -242,6 +293,20 @@ def test_a_damaged_record_is_one_line(copied, content, capsys, tmp_path):
     for command in (["eval", copied], ["export", copied, tmp_path / "to"]):
         assert "run.json is damaged" in fails(capsys, *command)
     assert "run.json is damaged" in refused(capsys, copied)
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.py"])
+def test_another_bit_in_what_a_run_is_is_one_line(name, copied, capsys):
+    """A flag, or the config itself: the run would go on with other numbers."""
+    path = copied / name
+    whole = path.read_text()
+    path.write_text(whole.replace("0.5", "0.4", 1))
+    assert path.read_text() != whole
+    for said in (refused(capsys, copied), fails(capsys, "eval", copied)):
+        assert name in said
+        assert "take it from a copy of the run" in said
+    path.write_text(whole)
+    assert folder.reopen(copied)
 
 
 def test_flags_go_through_json(tmp_path):

@@ -1,0 +1,341 @@
+"""What can happen to a run: each fault starts it, does its worst at a random moment, and says when that was."""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.chaos import proxy
+from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
+
+NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
+FOREVER = 10**9
+SHORT = ("--patience", "8")
+Act = Callable[[Scene, random.Random, Undisturbed], str]
+Backup = dict[Path, bytes]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault. `damage` is done to what an ended run has left: it gives words and what to put back."""
+
+    engine: str
+    act: Act
+    damage: Callable[[Scene, random.Random], tuple[str, Backup]] | None = None
+
+
+# The trainer's processor and signals.
+
+
+def signalled(
+    number: int, times: int, scene: Scene, draw: random.Random, whole: Undisturbed
+) -> str:
+    """The trainer gets a signal."""
+    scene.told = (number,)
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    for _ in range(times):
+        scene.signal(number)
+        time.sleep(0.05)
+    return moment
+
+
+def killed_twice(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The trainer is killed, resumed, and killed again."""
+    first = signalled(signal.SIGKILL, 1, scene, draw, whole)
+    if scene.end() == "completed":
+        return first
+    return f"{first}; {signalled(signal.SIGKILL, 1, scene, draw, whole)}"
+
+
+def held(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The trainer stands still for a while."""
+    scene.start()
+    moment, seconds = scene.wait_for(draw, whole), draw.uniform(0.5, 4.0)
+    scene.signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    scene.signal(signal.SIGCONT)
+    return f"{moment} for {seconds:.1f} s"
+
+
+def joined(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """A second trainer is started in the same folder."""
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    first = scene.pid
+    scene.start()
+    end = scene.end()
+    if end == "a line" and "in use" not in scene.line():
+        raise Finding(f"the second trainer said {scene.line()}")
+    scene.pid, second = first, end
+    scene.started -= 1
+    return f"{moment}; the second: {second}"
+
+
+def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The clock jumps by hours.
+
+    A jump back while a checkpoint is written: tensorstore waits until the clock is there again. SIGTERM ends that.
+    """
+    after = draw.randrange(whole.operations)
+    seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
+    scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
+    end = time.monotonic() + 3 * whole.seconds + 30
+    scene.until(lambda: time.monotonic() > end)
+    stuck = ", SIGTERM" if scene.status is None else ""
+    scene.signal(signal.SIGTERM)
+    return f"operation {after} by {seconds / 3600:+.1f} h{stuck}"
+
+
+# The disk.
+
+
+def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """Operations on files fail, from a random one on."""
+    first = draw.randrange(whole.operations)
+    scene.start(first, first + count - 1, code, -1, 0)
+    return f"operation {first} of {whole.operations}"
+
+
+def torn_off(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """Killed in the middle of an operation on a file; half of a write is done."""
+    scene.told = (signal.SIGKILL,)
+    first = draw.randrange(whole.operations)
+    scene.start(first, first, -1, -1, 0)
+    return f"operation {first} of {whole.operations}"
+
+
+def killed_late(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """Killed when there is something to damage."""
+    scene.told = (signal.SIGKILL,)
+    scene.start()
+    saves = draw.randint(2, 1 + whole.moments.count("save") - 1)
+    scene.until(lambda: scene.moments().count("save") >= saves)
+    time.sleep(draw.uniform(0.0, 0.5))
+    scene.signal(signal.SIGKILL)
+    return f"save {saves}"
+
+
+def _files(scene: Scene, kind: str) -> list[Path]:
+    """The files of a kind in the folder of a run, the newest last."""
+    out = scene.out
+    newest = [out / "none", *checkpoints(out)][-1]
+    found = {
+        "checkpoint": [*newest.rglob("*")],
+        "notes": [*newest.glob("notes/*"), *newest.glob("_*")],
+        "reference": [*(out / "reference").rglob("*"), out / "reference.json"],
+        "journal": [out / "metrics.jsonl"],
+        "record": [out / "run.json"],
+        "sources": [out / "config.py", *(out / "files").glob("*")],
+    }[kind]
+    sized = [p for p in found if p.is_file() and p.stat().st_size]
+    return sorted(sized, key=lambda p: (p.stat().st_mtime_ns, str(p)))
+
+
+def cut(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
+    """A file has lost its end."""
+    if not (files := _files(scene, kind)):
+        return "nothing there", {}
+    path, content = files[-1], files[-1].read_bytes()
+    at = draw.randrange(len(content))
+    path.write_bytes(content[:at])
+    return f"{path.relative_to(scene.out)} at {at} of {len(content)}", {path: content}
+
+
+def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
+    """A bit of a file is another."""
+    if not (files := _files(scene, kind)):
+        return "nothing there", {}
+    path = draw.choice(files)
+    content = path.read_bytes()
+    at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+    path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+    return f"{path.relative_to(scene.out)} byte {at} bit {bit}", {path: content}
+
+
+# The trainer's own server.
+
+
+def _pids(scene: Scene, keeper: bool) -> list[int]:
+    """The keeper's number, or those of the server's processes."""
+    found = []
+    for pid in scene.processes():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if (
+            pid != scene.pid
+            and (b"keeper.py" in words) == keeper
+            and b"tests.chaos.nursery" not in words
+        ):
+            found.append(pid)
+    return found
+
+
+def server_signalled(
+    number: int, victims: str, scene: Scene, draw: random.Random, whole: Undisturbed
+) -> str:
+    """Processes of the server get a signal; those that are stopped go on after a while."""
+    scene.told = (number,) if "trainer" in victims else ()
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    chosen = [
+        *(_pids(scene, keeper=True) if "keeper" in victims else []),
+        *(_pids(scene, keeper=False) if "server" in victims else []),
+        *([scene.pid] if "trainer" in victims else []),
+    ]
+    for pid in chosen:
+        _tell(pid, number)
+    if number == signal.SIGSTOP:
+        time.sleep(draw.uniform(0.5, 15.0))
+        for pid in chosen:
+            _tell(pid, signal.SIGCONT)
+    return f"{moment}, {len(chosen)} processes"
+
+
+def _tell(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The file of the server's socket is removed, and the server killed a little later."""
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    for path in scene.folder.rglob("vllm-0.sock"):
+        path.unlink(missing_ok=True)
+    time.sleep(draw.uniform(0.0, 2.0))
+    for pid in _pids(scene, keeper=False):
+        _tell(pid, signal.SIGKILL)
+    return moment
+
+
+# A server elsewhere, and the way to it.
+
+
+def lied_to(
+    kinds: tuple[str, ...],
+    fault: Callable,
+    counts: tuple[int, ...],
+    scene: Scene,
+    draw: random.Random,
+    whole: Undisturbed,
+) -> str:
+    """Requests meet a fault."""
+    assert scene.proxy
+    kind = draw.choice(kinds)
+    first, count = draw.randrange(whole.calls[kind]), draw.choice(counts)
+    scene.proxy.lay(kind, first, count, fault)
+    scene.start(flags=SHORT if count == FOREVER else ())
+    scene.until(lambda: False)
+    met, _ = scene.proxy.met, scene.proxy.lift()
+    return f"{kind} {first} of {whole.calls[kind]}, {met} met"
+
+
+def away(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The server's address is gone for a while, or for good."""
+    assert scene.proxy
+    scene.start(flags=SHORT)
+    moment, seconds = scene.wait_for(draw, whole), draw.choice((1.0, 4.0, FOREVER))
+    scene.proxy.vanish()
+    if seconds < FOREVER:
+        time.sleep(seconds)
+    else:
+        scene.until(lambda: False)
+    scene.proxy.listen()
+    return f"{moment} for {'good' if seconds == FOREVER else f'{seconds:g} s'}"
+
+
+def replaced(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """Another trainer syncs the same server in the middle of the run."""
+    assert scene.proxy
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    label = draw.choice(("default", "deadbeef-3"))
+    scene.proxy.relabel(label)
+    return f"{moment}, now {label}"
+
+
+def _lies() -> dict[str, Fault]:
+    once, always = (1,), (1, 3, FOREVER)
+    kinds = (proxy.ROLLOUT, proxy.EVALUATION, proxy.PROBE, proxy.LABEL, proxy.RELOAD)
+    completions = (proxy.ROLLOUT, proxy.EVALUATION)
+    made = {
+        "server hangs": (kinds, proxy.hang, (1, FOREVER)),
+        "server drips": (kinds, proxy.drip, (1, FOREVER)),
+        "server hangs up": (kinds, proxy.reset, always),
+        "server answers 404": (kinds, proxy.not_found, always),
+        "server answers 500": (kinds, proxy.internal, always),
+        "server answers nonsense": (kinds, proxy.nonsense, always),
+        "answer cut short": (kinds, proxy.torn, always),
+        "answer of 1 GB": (kinds, proxy.huge, (1, 3)),
+        "tokens of no vocabulary": (completions, proxy.strange_tokens, always),
+        "other tokens": ((proxy.ROLLOUT,), proxy.other_tokens, (1, FOREVER)),
+        "too few tokens": (completions, proxy.fewer_tokens, always),
+        "log-probs that are none": (completions, proxy.nan_logps, always),
+        "other log-probs": ((proxy.ROLLOUT,), proxy.other_logps, (1, FOREVER)),
+        "other log-probs for the proof": ((proxy.PROBE,), proxy.other_scores, (1, FOREVER)),
+        "no choices": (completions, proxy.no_choices, always),
+        "old weights, new label": ((proxy.RELOAD,), proxy.swallowed, once),
+        "label of another": ((proxy.LABEL,), proxy.old_label, once),
+    }
+    return {
+        name: Fault(SERVED, partial(lied_to, kinds, fault, counts))
+        for name, (kinds, fault, counts) in made.items()
+    }
+
+
+def _signals() -> dict[str, Fault]:
+    made = {
+        "kill -9": (signal.SIGKILL, 1),
+        "SIGTERM": (signal.SIGTERM, 1),
+        "SIGINT": (signal.SIGINT, 1),
+        "SIGINT twice": (signal.SIGINT, 2),
+        "SIGHUP": (signal.SIGHUP, 1),
+        "SIGUSR1": (signal.SIGUSR1, 1),
+        "SIGQUIT": (signal.SIGQUIT, 1),
+    }
+    return {name: Fault(NATIVE, partial(signalled, *how)) for name, how in made.items()}
+
+
+def _damages() -> dict[str, Fault]:
+    made: dict[str, Fault] = {}
+    for kind in ("checkpoint", "notes", "reference", "journal", "record", "sources"):
+        for how, damage in (("cut", cut), ("flipped", flipped)):
+            made[f"{kind} {how}"] = Fault(NATIVE, killed_late, partial(damage, kind))
+    return made
+
+
+FAULTS: dict[str, Fault] = {
+    **_signals(),
+    "kill -9 twice": Fault(NATIVE, killed_twice),
+    "stands still": Fault(NATIVE, held),
+    "second trainer": Fault(NATIVE, joined),
+    "clock jumps": Fault(NATIVE, jumped),
+    "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),
+    "disk full once": Fault(NATIVE, partial(failing, errno.ENOSPC, 1)),
+    "disk error": Fault(NATIVE, partial(failing, errno.EIO, FOREVER)),
+    "disk error once": Fault(NATIVE, partial(failing, errno.EIO, 1)),
+    "killed while writing": Fault(NATIVE, torn_off),
+    **_damages(),
+    "SIGTERM beside a server": Fault(OWN, partial(signalled, signal.SIGTERM, 1)),
+    "kill -9 beside a server": Fault(OWN, partial(signalled, signal.SIGKILL, 1)),
+    "server killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "server")),
+    "keeper killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "keeper")),
+    "keeper and trainer killed": Fault(
+        OWN, partial(server_signalled, signal.SIGKILL, "keeper trainer")
+    ),
+    "server stands still": Fault(OWN, partial(server_signalled, signal.SIGSTOP, "server")),
+    "socket removed": Fault(OWN, socket_removed),
+    "server away": Fault(SERVED, away),
+    "another trainer at the server": Fault(SERVED, replaced),
+    "kill -9 beside a server elsewhere": Fault(SERVED, partial(signalled, signal.SIGKILL, 1)),
+    **_lies(),
+}

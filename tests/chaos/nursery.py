@@ -1,0 +1,108 @@
+"""Runs of jaxrl-llm that start at once: forked from a process that has imported everything, and computed nothing.
+
+    {"start": {...}}    -> {"pid": ...}, of a process group of its own
+    {"poll": pid}       -> {"status": null while it runs, else its exit code, or minus the signal}
+
+on standard input and output, a line of JSON each. What a run is started with: `arguments`, `log` (a file for its
+output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c).
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _import_all() -> None:
+    import matplotlib.pyplot  # noqa: F401
+    import transformers  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    import tests.chaos.small  # noqa: F401
+    from jaxrl_llm.cli import main
+
+    main._application()
+
+
+def _watch(moments: str) -> None:
+    """Notes each moment as the run comes to it."""
+    from jaxrl_llm.learning import evaluate, imitate, reinforce, update
+    from jaxrl_llm.runs import checkpoint, folder, lock
+    from jaxrl_llm.runs import train as training
+
+    noted = os.open(moments, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for owner, name, moment in (
+        (lock, "hold", "start"),
+        (folder, "_continue", "resume"),
+        (imitate, "demonstrations", "warm_start"),
+        (reinforce, "respond", "rollout"),
+        (update, "place", "update"),
+        (evaluate, "evaluate", "evaluation"),
+        (checkpoint.Checkpoints, "save", "save"),
+        (training, "conclude", "end"),
+    ):
+        inner = getattr(owner, name)
+
+        def watched(*args: Any, inner: Any = inner, moment: str = moment, **kwargs: Any) -> Any:
+            os.write(noted, f"{moment}\n".encode())
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+
+def _become(request: dict[str, Any], shim: ctypes.CDLL) -> None:
+    """What the child does before it is the run."""
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for there, number in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(there, number)
+    faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where
+    os.environ.update(request["environment"])
+    _watch(request["moments"])
+    where, *numbers = request["arm"]
+    shim.chaos_arm(where.encode(), *map(ctypes.c_long, numbers))
+
+
+def _serve(shim: ctypes.CDLL) -> list[str]:
+    """Answers requests for ever; a child returns, with the arguments of its run."""
+    ended: dict[int, int] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if (start := request.get("start")) is not None:
+            if (pid := os.fork()) == 0:
+                _become(start, shim)
+                return start["arguments"]
+            answer: dict[str, Any] = {"pid": pid}
+        else:
+            pid = request["poll"]
+            found, status = os.waitpid(pid, os.WNOHANG) if pid not in ended else (0, 0)
+            if found:
+                ended[pid] = os.waitstatus_to_exitcode(status)
+            answer = {"status": ended.get(pid)}
+        print(json.dumps(answer), flush=True)
+    sys.exit()
+
+
+def main() -> None:
+    """Imports, forks; in a child, runs."""
+    shim = ctypes.CDLL(os.environ.pop("LD_PRELOAD"))
+    _import_all()
+    print(json.dumps({"ready": True}), flush=True)
+    arguments = _serve(shim)
+    from jaxrl_llm.cli.main import main as run
+
+    counts = os.environ.get("CHAOS_COUNT")
+    try:
+        run(arguments)
+    finally:
+        if counts:
+            Path(counts).write_text(str(shim.chaos_count()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""One run under faults: its folder, its processes, its server; started, disturbed, resumed, compared."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.runs import journal
+from tests.chaos.proxy import Proxy
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests" / "chaos" / "small.py"
+POLL = 0.02
+MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
+MARK = "CHAOS_TRIAL"
+
+
+class Finding(Exception):
+    """What must not happen."""
+
+
+class Nursery:
+    """The process whose children the runs are."""
+
+    def __init__(self, scratch: Path):
+        shim = scratch / "shim.so"
+        source = Path(__file__).with_name("shim.c")
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+        environment = os.environ | {
+            "LD_PRELOAD": str(shim),
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of compiling
+            "JAXRL_WANDB": "0",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.nursery"],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._answer()
+
+    def start(self, **request: Any) -> int:
+        return self._ask({"start": request})["pid"]
+
+    def status(self, pid: int) -> int | None:
+        return self._ask({"poll": pid})["status"]
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the nursery has ended")
+        return json.loads(line)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run has left that must be the same whatever happened to it."""
+
+    metrics: list[dict[str, Any]]
+    fingerprints: dict[str, Any]
+    samples: dict[str, str]
+
+
+@dataclass
+class Undisturbed:
+    """The run that others are compared with, how long it took and what it did."""
+
+    record: Record
+    seconds: float
+    moments: list[str]
+    operations: int
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Scene:
+    """A run with one engine; `flags` are its config's."""
+
+    nursery: Nursery
+    folder: Path
+    flags: list[str]
+    bound: float
+    environment: dict[str, str] = field(default_factory=dict)
+    proxy: Proxy | None = None
+    config: Path = CONFIG
+    pid: int = 0
+    started: int = 0
+    told: tuple[int, ...] = ()  # signals that may end it at once
+
+    def __post_init__(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.out = self.folder / "run"
+
+    # The run
+
+    def start(self, *arm: int, flags: tuple[str, ...] = ()) -> None:
+        """Starts the run, or resumes it; `arm` is what shim.c is to do."""
+        self.started += 1
+        self.flags += flags
+        self.pid = self.nursery.start(
+            arguments=["train", str(self.config), "--out", str(self.out), "--resume", "auto",
+                       *self.flags],
+            log=str(self.log), moments=str(self._moments),
+            environment={MARK: str(self.folder), "CHAOS_COUNT": str(self.folder / "count"),
+                         **self.environment},
+            arm=[str(self.out), *(arm or (-1, -1, 0, -1, 0))],
+        )  # fmt: skip
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"log-{self.started}"
+
+    @property
+    def _moments(self) -> Path:
+        return self.folder / f"moments-{self.started}"
+
+    def moments(self) -> list[str]:
+        return self._moments.read_text().split() if self._moments.exists() else []
+
+    @property
+    def status(self) -> int | None:
+        return self.nursery.status(self.pid)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.status is None:
+                os.kill(self.pid, number)
+
+    def wait_for(self, draw: random.Random, undisturbed: Undisturbed) -> str:
+        """Until a random moment of the run, or its end; the moment in words."""
+        place = draw.randrange(-1, len(undisturbed.moments))
+        delay = draw.uniform(0, 1.0 if place < 0 else 0.3)
+        self.until(lambda: len(self.moments()) > place)
+        time.sleep(delay)
+        name = "begin" if place < 0 else undisturbed.moments[place]
+        return f"{name} {undisturbed.moments[: place + 1].count(name)} +{delay:.2f} s"
+
+    def until(self, condition) -> None:
+        """Until that holds or the run ends."""
+        end = time.monotonic() + self.bound
+        while not condition() and self.status is None and time.monotonic() < end:
+            time.sleep(POLL)
+
+    def end(self) -> str:
+        """How the run ended: completed, stopped, killed or a line; a Finding for anything else."""
+        end = time.monotonic() + self.bound
+        while (status := self.status) is None:
+            if time.monotonic() > end:
+                self.signal(signal.SIGUSR2)
+                time.sleep(1.0)
+                where = self.log.read_text(errors="replace").partition("Current thread")[2]
+                self.kill_all()
+                raise Finding(f"hang: no end within {self.bound:g} s: {where}")
+            time.sleep(POLL)
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        if "Traceback" in text or "Fatal Python" in text:
+            raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
+        lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
+        if status == 0:
+            return "stopped" if "go on with --resume" in text or lines else "completed"
+        if status in (1, 2) and len(lines) == 1:
+            return "a line"
+        if status == 130 and signal.SIGINT in self.told:
+            return "killed"
+        at_once = -status in (signal.SIGKILL, signal.SIGQUIT)
+        if -status in self.told and (at_once or not (self.out / "lock").exists()):
+            return "killed"  # before a run and after it other signals end it too, as they do any program
+        raise Finding(f"traceback: exit code {status}, said {text[-300:]!r}")
+
+    def line(self) -> str:
+        """What the run said at its end."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((x[len("jaxrl-llm: ") :] for x in lines if x.startswith("jaxrl-llm: ")), "")
+
+    def processes(self) -> list[int]:
+        """Those that were started in this scene and still live."""
+        found = []
+        mark = f"{MARK}={self.folder}\0".encode()
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z" and mark in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+        return found
+
+    def kill_all(self) -> None:
+        for pid in [self.pid, *self.processes()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.until(lambda: False)
+
+    def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
+        """What is left besides the folder, after so long at the most; a killed run leaves its lock."""
+        end = time.monotonic() + seconds
+        while found := self.processes():
+            if time.monotonic() > end:
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in found]
+                self.kill_all()
+                return f"processes are left: {names}"
+            time.sleep(0.1)
+        if not killed and (self.out / "lock").exists():
+            return "the lock is left"
+        return ""
+
+    def record(self) -> Record:
+        """What the run has left."""
+        newest = checkpoints(self.out)[-1]
+        note = json.loads((newest / "notes" / "metadata").read_bytes())
+        samples = {p.name: p.read_text() for p in sorted((self.out / "samples").glob("step*"))}
+        return Record(metrics(self.out), {newest.name: note["arrays"]}, samples)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The folders of a run's checkpoints, the newest last."""
+    there = [p for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
+    return sorted(there, key=lambda p: int(p.name))
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The records of a run without what is measured."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
+        for record in journal.read(out)
+    ]
+
+
+def difference(found: Record, whole: Record) -> str:
+    """The first thing in which two runs differ; empty if in none."""
+    for name in ("metrics", "fingerprints", "samples"):
+        a, b = getattr(found, name), getattr(whole, name)
+        if a != b:
+            if name == "metrics":
+                keys = (
+                    [(r["step"], r["phase"], len(r)) for r in a],
+                    [(r["step"], r["phase"], len(r)) for r in b],
+                )
+                if keys[0] != keys[1]:
+                    missing = [k for k in keys[1] if k not in keys[0]]
+                    return f"lost: records {missing}, found {len(a)} of {len(b)}"
+                other = [
+                    (x["step"], k, x.get(k), y[k])
+                    for x, y in zip(a, b, strict=True)
+                    for k in y
+                    if x.get(k) != y[k]
+                ]
+                return f"undetected: {len(other)} other figures, first {other[0]}"
+            return f"undetected: other {name}"
+    return ""
+
+
+@contextlib.contextmanager
+def kept(files: list[Path]) -> Iterator[dict[Path, bytes]]:
+    """The files as they are, for putting back."""
+    yield {path: path.read_bytes() for path in files if path.is_file()}
+
+
+def digest(text: str) -> int:
+    """A number of a text, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,28 @@
+"""Say words that the prompt holds: a reward that the first steps move."""
+
+from random import Random
+
+from jaxrl_llm.tasks.task import Reward
+
+
+class Words:
+    name = "words"
+
+    def __init__(self):
+        draw = Random(0)
+        some = [" ".join(f"w{draw.randrange(62)}" for _ in range(6)) for _ in range(40)]
+        self.train, self.test = some[:32], some[32:]
+
+    def prompt(self, example):
+        return example
+
+    def reward(self, example, response):
+        said = response.split()
+        share = sum(int(word[1:]) % 2 for word in said if word[1:].isdigit()) / max(len(said), 1)
+        return Reward(share, share > 0.5)
+
+    def demonstration(self, example):
+        return " ".join(reversed(example.split()))
+
+
+task = Words()

@@ -1,0 +1,86 @@
+"""Ten faults of different kinds, and moments that must be met exactly; `python -m tests.chaos` draws more."""
+
+import copy
+import shutil
+import signal
+import sys
+
+import pytest
+
+from tests.chaos import proxy
+from tests.chaos.faults import FOREVER, NATIVE, SERVED
+from tests.chaos.scene import checkpoints, difference
+from tests.chaos.trial import Stage, trial
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
+)
+KINDS = (
+    "kill -9", "SIGTERM", "second trainer", "clock jumps", "disk full", "disk error once",
+    "killed while writing", "checkpoint flipped", "record flipped", "journal cut",
+)  # fmt: skip
+SPARING = """
+from dataclasses import replace
+from tests.chaos import small
+
+def config(*, servers: str = "", memory: str = ""):
+    return replace(small.config(servers=servers, memory=memory, patience=3.0), save_every=100)
+"""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    made = Stage(tmp_path_factory.mktemp("c"), None, 200.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_changes_no_number(stage, kind):
+    one = trial(stage, kind, 6)
+    assert not one.finding, one.line()
+
+
+def test_what_a_fault_has_changed_is_found(stage):
+    whole = stage.whole(NATIVE).record
+    assert difference(whole, whole) == ""
+    other, fewer, older = (copy.deepcopy(whole) for _ in range(3))
+    other.metrics[5]["loss"] += 1e-6
+    del fewer.metrics[3]
+    older.fingerprints.clear()
+    assert difference(other, whole).startswith("undetected: 1 other figures")
+    assert difference(fewer, whole).startswith("lost: records [(2, 'reinforce'")
+    assert difference(older, whole).startswith("undetected: other fingerprints")
+
+
+def resumed(stage, scene):
+    """Whether it goes on to where the undisturbed run ended."""
+    scene.proxy.lift()
+    scene.start()
+    assert scene.end() == "completed"
+    return difference(scene.record(), stage.whole(SERVED).record) == ""
+
+
+@pytest.mark.parametrize("where", [proxy.ROLLOUT, proxy.EVALUATION])
+def test_sigterm_during_a_wait_for_responses(stage, where):
+    """In the last rollout, and in the last evaluation by which a best checkpoint can be chosen."""
+    scene, calls = stage.scene(SERVED, f"sigterm-{where}"), stage.whole(SERVED).calls[where]
+    scene.proxy.lay(where, calls - (1 if where == proxy.ROLLOUT else 8), 1, proxy.hang)
+    scene.start()
+    scene.until(lambda: scene.proxy.met)
+    scene.signal(signal.SIGTERM)
+    assert scene.end() == "stopped"
+    assert checkpoints(scene.out)[-1].name == ("5" if where == proxy.ROLLOUT else "6")
+    assert resumed(stage, scene)
+
+
+def test_an_outage_saves_before_it_gives_up(stage, tmp_path):
+    scene, calls = stage.scene(SERVED, "outage"), stage.whole(SERVED).calls[proxy.ROLLOUT]
+    scene.config = tmp_path / "sparing.py"
+    scene.config.write_text(SPARING)
+    scene.proxy.lay(proxy.ROLLOUT, calls - 1, FOREVER, proxy.internal)
+    scene.start()
+    assert scene.end() == "a line"
+    assert "500" in scene.line()
+    assert [path.name for path in checkpoints(scene.out)][-1] == "5"
+    assert resumed(stage, scene)
