@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import vocabulary
+from jaxrl_llm.models.bounded import up_to
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import (
     AXES,
@@ -165,7 +166,7 @@ def _forward(settings, hidden, head, target, used):
 
         zeros = jnp.zeros(target.shape, jnp.float32)
         empty = Scores(zeros, zeros, zeros if proxy else None)
-        return jax.lax.fori_loop(0, used, one, (empty, zeros))
+        return up_to(len(hidden), used, one, (empty, zeros))
 
     scores = Scores(GROUP, GROUP, GROUP if proxy else None)
     apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), (scores, GROUP))
@@ -196,7 +197,7 @@ def _backward(settings, saved, gradient):
             return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, group)
 
         zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
-        d_hidden, d_head = jax.lax.fori_loop(0, used, one, zeros)
+        d_hidden, d_head = up_to(len(hidden), used, one, zeros)
         return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
 
     apply = on_each_device(local, (ROWS, HEAD, GROUP, P(), GROUP, GROUP), (ROWS, HEAD))
