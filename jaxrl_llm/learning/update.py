@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.models import sharding
+from jaxrl_llm.models.bounded import up_to
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, Seen
@@ -233,10 +234,10 @@ def accumulate(loss_and_sums, params, minibatch: Credited):
 def _added_up(loss_and_sums, params, minibatch, used):
     value_and_grad = jax.value_and_grad(loss_and_sums, has_aux=True)
     one = lambda i: value_and_grad(params, jax.tree.map(lambda x: x[i], minibatch))
-    zeros = _zeros(jax.eval_shape(one, 0))
-    if minibatch.weight.shape[0] == 1:
+    zeros, count = _zeros(jax.eval_shape(one, 0)), minibatch.weight.shape[0]
+    if count == 1:
         return jax.lax.cond(used > 0, lambda: one(0), lambda: zeros)
-    return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, one(i)), zeros)
+    return up_to(count, used, lambda i, total: jax.tree.map(jnp.add, total, one(i)), zeros)
 
 
 def _zeros(shapes):
