@@ -146,10 +146,19 @@ def _attend(
     return mixed.astype(q.dtype).reshape(slots, heads, size)
 
 
-def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position):
-    """Puts one column a sequence at its position."""
-    put = lambda cache, new, at: jax.lax.dynamic_update_slice(cache, new[:, None], (0, at, 0))
-    return jax.vmap(put)(cache, new, position)
+def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
+    """Puts one column a sequence at its position, on the device that holds it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, heads = sharding.fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
+    here = P(rows, heads)
+
+    def put(cache, new, position):
+        slot, head = (jnp.arange(n) for n in cache.shape[:2])
+        return cache.at[slot[:, None], head[None], position[:, None]].set(new)
+
+    return jax.shard_map(put, in_specs=(here, here, P(rows)), out_specs=here, check_vma=False)(
+        cache, new, position
+    )
 
 
 @partial(jax.jit, static_argnums=1)

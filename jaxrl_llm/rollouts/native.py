@@ -80,6 +80,17 @@ class NativeSampler:
         mesh = self.model.mesh
         return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
 
+    @property
+    def place(self) -> str:
+        """Where it generates, in a line."""
+        mesh = self.model.mesh
+        share = 1 if mesh is None else mesh.shape["tensor"]
+        copies = 1 if mesh is None else mesh.size // share
+        return (
+            f"generation: {self.slots} sequences at a time on {copies * share} devices, "
+            f"{share} of which share a copy of the weights"
+        )
+
     def _there(self) -> AbstractContextManager[Any]:
         mesh = self.model.mesh
         return nullcontext() if mesh is None else jax.set_mesh(mesh)

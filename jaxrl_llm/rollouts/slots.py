@@ -113,7 +113,7 @@ def record(
     token, logp = _on_its_device(partial(draw.token, **how, ways=ways), logits, identity)
     limit = slots.tokens.shape[1]
     column = jnp.where(slots.done, limit, slots.count)
-    write = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
+    write = partial(_on_its_device, _put)
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
     return slots._replace(
@@ -125,6 +125,11 @@ def record(
         tokens=write(slots.tokens, column, token),
         logps=write(slots.logps, column, logp),
     )
+
+
+def _put(rows, column, value):
+    """One value in each row; a column out of range is none."""
+    return rows.at[jnp.arange(len(rows)), column].set(value, mode="drop")
 
 
 def _on_its_device(function, *rows):

@@ -267,6 +267,7 @@ def test_accelerators_give_the_tokens_of_a_cpu(devices, share, sampling):
     for a, b in zip(got.logps, expected.logps, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
     assert made.slots % devices == made.together % devices == 0
+    assert f"on {devices} devices, {share} of which share" in made.place
     assert not any(x.is_deleted() for x in jax.tree.leaves(made.params))
 
 
