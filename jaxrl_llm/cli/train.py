@@ -16,6 +16,7 @@ from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.machines import dryrun
 from jaxrl_llm.models import sharding
 from jaxrl_llm.reports import curves, tables
+from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
@@ -103,6 +104,8 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
         try:
             with stop.droppable():
                 sampler = stack.enter_context(config.engine.start(parts.policy, parts.mesh, out))
+            if isinstance(sampler, NativeSampler) and parts.mesh.size > 1:
+                console.print(sampler.place)
             run = Run(config, parts, sampler, written, checkpoints, divided, stop)
             warmed = folder.params(begun, parts, warm_steps)[1] if begun else None
             training.train(run, resume=resume, warmed=warmed)

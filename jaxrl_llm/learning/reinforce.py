@@ -65,6 +65,8 @@ def reinforce(
             examples, rollout, seconds = stream.take(step)
         if look_ahead and step + 1 in steps:
             stream.begin(step + 1)
+        else:
+            sampler.release()
         with clock("reward"):
             answers = task.answers(examples, rollout)
         with clock("collate"):

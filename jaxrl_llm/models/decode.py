@@ -1,4 +1,4 @@
-"""Generation with a key/value cache: prefill of whole prompts, then one token a call for every slot.
+"""Generation on a CPU: prefill of whole prompts, then one token a call for every slot.
 
 The cache is cut into blocks of columns, and a step walks over the blocks that hold something, so its cost
 follows the longest live sequence, it compiles once, and a sequence's numbers do not depend on what else
@@ -7,14 +7,15 @@ is in the batch: a block beyond its end changes nothing, to the last bit.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.sharding import BATCH, constrain
+from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
 
 
 class Cache(NamedTuple):
@@ -29,15 +30,34 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Generation by the model of a definition; `block` columns of the cache make a block."""
+    """Generation by the model of a definition; `block` columns of the cache make a block.
+
+    It computes on `mesh`, or on that set around the call.
+    """
 
     definition: Any
     block: int
+    mesh: Mesh | None = None
+    static: ClassVar[bool] = False
 
     def weights(self, params):
-        """The parameters in the precision that generation computes in; the same arrays where they have it."""
+        """The parameters where and in the precision that generation computes in; the same arrays if they are."""
         dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
-        return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
+        where = jax.tree.map(lambda x: x.sharding, params)
+        if self.mesh is not None:
+            where = param_shardings(params, self.mesh)
+
+        def move(x, to):
+            if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
+                return x
+            return jax.jit(lambda x: x.astype(dtype), out_shardings=to)(x)
+
+        return jax.tree.map(move, params, where)
+
+    def grow(self, cache: Cache, columns: int) -> Cache:
+        """The cache itself: it has room for all columns from the start."""
+        del columns
+        return cache
 
     def empty(self, params, slots: int, columns: int) -> Cache:
         """A cache for sequences of up to `columns` tokens."""
@@ -91,9 +111,8 @@ class Decoder:
         def apply(carry, xs):
             x, cache = carry
             layer, i = nnx.merge(layer_def, xs[0]), xs[1]
-            q, k, v = (
-                constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(_spread(x), rope)
-            )
+            x = constrain(x, BATCH, None, None)
+            q, k, v = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
             cache = _write(cache, i, position, k[:, 0], v[:, 0])
             mixed = _attend(q[:, 0], cache, i, position)[:, None]
             return (layer.finish(x, mixed), cache), None
@@ -104,7 +123,7 @@ class Decoder:
         logits = jnp.einsum(
             "sd,vd->sv", hidden, model.head.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
-        return constrain(logits, "data", "tensor"), _place(cache)
+        return constrain(logits, (*BATCH, "tensor"), None), _place(cache)
 
 
 def _attend(q: Float[Array, "S H D"], cache: Cache, layer, position) -> Float[Array, "S H D"]:
@@ -148,11 +167,6 @@ def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K
     """Columns cut into blocks, the last one filled up with zeros."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % width), (0, 0), (0, 0)))
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
-
-
-def _spread(x):
-    """Few slots and stationary weights: features over the axis that shards the weights, slots over `data`."""
-    return constrain(x, "data", None, "fsdp")
 
 
 def _place(cache: Cache) -> Cache:

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.models import logprobs
+from jax.sharding import Mesh
+
+from jaxrl_llm.models import generation, logprobs
 from jaxrl_llm.models.decode import Decoder
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.serve import Served
+from jaxrl_llm.models.unrolled import Unrolled
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,18 @@ class Policy:
         """Parameters that stay as they are, in the precision of the model: the same log-probs in less memory."""
         return Decoder(self.definition, block=1).weights(params)
 
-    def decoder(self, block: int) -> Decoder:
-        """For an engine that generates with the trainer's parameters; the cache lies in blocks of columns."""
-        return Decoder(self.definition, block)
+    def decoder(
+        self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
+    ) -> Decoder | Unrolled:
+        """For an engine that generates on the trainer's devices, so many sharing a copy of the weights.
+
+        On a CPU the cache lies in blocks of columns.
+        """
+        shared = devices_a_copy or generation.devices_a_copy(self.definition, mesh)
+        there = generation.mesh_of_copies(mesh, shared)
+        if mesh.devices.flat[0].platform == "cpu":
+            return Decoder(self.definition, block, there)
+        return Unrolled(self.definition, there)
 
     def served(self, shards: int) -> Served:
         """For servers that get the parameters sent."""

@@ -1,10 +1,20 @@
 """One token from each row of logits: truncation without a sort, noise that belongs to the request."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 BLOCK = 256
+
+
+class Ways(NamedTuple):
+    """Which ways of drawing are taken: known when a program is compiled, or arrays that it decides by."""
+
+    greedy: bool | Bool[Array, ""]
+    top_k: bool | Bool[Array, ""]
+    top_p: bool | Bool[Array, ""]
 
 
 def token(
@@ -14,20 +24,22 @@ def token(
     temperature: Float[Array, ""],
     top_p: Float[Array, ""],
     top_k: Int[Array, ""],
+    ways: Ways | None = None,
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Tokens and their log softmax(logits / temperature), which knows nothing of the truncation.
 
-    The noise of a row is a function of its `identity` alone; temperature 0 is the plain argmax.
+    The noise of a row is a function of its `identity` alone; temperature 0 is the plain argmax. Without `ways`
+    they are read off the numbers.
     """
-    greedy = temperature == 0
-    logits = logits / jnp.where(greedy, 1.0, temperature)
+    ways = ways or Ways(temperature == 0, top_k > 0, top_p < 1)
+    logits = logits / jnp.where(ways.greedy, 1.0, temperature)
     top = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - top)
 
     def sampled():
-        return categorical(truncate(weights, top_p, top_k), identity)
+        return categorical(truncate(weights, top_p, top_k, ways), identity)
 
-    chosen = jax.lax.cond(greedy, lambda: _argmax(logits), sampled)
+    chosen = _either(ways.greedy, lambda: _argmax(logits), sampled)
     at = jnp.take_along_axis(logits - top, chosen[:, None], -1)[:, 0]
     return chosen, at - jnp.log(weights.sum(-1))
 
@@ -47,23 +59,32 @@ def categorical(weights: Float[Array, "S V"], identity: UInt32[Array, "S I"]) ->
 
 
 def truncate(
-    weights: Float[Array, "S V"], top_p: Float[Array, ""], top_k: Int[Array, ""]
+    weights: Float[Array, "S V"],
+    top_p: Float[Array, ""],
+    top_k: Int[Array, ""],
+    ways: Ways | None = None,
 ) -> Float[Array, "S V"]:
     """Weights of the top k, and of these the fewest that hold the share p of their sum; 0 for the others.
 
     Weights equal to the last one in are in as well.
     """
+    ways = ways or Ways(False, top_k > 0, top_p < 1)
     size = lambda kept: kept.sum(-1, keepdims=True)
     held = lambda kept: jnp.where(kept, weights, 0.0).sum(-1, keepdims=True)
 
     def keep(enough):
         return jnp.where(weights >= _largest(weights, enough), weights, 0.0)
 
-    weights = jax.lax.cond(
-        top_k > 0, lambda: keep(lambda kept: size(kept) >= top_k), lambda: weights
-    )
+    weights = _either(ways.top_k, lambda: keep(lambda kept: size(kept) >= top_k), lambda: weights)
     goal = top_p * weights.sum(-1, keepdims=True)
-    return jax.lax.cond(top_p < 1, lambda: keep(lambda kept: held(kept) >= goal), lambda: weights)
+    return _either(ways.top_p, lambda: keep(lambda kept: held(kept) >= goal), lambda: weights)
+
+
+def _either(way, yes, no):
+    """One of two functions: chosen here if the way is known, else on the device."""
+    if isinstance(way, bool):
+        return yes() if way else no()
+    return jax.lax.cond(way, yes, no)
 
 
 def _largest(weights, enough) -> Float[Array, "S 1"]:

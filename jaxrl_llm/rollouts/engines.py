@@ -4,13 +4,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts import proof, weight_sync
@@ -40,27 +37,25 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Native:
-    """The embedded engine, on the devices of the trainer: `slots` sequences decode at a time.
+    """The embedded engine, on the devices of the trainer: `slots` sequences decode at a time, spread over them.
 
-    Prompts are read `prefill_prompts` at a time. The cache is cut into blocks of `block` columns: a step
-    reads no more blocks than the longest needs.
+    Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None: as few as have
+    room for it); it is there from a push until the responses are in. On a CPU the cache is cut into blocks of
+    `block` columns: a step reads no more blocks than the longest needs.
     """
 
     slots: int = 64
     prefill_prompts: int = 16
     block: int = 128
+    devices_a_copy: int | None = None
     own_weights: ClassVar[bool] = False
 
     @contextmanager
     def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
         """A sampler that reads the trainer's own parameters."""
         del folder
-        yield NativeSampler(
-            model.decoder(self.block),
-            slots=self.slots,
-            prefill_prompts=self.prefill_prompts,
-            put=partial(jax.device_put, device=NamedSharding(mesh, P())),
-        )
+        decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
+        yield NativeSampler(decoder, slots=self.slots, prefill_prompts=self.prefill_prompts)
 
 
 @dataclass(frozen=True)

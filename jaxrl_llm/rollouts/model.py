@@ -1,18 +1,30 @@
 """What engines ask of a model; `jaxrl_llm.models.policy.Policy` has it."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
+from jax.sharding import Mesh
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Generation with a key/value cache, for the embedded engine; every function but `weights` is jitted."""
+    """Generation with a key/value cache, for the embedded engine.
+
+    It computes on `mesh` (None: that set around the call). If it is `static`, a cache has exactly the columns that
+    a program reads, and `grow` makes a longer one; the calls of the same shapes are one program.
+    """
+
+    static: ClassVar[bool]
+
+    @property
+    def mesh(self) -> Mesh | None: ...
 
     def weights(self, params: Any) -> Any: ...
 
     def empty(self, params: Any, slots: int, columns: int) -> Any: ...
+
+    def grow(self, cache: Any, columns: int) -> Any: ...
 
     def prefill(self, params: Any, tokens: Any) -> Any: ...
 
@@ -36,6 +48,6 @@ class Served(Protocol):
 class Model(Protocol):
     """Both, of one model."""
 
-    def decoder(self, block: int) -> Decoder: ...
+    def decoder(self, mesh: Mesh, *, block: int, devices_a_copy: int | None) -> Decoder: ...
 
     def served(self, shards: int) -> Served: ...

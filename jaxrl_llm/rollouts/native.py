@@ -1,55 +1,32 @@
 """The embedded engine: a fixed number of slots that decode together inside one jitted loop.
 
-Each prompt is prefilled once and copied to the slots of its responses; a slot whose response is complete
-takes the next one waiting. Shapes do not depend on the requests, and the noise of a token is a function of
-(seed, prompt, number of the response, tokens before it): the same request gives the same tokens whatever it is
-batched with. On several hosts every process calls `generate` with the same prompts.
+Slots are spread over the devices, each of which draws the tokens of its own. Each prompt is prefilled once
+and copied to the slots of its responses; a slot whose response is complete takes the next one waiting. Shapes do
+not depend on the requests, and the noise of a token is a function of (seed, prompt, number of the response, tokens
+before it): the same request gives the same tokens whatever it is batched with. On several hosts every process
+calls `generate` with the same prompts.
 """
 
 import itertools
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import draw
 from jaxrl_llm.rollouts.model import Decoder
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.slots import Slots, idle_slots, rules_of, run, ways_of
 
-
-class Slots(NamedTuple):
-    """What each slot works on: `last` is the token to read at `position`, `count` tokens are made.
-
-    `prompt` and `number` say which response it is; a `done` slot is idle, `stopped` if on a stop token.
-    """
-
-    prompt: UInt32[Array, "S"]
-    number: UInt32[Array, "S"]
-    last: Int[Array, "S"]
-    position: Int[Array, "S"]
-    count: Int[Array, "S"]
-    done: Bool[Array, "S"]
-    stopped: Bool[Array, "S"]
-    tokens: Int[Array, "S T"]
-    logps: Float[Array, "S T"]
-
-
-class Rules(NamedTuple):
-    """`Sampling` as arrays."""
-
-    seed: UInt32[Array, ""]
-    temperature: Float[Array, ""]
-    top_p: Float[Array, ""]
-    top_k: Int[Array, ""]
-    stop: Int[Array, "E"]
+STRIDE = 8  # tokens between two questions whether an accelerator goes on
 
 
 class Request(NamedTuple):
@@ -60,56 +37,12 @@ class Request(NamedTuple):
     index: int
 
 
-def run(decode, params, cache, slots: Slots, rules: Rules, quota: Int[Array, ""], steps: int):
-    """Decodes until `quota` more slots are done, or all are, or `steps` are over: `(cache, slots, steps)`."""
-    idle = slots.done.sum()
-
-    def going(carry):
-        _, slots, step = carry
-        done = slots.done.sum()
-        return (done < slots.done.size) & (done - idle < quota) & (step < steps)
-
-    def advance(carry):
-        cache, slots, step = carry
-        position = jnp.where(slots.done, 0, slots.position)
-        logits, cache = decode(params, cache, slots.last, position)
-        return cache, record(slots, rules, logits), step + 1
-
-    return jax.lax.while_loop(going, advance, (cache, slots, jnp.zeros((), jnp.int32)))
-
-
-def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
-    """Draws the next token of every slot and writes it down where the slot is live."""
-    seed = jnp.broadcast_to(rules.seed, slots.prompt.shape)
-    identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
-    token, logp = draw.token(
-        logits,
-        identity,
-        temperature=rules.temperature,
-        top_p=rules.top_p,
-        top_k=rules.top_k,
-    )
-    limit = slots.tokens.shape[1]
-    every, column = jnp.arange(token.size), jnp.where(slots.done, limit, slots.count)
-    count = jnp.where(slots.done, slots.count, slots.count + 1)
-    stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
-    return slots._replace(
-        last=token,
-        position=slots.position + 1,
-        count=count,
-        done=slots.done | stops | (count == limit),
-        stopped=slots.stopped | stops,
-        tokens=slots.tokens.at[every, column].set(token, mode="drop"),
-        logps=slots.logps.at[every, column].set(logp, mode="drop"),
-    )
-
-
 class NativeSampler:
-    """A sampler on the devices of the trainer; it reads the trainer's own parameters, no copy.
+    """A sampler on the devices of the trainer; it reads the trainer's own parameters where it can, else a copy.
 
     `slots` sequences decode at a time, prompts are prefilled `prefill_prompts` at a time, padded to a power
-    of two; `put` places host arrays. The loop returns to the host when `swap` slots are done, if anything
-    waits, or after `steps` tokens.
+    of two; both are rounded up to what the devices share evenly. The loop returns to the host when `swap`
+    slots are done, if anything waits, or after `steps` tokens.
     """
 
     def __init__(
@@ -120,23 +53,57 @@ class NativeSampler:
         prefill_prompts: int,
         swap: int | None = None,
         steps: int = 256,
-        put: Callable[[Any], Any] = jax.device_put,
     ):
-        self.slots, self.together = slots, min(prefill_prompts, slots)
-        self.swap, self.put = swap or max(1, slots // 16), put
-        self._weights = model.weights
+        self.model, self.steps = model, steps
+        devices = 1 if model.mesh is None else model.mesh.size
+        self.slots = -(-slots // devices) * devices
+        self.lanes = min(prefill_prompts, self.slots)
+        self.together = -(-self.lanes // devices) * devices
+        self.swap = swap or max(1, self.slots // 16)
+        self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
         self.counters: dict[str, Any] = {}
         self.sync: dict[str, float] = {}
+        self._longest = 0
         self._empty = jax.jit(model.empty, static_argnums=(1, 2))
         self._prefill = jax.jit(model.prefill)
         self._insert = jax.jit(model.insert, donate_argnums=0)
-        self._run = jax.jit(partial(run, model.decode, steps=steps), donate_argnums=(1, 2))
+        self._run = jax.jit(
+            partial(run, model.decode, stride=self.stride),
+            static_argnames="ways",
+            donate_argnums=(1, 2),
+        )
+
+    def put(self, arrays: Any) -> Any:
+        """Host arrays, on every device."""
+        mesh = self.model.mesh
+        return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
+
+    @property
+    def place(self) -> str:
+        """Where it generates, in a line."""
+        mesh = self.model.mesh
+        share = 1 if mesh is None else mesh.shape["tensor"]
+        copies = 1 if mesh is None else mesh.size // share
+        return (
+            f"generation: {self.slots} sequences at a time on {copies * share} devices, "
+            f"{share} of which share a copy of the weights"
+        )
+
+    def _there(self) -> AbstractContextManager[Any]:
+        mesh = self.model.mesh
+        return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
     def push(self, params: Any, version: int) -> None:
-        """Keeps a reference: push again before the next `generate` if a step has consumed the parameters."""
-        self.params, self.version = self._weights(params), version
+        """Reads the parameters from now on, until a step consumes them."""
+        self.release()
+        with self._there():
+            self.params, self.version = self.model.weights(params), version
+
+    def release(self) -> None:
+        """Forgets the weights, and with them a copy; the next `generate` wants a push."""
+        self.params = None
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
         """`n` responses to each prompt, side by side; `counters` then holds the figures of this call."""
@@ -146,7 +113,8 @@ class NativeSampler:
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
         requests = number(prompts, n)
         results: list[Any] = [None] * (n * len(prompts))
-        self._serve(requests, results, max(map(len, prompts)), sampling)
+        with self._there():
+            self._serve(requests, results, sampling)
         tokens, logps, stopped = zip(*results, strict=True)
         return Rollout(
             prompts=[p for p in prompts for _ in range(n)],
@@ -156,11 +124,15 @@ class NativeSampler:
             version=self.version,
         )
 
-    def _serve(self, requests, results, longest, sampling):
+    def _serve(self, requests, results, sampling):
         """The host's loop: free slots take what waits, all decode, what is done is collected."""
-        cache = self._empty(self.params, self.slots, longest + sampling.max_tokens)
-        slots = _idle(self.slots, sampling.max_tokens)
-        rules = self.put(_rules(sampling))
+        self._longest = max(self._longest, *_buckets(requests))
+        limit = self._longest + sampling.max_tokens
+        columns = self._columns(self._longest + self.stride, limit)
+        ways = ways_of(sampling) if self.model.static else None
+        cache = self._empty(self.params, self.slots, columns)
+        slots = idle_slots(self.slots, sampling.max_tokens)
+        rules = self.put(rules_of(sampling))
         working: list[Request | None] = [None] * self.slots
         count: dict[str, Any] = {"prefill_tokens": 0, "decode_steps": 0, "slots": self.slots}
         waiting = self._prefilled(requests, count)
@@ -169,8 +141,17 @@ class NativeSampler:
             cache = self._admit(cache, slots, working, waiting)
             more_wait = left > self.slots - working.count(None)
             quota = self.put(np.int32(self.swap if more_wait else self.slots))
+            end = int(slots.position[~slots.done].max())
+            if end + self.stride > columns < limit:
+                columns = self._columns(end + self.stride, limit)
+                cache = self.model.grow(cache, columns)
+            steps = self.put(
+                np.int32(self.steps if columns == limit else min(self.steps, columns - end))
+            )
             idle += time.perf_counter() - since
-            cache, slots, steps = self._run(self.params, cache, self.put(slots), rules, quota)
+            cache, slots, steps = self._run(
+                self.params, cache, self.put(slots), rules, quota, steps, ways=ways
+            )
             slots = jax.tree.map(np.array, jax.device_get(slots))
             since = time.perf_counter()
             count["decode_steps"] += int(jax.device_get(steps))
@@ -179,6 +160,10 @@ class NativeSampler:
         utilisation = tokens / (self.slots * count["decode_steps"])
         idle += time.perf_counter() - since
         self.counters = count | {"tokens": tokens, "utilisation": utilisation, "idle_seconds": idle}
+
+    def _columns(self, needed: int, limit: int) -> int:
+        """Of the cache: all at once, or as many as are needed, rounded up so that few programs are compiled."""
+        return min(limit, max(256, 1 << (needed - 1).bit_length())) if self.model.static else limit
 
     def _prefilled(self, requests, count) -> Iterator[tuple[Any, int, Request]]:
         """Each request with a cache and which prompt in it is its own; prefilled when its turn comes."""
@@ -202,12 +187,10 @@ class NativeSampler:
         pairs = zip(free, waiting, strict=False)
         for _, same in itertools.groupby(pairs, key=lambda pair: id(pair[1][0])):
             same = list(same)
-            for start in range(0, len(same), self.together):
-                part = same[start : start + self.together]
-                slot, which = (
-                    np.full(self.together, self.slots, np.int32),
-                    np.zeros(self.together, np.int32),
-                )
+            for start in range(0, len(same), self.lanes):
+                part = same[start : start + self.lanes]
+                slot = np.full(self.lanes, self.slots, np.int32)
+                which = np.zeros(self.lanes, np.int32)
                 slot[: len(part)] = [s for s, _ in part]
                 which[: len(part)] = [i for _, (_, i, _) in part]
                 cache = self._insert(cache, part[0][1][0], self.put(slot), self.put(which))
@@ -234,14 +217,6 @@ def _buckets(prompts) -> dict[int, list[tuple[int, ...]]]:
     return dict(sorted(buckets.items(), reverse=True))
 
 
-def _idle(slots: int, limit: int) -> Slots:
-    """Host arrays of slots without a request."""
-    shapes = ((slots,),) * 7 + ((slots, limit),) * 2
-    types = (np.uint32,) * 2 + (np.int32,) * 3 + (bool,) * 2 + (np.int32, np.float32)
-    arrays: Any = list(map(np.zeros, shapes, types))
-    return Slots(*arrays)._replace(done=np.ones(slots, bool))
-
-
 def _start(slots: Slots, s: int, request: Request) -> None:
     """Sets slot `s` to read the last token of the prompt next."""
     arrays: Any = slots
@@ -249,17 +224,6 @@ def _start(slots: Slots, s: int, request: Request) -> None:
     arrays.number[s] = request.number
     arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
     arrays.count[s], arrays.done[s], arrays.stopped[s] = 0, False, False
-
-
-def _rules(sampling: Sampling) -> Rules:
-    numbers: Any = {
-        "seed": np.uint32(sampling.seed),
-        "temperature": np.float32(sampling.temperature),
-        "top_p": np.float32(sampling.top_p),
-        "top_k": np.int32(sampling.top_k),
-        "stop": np.asarray(sampling.stop or (-1,), np.int32),
-    }
-    return Rules(**numbers)
 
 
 def _collect(slots: Slots, working: list, results: list) -> None:

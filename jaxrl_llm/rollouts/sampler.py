@@ -64,3 +64,7 @@ class Sampler(Protocol):
     def push(self, params: Any, version: int) -> None:
         """Every later response comes from these weights."""
         ...
+
+    def release(self) -> None:
+        """Gives back the memory that weights take on the trainer's devices; `generate` wants a push before."""
+        ...

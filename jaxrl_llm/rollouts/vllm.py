@@ -116,6 +116,9 @@ class VllmSampler:
             version=self.version,
         )
 
+    def release(self) -> None:
+        """The servers keep their weights: they take none of the trainer's memory."""
+
     def _label(self, server: Server) -> str:
         """The label of a server that serves the newest weights; one that has started again is given them first."""
         assert self.version is not None

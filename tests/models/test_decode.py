@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import generation, qwen2, sharding
 from jaxrl_llm.models.decode import Decoder
+from jaxrl_llm.models.unrolled import Unrolled
 from tests import tiny
 
 PROMPTS = ([5, 3, 9], [17], list(range(40, 57)), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -35,9 +38,8 @@ def recomputed(definition, params, rows):
 class Generation:
     """Prompts in the cache of a jitted model, one slot each."""
 
-    def __init__(self, definition, params, prompts, *, block, columns, slots=None, length=32):
-        self.params = params
-        decoder = Decoder(definition, block)
+    def __init__(self, decoder, params, prompts, *, columns, slots=None, length=32):
+        self.params, self.decoder = params, decoder
         self.step = jax.jit(decoder.decode)
         tokens = np.zeros((len(prompts), length), np.int32)
         for i, prompt in enumerate(prompts):
@@ -53,40 +55,94 @@ class Generation:
         logits, self.cache = self.step(self.params, self.cache, tokens, positions)
         return np.asarray(logits)
 
+    def greedy(self, prompts, count):
+        """`(logits [S,T,V], prompts and responses)`."""
+        rows, steps = [list(p) for p in prompts], []
+        for _ in range(count):
+            logits = self.logits([r[-1] for r in rows], [len(r) - 1 for r in rows])
+            steps.append(logits)
+            for row, token in zip(rows, logits.argmax(-1), strict=True):
+                row.append(int(token))
+        return np.stack(steps, 1), rows
+
 
 def model(shape=tiny.SHAPE):
     return qwen2.graph(shape)[0], tiny.policy(shape)[1]
 
 
+UNTIED = tiny.shape(hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)
+
+
+def agree(definition, params, prompts, logits, rows):
+    """Every step's logits are those of a full recomputation, and each token is their largest."""
+    full = recomputed(definition, params, rows)
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        expected = full[i, len(prompt) - 1 : len(row) - 1]
+        np.testing.assert_allclose(logits[i], expected, atol=1e-4)
+        assert row[len(prompt) :] == expected.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize(
-    ("shape", "block"),
-    [
-        (tiny.SHAPE, 8),
-        (tiny.shape(hidden_size=72, num_heads=9, num_kv_heads=3, tied=False), 128),
-    ],
-    ids=["tied", "untied"],
+    ("shape", "block"), [(tiny.SHAPE, 8), (UNTIED, 128)], ids=["tied", "untied"]
 )
 def test_greedy_generation_is_a_full_recomputation(shape, block):
     """Prompts of different lengths, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(shape)
-    generation = Generation(definition, params, PROMPTS, block=block, columns=40)
-    rows, steps = [list(p) for p in PROMPTS], []
-    for _ in range(20):
-        logits = generation.logits([r[-1] for r in rows], [len(r) - 1 for r in rows])
-        steps.append(logits)
-        for row, token in zip(rows, logits.argmax(-1), strict=True):
-            row.append(int(token))
-    full = recomputed(definition, params, rows)
-    for i, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
-        expected = full[i, len(prompt) - 1 : len(row) - 1]
-        np.testing.assert_allclose(np.stack(steps)[:, i], expected, atol=1e-4)
-        assert row[len(prompt) :] == expected.argmax(-1).tolist()
+    generation = Generation(Decoder(definition, block), params, PROMPTS, columns=40)
+    agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "share"), [(tiny.SHAPE, 1, 1), (UNTIED, 4, 4), (tiny.SHAPE, 8, 2)]
+)
+def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
+    """As on accelerators: out of a cache that grows, the weights on so many devices, or shared by some."""
+    definition, params = model(shape)
+    trainers = tiny.mesh_of(1, devices, 1)
+    params = jax.device_put(params, sharding.param_shardings(params, trainers))
+    decoder = Unrolled(definition, generation.mesh_of_copies(trainers, share))
+    prompts = PROMPTS * 2
+    with jax.set_mesh(decoder.mesh):
+        weights = decoder.weights(params)
+        made = Generation(decoder, weights, prompts, columns=24)
+        first, rows = made.greedy(prompts, 6)
+        made.cache = decoder.grow(made.cache, 40)
+        second, rows = made.greedy(rows, 8)
+    agree(definition, params, prompts, np.concatenate([first, second], 1), rows)
+    table = weights["layers"][0]["mlp"]["up_proj"]["weight"]
+    assert table.sharding.shard_shape(table.shape)[0] == table.shape[0] // share
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "memory", "expected"),
+    [
+        ("Qwen2.5-3B", 16, 16, 1),
+        ("Qwen2.5-7B", 16, 16, 4),
+        ("Qwen2.5-7B", 8, 80, 1),
+        ("Qwen2.5-32B", 32, 80, 2),
+        ("Qwen2.5-72B", 4, 80, 4),
+    ],
+)
+def test_a_copy_of_the_weights_leaves_room_for_the_cache(name, devices, memory, expected):
+    """On so many devices of so many gigabytes, beside the trainer's state; as few as have room share it."""
+    definition, _ = qwen2.graph(qwen2.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
+    mesh = AbstractMesh((1, devices, 1), sharding.AXES)
+    assert generation.devices_a_copy(definition, mesh, memory * 10**9) == expected
+
+
+def test_where_nobody_knows_the_memory_every_device_has_a_copy():
+    assert generation.devices_a_copy(qwen2.graph(tiny.SHAPE)[0], tiny.mesh_of(1, 8, 1)) == 1
+
+
+def test_devices_that_cannot_share_evenly_are_an_error():
+    with pytest.raises(UserError, match="devices_a_copy = 3 does not divide the 8 devices"):
+        generation.mesh_of_copies(tiny.mesh_of(2, 4, 1), 3)
 
 
 def test_a_sequence_does_not_depend_on_its_company():
     """Other prompts, other slots, a longer neighbour, a larger cache: the same logits, bit for bit."""
     definition, params = model()
-    make = partial(Generation, definition, params, block=8)
+    make = partial(Generation, Decoder(definition, 8), params)
     one = make([[5, 3, 9], [17, 4]], columns=16)
     other = make([[1] * 30, [5, 3, 9]], columns=64, length=32)
     alone = [one.logits([t, 4], [p, 1])[0] for t, p in ((9, 2), (11, 3), (12, 4))]
@@ -105,6 +161,20 @@ def test_a_lane_out_of_range_inserts_nothing():
     assert np.asarray(out.k[:, 0, 2]).all()
 
 
+def test_a_lane_out_of_range_inserts_nothing_on_many_devices():
+    definition, params = model()
+    decoder = Unrolled(definition, tiny.mesh_of(4, 1, 2))
+    with jax.set_mesh(decoder.mesh):
+        weights = decoder.weights(params)
+        filled = jax.jit(decoder.prefill)(weights, jnp.ones((4, 8), jnp.int32))
+        cache = decoder.empty(weights, 8, 16)
+        out = jax.jit(decoder.insert)(cache, filled, jnp.asarray([6, 8]), jnp.asarray([1, 0]))
+    for layer, source in zip(out, filled, strict=True):
+        assert not np.delete(np.asarray(layer.k), 6, 0).any()
+        assert np.array_equal(layer.v[6, :, :8], source.v[1])
+        assert not np.asarray(layer.v[6, :, 8:]).any()
+
+
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
     same = Decoder(definition, 8).weights(params)
@@ -119,9 +189,9 @@ def test_half_precision_stays_near_full():
     _, params = model()
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
     cast = Decoder(definition, 8).weights(params)
-    half = Generation(definition, cast, PROMPTS, block=8, columns=40)
+    half = Generation(Decoder(definition, 8), cast, PROMPTS, columns=40)
     assert half.cache.k.dtype == jnp.bfloat16
-    full = Generation(*model(), PROMPTS, block=8, columns=40)
+    full = Generation(Decoder(model()[0], 8), params, PROMPTS, columns=40)
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     exact = full.logits(*at)
     assert np.abs(half.logits(*at) - exact).max() < 0.05 * np.abs(exact).max()

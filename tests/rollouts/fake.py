@@ -29,3 +29,6 @@ class Scripted:
 
     def push(self, params: Any, version: int) -> None:
         self.params, self.version = params, version
+
+    def release(self) -> None:
+        self.params = None

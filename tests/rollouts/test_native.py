@@ -4,20 +4,20 @@ import dataclasses
 import functools
 import json
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models import generation, hf, logprobs, qwen2, sharding
 from jaxrl_llm.models.decode import Decoder
+from jaxrl_llm.models.unrolled import Unrolled
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from tests import tiny
@@ -180,9 +180,10 @@ def test_it_compiles_once_for_each_bucket():
     made = engine(8, together=3)
     for seed in range(3):
         made.generate(prompts(7, seed, longest=14), n=2, sampling=SAMPLING)
-    sizes = [f._cache_size() for f in (made._run, made._insert, made._prefill)]
+    programs: Any = (made._run, made._insert, made._prefill)
+    sizes = [f._cache_size() for f in programs]
     made.generate(prompts(30, 9, longest=14), n=1, sampling=dataclasses.replace(GREEDY, stop=STOP))
-    assert sizes == [f._cache_size() for f in (made._run, made._insert, made._prefill)]
+    assert sizes == [f._cache_size() for f in programs]
 
 
 def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
@@ -190,8 +191,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
     mesh = tiny.mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
         decoder = Decoder(qwen2.graph(tiny.SHAPE)[0], 16)
-        put = partial(jax.device_put, device=NamedSharding(mesh, P()))
-        made = NativeSampler(decoder, slots=8, prefill_prompts=4, put=put)
+        made = NativeSampler(decoder, slots=8, prefill_prompts=4)
         made.push(tiny.policy(mesh=mesh)[1], 0)
         eight = made.generate(prompts(6), n=2, sampling=GREEDY)
     assert responses(one) == responses(eight)
@@ -240,3 +240,55 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path):
     made.push(hf.load(folder, shape, sharding.param_shardings(shapes, tiny.mesh_of())), 0)
     rollout = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
     assert responses(rollout) == json.loads((folder / "greedy.json").read_text())
+
+
+@functools.cache
+def unrolled(devices, share):
+    """The engine as on accelerators, on so many devices."""
+    mesh = tiny.mesh_of(1, devices, 1)
+    decoder = Unrolled(qwen2.graph(tiny.SHAPE)[0], generation.mesh_of_copies(mesh, share))
+    made = NativeSampler(decoder, slots=6, prefill_prompts=3)
+    with jax.set_mesh(mesh):
+        made.push(tiny.policy(mesh=mesh)[1], 1)
+    return made
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, GREEDY], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(("devices", "share"), [(1, 1), (2, 1), (8, 4)])
+def test_accelerators_give_the_tokens_of_a_cpu(devices, share, sampling):
+    """Whatever holds the weights and the slots; prompts and responses beyond the first 256 columns."""
+    sampling = dataclasses.replace(sampling, max_tokens=300)
+    asked = [*prompts(5), [3, 1] * 100]
+    expected = engine().generate(asked, n=2, sampling=sampling)
+    made = unrolled(devices, share)
+    got = made.generate(asked, n=2, sampling=sampling)
+    assert responses(got) == responses(expected)
+    assert max(map(len, got.responses)) > 56
+    for a, b in zip(got.logps, expected.logps, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert made.slots % devices == made.together % devices == 0
+    assert f"on {devices} devices, {share} of which share" in made.place
+    assert not any(x.is_deleted() for x in jax.tree.leaves(made.params))
+
+
+def test_a_longer_prompt_within_its_power_of_two_compiles_nothing():
+    """The cache is allocated by that, not by the longest prompt at hand."""
+    made = unrolled(1, 1)
+    programs: Any = (made._run, made._insert, made._prefill)
+    sampling = dataclasses.replace(SAMPLING, max_tokens=200)
+    made.generate([[5] * 130], n=1, sampling=sampling)
+    before = [f._cache_size() for f in programs]
+    for length in (129, 200, 256):
+        made.generate([[5] * length], n=1, sampling=sampling)
+    assert [f._cache_size() for f in programs] == before
+
+
+@pytest.mark.parametrize("make", [engine, lambda: unrolled(1, 1)], ids=["cpu", "accelerator"])
+def test_released_weights_are_gone_until_the_next_push(make):
+    made = make()
+    made.release()
+    assert made.params is None
+    with pytest.raises(UserError, match="push"):
+        made.generate([[1]], n=1, sampling=SAMPLING)
+    made.push(tiny.policy()[1], 2)
+    assert made.generate([[1]], n=1, sampling=SAMPLING).version == 2

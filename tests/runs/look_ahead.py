@@ -2,13 +2,10 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
@@ -30,8 +27,7 @@ class Apart:
 
     @contextmanager
     def start(self, model, mesh, folder=None):
-        put = partial(jax.device_put, device=NamedSharding(mesh, P()))
-        yield NativeSampler(Copying(model.definition, 32), slots=8, prefill_prompts=4, put=put)
+        yield NativeSampler(Copying(model.definition, 32, mesh), slots=8, prefill_prompts=4)
 
 
 def config(*, look_ahead: bool = True, learning_rate: float = 1e-3) -> Config:

@@ -1,0 +1,149 @@
+"""The slots of the embedded engine on the devices: what each works on, and the loop that decodes them."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxrl_llm.rollouts import draw
+from jaxrl_llm.rollouts.sampler import Sampling
+
+
+class Slots(NamedTuple):
+    """What each slot works on: `last` is the token to read at `position`, `count` tokens are made.
+
+    `prompt` and `number` say which response it is; a `done` slot is idle, `stopped` if on a stop token.
+    """
+
+    prompt: UInt32[Array, "S"]
+    number: UInt32[Array, "S"]
+    last: Int[Array, "S"]
+    position: Int[Array, "S"]
+    count: Int[Array, "S"]
+    done: Bool[Array, "S"]
+    stopped: Bool[Array, "S"]
+    tokens: Int[Array, "S T"]
+    logps: Float[Array, "S T"]
+
+
+class Rules(NamedTuple):
+    """`Sampling` as arrays."""
+
+    seed: UInt32[Array, ""]
+    temperature: Float[Array, ""]
+    top_p: Float[Array, ""]
+    top_k: Int[Array, ""]
+    stop: Int[Array, "E"]
+
+
+def idle_slots(slots: int, limit: int) -> Slots:
+    """Host arrays of slots without a request."""
+    shapes = ((slots,),) * 7 + ((slots, limit),) * 2
+    types = (np.uint32,) * 2 + (np.int32,) * 3 + (bool,) * 2 + (np.int32, np.float32)
+    arrays: Any = list(map(np.zeros, shapes, types))
+    return Slots(*arrays)._replace(done=np.ones(slots, bool))
+
+
+def rules_of(sampling: Sampling) -> Rules:
+    """Host arrays of these settings."""
+    numbers: Any = {
+        "seed": np.uint32(sampling.seed),
+        "temperature": np.float32(sampling.temperature),
+        "top_p": np.float32(sampling.top_p),
+        "top_k": np.int32(sampling.top_k),
+        "stop": np.asarray(sampling.stop or (-1,), np.int32),
+    }
+    return Rules(**numbers)
+
+
+def ways_of(sampling: Sampling) -> draw.Ways:
+    """Which ways of drawing these settings take."""
+    return draw.Ways(sampling.temperature == 0, sampling.top_k > 0, sampling.top_p < 1)
+
+
+def run(
+    decode,
+    params,
+    cache,
+    slots: Slots,
+    rules: Rules,
+    quota: Int[Array, ""],
+    steps: Int[Array, ""],
+    *,
+    stride: int = 1,
+    ways: draw.Ways | None = None,
+):
+    """Decodes until `quota` more slots are done, or all are, or `steps` are over: `(cache, slots, steps)`.
+
+    Which of it is so is asked every `stride` tokens.
+    """
+    before = slots.done.sum()
+
+    def going(carry):
+        _, slots, step = carry
+        done = slots.done.sum()
+        return (done < slots.done.size) & (done - before < quota) & (step + stride <= steps)
+
+    def advance(_, carry):
+        cache, slots = carry
+        position = jnp.where(slots.done, 0, slots.position)
+        logits, cache = decode(params, cache, slots.last, position)
+        return cache, record(slots, rules, logits, ways)
+
+    def stretch(carry):
+        cache, slots, step = carry
+        return *jax.lax.fori_loop(0, stride, advance, (cache, slots)), step + stride
+
+    start = cache, _by_slot(slots, spread=True), jnp.zeros((), jnp.int32)
+    cache, slots, step = jax.lax.while_loop(going, stretch, start)
+    return cache, _by_slot(slots, spread=False), step
+
+
+def record(
+    slots: Slots, rules: Rules, logits: Float[Array, "S V"], ways: draw.Ways | None = None
+) -> Slots:
+    """Draws the next token of every slot and writes it down where the slot is live."""
+    seed = jnp.broadcast_to(rules.seed, slots.prompt.shape)
+    identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
+    how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
+    token, logp = _on_its_device(partial(draw.token, **how, ways=ways), logits, identity)
+    limit = slots.tokens.shape[1]
+    column = jnp.where(slots.done, limit, slots.count)
+    write = partial(_on_its_device, _put)
+    count = jnp.where(slots.done, slots.count, slots.count + 1)
+    stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
+    return slots._replace(
+        last=token,
+        position=slots.position + 1,
+        count=count,
+        done=slots.done | stops | (count == limit),
+        stopped=slots.stopped | stops,
+        tokens=write(slots.tokens, column, token),
+        logps=write(slots.logps, column, logp),
+    )
+
+
+def _put(rows, column, value):
+    """One value in each row; a column out of range is none."""
+    return rows.at[jnp.arange(len(rows)), column].set(value, mode="drop")
+
+
+def _on_its_device(function, *rows):
+    """A function of rows, on the device that holds them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(*rows)
+    spec = P(mesh.axis_names)
+    return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(*rows)
+
+
+def _by_slot(slots: Slots, *, spread: bool) -> Slots:
+    """Slots spread over all devices of the mesh, or a copy of all on each."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return slots
+    return jax.lax.with_sharding_constraint(slots, P(mesh.axis_names) if spread else P())
