@@ -168,8 +168,9 @@ def _forward(settings, hidden, head, target, used):
         empty = Scores(zeros, zeros, zeros if proxy else None)
         return up_to(len(hidden), used, one, (empty, zeros))
 
-    scores = Scores(GROUP, GROUP, GROUP if proxy else None)
-    apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), (scores, GROUP))
+    group: Any = GROUP
+    out = Scores(group, group, group if proxy else None), group
+    apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), out)
     found, norm = apply(hidden, head, target, used)
     return found, (hidden, head, target, used, norm)
 

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -135,7 +137,7 @@ def most(x):
     return x if mesh is None else jax.lax.pmax(x, tuple(mesh.manual_axes))
 
 
-def on_each_device(local, in_specs, out_specs):
+def on_each_device(local: Callable[..., Any], in_specs, out_specs) -> Callable[..., Any]:
     """`local` on every device's own slices, where it uses collectives; itself where there is one device."""
     if not split_over(*AXES):
         return local

@@ -1,6 +1,7 @@
 """Tables `[V,D]` cut over the vocabulary: what is as large as they are stays at home, hidden states travel."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def rows(
     table: Float[Array, "V D"], tokens: Int[Array, "R L"], dtype: DTypeLike
 ) -> Float[Array, "R L D"]:
     """The rows of tokens in the precision asked for; their gradients are added up in float32."""
-    found = _rows(whole_shards(table), whole_rows(tokens), jnp.dtype(dtype))
+    found: Any = _rows(whole_shards(table), whole_rows(tokens), jnp.dtype(dtype))
     return constrain(found[: len(tokens)], BATCH, None, None)
 
 

@@ -33,7 +33,6 @@ def test_a_row_adds_up_its_gradients_in_float32(sizes):
         tokens = jnp.full((8, 512), 5, jnp.int32)
         total = lambda table: vocabulary.rows(table, tokens, jnp.bfloat16).astype(jnp.float32).sum()
         gradient = jax.jit(jax.grad(total))(table)
-        assert gradient.sharding == table.sharding
     want = np.zeros((97, 8), np.float32)
     want[5] = 4096
     np.testing.assert_array_equal(gradient, want)
