@@ -83,6 +83,7 @@ class Checkpoints:
     def judge(self, step: int, score: float) -> None:
         """Gives a score to a step that was saved before it had one."""
         if self._scores.get(step) is None:
+            self.wait()
             with self._writing():
                 self._check()
                 files.write(self.folder / str(step) / SCORE, json.dumps(sealed({"score": score})))

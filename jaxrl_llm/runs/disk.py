@@ -84,13 +84,20 @@ def _silence_what_is_left_behind() -> None:
 
 
 def silence_closed_loops() -> None:
-    """What a library reports to a loop that it closed after an error is no news, and a traceback each."""
-    sys.excepthook = _unless_a_loop_is_closed
+    """What a library's threads report to a loop that it closed after an error is no news, and a traceback each."""
+    if not isinstance(sys.unraisablehook, _ButClosedLoops):
+        sys.unraisablehook = _ButClosedLoops(sys.unraisablehook)
 
 
-def _unless_a_loop_is_closed(kind: Any, error: Any, trace: Any) -> None:
-    if str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+class _ButClosedLoops:
+    """Hands on to the hook before what is no report to a closed loop."""
+
+    def __init__(self, inner: Callable[[Any], Any]):
+        self._inner = inner
+
+    def __call__(self, report: Any) -> None:
+        if str(report.exc_value) != "Event loop is closed":
+            self._inner(report)
 
 
 def first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -218,13 +219,15 @@ def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
     assert Checkpoints(three, read_only=True).best == 9
 
 
-def test_a_loop_that_was_closed_is_no_news(tmp_path, capsys, monkeypatch):
+def test_a_loop_that_was_closed_is_no_news(tmp_path, monkeypatch):
     """What writes for orbax reports to it after an error, in tracebacks; the error is raised where we wait."""
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    Checkpoints(tmp_path / "c")
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    for name in "ab":
+        Checkpoints(tmp_path / name)
     for said in ("Event loop is closed", "other"):
-        sys.excepthook(RuntimeError, RuntimeError(said), None)
-    assert capsys.readouterr().err == "RuntimeError: other\n"
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(said)))
+    assert [str(report.exc_value) for report in heard] == ["other"]
 
 
 def test_every_way_to_damage_a_checkpoint_is_survived(three, tmp_path, caplog):
