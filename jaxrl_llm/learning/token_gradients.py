@@ -57,13 +57,15 @@ def spread(bins: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def slope(logits: Float[Array, " V"], target: Int[Array, ""]) -> tuple[Array, Array]:
-    """The gradient of the log-prob of the target at the logits, onehot - softmax, and 1 - pi.
+    """The gradient of the log-prob of the target at the logits, onehot - softmax, over 1 - pi; and 1 - pi.
 
-    1 - pi is the sum of the other probabilities, so nothing cancels where pi is nearly 1.
+    Nothing cancels or underflows where pi is nearly 1: the first is 1 at the target, minus the softmax among the
+    others at those; the second is the sum of their probabilities.
     """
-    others = jnp.where(jnp.arange(logits.shape[0]) == target, 0.0, jax.nn.softmax(logits))
-    rest = others.sum()
-    return (-others).at[target].set(rest), rest
+    is_target = jnp.arange(logits.shape[0]) == target
+    among_others = jax.nn.softmax(jnp.where(is_target, -jnp.inf, logits))
+    rest = jnp.where(is_target, 0.0, jax.nn.softmax(logits)).sum()
+    return jnp.where(is_target, 1.0, -among_others), rest
 
 
 def bounds(rest: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,11 +80,14 @@ def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
         def one(token):
             of_token = lambda params, offsets: logits(params, offsets, token.tokens, token.index)
             z, pull = jax.vjp(of_token, params, offsets)
-            push, rest = slope(z, token.target)
-            of_params, of_offsets = pull(push)
+            unit, rest = slope(
+                z, token.target
+            )  # what is pulled back is of size 1, and multiplied after
+            of_params, of_offsets = pull(unit)
             layers = jnp.sqrt(jnp.square(of_offsets.layers).sum((1, 2)))
             at = jnp.append(layers, jnp.linalg.norm(of_offsets.head))
-            return Norms(rest, jnp.linalg.norm(push), at, optax.tree.norm(of_params))
+            over = optax.tree.norm(of_params)
+            return Norms(rest, rest * jnp.linalg.norm(unit), rest * at, rest * over)
 
         return jax.lax.map(one, chosen)
 
