@@ -91,7 +91,8 @@ def _sample(
     config: Config, parts: Parts, sampler: Sampler, prompts: int, seed: int
 ) -> tuple[Rollout, Answers]:
     first = assemble.first(parts.task.train, prompts)
-    examples = list(assemble.readable(parts, first, config, "train"))
+    readable = assemble.readable(parts, first, config, "train")
+    examples = [readable[i] for i in range(len(readable))]
     task, sampling = parts.token_task(config), parts.sampling(config, seed=seed)
     rollout = sampler.generate(task.prompts(examples), n=config.group_size, sampling=sampling)
     return rollout, task.answers(examples, rollout)
@@ -144,9 +145,7 @@ def _measured(of: _Subject, tokens: int, seed: int, say: Callable[[str], None]) 
         "directions": analysis.directions(credited, there, optimizer, say),
         "sources": analysis.sources(credited, there, optimizer, say),
         "single_tokens": _single_tokens(of, there, tokens, seed, temperature, say),
-        "words": words.frequencies(
-            answers.texts, [r.score for r in answers.rewards], words.categories(vocabulary)
-        ),
+        "words": words.frequencies(*_checked(answers), words.categories(vocabulary)),
     }
 
 
@@ -169,6 +168,12 @@ def _single_tokens(
         "advantage": there.advantage.ravel()[index].tolist(),
         **analysis.single_tokens(of.state.params, chosen, logits, offsets, say),
     }
+
+
+def _checked(answers: Answers) -> tuple[list[str], list[float]]:
+    """The responses whose reward is known, and their rewards."""
+    known = [(t, r.score) for t, r in zip(answers.texts, answers.rewards, strict=True) if r.checked]
+    return [text for text, _ in known], [score for _, score in known]
 
 
 def _groups(of: _Subject) -> list[list[str]]:

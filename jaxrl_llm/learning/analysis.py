@@ -56,8 +56,8 @@ def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list
     response, position = np.divmod(rows, width)
     response = np.where(mask, response, -1)
     group = np.full(rows.shape, -1)
-    for place in zip(*np.nonzero(mask), strict=True):
-        group[place] = GROUPS.index(groups[response[place]][position[place]])
+    of_tokens = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
+    group[mask] = [GROUPS.index(groups[i][t]) for i, t in of_tokens]
     return Tokens(mask, np.asarray(logp), np.asarray(credited.advantage), group, response, position)
 
 

@@ -29,13 +29,13 @@ class Chosen(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Of each token: 1 - pi, exact near 0 too, and the norms of the gradient of its log-prob."""
+    """Of N tokens: 1 - pi, exact near 0 too, and the norms of the gradient of the log-prob, arrays `[N]`."""
 
-    rest: Float[Array, " N"]
-    at_logits: Float[Array, " N"]
-    at_layers: Float[Array, "N layers"]
-    """at the input of each layer, and last at the hidden state that the head reads"""
-    over_params: Float[Array, " N"]
+    rest: Any
+    at_logits: Any
+    at_layers: Any
+    """`[N, layers + 1]`: at the input of each layer, and last at the hidden state that the head reads"""
+    over_params: Any
 
 
 def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
@@ -68,7 +68,7 @@ def slope(logits: Float[Array, " V"], target: Int[Array, ""]) -> tuple[Array, Ar
     return jnp.where(is_target, 1.0, -among_others), rest
 
 
-def bounds(rest: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+def bounds(rest: Any, vocab: int) -> tuple[Any, Any]:
     """What Proposition 4.2 allows at the logits."""
     return np.sqrt(vocab / (vocab - 1)) * rest, np.sqrt(2.0) * rest
 

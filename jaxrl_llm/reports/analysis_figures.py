@@ -90,7 +90,7 @@ def _single_tokens(found: Mapping[str, Any]) -> Any:
     x, vocab, layers = tokens["one_minus_p"], tokens["vocabulary"], tokens["at_layers"]
     correlation = tokens["correlation"]
     middle = len(layers) // 2
-    panels = [("at the logits", tokens["at_logits"], correlation["at_logits"], None)]
+    panels: list[Any] = [("at the logits", tokens["at_logits"], correlation["at_logits"], None)]
     for i, name in ((0, "the first layer's input"), (middle, f"the input of layer {middle + 1}"),
                     (len(layers) - 1, "the head's input")):  # fmt: skip
         panels.append((f"at {name}", layers[i], correlation["at_layers"][i], i))

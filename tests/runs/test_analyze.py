@@ -18,9 +18,8 @@ class Uneven:
     def reward(self, example, response): return Reward(float(len(response) % 3), len(response) % 3 == 2)
 
 made = config(warm_steps=0, steps=1)
-def config(even: bool = False):
-    own = made.task if even else lambda folder: Uneven(made.task(folder))
-    return dataclasses.replace(made, task=own)
+def config():
+    return dataclasses.replace(made, task=lambda folder: Uneven(made.task(folder)))
 """
 FIGURES = {f"{name}.{kind}" for name in ("bins", "single_tokens", "directions", "sources", "words")
            for kind in ("png", "svg")}  # fmt: skip
