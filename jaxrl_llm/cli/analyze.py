@@ -68,7 +68,8 @@ def main(
             reference = folder.reference(run, parts)
             of = _Subject(config, parts, state, reference, sampled, alpha, eta)
             found = {"run": str(run), "step": chosen, "alpha": alpha, "eta": eta, "seed": seed}
-            found |= _measured(of, tokens, seed, status.update)
+            say = status.update if console.is_terminal else console.print
+            found |= _measured(of, tokens, seed, say)
     report.write(found, target)
     console.print(report.table(found))
     console.print(f"written to {target}")

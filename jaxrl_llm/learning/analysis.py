@@ -119,8 +119,10 @@ def sources(
     for variant, batch in credited.items():
         stages = batch.weight.shape[0]
         for s in range(stages):
-            say(f"gradients of the groups, {variant}")
             one = probe.stage(batch, s)
+            if not bool((one.weight > 0).any()):
+                continue  # a stage without tokens is no step
+            say(f"gradients of the groups, {variant}")
             parts = {GROUPS[b]: probe.only(one, tokens.group == b) for b in inside}
             norms = {name: float(optimizer(part).grad_norm[0]) for name, part in parts.items()}
             shares = probe.shares_of_squares(norms)

@@ -77,6 +77,8 @@ def _bins(found: Mapping[str, Any]) -> Any:
         row[3].legend(title="update on", fontsize=7, title_fontsize=7)
         row[1].legend(fontsize=7)
         row[1].axhline(0.0, color=GREY, linewidth=0.8)
+    for axis in axes[:, 2:].ravel():
+        axis.set_yscale("log")
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title)
     axes[0][0].set_ylabel("bins by probability")
