@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
-    from jaxrl_llm.cli import data, export, plan, plot, sample, serve, study, train
+    from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, study, train
     from jaxrl_llm.cli import eval as evaluation
     from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
 
@@ -52,6 +52,7 @@ def _application() -> tyro.extras.SubcommandApp:
     app.command(name="train")(_needs_config("train", train.main))
     app.command(name="plan")(_needs_config("plan", plan.main))
     app.command(name="eval")(_later(evaluation.main))
+    app.command(name="analyze")(_later(analyze.main))
     app.command(name="sample")(_later(sample.main))
     app.command(name="export")(_later(export.main))
     app.command(name="plot")(_later(plot.main))

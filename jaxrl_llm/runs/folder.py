@@ -21,11 +21,13 @@ import jax
 from jaxrl_llm import config, files, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.runs import assemble, lock, record, seal
 from jaxrl_llm.runs.assemble import Parts
-from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.runs.checkpoint import Checkpoints, read_params
 from jaxrl_llm.runs.disk import DamageError, first_line
+from jaxrl_llm.runs.notes import REINFORCE, Notes
 from jaxrl_llm.runs.record import CONFIG
 
 DATA = Path("~/.cache/jaxrl_llm").expanduser()
@@ -145,7 +147,26 @@ def reopen(folder: Path) -> Config:
 
 def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
     """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
-    return _restored(folder, assemble.like_params(parts), step)
+    like = assemble.like_params(parts)
+    return _restored(folder, step, lambda there, chosen: there.restore(chosen, like, part="params"))
+
+
+def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
+    """The state that reinforcement went on from at a checkpoint: a fresh one at those of a warm start."""
+    like = update.state_like(assemble.like_params(parts), optimizer)
+
+    def read(there: Checkpoints, chosen: int) -> update.TrainState:
+        if Notes.from_json(there.notes(chosen)).phase == REINFORCE:
+            return there.restore(chosen, like)
+        return update.init_state(there.restore(chosen, like.params, part="params"), optimizer)
+
+    return _restored(folder, step, read)[1]
+
+
+def reference(folder: Path, parts: Parts) -> Any:
+    """The parameters of the reference policy; None before reinforcement began."""
+    there = folder / "reference"
+    return read_params(there, assemble.like_params(parts)) if there.exists() else None
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
@@ -157,11 +178,14 @@ def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, An
     like = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, "float32", sharding=place), shapes, places
     )
-    chosen, found = _restored(folder, like, step)
+    read = lambda there, chosen: there.restore(chosen, like, part="params")
+    chosen, found = _restored(folder, step, read)
     return chosen, shape, found
 
 
-def _restored(folder: Path, like: Any, step: int | None) -> tuple[int, Any]:
+def _restored(
+    folder: Path, step: int | None, read: Callable[[Checkpoints, int], Any]
+) -> tuple[int, Any]:
     checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
     steps = checkpoints.steps
     if not steps:
@@ -171,7 +195,7 @@ def _restored(folder: Path, like: Any, step: int | None) -> tuple[int, Any]:
     if chosen not in steps:
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
     try:
-        return chosen, checkpoints.restore(chosen, like, part="params")
+        return chosen, read(checkpoints, chosen)
     except DamageError as error:
         others = [s for s in steps if s != chosen]
         advice = f"try --step with one of {others}" if others else "there is no other"

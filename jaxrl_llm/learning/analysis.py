@@ -1,0 +1,189 @@
+"""The figures of arXiv:2505.12929 for a batch: which tokens an update comes from, and which it moves.
+
+Every function gives plain records of numbers, for JSON; `say` hears what is being done.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.learning import probe, token_gradients
+from jaxrl_llm.learning.batch import Batch
+from jaxrl_llm.learning.probe import Probe
+from jaxrl_llm.learning.token_gradients import Chosen, Logits
+from jaxrl_llm.learning.update import Credited
+from jaxrl_llm.models.activations import Offsets
+
+EDGES = (0.25, 0.5, 0.75)
+PROBABILITY = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
+SHARE = ["lowest quarter", "second", "third", "highest quarter"]
+GROUPS = ["chatter", "reasoning", "answer"]
+JACOBIAN_FLOATS = 2**25  # as many are fetched for one token's stretch, at most
+TOLERANCE = 1e-4  # of float32 sums, relative
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch as they lie in it: what every part of an analysis looks at."""
+
+    mask: np.ndarray
+    logp: np.ndarray
+    advantage: np.ndarray
+    group: np.ndarray
+    """number in GROUPS, -1 on padding"""
+    response: np.ndarray
+    """number of the response, -1 on padding"""
+    position: np.ndarray
+    """number of the token in its response"""
+
+    @property
+    def bins(self) -> dict[str, tuple[list[str], np.ndarray]]:
+        """The names and numbers of bins, by probability and by share."""
+        return {
+            "probability": (PROBABILITY, probe.by_probability(self.logp, self.mask, EDGES)),
+            "share": (SHARE, probe.by_share(self.logp, self.mask, len(SHARE))),
+        }
+
+
+def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list[str]]) -> Tokens:
+    """`groups` are those of each response's tokens."""
+    rows = np.asarray(batch.layout.in_rows)
+    mask, width = rows >= 0, batch.mask.shape[1]
+    response, position = np.divmod(rows, width)
+    response = np.where(mask, response, -1)
+    group = np.full(rows.shape, -1)
+    of_tokens = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
+    group[mask] = [GROUPS.index(groups[i][t]) for i, t in of_tokens]
+    return Tokens(mask, np.asarray(logp), np.asarray(credited.advantage), group, response, position)
+
+
+def updates(
+    plain: Credited, tokens: Tokens, optimizer: Probe, gradient: Callable[[float], Probe], say: Say
+) -> dict[str, Any]:
+    """Fig. 1: the bins, their gradients, and what an update on all tokens or on one bin does to each.
+
+    `optimizer` takes the run's own step; `gradient(rate)` a plain one, here as long as that of all tokens.
+    """
+    say("update on all tokens")
+    whole = optimizer(plain)
+    rate = whole.distance / max(float(whole.grad_norm[0]), 1e-30)
+    tried = {"optimizer": (optimizer, whole), "gradient": (gradient(rate), None)}
+    out: dict[str, Any] = {"gradient_norm": float(whole.grad_norm[0]), "rate": rate}
+    for kind, (names, bins) in tokens.bins.items():
+        records = probe.described(names, bins, tokens.logp, tokens.advantage)
+        out[kind] = {"bins": records, "updates": {}}
+        for by, (step, known) in tried.items():
+            moved = {"all": known or step(plain)}
+            for b, name in enumerate(names):
+                if (bins == b).any():
+                    say(f"update on {name}, by the {by}")
+                    moved[name] = step(probe.only(plain, bins == b))
+                    records[b]["gradient_norm"] = float(moved[name].grad_norm[0])
+            out[kind]["updates"][by] = {
+                on: probe.change(bins, len(names), tokens.logp, after.logp)
+                for on, after in moved.items()
+            }
+    return out
+
+
+def directions(
+    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
+) -> dict[str, Any]:
+    """Fig. 3: after one update by each variant, which tokens moved as their advantage says."""
+    out: dict[str, Any] = {}
+    for kind, (names, _) in tokens.bins.items():
+        out[kind] = {"bins": names, "variants": {}}
+    for name, batch in credited.items():
+        say(f"update by {name}")
+        after = optimizer(batch).logp
+        for kind, (names, bins) in tokens.bins.items():
+            out[kind]["variants"][name] = probe.direction(
+                bins, len(names), tokens.advantage, tokens.logp, after
+            )
+    return out
+
+
+def sources(
+    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
+) -> dict[str, Any]:
+    """Whose gradient it is: the norm of each group's, in each stage of each variant, all before any update."""
+    inside = [b for b in range(len(GROUPS)) if (tokens.group == b).any()]
+    total = int(tokens.mask.sum())
+    out: dict[str, Any] = {
+        "tokens": {GROUPS[b]: float((tokens.group == b).sum()) / total for b in inside}
+    }
+    for variant, batch in credited.items():
+        stages = batch.weight.shape[0]
+        for s in range(stages):
+            one = probe.stage(batch, s)
+            if not bool((one.weight > 0).any()):
+                continue  # a stage without tokens is no step
+            say(f"gradients of the groups, {variant}")
+            parts = {GROUPS[b]: probe.only(one, tokens.group == b) for b in inside}
+            norms = {name: float(optimizer(part).grad_norm[0]) for name, part in parts.items()}
+            shares = probe.shares_of_squares(norms)
+            out[variant + (f", stage {s + 1}" if stages > 1 else "")] = {
+                "gradient_norm": norms,
+                "share_of_squares": shares,
+            }
+    return out
+
+
+def single_tokens(
+    params: Any,
+    chosen: Chosen,
+    logits: Logits,
+    offsets: Offsets,
+    say: Say,
+    *,
+    stretched: int = 24,
+    piece: int = 16,
+) -> dict[str, Any]:
+    """Fig. 2: gradient norms of the log-probs of single tokens against 1 - pi, and the bounds of Prop. 4.2.
+
+    Where the vocabulary is small, the bounds of the layers too, for `stretched` of the tokens.
+    """
+    norms, found = token_gradients.make_norms(logits), []
+    count = len(chosen.index)
+    for start in range(0, count, piece):
+        say(f"gradients of single tokens, {start} of {count}")
+        part = Chosen(*(x[np.arange(start, start + piece) % count] for x in chosen))  # one shape
+        found.append(jax.device_get(norms(params, offsets, part)))
+    every = token_gradients.Norms(*(np.concatenate(x)[:count] for x in zip(*found, strict=True)))
+    vocab = jax.eval_shape(logits, params, offsets, *(x[0] for x in chosen[:2])).shape[0]
+    low, high = token_gradients.bounds(every.rest, vocab)
+    against = lambda norm: probe.correlation(every.rest, norm)
+    out: dict[str, Any] = {
+        "vocabulary": vocab,
+        "one_minus_p": every.rest.tolist(),
+        "at_logits": every.at_logits.tolist(),
+        "at_layers": every.at_layers.T.tolist(),
+        "over_parameters": every.over_params.tolist(),
+        "outside_at_logits": _outside(every.at_logits, low, high),
+        "correlation": {
+            "at_logits": against(every.at_logits),
+            "at_layers": [against(x) for x in every.at_layers.T],
+            "over_parameters": against(every.over_params),
+        },
+    }
+    if vocab * offsets.layers.size <= JACOBIAN_FLOATS:
+        picked = np.linspace(0, count - 1, min(stretched, count)).astype(int)
+        say(f"the stretch of {len(picked)} tokens")
+        some = Chosen(*(x[picked] for x in chosen))
+        stretch = token_gradients.make_stretch(logits)(params, offsets, some)
+        least, most = stretch[..., 0].min(0), stretch[..., 1].max(0)
+        at = every.at_layers[picked]
+        out["stretch"] = {"tokens": len(picked), "least": least.tolist(), "most": most.tolist()}
+        out["outside_at_layers"] = [
+            _outside(at[:, i], least[i] * low[picked], most[i] * high[picked])
+            for i in range(at.shape[1])
+        ]
+    return out
+
+
+def _outside(norms: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
+    return int(((norms < low * (1 - TOLERANCE)) | (norms > high * (1 + TOLERANCE))).sum())

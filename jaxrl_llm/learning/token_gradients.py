@@ -1,0 +1,125 @@
+"""How hard single tokens pull: norms of the gradient of a token's log-prob, at the logits, within, and over all.
+
+Proposition 4.2 of arXiv:2505.12929: at the logits the norm lies between sqrt(V/(V-1)) (1 - pi) and
+sqrt(2) (1 - pi); at an activation below, between the same times the least and the greatest stretch of the way up.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.activations import Offsets
+from jaxrl_llm.rollouts.sampler import Rollout
+
+Logits = Callable[[Any, Offsets, Array, Array], Float[Array, " V"]]
+"""(params, offsets, tokens [L], index) -> logits of the token that follows the index"""
+
+
+class Chosen(NamedTuple):
+    """Sampled tokens, each with the sequence before it: `tokens[index]` is the last that its policy read."""
+
+    tokens: Int[np.ndarray, "N L"]
+    index: Int[np.ndarray, " N"]
+    target: Int[np.ndarray, " N"]
+
+
+class Norms(NamedTuple):
+    """Of N tokens: 1 - pi, exact near 0 too, and the norms of the gradient of the log-prob, arrays `[N]`."""
+
+    rest: Any
+    at_logits: Any
+    at_layers: Any
+    """`[N, layers + 1]`: at the input of each layer, and last at the hidden state that the head reads"""
+    over_params: Any
+
+
+def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
+    """The tokens at (response, position)."""
+    before = [[*rollout.prompts[i], *rollout.responses[i][:t]] for i, t in where]
+    tokens = np.zeros((len(where), max(map(len, before))), np.int32)
+    for row, sequence in zip(tokens, before, strict=True):
+        row[: len(sequence)] = sequence
+    index = np.asarray([len(sequence) - 1 for sequence in before], np.int32)
+    return Chosen(tokens, index, np.asarray([rollout.responses[i][t] for i, t in where], np.int32))
+
+
+def spread(bins: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Indices of up to `count` tokens, drawn as evenly from the bins (of 0 or more) as they allow."""
+    rng = np.random.default_rng(seed)
+    queues = [rng.permutation(np.flatnonzero(bins == b)) for b in np.unique(bins[bins >= 0])]
+    rank = np.concatenate([np.arange(len(queue)) for queue in queues])
+    return np.sort(np.concatenate(queues)[np.argsort(rank, kind="stable")][:count])
+
+
+def slope(logits: Float[Array, " V"], target: Int[Array, ""]) -> tuple[Array, Array]:
+    """The gradient of the log-prob of the target at the logits, onehot - softmax, over 1 - pi; and 1 - pi.
+
+    Nothing cancels or underflows where pi is nearly 1: the first is 1 at the target, minus the softmax among the
+    others at those; the second is the sum of their probabilities.
+    """
+    is_target = jnp.arange(logits.shape[0]) == target
+    among_others = jax.nn.softmax(jnp.where(is_target, -jnp.inf, logits))
+    rest = jnp.where(is_target, 0.0, jax.nn.softmax(logits)).sum()
+    return jnp.where(is_target, 1.0, -among_others), rest
+
+
+def bounds(rest: Any, vocab: int) -> tuple[Any, Any]:
+    """What Proposition 4.2 allows at the logits."""
+    return np.sqrt(vocab / (vocab - 1)) * rest, np.sqrt(2.0) * rest
+
+
+def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
+    """`(params, no offsets, chosen) -> Norms`: a forward and a backward pass a token, one after the other."""
+
+    def norms(params, offsets, chosen):
+        def one(token):
+            of_token = lambda params, offsets: logits(params, offsets, token.tokens, token.index)
+            z, pull = jax.vjp(of_token, params, offsets)
+            unit, rest = slope(
+                z, token.target
+            )  # what is pulled back is of size 1, and multiplied after
+            of_params, of_offsets = pull(unit)
+            layers = jnp.sqrt(jnp.square(of_offsets.layers).sum((1, 2)))
+            at = jnp.append(layers, jnp.linalg.norm(of_offsets.head))
+            over = optax.tree.norm(of_params)
+            return Norms(rest, rest * jnp.linalg.norm(unit), rest * at, rest * over)
+
+        return jax.lax.map(one, chosen)
+
+    return jax.jit(norms)
+
+
+def make_stretch(logits: Logits) -> Callable[[Any, Offsets, Chosen], np.ndarray]:
+    """`-> [N, layers, 2]`: how little and how much the way back from the logits can stretch a gradient.
+
+    The extreme singular values of the transposed Jacobian of each token's logits, on vectors whose sum is 0, as
+    the gradient of a log-prob is: V backward passes a token, so for small vocabularies.
+    """
+
+    @jax.jit
+    def jacobian(params, offsets, tokens, index):
+        z, pull = jax.vjp(lambda offsets: logits(params, offsets, tokens, index), offsets)
+        [rows] = jax.vmap(pull)(jnp.eye(z.shape[0]))
+        return rows
+
+    def stretch(params, offsets, chosen):
+        found = []
+        for tokens, index in zip(chosen.tokens, chosen.index, strict=True):
+            rows = jax.device_get(jacobian(params, offsets, tokens, index))
+            below = [*np.moveaxis(rows.layers, 1, 0), rows.head]
+            found.append([_extremes(x.reshape(x.shape[0], -1)) for x in below])
+        return np.asarray(found)
+
+    return stretch
+
+
+def _extremes(jacobian: np.ndarray) -> tuple[float, float]:
+    centred = jacobian.astype(np.float64)
+    centred -= centred.mean(0)
+    squares = np.linalg.eigvalsh(centred @ centred.T)  # the least is that of the constant vector
+    return float(np.sqrt(max(squares[1], 0.0))), float(np.sqrt(squares[-1]))

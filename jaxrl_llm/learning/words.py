@@ -1,0 +1,76 @@
+"""Words that tell how a response reasons, and which of its tokens think, chatter or answer."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_llm.learning.probe import correlation, mean
+
+THOUGHT_ENDS = "</think>"
+
+ENGLISH = {  # the six categories of arXiv:2505.12929, with their inflections
+    "analysis": r"analy[sz](?:e|es|ed|ing)|consider(?:s|ed|ing)?|look(?:s|ed|ing)? into|check(?:s|ed|ing)?",
+    "statement": r"mention(?:s|ed|ing)?|stat(?:e|es|ed|ing)|claim(?:s|ed|ing)?|say(?:s|ing)?|said",
+    "causal indicator": r"since|because|due to|given that",
+    "conclusion indicator": r"so|thus|hence|as a result|consequently|therefore",
+    "assumption": r"assum(?:e|es|ed|ing)|assumptions?|suppos(?:e|es|ed|ing)",
+    "assertion": r"must be|definite(?:ly)?",
+}
+TINY = {  # what tiny Knights and Knaves say for them, the answer left out
+    "analysis": "no",
+    "statement": "true|false",
+    "conclusion indicator": "yes",
+    "assumption": "knight|knave",
+}
+
+
+def categories(vocabulary: Sequence[str]) -> Mapping[str, str]:
+    """The patterns for a model that knows these words alone; for all of English if there are none."""
+    if not vocabulary:
+        return ENGLISH
+    known = set(vocabulary)
+    tiny = {name: pattern for name, pattern in TINY.items() if known >= set(pattern.split("|"))}
+    return tiny if len(tiny) == len(TINY) else {}
+
+
+def count(texts: Sequence[str], patterns: Mapping[str, str]) -> dict[str, list[int]]:
+    """How often each text has words of each category in its thought, all of it if the thought never ends."""
+    thoughts = [text.partition(THOUGHT_ENDS)[0] for text in texts]
+    found = {name: re.compile(rf"\b(?:{p})\b", re.IGNORECASE) for name, p in patterns.items()}
+    return {name: [len(p.findall(text)) for text in thoughts] for name, p in found.items()}
+
+
+def frequencies(
+    texts: Sequence[str], rewards: Sequence[float], patterns: Mapping[str, str]
+) -> list[dict]:
+    """A record a category: words a response, the share of responses with any, correlation with the reward."""
+    return [
+        {
+            "name": name,
+            "a_response": sum(counts) / max(len(counts), 1),
+            "responses_with_any": sum(map(bool, counts)) / max(len(counts), 1),
+            "reward_with_any": _mean_where(rewards, counts, True),
+            "reward_without": _mean_where(rewards, counts, False),
+            "correlation_with_reward": correlation(counts, rewards),
+        }
+        for name, counts in count(texts, patterns).items()
+    ]
+
+
+def _mean_where(rewards, counts, any_):
+    return mean(np.asarray([r for r, n in zip(rewards, counts, strict=True) if bool(n) == any_]))
+
+
+def group(pieces: Sequence[str], fillers: frozenset[str]) -> list[str]:
+    """'chatter' for each token of a response that is a filler, 'answer' after the thought, else 'reasoning'."""
+    groups, text, answering = [], "", False
+    for piece in pieces:
+        text += piece
+        answering = answering or THOUGHT_ENDS in text
+        groups.append("answer" if answering else _of_thought(piece, fillers))
+    return groups
+
+
+def _of_thought(piece: str, fillers: frozenset[str]) -> str:
+    return "chatter" if piece.strip() in fillers else "reasoning"

@@ -1,0 +1,54 @@
+"""The logits of one token as a function of parameters and of offsets to the activations on the way there.
+
+A gradient with respect to an offset, at zero, is the gradient at that activation: what analyses ask for.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+class Offsets(NamedTuple):
+    """What is added to the input of each layer, at every position, and to the hidden state that the head reads."""
+
+    layers: Float[Array, "N L D"]
+    head: Float[Array, " D"]
+
+
+def no_offsets(definition: Any, params: Any, length: int) -> Offsets:
+    """Zeros for a sequence of so many tokens."""
+    shape = nnx.merge(definition, params).shape
+    layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
+    return Offsets(layers, jnp.zeros(shape.hidden_size))
+
+
+def logits(
+    definition: Any,
+    params: Any,
+    offsets: Offsets,
+    tokens: Int[Array, " L"],
+    index: Int[Array, ""],
+    *,
+    temperature: float = 1.0,
+) -> Float[Array, " V"]:
+    """Logits / temperature of the token after column `index` of one right-padded sequence, in float32."""
+    model = nnx.merge(definition, params)
+    x = model.embed(tokens[None])
+    rope = model.rope(jnp.arange(tokens.shape[0])[None])
+    layer_def, layers = nnx.split(model.layers)
+    attend = lambda q, k, v: model.compute.attend(q, k, v, None)
+
+    def apply(x, layer_and_offset):
+        layer, offset = layer_and_offset
+        return nnx.merge(layer_def, layer)(x + offset[None].astype(x.dtype), rope, attend)
+
+    if model.compute.remat is not None:
+        apply = model.compute.remat(apply)
+    x, _ = jax.lax.scan(lambda x, inputs: (apply(x, inputs), None), x, (layers, offsets.layers))
+    hidden = model.norm(x)[0, index]
+    hidden = hidden + offsets.head.astype(hidden.dtype)
+    head = model.head.astype(hidden.dtype)
+    return jnp.einsum("d,vd->v", hidden, head, preferred_element_type=jnp.float32) / temperature

@@ -1,0 +1,174 @@
+"""An analysis as pictures: one each for the figures of arXiv:2505.12929, and whose gradient it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import files
+
+GREY = "0.45"
+
+
+def draw(found: Mapping[str, Any], folder: Path) -> None:
+    """Each figure as .png and .svg; the same analysis makes the same files."""
+    import matplotlib as mpl
+
+    figures = {
+        "bins": _bins,
+        "single_tokens": _single_tokens,
+        "directions": _directions,
+        "sources": _sources,
+    }
+    if found["words"]:
+        figures["words"] = _words
+    with mpl.rc_context({"svg.hashsalt": "analysis", "svg.fonttype": "none", "font.size": 9}):
+        for name, figure_of in figures.items():
+            figure = figure_of(found)
+            for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+                with files.replacing(folder / f"{name}.{kind}") as file:
+                    figure.savefig(file, format=kind, dpi=130, metadata=metadata)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.ravel():
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _side_by_side(axis: Any, places: list[str], heights: Mapping[str, list]) -> None:
+    """Bars in groups, a colour a name; a gap where there is no number."""
+    width = 0.8 / len(heights)
+    for n, (name, values) in enumerate(heights.items()):
+        left = (n - (len(heights) - 1) / 2) * width
+        known = [(i + left, v) for i, v in enumerate(values) if v is not None]
+        axis.bar(
+            [x for x, _ in known], [v for _, v in known], 0.95 * width, label=name, color=f"C{n}"
+        )
+    axis.set_xticks(range(len(places)), places, fontsize=7)
+
+
+def _bins(found: Mapping[str, Any]) -> Any:
+    """Fig. 1: a row for bins by probability and one for quarters of the tokens."""
+    figure, axes = _figure(2, 5, (16, 5.6))
+    moved = "mean |change of log-prob|"
+    titles = ("share of tokens", "mean advantage", "gradient norm of the bin",
+              f"{moved}\nby the run's optimizer", f"{moved}\nby the gradient alone")  # fmt: skip
+    for row, kind in zip(axes, ("probability", "share"), strict=True):
+        part = found["updates"][kind]
+        names = [b["name"] for b in part["bins"]]
+        places = [name.replace(" quarter", "\nquarter") for name in names]
+        get = lambda key, part=part: [b.get(key) for b in part["bins"]]
+        _side_by_side(row[0], places, {"": get("share")})
+        _side_by_side(row[1], places, {"signed": get("advantage"), "size": get("advantage_size")})
+        _side_by_side(row[2], places, {"": get("gradient_norm")})
+        for axis, by in ((row[3], "optimizer"), (row[4], "gradient")):
+            kinds = {"all": "all tokens", names[0]: names[0], names[-1]: names[-1]}
+            tried = part["updates"][by]
+            heights = {kinds[on]: tried[on]["logp_size"] for on in kinds if on in tried}
+            _side_by_side(axis, places, heights)
+        row[3].legend(title="update on", fontsize=7, title_fontsize=7)
+        row[1].legend(fontsize=7)
+        row[1].axhline(0.0, color=GREY, linewidth=0.8)
+    for axis in axes[:, 2:].ravel():
+        axis.set_yscale("log")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title)
+    axes[0][0].set_ylabel("bins by probability")
+    axes[1][0].set_ylabel("quarters of the tokens")
+    return figure
+
+
+def _single_tokens(found: Mapping[str, Any]) -> Any:
+    """Fig. 2: the gradient of single tokens against 1 - p."""
+    tokens = found["single_tokens"]
+    x, vocab, layers = tokens["one_minus_p"], tokens["vocabulary"], tokens["at_layers"]
+    correlation = tokens["correlation"]
+    middle = len(layers) // 2
+    panels: list[Any] = [("at the logits", tokens["at_logits"], correlation["at_logits"], None)]
+    for i, name in ((0, "the first layer's input"), (middle, f"the input of layer {middle + 1}"),
+                    (len(layers) - 1, "the head's input")):  # fmt: skip
+        panels.append((f"at {name}", layers[i], correlation["at_layers"][i], i))
+    over = (tokens["over_parameters"], correlation["over_parameters"])
+    panels.append(("over all parameters", *over, None))
+    figure, axes = _figure(1, len(panels), (3.2 * len(panels), 3.4))
+    ends = [min(v for v in x if v > 0), 1.0]
+    for n, (axis, (title, norms, r, layer)) in enumerate(zip(axes[0], panels, strict=True)):
+        axis.loglog(x, norms, "o", ms=3, alpha=0.5, markeredgewidth=0)
+        stretch = tokens.get("stretch")
+        least, most = (1.0, 1.0) if n == 0 else (0.0, 0.0)
+        if layer is not None and stretch:
+            least, most = stretch["least"][layer], stretch["most"][layer]
+        for factor in (least * (vocab / (vocab - 1)) ** 0.5, most * 2**0.5):
+            if factor:
+                axis.plot(ends, [factor * v for v in ends], color=GREY, linewidth=1)
+        axis.set_title(title if r is None else f"{title}\ncorrelation {r:.3f}")
+        axis.set_xlabel("1 - p")
+    axes[0][0].set_ylabel("norm of the gradient of log p")
+    bounds = "lines: the bounds of Proposition 4.2"
+    axes[0][0].text(0.04, 0.94, bounds, transform=axes[0][0].transAxes, fontsize=7, color=GREY)
+    return figure
+
+
+def _directions(found: Mapping[str, Any]) -> Any:
+    """Fig. 3: the share of tokens that an update moves as their advantage says."""
+    figure, axes = _figure(2, 2, (11, 6))
+    titles = {
+        "rising": "advantage > 0: share that rises, of those that move",
+        "falling": "advantage < 0: share that falls, of those that move",
+    }
+    for row, kind in zip(axes, ("probability", "share"), strict=True):
+        part = found["directions"][kind]
+        for axis, (key, title) in zip(row, titles.items(), strict=True):
+            heights = {name: values[key] for name, values in part["variants"].items()}
+            _side_by_side(axis, [*part["bins"], "all"], heights)
+            axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
+            axis.set_ylim(0, 1)
+            axis.set_title(title)
+    axes[0][0].legend(fontsize=7, ncols=4, loc="lower left")
+    return figure
+
+
+def _sources(found: Mapping[str, Any]) -> Any:
+    """Shares of the squared gradient norm, below those of the tokens."""
+    sources = dict(found["sources"])
+    rows = {"tokens": sources.pop("tokens")}
+    rows |= {name: part["share_of_squares"] for name, part in sources.items()}
+    figure, axes = _figure(1, 1, (7.5, 1.1 + 0.42 * len(rows)))
+    axis = axes[0][0]
+    for n, group in enumerate(rows["tokens"]):
+        left = [sum(list(row.values())[:n]) for row in rows.values()]
+        axis.barh(range(len(rows)), [row[group] for row in rows.values()], 0.7, left, color=f"C{n}",
+                  label=group)  # fmt: skip
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.invert_yaxis()
+    axis.grid(visible=False)
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("share of the tokens, and of the sum of the groups' squared gradient norms")
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def _words(found: Mapping[str, Any]) -> Any:
+    """Fig. 5: categories of words, how frequent, and how they go with the reward."""
+    names = [entry["name"] for entry in found["words"]]
+    figure, axes = _figure(1, 2, (9, 1.2 + 0.4 * len(names)))
+    for axis, key, label in (
+        (axes[0][0], "a_response", "words a response"),
+        (axes[0][1], "correlation_with_reward", "correlation with the reward"),
+    ):
+        values = [entry[key] or 0.0 for entry in found["words"]]
+        axis.barh(range(len(names)), values, 0.6)
+        axis.set_yticks(range(len(names)), names if key == "a_response" else [])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=5)
+        axis.axvline(0.0, color=GREY, linewidth=0.8)
+    return figure

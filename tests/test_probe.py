@@ -1,0 +1,184 @@
+"""Laws of what an analysis measures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm.learning import probe, token_gradients, update
+from jaxrl_llm.models import activations, logprobs, qwen2
+from jaxrl_llm.models.inputs import Inputs
+from jaxrl_llm.objectives import Objective, advantages, factors, partition
+from jaxrl_llm.rollouts.sampler import Rollout
+from tests import tiny
+
+EDGES = (0.25, 0.5, 0.75)
+DEFINITION = qwen2.graph(tiny.SHAPE)[0]
+
+
+def logits(params, offsets, tokens, index):
+    return activations.logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.policy()[1]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    rollout = tiny.rollout()
+    where = [(i, len(r) - 1) for i, r in enumerate(rollout.responses)]
+    return token_gradients.choose(rollout, where)
+
+
+@pytest.fixture(scope="module")
+def norms(params, tokens):
+    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    return token_gradients.make_norms(logits)(params, offsets, tokens)
+
+
+@pytest.fixture(scope="module")
+def credited(params):
+    batch = tiny.collator(microbatches=2)(tiny.rollout())
+    policy_logp = tiny.policy()[0]
+    old = update.make_score(policy_logp)(params, batch.inputs)
+    reward = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
+    return update.make_credit(tiny.objective(penalties=()))(batch, reward, old_logp=old)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bins_partition_the_tokens(seed):
+    rng = np.random.default_rng(seed)
+    logp, mask = -rng.exponential(size=(3, 17)), rng.random((3, 17)) < 0.7
+    logp[0, :4] = np.log((*EDGES, 0.25))  # edges, and a tie
+    by_probability = probe.by_probability(logp, mask, EDGES)
+    by_share = probe.by_share(logp, mask, 4)
+    for bins in (by_probability, by_share):
+        assert np.array_equal(bins >= 0, mask)
+        assert bins.max() <= 3
+        order = np.argsort(logp[mask], kind="stable")
+        assert (np.diff(bins[mask][order]) >= 0).all()
+    for b, (low, high) in enumerate(zip((0, *EDGES), (*EDGES, 1.1), strict=True)):
+        inside = np.exp(logp)[by_probability == b]
+        assert ((inside >= low - 1e-12) & (inside < high + 1e-12)).all()
+    assert np.ptp(np.bincount(by_share[mask])) <= 1
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+def test_the_slope_is_that_of_the_log_prob_and_keeps_the_bounds(scale):
+    rng = np.random.default_rng(0)
+    for vocab in (2, 7, 500):
+        for _ in range(20):
+            z = jnp.asarray(scale * rng.normal(size=vocab), jnp.float32)
+            target = jnp.int32(rng.choice([int(z.argmax()), int(rng.integers(vocab))]))
+            unit, rest = token_gradients.slope(z, target)
+            expected = jax.grad(lambda z, t=target: jax.nn.log_softmax(z)[t])(z)
+            np.testing.assert_allclose(unit * rest, expected, atol=3e-6)
+            exact = np.asarray(z, np.float64) - np.float64(z[target])
+            others = np.delete(np.exp(exact - exact.max()), target)
+            whole = others.sum() + np.exp(-exact.max())
+            np.testing.assert_allclose(rest, others.sum() / whole, rtol=1e-4, atol=1e-37)
+            low, high = token_gradients.bounds(np.float64(1.0), vocab)
+            assert low * (1 - 1e-5) <= jnp.linalg.norm(unit) <= high * (1 + 1e-5)
+
+
+def test_norms_over_parameters_are_those_of_the_trained_log_probs(params, tokens, norms):
+    def logp(params, token):
+        row = jnp.asarray(token.tokens)[None]
+        one = lambda x: jnp.asarray([[x]], jnp.int32)
+        inputs = Inputs(row, jnp.arange(row.shape[1])[None], None, one(token.index),
+                        one(token.target), jnp.ones((1, 1), bool))  # fmt: skip
+        return logprobs.of_responses(DEFINITION, params, inputs, temperature=0.7).sum()
+
+    pull = jax.jit(jax.value_and_grad(logp))
+    for i in range(3):
+        value, grads = pull(params, token_gradients.Chosen(*(x[i] for x in tokens)))
+        assert 1 - np.exp(value) == pytest.approx(float(norms.rest[i]), abs=1e-6)
+        # `logits` are already divided by the temperature, so these are gradients of the same log-prob
+        assert float(optax.tree.norm(grads)) == pytest.approx(float(norms.over_params[i]), rel=1e-4)
+
+
+def test_every_token_of_a_model_keeps_the_bounds_at_every_layer(params, tokens, norms):
+    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    stretch = token_gradients.make_stretch(logits)(params, offsets, tokens)
+    low, high = token_gradients.bounds(np.asarray(norms.rest), tiny.SHAPE.vocab_size)
+    assert (low <= norms.at_logits * 1.0001).all()
+    assert (norms.at_logits <= high * 1.0001).all()
+    at = np.asarray(norms.at_layers)
+    assert at.shape == stretch.shape[:2] == (8, tiny.SHAPE.num_layers + 1)
+    pushed = np.asarray(norms.at_logits)[:, None]
+    assert (at <= stretch[..., 1] * pushed * 1.001).all()
+    assert (at >= stretch[..., 0] * pushed * 0.999).all()
+    assert (at > 0).all()
+
+
+def test_gradients_of_bins_add_up_to_the_whole(params, credited):
+    policy_logp, ascent = tiny.policy()[0], optax.sgd(1.0)
+    step = update.make_train_step(policy_logp, tiny.objective(penalties=()), ascent)
+    state = update.init_state(params, ascent)
+    mask = np.asarray(credited.seen.mask)
+    bins = probe.by_share(np.asarray(credited.seen.old_logp), mask, 3)
+
+    def moved(batch):
+        after, _ = step(jax.tree.map(jnp.copy, state), batch)
+        return jax.tree.map(jnp.subtract, after.params, params)
+
+    whole = moved(credited)
+    parts = [moved(probe.only(credited, bins == b)) for b in range(3)]
+    assert all(optax.tree.norm(part) > 1e-3 for part in parts)
+    total = jax.tree.map(lambda *x: sum(x), *parts)
+    assert optax.tree.norm(jax.tree.map(jnp.subtract, total, whole)) < 1e-4 * optax.tree.norm(whole)
+
+
+def test_a_probe_is_the_train_step_on_a_copy(params, credited):
+    policy_logp, adam = tiny.policy()[0], optax.adam(1e-3)
+    step = update.make_train_step(policy_logp, tiny.objective(penalties=()), adam)
+    score = update.make_score(policy_logp)
+    state = update.init_state(params, adam)
+    before = jax.tree.map(np.array, state)
+    found = probe.Probe(state, step, score)(credited)
+    assert jax.tree.all(jax.tree.map(np.array_equal, state, before))
+    after, visits = step(state, credited)
+    np.testing.assert_array_equal(found.logp, score(after.params, credited.inputs))
+    np.testing.assert_array_equal(found.grad_norm, visits["grad_norm"])
+    apart = jax.tree.map(jnp.subtract, after.params, before.params)
+    assert found.distance == pytest.approx(float(optax.tree.norm(apart)), rel=1e-5)
+
+
+def test_variants_replace_what_the_run_had():
+    other = factors.truncated
+    run = Objective(
+        advantage=advantages.grpo,
+        factors=(other, factors.linear_in_probability),
+        partition=partition.reversed,
+    )
+    made = probe.variants(run, alpha=0.2, eta=0.4)
+    assert made["plain"].factors == (other,)
+    assert [objective.stages for objective in made.values()] == [1, 1, 2, 2]
+    assert [len(objective.factors) for objective in made.values()] == [1, 2, 1, 2]
+
+
+def test_direction_counts_those_that_moved():
+    before = np.log([0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    after = before + np.array([0.1, -0.1, 1e-8, -0.2, 0.3, 0.4])
+    advantage, bins = np.array([1.0, 1, 1, -1, -1, 0]), np.array([0, 0, 0, 1, 1, 1])
+    found = probe.direction(bins, 2, advantage, before, after)
+    assert found["rising"] == [0.5, None, 0.5]
+    assert found["falling"] == [None, 0.5, 0.5]
+    assert found["good_tokens"] == [2, 0, 2]
+    assert found["unmoved"] == [1 / 3, 0.0, 0.2]
+
+
+def test_tokens_are_drawn_evenly_and_with_what_came_before():
+    bins = np.array([0] * 50 + [1] * 3 + [-1] * 9 + [2] * 20)
+    index = token_gradients.spread(bins, 15, seed=1)
+    assert np.bincount(bins[index]).tolist() == [6, 3, 6]
+    assert len(set(index.tolist())) == 15
+    assert sorted(token_gradients.spread(bins, 999, 0)) == np.flatnonzero(bins >= 0).tolist()
+    rollout = Rollout([[5, 6], [7]], [[1, 2], [3, 4, 2]], [[-1.0] * 2, [-1.0] * 3])
+    chosen = token_gradients.choose(rollout, [(0, 0), (1, 2)])
+    assert chosen.tokens.tolist() == [[5, 6, 0], [7, 3, 4]]
+    assert chosen.index.tolist() == [1, 2]
+    assert chosen.target.tolist() == [1, 2]
