@@ -123,6 +123,7 @@ class Decoder:
         logits = jnp.einsum(
             "sd,vd->sv", hidden, model.head.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
+        logits = constrain(logits, BATCH, "tensor")  # the head stays where it is, logits travel
         return constrain(logits, (*BATCH, "tensor"), None), _place(cache)
 
 

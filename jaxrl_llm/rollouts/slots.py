@@ -95,8 +95,9 @@ def run(
         return cache, record(slots, rules, logits, ways)
 
     def stretch(carry):
-        cache, slots, step = carry
-        return *jax.lax.fori_loop(0, stride, advance, (cache, slots)), step + stride
+        now, step = carry[:2], carry[2]
+        now = advance(0, now) if stride == 1 else jax.lax.fori_loop(0, stride, advance, now)
+        return *now, step + stride
 
     start = cache, _by_slot(slots, spread=True), jnp.zeros((), jnp.int32)
     cache, slots, step = jax.lax.while_loop(going, stretch, start)
@@ -135,7 +136,7 @@ def _put(rows, column, value):
 def _on_its_device(function, *rows):
     """A function of rows, on the device that holds them."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.size == 1:
         return function(*rows)
     spec = P(mesh.axis_names)
     return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(*rows)

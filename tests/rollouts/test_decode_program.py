@@ -38,12 +38,12 @@ def placed(tree: Any, mesh, spec: P):
 
 
 @functools.cache
-def program(name: str) -> str:
-    """The text of the loop, compiled for devices with a copy of the weights each."""
+def program(name: str, share: int = 1) -> str:
+    """The text of the loop, compiled for devices of which so many share a copy of the weights."""
     devices, sampling = machines(name), Sampling(top_p=0.9, top_k=5)
     mesh = sharding.make_mesh(1, len(devices), 1, devices=devices)
     definition, shapes = qwen2.graph(SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
-    decoder = Unrolled(definition, generation.mesh_of_copies(mesh, 1))
+    decoder = Unrolled(definition, generation.mesh_of_copies(mesh, share))
     engine = NativeSampler(decoder, slots=SLOTS, prefill_prompts=8)
     with compiling_for(decoder.mesh):
         trained = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
@@ -98,3 +98,13 @@ def test_nothing_of_the_size_of_a_layer_is_copied(name):
     kinds = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|dynamic-slice|transpose)\(", loops)
     smallest = SHAPE.hidden_size * SHAPE.num_kv_heads * SHAPE.head_dim
     assert [kind for kind in kinds if np.prod([int(n) for n in kind.split(",")]) >= smallest] == []
+
+
+@pytest.mark.parametrize("name", ["here", "h100x8", "v5e-8"])
+def test_weights_that_are_shared_stay_where_they_are(name):
+    """Two devices a copy: what travels for a token is of the size of hidden states, or of one row of logits."""
+    loops = program(name, 2).split("\nENTRY ")[0]
+    shapes = re.findall(r"\w+\[([\d,]*)\]", " ".join(re.findall(COLLECTIVE, loops)))
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
+    assert SLOTS // 4 * SHAPE.hidden_size in sizes
+    assert max(sizes) <= SLOTS // 4 * SHAPE.vocab_size

@@ -145,6 +145,9 @@ class Sampler:
             raise UserError("no server has answered")
         self.sync = {"sync/version": version}
 
+    def release(self):
+        pass
+
 
 class Data:
     """Batches of the numbers of the steps."""
