@@ -1,4 +1,4 @@
-"""A run of seconds in which everything happens: a few supervised steps, a few of reinforcement, a save after each."""
+"""A run of seconds in which everything happens: supervised steps, some of reinforcement, a save after each."""
 
 from dataclasses import replace
 from pathlib import Path
