@@ -57,6 +57,8 @@ def _watch(moments: str) -> None:
 def _become(request: dict[str, Any], shim: ctypes.CDLL) -> None:
     """What the child does before it is the run."""
     os.setsid()
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background ignores these
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for there, number in ((null, 0), (log, 1), (log, 2)):

@@ -59,8 +59,10 @@ class Nursery:
 
     def close(self) -> None:
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM that computes what a Qwen2 says, in NumPy: up in half a second, exact and repeatable.
+"""A stand-in for vLLM that computes what a Qwen2 says, in NumPy: up in half a second, its answers repeatable.
 
 `python -m ... --uds PATH --model FOLDER`, as the real one; whatever `-m` names is ignored.
 """

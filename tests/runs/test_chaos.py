@@ -45,8 +45,8 @@ def test_what_a_fault_has_changed_is_found(stage):
     whole = stage.whole(NATIVE).record
     assert difference(whole, whole) == ""
     other, fewer, older = (copy.deepcopy(whole) for _ in range(3))
-    other.metrics[5]["loss"] += 1e-6
-    del fewer.metrics[3]
+    other.metrics[4]["loss"] += 1e-6
+    del fewer.metrics[2]
     older.fingerprints.clear()
     assert difference(other, whole).startswith("undetected: 1 other figures")
     assert difference(fewer, whole).startswith("lost: records [(2, 'reinforce'")

@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,6 +218,26 @@ def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
     assert Checkpoints(three, read_only=True).steps == [8, 9]
     (three / "8" / checkpoint.SCORE).write_text("{")
     assert Checkpoints(three, read_only=True).best == 9
+
+
+WAITING = """
+import threading
+from pathlib import Path
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.runs.disk import writing
+threading.Thread(target=threading.Event().wait).start()
+try:
+    with writing(Path(), "a checkpoint"):
+        raise OSError(5, "Input/output error")
+except UserError as error:
+    raise SystemExit(2) from error
+"""
+
+
+def test_threads_that_wait_for_ever_do_not_keep_a_process_that_cannot_write():
+    """As those of orbax do, if an error of the disk meets one of them alone."""
+    done = subprocess.run([sys.executable, "-c", WAITING], timeout=100, check=False)
+    assert done.returncode == 2
 
 
 def test_a_loop_that_was_closed_is_no_news(tmp_path, monkeypatch):
