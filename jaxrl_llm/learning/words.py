@@ -9,7 +9,7 @@ from jaxrl_llm.learning.probe import correlation, mean
 
 THOUGHT_ENDS = "</think>"
 
-ENGLISH = {  # the six categories of arXiv:2505.12929, with their inflections
+ENGLISH = {  # six categories after arXiv:2505.12929, with inflections
     "analysis": r"analy[sz](?:e|es|ed|ing)|consider(?:s|ed|ing)?|look(?:s|ed|ing)? into|check(?:s|ed|ing)?",
     "statement": r"mention(?:s|ed|ing)?|stat(?:e|es|ed|ing)|claim(?:s|ed|ing)?|say(?:s|ing)?|said",
     "causal indicator": r"since|because|due to|given that",

@@ -74,7 +74,7 @@ def _bins(found: Mapping[str, Any]) -> Any:
             tried = part["updates"][by]
             heights = {kinds[on]: tried[on]["logp_size"] for on in kinds if on in tried}
             _side_by_side(axis, places, heights)
-        row[3].legend(title="update on", fontsize=7, title_fontsize=7)
+        row[4].legend(title="update on", fontsize=7, title_fontsize=7)
         row[1].legend(fontsize=7)
         row[1].axhline(0.0, color=GREY, linewidth=0.8)
     for axis in axes[:, 2:].ravel():
