@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A run of seconds in which everything happens: supervised steps, steps of reinforcement, a save after each."""
-=======
 """A run of seconds in which everything happens: supervised steps, some of reinforcement, a save after each."""
->>>>>>> chaos
 
 from dataclasses import replace
 from pathlib import Path
