@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -127,18 +127,21 @@ def machine(name: str) -> Machine:
 @contextmanager
 def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Programs lowered inside are for the devices of the mesh, which may be anywhere."""
-    if mesh.devices.flat[0] in jax.devices():
-        with jax.set_mesh(mesh):
-            yield
-        return
-    # cuDNN is asked for its version when a program is lowered, and is not there
-    version = mock.patch.object(
-        fused_attention_stablehlo, "check_cudnn_version", return_value=91200
-    )
-    capability = mock.patch.object(
-        fused_attention_stablehlo, "check_compute_capability", return_value=None
-    )
-    with version, capability, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    device = mesh.devices.flat[0]
+    here = device in jax.devices()
+    with ExitStack() as stack:
+        if not (here and device.platform == "gpu"):
+            # cuDNN is asked for its version when a program is lowered, and is not there
+            for check, answer in (
+                ("check_cudnn_version", 91200),
+                ("check_compute_capability", None),
+            ):
+                patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
+                stack.enter_context(patch)
+        if here:
+            stack.enter_context(jax.set_mesh(mesh))
+        else:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         yield
 
 

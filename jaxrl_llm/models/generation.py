@@ -14,9 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.sharding import AXES
 
-TRAINER = (
-    16  # bytes of a parameter that stay: itself, Adam's two moments, the reference, in float32
-)
+TRAINER = 12  # bytes of a parameter that stay, beside its reference: itself and Adam's two moments
 
 
 def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
@@ -41,8 +39,9 @@ def devices_a_copy(definition: Any, mesh: Mesh | AbstractMesh, memory: int | Non
     settings = dict(definition.attributes)  # of the model: shape and compute
     shape, compute = settings["shape"].value, settings["compute"].value
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(qwen2.graph(shape)[1]))
-    room = memory - TRAINER * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    copy = count * jnp.dtype(compute.dtype).itemsize
+    width = jnp.dtype(compute.dtype).itemsize
+    room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    copy = count * width
     sizes = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
     return next((n for n in sizes if copy / n <= room / 2), mesh.size)
 
