@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models import attention, vocabulary
-from jaxrl_llm.models.sharding import BATCH, constrain
+from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
 Hidden = Float[Array, "R L D"]
 
@@ -165,12 +165,14 @@ class Qwen2(nnx.Module):
 
         def apply(x, layer):
             attend = lambda q, k, v: self.compute.attend(q, k, v, segments)
-            x = nnx.merge(layer_def, layer)(x, rope, attend)
+            weights = gathered(layer, self.compute.dtype)
+            x = nnx.merge(layer_def, weights)(x, rope, attend)
             return constrain(x, BATCH, None, None)
 
         if self.compute.remat is not None:
             apply = self.compute.remat(apply)
-        x, _ = jax.lax.scan(lambda x, layer: (apply(x, layer), None), x, layers)
+        each = nnx.to_pure_dict(layers)
+        x, _ = jax.lax.scan(lambda x, layer: (apply(x, layer), None), x, each)
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:

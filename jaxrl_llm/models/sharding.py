@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,44 @@ def param_shardings(shapes, mesh: Mesh, rules=RULES):
         return NamedSharding(mesh, fit(_place(path, leaf, mesh, rules), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def gathered(layer, dtype, rules=RULES):
+    """The weights of one layer in the precision of the model, whole but for the tensor axis.
+
+    Their gradients are cut again as the weights lie. Left to themselves, compilers for TPUs gather a weight piece by
+    piece within its product, and pass over the sums once for each piece.
+    """
+
+    if not split_over("fsdp"):
+        return jax.tree.map(lambda weight: weight.astype(dtype), layer)
+
+    def one(path, weight):
+        name = f"layers/{_name(path)}"
+        lies = next(P(*specs[0][1:]) for pattern, *specs in rules if re.fullmatch(pattern, name))
+        whole = P(*(None if axes == "fsdp" else axes for axes in lies))
+        return _gathered(weight.astype(dtype), whole, lies)
+
+    return jax.tree_util.tree_map_with_path(one, layer)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(weight, whole, lies):
+    del lies
+    weight = jax.lax.optimization_barrier(weight)  # else what travels may be cast only when it is there
+    return constrain(weight, *whole)
+
+
+def _gathered_forward(weight, whole, lies):
+    return _gathered(weight, whole, lies), None
+
+
+def _gathered_backward(whole, lies, saved, gradient):
+    del whole, saved
+    return (constrain(gradient, *lies),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def left_whole(shapes, mesh: Mesh, rules=RULES) -> list[str]:
