@@ -108,7 +108,7 @@ def plan(
                 continue
             say(f"compiling {name}")
             start = time.perf_counter()
-            compiled = lower().compile()
+            compiled: Any = lower().compile()
             took = time.perf_counter() - start
             module = hlo.Module(compiled.as_text())
             collectives = module.collectives()

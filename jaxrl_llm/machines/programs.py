@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -80,7 +80,7 @@ class Planned:
     def cache(self) -> Any:
         """Keys and values of all slots, at the longest."""
         limit = self.config.collate
-        size = self._engine.slots, limit.prompt_length + limit.response_length
+        size = self.engine.slots, limit.prompt_length + limit.response_length
         with topologies.compiling_for(self.decoder.mesh):
             return _results(lambda weights: self.decoder.empty(weights, *size), self.weights)
 
@@ -137,14 +137,14 @@ class Planned:
         return program.lower(self.state, credited)
 
     @property
-    def _engine(self) -> Native:
-        assert isinstance(self.config.engine, Native)
-        return self.config.engine
+    def engine(self) -> Native:
+        """The embedded engine, where there is one."""
+        return cast(Native, self.config.engine)
 
     @cached_property
     def decoder(self) -> Any:
         """How the embedded engine generates."""
-        definition, engine = self.policy.definition, self._engine
+        definition, engine = self.policy.definition, self.engine
         shared = engine.devices_a_copy or generation.devices_a_copy(
             definition, self.mesh, self.memory
         )
@@ -160,14 +160,14 @@ class Planned:
             return jax.jit(self.decoder.weights).lower(self.state.params)
 
     def _prefill(self) -> jax.stages.Lowered:
-        shape = (self._engine.prefill_prompts, self.config.collate.prompt_length)
+        shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
         with topologies.compiling_for(self.decoder.mesh):
             tokens = self._everywhere(np.zeros(shape, np.int32))
             return jax.jit(self.decoder.prefill).lower(self.weights, tokens)
 
     def _decode(self) -> jax.stages.Lowered:
         sampling = self.config.sampling
-        idle = slots.idle_slots(self._engine.slots, self.config.collate.response_length)
+        idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
         one = np.zeros((), np.int32)
         host = jax.tree.map(self._everywhere, (idle, slots.rules_of(sampling), one, one))
         program = jax.jit(

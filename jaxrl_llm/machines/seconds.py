@@ -53,11 +53,13 @@ def of(
 
 def times_of(name: str, planned: Planned, tokens: int) -> float:
     """How often a program runs in a step."""
-    config, engine = planned.config, planned.config.engine
+    config = planned.config
     if name == "prefill":
-        return -(-config.prompts // engine.prefill_prompts)
+        return -(-config.prompts // planned.engine.prefill_prompts)
     if name == "decode":
-        return -(-config.prompts * config.group_size // engine.slots) * tokens / planned.stride
+        return (
+            -(-config.prompts * config.group_size // planned.engine.slots) * tokens / planned.stride
+        )
     return 1 + config.keeps_reference if name == "score" else 1
 
 

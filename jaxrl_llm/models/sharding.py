@@ -2,8 +2,8 @@
 
 import math
 import re
-from functools import partial
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,7 +76,9 @@ def gathered(layer, dtype, rules=RULES):
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(weight, whole, lies):
     del lies
-    weight = jax.lax.optimization_barrier(weight)  # else what travels may be cast only when it is there
+    weight = jax.lax.optimization_barrier(
+        weight
+    )  # else what travels may be cast only when it is there
     return constrain(weight, *whole)
 
 

@@ -42,11 +42,11 @@ def told_in_work(number):
 
 @pytest.mark.parametrize("number", leaving.SIGNALS)
 def test_each_signal_drops_what_may_be_dropped(number):
-    stop = Stop()
+    stop, before = Stop(), signal.getsignal(signal.SIGHUP)
     with leaving_gracefully(stop), pytest.raises(Leaving), stop.droppable():
         told_in_work(number)
     assert stop.asked
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_elsewhere_a_signal_waits():

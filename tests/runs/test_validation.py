@@ -59,7 +59,8 @@ class Checkpoints:
 
 
 def test_the_best_score_may_be_zero_and_none_is_none():
-    run = SimpleNamespace(best=None, saved=-1, checkpoints=Checkpoints())
+    journal = SimpleNamespace(sync=lambda: None)
+    run = SimpleNamespace(best=None, saved=-1, checkpoints=Checkpoints(), journal=journal)
     for step, score in ((0, None), (1, 0.0), (2, 0.5), (3, 0.2)):
         training._save(run, step, "reinforce", None, None, score)  # pyright: ignore[reportArgumentType]
     assert run.checkpoints.saved == [(0, None, None), (1, 0.0, 0.0), (2, 0.5, 0.5), (3, 0.5, 0.2)]
