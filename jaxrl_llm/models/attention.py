@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -69,6 +68,9 @@ def cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
 
 def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
     """Pallas' flash attention for GPUs, run shard by shard; `interpret` runs its kernels on any platform."""
+    # here, because newer versions of JAX warn of it: its heir, tokamax, is a package of its own
+    from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
+
     length, size = q.shape[1], q.shape[3]
     q, k, v = (_padded(x, 128) for x in (q, k, v))
     segments = None if segments is None else _padded(segments, 128)

@@ -57,8 +57,8 @@ def param_shardings(shapes, mesh: Mesh, rules=RULES):
 def gathered(layer, dtype, rules=RULES):
     """The weights of one layer in the precision of the model, whole but for the tensor axis.
 
-    Their gradients are cut again as the weights lie. Left to itself, the compiler for TPUs gathers a weight piece by
-    piece within its product, and passes over the sums once for each piece.
+    Their gradients are cut again as the weights lie. Left to itself, the compiler for TPUs gathers a weight piece
+    by piece within its product, and passes over the sums once for each piece.
     """
 
     if not split_over("fsdp"):
