@@ -148,8 +148,7 @@ def compiled(
     `reference` parameters are those of the reference policy, if the objective reads its log-probs. With
     `sampler_ratios` ratios are to the sampler's log-probs. Which responses are learned from: `learned_from`.
     """
-    proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
-    score_once: Any = update.make_score(policy.scores(temperature, proxy=proxy))
+    score_once: Any = scoring(policy, objective, temperature)
     sampled = jax.jit(lambda batch: batch.layout.to_bins(batch.sampler_logp))
 
     @jax.jit
@@ -184,6 +183,12 @@ def compiled(
             shardings=jax.tree.map(lambda x: x.sharding, like),
         ),
     )
+
+
+def scoring(policy: Policy, objective: Objective, temperature: float) -> Callable[[Any, Any], Any]:
+    """The program that scores a batch, as far as the objective looks at it."""
+    proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
+    return update.make_score(policy.scores(temperature, proxy=proxy))
 
 
 def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) -> np.ndarray:

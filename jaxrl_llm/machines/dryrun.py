@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
 import rich.console
 import rich.pretty
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.machines import plan_text, topologies
 from jaxrl_llm.machines.plan import plan
-from jaxrl_llm.runs import assemble
+from jaxrl_llm.models import qwen2
 from jaxrl_llm.runs.assemble import Parts, Readable
 
 
@@ -22,7 +21,7 @@ def report(
 ) -> None:
     """Prints it all; the programs are compiled for the longest batch but nothing is allocated or written."""
     rich.pretty.pprint(config, console=console, expand_all=True)
-    count = sum(x.size for x in jax.tree.leaves(assemble.like_params(parts)))
+    count = qwen2.parameter_count(parts.shape)
     console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(parts.mesh.shape)}")
     for name, source in (("training", train_set), ("test", test_set)):
         console.print(f"{len(source):,} {name} examples, {source.skipped} left out as too long")

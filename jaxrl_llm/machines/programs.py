@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.learning import update
+from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.machines import topologies
 from jaxrl_llm.models import generation, qwen2, sharding
 from jaxrl_llm.models.policy import Policy
@@ -101,10 +101,8 @@ class Planned:
         return jax.jit(self._credit).lower(self.batch, self._reward, self._scores)
 
     def _score(self) -> jax.stages.Lowered:
-        objective = self.config.objective
-        proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
-        scores = self.policy.scores(self.config.sampling.temperature, proxy=proxy)
-        program: Any = update.make_score(scores)
+        config = self.config
+        program: Any = reinforce.scoring(self.policy, config.objective, config.sampling.temperature)
         return program.lower(self.state.params, self.batch.inputs)
 
     @property
@@ -170,11 +168,7 @@ class Planned:
         idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
         one = np.zeros((), np.int32)
         host = jax.tree.map(self._everywhere, (idle, slots.rules_of(sampling), one, one))
-        program = jax.jit(
-            partial(slots.run, self.decoder.decode, stride=self.stride),
-            static_argnames="ways",
-            donate_argnums=(1, 2),
-        )
+        program = slots.program(self.decoder.decode, self.stride)
         ways = slots.ways_of(sampling) if self.decoder.static else None
         with topologies.compiling_for(self.decoder.mesh):
             return program.lower(self.weights, self.cache, *host, ways=ways)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Mesh
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import flops
+from jaxrl_llm.machines import seconds
 from jaxrl_llm.machines.plan import plan, shape_of
 from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import qwen2
@@ -86,26 +86,21 @@ def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machin
     """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over the tensor axis."""
     chip, limit = machine.chip, config.collate
     rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
-    size = {"tokens": rows * length, "scored": rows * limit.response_length, "length": length}
-    work = flops.update(shape, **size)
-    work += flops.forward(shape, **size) if layout.recompute else 0
+    work = seconds.arithmetic("update", layout.of(config), shape, limit.response_length)
     visits = limit.minibatches * layout.microbatches
     width = jnp.dtype(config.compute.dtype).itemsize
-    gathered = (2 + layout.recompute) * visits * parameters(shape) * width / layout.tensor
+    gathered = (
+        (2 + layout.recompute) * visits * qwen2.parameter_count(shape) * width / layout.tensor
+    )
     sums = (4 + 2 * layout.recompute) * shape.num_layers * rows * length * shape.hidden_size * width
     moved = gathered * (1 - 1 / layout.fsdp)
     moved += 2 * sums * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
-    each = config.objective.stages
-    return each * (work / len(machine.devices) / chip.flops + moved / chip.link)
-
-
-def parameters(shape: qwen2.Shape) -> int:
-    """How many there are."""
-    return sum(x.size for x in jax.tree.leaves(qwen2.graph(shape)[1]))
+    moved *= config.objective.stages
+    return work / len(machine.devices) / chip.flops + moved / chip.link
 
 
 def _least(layout: Layout, shape: qwen2.Shape) -> float:
-    return BYTES * parameters(shape) / (layout.fsdp * layout.tensor)
+    return BYTES * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
 
 
 def _divisors(n: int) -> list[int]:

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.machines import flops
 from jaxrl_llm.machines.hlo import Collective
 from jaxrl_llm.machines.programs import Planned, local_bytes
 from jaxrl_llm.machines.topologies import Machine
+from jaxrl_llm.models.qwen2 import Shape
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ def of(
     for collective in collectives:
         sent[collective.span > machine.together] += times * share * collective.sent
     return Seconds(
-        arithmetic=arithmetic(name, planned, tokens) / planned.mesh.size / chip.flops,
+        arithmetic=arithmetic(name, planned.config, planned.shape, tokens)
+        / planned.mesh.size
+        / chip.flops,
         memory=times * share * moved(name, planned, tokens) / chip.bandwidth,
         links=sent[False] / chip.link,
         network=sent[True] / chip.network,
@@ -63,9 +67,8 @@ def times_of(name: str, planned: Planned, tokens: int) -> float:
     return 1 + config.keeps_reference if name == "score" else 1
 
 
-def arithmetic(name: str, planned: Planned, tokens: int) -> float:
+def arithmetic(name: str, config: Config, shape: Shape, tokens: int) -> float:
     """FLOPs of a step on all devices, what is made again in the backward pass too."""
-    config, shape = planned.config, planned.shape
     rows, prompt = config.prompts * config.group_size, config.collate.prompt_length
     size = {"tokens": rows * (prompt + tokens), "scored": rows * tokens, "length": prompt + tokens}
     if name == "prefill":

@@ -3,7 +3,6 @@
 A token then costs no communication, or that of the few devices that share a copy.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ def devices_a_copy(definition: Any, mesh: Mesh | AbstractMesh, memory: int | Non
         return 1
     settings = dict(definition.attributes)  # of the model: shape and compute
     shape, compute = settings["shape"].value, settings["compute"].value
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(qwen2.graph(shape)[1]))
+    count = qwen2.parameter_count(shape)
     width = jnp.dtype(compute.dtype).itemsize
     room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     copy = count * width

@@ -211,6 +211,11 @@ def graph(shape: Shape, compute: Compute = Compute()):
     return definition, nnx.to_pure_dict(state)
 
 
+def parameter_count(shape: Shape) -> int:
+    """How many numbers the parameters are."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(graph(shape)[1]))
+
+
 def init(shape: Shape, seed: int = 0, dtype: DTypeLike = jnp.float32, shardings=None):
     """Fresh parameters, made in place where `shardings` says."""
 

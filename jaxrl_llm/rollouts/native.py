@@ -13,7 +13,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.model import Decoder
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
-from jaxrl_llm.rollouts.slots import Slots, idle_slots, rules_of, run, ways_of
+from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of, ways_of
 
 STRIDE = 8  # tokens between two questions whether an accelerator goes on
 
@@ -69,11 +68,7 @@ class NativeSampler:
         self._empty = jax.jit(model.empty, static_argnums=(1, 2))
         self._prefill = jax.jit(model.prefill)
         self._insert = jax.jit(model.insert, donate_argnums=0)
-        self._run = jax.jit(
-            partial(run, model.decode, stride=self.stride),
-            static_argnames="ways",
-            donate_argnums=(1, 2),
-        )
+        self._run = program(model.decode, self.stride)
 
     def put(self, arrays: Any) -> Any:
         """Host arrays, on every device."""

@@ -104,6 +104,13 @@ def run(
     return cache, _by_slot(slots, spread=False), step
 
 
+def program(decode, stride: int):
+    """`run`, jitted: cache and slots are donated, the ways of drawing are known when it is compiled."""
+    return jax.jit(
+        partial(run, decode, stride=stride), static_argnames="ways", donate_argnums=(1, 2)
+    )
+
+
 def record(
     slots: Slots, rules: Rules, logits: Float[Array, "S V"], ways: draw.Ways | None = None
 ) -> Slots:

@@ -13,6 +13,7 @@ import rich.console
 import rich.table
 from rich.box import SIMPLE
 
+from jaxrl_llm.cli.bench.update import random_rollout
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
@@ -22,7 +23,7 @@ from jaxrl_llm.models import attention, logprobs, qwen2, sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
 from jaxrl_llm.rollouts import engines
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Sampling
 
 SMALL = qwen2.Shape(1024, 256, 704, 2, 4, 2, tied=True)
 STEPS = 20
@@ -231,13 +232,6 @@ def decoding(
     yield Line(
         f"{name}: decoding, share of bandwidth", f"{read * tokens / seconds / chip.bandwidth:.1%}"
     )
-
-
-def random_rollout(vocab: int, rows: int, prompt: int, response: int) -> Rollout:
-    """Responses of random tokens, all of full length."""
-    rng = np.random.default_rng(0)
-    draw = lambda n: [rng.integers(0, vocab, n).tolist() for _ in range(rows)]
-    return Rollout(draw(prompt), draw(response), [[0.0] * response] * rows)
 
 
 def _chip(device: Any) -> topologies.Chip:

@@ -75,7 +75,7 @@ def main(
             f"({prompt_length} + {response_length}) tokens, {jax.devices()[0].device_kind}, "
             f"matmul {rate / 1e9:.0f} GFLOP/s, arithmetic of a step {work / 1e12:.2f} TFLOP"
         )
-        rollout = _rollout(shape.vocab_size, rows, prompt_length, response_length)
+        rollout = random_rollout(shape.vocab_size, rows, prompt_length, response_length)
         batch = update.place(
             Collator(prompt_length, response_length, microbatches=microbatches, shards=devices)(
                 rollout
@@ -103,7 +103,8 @@ def _policy(model, mesh, dtype):
     return shape, definition, qwen2.init(shape, shardings=where)
 
 
-def _rollout(vocab, rows, prompt, response):
+def random_rollout(vocab: int, rows: int, prompt: int, response: int) -> Rollout:
+    """Responses of random tokens, all of full length."""
     rng = np.random.default_rng(0)
     draw = lambda n: [rng.integers(0, vocab, n).tolist() for _ in range(rows)]
     return Rollout(draw(prompt), draw(response), [[0.0] * response] * rows)
