@@ -68,7 +68,6 @@ class Module:
     text: str
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     entry: str = ""
-    unbounded: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         body: list[Instruction] = []
@@ -121,6 +120,16 @@ class Module:
                     out[target[1]] += times
         return dict(out)
 
+    @property
+    def unbounded(self) -> list[str]:
+        """The loops of which nothing says how often they run; they count once."""
+        return [
+            self._line(i, {}) or i.name
+            for computation, _, _ in self._reached(into_fusions=True)
+            for i in self.computations[computation]
+            if i.op == "while" and self._trips(i) is None
+        ]
+
     def _reached(self, *, into_fusions: bool) -> Iterator[tuple[str, int, str]]:
         """`(computation, how often it runs, metadata of the loop around it)`, from the entry on."""
         waiting = [(self.entry, 1, "")]
@@ -132,11 +141,12 @@ class Module:
             for i in self.computations[name]:
                 if i.op == "while":
                     body = re.search(r"body=%([\w.\-]+)", i.rest)
-                    waiting.append((body[1] if body else "", times * self._trips(i), i.rest))
+                    waiting.append((body[1] if body else "", times * (self._trips(i) or 1), i.rest))
                 elif i.op in ("conditional", "call", "async-start") or into_fusions:
                     waiting += [(called, times, loop) for called in _called(i)]
 
-    def _trips(self, loop: Instruction) -> int:
+    def _trips(self, loop: Instruction) -> int | None:
+        """How often a loop runs, at most; None if the text does not say."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = re.search(r"condition=%([\w.\-]+)", loop.rest)
@@ -146,8 +156,7 @@ class Module:
         tail = name[1].rsplit("/while/", 1)[-1] if name else ""
         if limit := re.findall(r"at_most_(\d+)", tail):
             return int(limit[-1])
-        self.unbounded.append(self._line(loop, {}) or loop.name)
-        return 1
+        return None
 
     def _line(self, i: Instruction, operands: dict[str, Instruction]) -> str:
         """The innermost line of this package that the instruction, or what it reads, comes from."""
