@@ -7,11 +7,20 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+
+
+class _AsItIs(SourceFileLoader):
+    """Compiles the file each time: an edit of the same length in the same second is none to Python's cache."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
 
 _INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", default=None)
 
@@ -37,15 +46,17 @@ def run(path: Path, kind: str) -> ModuleType:
     path = (_INSTEAD.get() or {}).get(path.resolve(), path)
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
-    spec = importlib.util.spec_from_file_location(f"user_{kind}_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
+    loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    assert spec
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
-        del sys.modules[spec.name]
+        del sys.modules[loader.name]
         raise UserError(f"{blame(path, error)}: {type(error).__name__}: {error}") from error
     return module
 
