@@ -64,7 +64,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def environment(environment):
-    """Programs of several devices are compiled anew: read from a cache, their collectives may overtake one another."""
+    """Compiled anew: the collectives of CPU programs that are read from a cache may overtake one another."""
     flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
     return environment | flags | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
