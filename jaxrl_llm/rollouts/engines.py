@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
@@ -146,10 +147,11 @@ class Vllm:
         return read_key(None if self.key_file is None else Path(self.key_file))
 
     def _launches(self, root: Path, folder: Path, key: str) -> Iterator[Launch]:
+        first = jax.process_index() * len(self.devices)  # the processes of a run share its folder
         for i, device in enumerate(self.devices):
             yield Launch(
                 python=self.python,
-                log=folder / f"vllm-{i}.log",
+                log=folder / f"vllm-{first + i}.log",
                 socket=root / f"vllm-{i}.sock",
                 dtype=self.dtype,
                 max_model_len=self.max_model_len,
