@@ -21,7 +21,7 @@ from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.journal import Journal
-from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
+from jaxrl_llm.runs.leaving import UNFINISHED, Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
 from jaxrl_llm.runs.train import Run
 
@@ -119,7 +119,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
             written.close()
     if run is None or not finished:
         console.print(f"stopped and saved in {out}; go on with --resume")
-        return
+        raise SystemExit(UNFINISHED)
     _summarise(run, concluded, console)
 
 
