@@ -2,7 +2,6 @@
 
 import importlib.util
 import pathlib
-import subprocess
 from functools import partial
 from itertools import islice
 from random import Random
@@ -122,8 +121,3 @@ def test_the_ablations_of_kk_tiny(stages, eta, first):
     old_logp, mask = jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]])), jnp.ones((1, 4), bool)
     seen = Seen(mask=mask, old_logp=old_logp)
     assert objective.partition(seen)[0, 0].tolist() == [bool(x) for x in first]
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)
-def test_launch_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)

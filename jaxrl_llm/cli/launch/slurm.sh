@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Not run on real hardware yet, only dry. Slurm: one task a node, the sidecars beside it.
+# Printed by: @printed_by@
+# Hand it to sbatch, whose flags go before these (sbatch --partition=gpu --account=me FILE). It lies, as the run does,
+# on storage that all nodes see. Preempted, out of time or broken, the job is queued again and goes on from its newest checkpoint.
+#SBATCH --job-name=@name@
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=@gpus@
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=@time@
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@@warning@
+set -euo pipefail
+cd @folder@
+@devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+mkdir -p logs
+cancelled=
+trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm queues the job again by itself
+status=0
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=@wait@ \
+    --open-mode=append --output=logs/@name@-%t.log \
+    @command@ || status=$?
+restarts=${SLURM_RESTART_COUNT:-0}
+case $status in
+0) echo "finished" ;;
+2) echo "a wrong input, which logs/@name@-0.log names" >&2 ;;
+*)
+    echo "exit code $status after $restarts restarts" >&2
+    if [ -z "$cancelled" ] && { [ "$status" = @unfinished@ ] || [ "$restarts" -lt @restarts@ ]; }; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    ;;
+esac
+exit "$status"
