@@ -32,7 +32,7 @@ def main(
     """
     console = rich.console.Console(soft_wrap=True)
     with opened(run, data, step) as (config, parts, sampler, chosen):
-        test_set = assemble.readable(parts, parts.task.test, config, "test")
+        test_set = assemble.askable(parts, parts.task.test, config)
         with console.status(f"{len(test_set)} examples"):
             sampling = parts.sampling(config, temperature=temperature, seed=config.seed)
             result = evaluate.evaluate(

@@ -71,7 +71,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
     with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
         train_set = assemble.readable(parts, parts.task.train, config, "training")
-        test_set = assemble.readable(parts, parts.task.test, config, "test")
+        test_set = assemble.askable(parts, parts.task.test, config)
     if options.dry_run:
         dryrun.report(config, parts, train_set, test_set, console)
         return
@@ -81,8 +81,10 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
     resume = options.resumes(out)
     warm_steps = config.warm_start.steps if config.warm_start else 0
     begun = options.origin and origin.check(options.origin, parts, warm_steps)
-    if skipped := train_set.skipped + test_set.skipped:
-        console.print(f"{skipped} examples are left out: their prompts are too long")
+    if train_set.skipped:
+        console.print(
+            f"{train_set.skipped} examples are left out: their prompts are too long to learn from"
+        )
     console.print(
         f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
         f"checkpoint by, {len(divided.test)} to test on"
