@@ -4,6 +4,7 @@
 # Copies the wheel and the config beside the run, asks for the slice, and asks again whenever it was preempted; when
 # the run has ended, gives it back. It can itself be ended and run again: it finds the slice that it asked for.
 set -euo pipefail
+export CLOUDSDK_CORE_DISABLE_PROMPTS=1
 place=gs://bucket/runs/kk-launch
 slice=(kk --zone=us-west4-a)
 worker=$(mktemp)
@@ -58,7 +59,7 @@ while :; do
                 --metadata-from-file=startup-script="$worker"
             ;;
         SUSPENDED | FAILED)
-            gcloud compute tpus queued-resources delete "${slice[@]}" --force --quiet
+            gcloud compute tpus queued-resources delete "${slice[@]}" --force
             ;;
         ACTIVE)
             if said=$(gcloud storage cat "$place/ended-*" 2>/dev/null); then break; fi
@@ -68,5 +69,5 @@ while :; do
     sleep 60
 done
 echo "$said"
-gcloud compute tpus queued-resources delete "${slice[@]}" --force --quiet
+gcloud compute tpus queued-resources delete "${slice[@]}" --force
 ! grep -qx "exit code 2" <<<"$said"

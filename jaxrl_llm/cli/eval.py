@@ -88,7 +88,8 @@ def main(
 def _suite(word: str) -> tuple[str, tuple[suites.Suite, list[Problem]]]:
     """A suite's name, and what there is in it."""
     name, _, source = word.partition("=")
-    return name, (suites.suite(name), suites.suite(name).load(source))
+    found = suites.suite(name)
+    return name, (found, found.load(source))
 
 
 def _last(run: Path, count: int) -> list[int]:

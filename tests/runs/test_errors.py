@@ -6,6 +6,9 @@ import textwrap
 import pytest
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.engines import Vllm
+from jaxrl_llm.runs import assemble
 from tests.runs import quick
 from tests.runs.process import metrics, train
 
@@ -109,6 +112,10 @@ def test_no_test_example_is_dropped_for_its_length(environment, written, capsys,
     message = "test example 2 has a prompt of 25 tokens; with 48 to come, the model has room for 22"
     assert message in fails(capsys, "train", path, "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    made = dataclasses.replace(quick.config(), engine=Vllm(max_model_len=72))
+    parts = assemble.parts(made, tmp_path)
+    with pytest.raises(UserError, match="the model has room for 24: raise max_model_len"):
+        assemble.askable(parts, parts.task.test, made)
 
 
 def test_an_empty_data_set(written, capsys):

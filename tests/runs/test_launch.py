@@ -229,14 +229,14 @@ def cluster(tmp_path, monkeypatch, environment):
     return Cluster()
 
 
-def test_slurm_trains_two_steps_and_does_nothing_when_it_is_queued_again(cluster, capsys):
+def test_slurm_trains_two_steps_and_one_host_goes_on_from_there(cluster, capsys):
     cluster.add("srun", SRUN)
     cluster.add("scontrol")
     (cluster.folder / "my config.py").write_text(NAMED)
-    words = ["slurm", "my config.py", "--out", "my run", "--data", "$(touch pwned)", "--gpus", "1"]
-    script = printed(capsys, *words)
-    shellcheck(script)
-    for said in ("finished", "nothing was left to do"):
+    words = ["my config.py", "--out", "my run", "--data", "$(touch pwned)", "--gpus", "1"]
+    for kind, said in (("slurm", "finished"), ("gpu", "nothing was left to do")):
+        script = printed(capsys, kind, *words)
+        shellcheck(script)
         done = cluster.run(script)
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
