@@ -14,7 +14,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@121
 set -euo pipefail
-cd /shared/jaxrl_llm
+cd -- /shared/jaxrl_llm
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 mkdir -p logs
 cancelled=

@@ -4,6 +4,7 @@ What is wrong outside the program is said in one line, exit code 2.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -104,6 +105,7 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
 
 def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
     """The command that prints how to train with these arguments elsewhere; wrong ones are found here."""
+    from jaxrl_llm import config as configs
     from jaxrl_llm.cli.launch import command
 
     words = [kind, *arguments]
@@ -115,6 +117,14 @@ def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
         prog=f"jaxrl-llm launch {kind} {path}",
         description=f"{command.KINDS[kind].__doc__}\n\nAll others are flags of: jaxrl-llm train {path} --help",
     )
+    both = {*inspect.signature(configs.load(path)).parameters} & {
+        one.name for one in dataclasses.fields(options)
+    }
+    for flag in ("--" + name.replace("_", "-") for name in sorted(both)):
+        if flag in {word.partition("=")[0] for word in arguments}:
+            raise UserError(
+                f"{flag} is a flag of both launch {kind} and {path}: rename that of the config"
+            )
     trainer = command.Trainer(path, tuple(left), *_with_config("train", path, left).args)
     return partial(command.main, options, trainer, words)
 

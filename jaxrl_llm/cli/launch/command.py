@@ -18,9 +18,7 @@ from jaxrl_llm.runs.leaving import UNFINISHED
 TEMPLATES = Path(__file__).parent
 OURS = ("--resume", "--process", "--dry-run")  # flags of train that the files set themselves
 RESTARTS = 20  # of a trainer that breaks; one that was told to stop is always started again
-MARGIN = (
-    60  # seconds beyond the grace of the trainer, for Slurm's own rounding and for its last words
-)
+MARGIN = 60  # seconds beyond the grace of the trainer: Slurm may signal so much earlier
 PORT = 55527  # where the processes of a JobSet meet
 SHARED = "/shared"  # where a JobSet has its volume
 RUNTIMES = {
@@ -163,7 +161,7 @@ class JobSet:
             raise UserError(f"{trainer.file}: a ConfigMap takes letters, digits, -, _ and . only")
         meet = f"$(JOB_COMPLETION_INDEX)/{self.nodes}@{name}-trainer-0-0.{name}:{PORT}"
         arguments = [
-            x.replace("$(", "$$(") for x in trainer.arguments(f"/config/{trainer.file.name}")
+            x.replace("$", "$$") for x in trainer.arguments(f"/config/{trainer.file.name}")
         ]
         volumes: dict[str, tuple[str, Mapping[str, object]]] = {
             "weights": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108

@@ -4,7 +4,7 @@
 # A trainer that dies is started again and goes on from its newest checkpoint. After a reboot (a spot machine that
 # comes back) the same script goes on: crontab, "@reboot bash THIS_FILE". Told to stop, it has the trainer save.
 set -u
-cd @folder@ || exit
+cd -- @folder@ || exit
 @devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 told=
 trap 'told=1; kill %% 2>/dev/null || exit @unfinished@' TERM INT HUP

@@ -14,7 +14,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@@warning@
 set -euo pipefail
-cd @folder@
+cd -- @folder@
 @devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 mkdir -p logs
 cancelled=
