@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,10 +67,18 @@ def example(name):
     return out.getvalue()
 
 
+def linter(name):
+    """A program that comes with the development tools; without it the test is skipped, in CI it fails."""
+    found = shutil.which(name, path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None and os.environ.get("CI"):
+        pytest.fail(f"{name} is missing")
+    return found or pytest.skip(f"{name} is not here")
+
+
 def shellcheck(text):
     for script in (text, *heredocs(text)):
         done = subprocess.run(
-            [pathlib.Path(sys.executable).with_name("shellcheck"), "-s", "bash", "-e", "SC2016", "-"],
+            [linter("shellcheck"), "-s", "bash", "-e", "SC2016", "-"],
             input=script, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -96,11 +105,24 @@ def test_scripts_pass_the_linter(path):
 
 
 def test_the_container_file_passes_the_linter():
-    hadolint = pathlib.Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
-        [hadolint, ROOT / "launch" / "Dockerfile"], capture_output=True, text=True, check=False
-    )
+        [linter("hadolint"), ROOT / "launch" / "Dockerfile"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+def test_the_container_is_made_of_what_is_here():
+    """What is copied exists, and reaches the build; nothing else does."""
+    copies = re.findall(
+        r"^COPY (?!--from)(.+) \S+$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE
+    )
+    sources = {source for copy in copies for source in copy.split()}
+    assert all((ROOT / source).exists() for source in sources)
+    first, *rest = (ROOT / ".dockerignore").read_text().split()
+    assert (first, rest.pop()) == ("*", "**/__pycache__")
+    assert set(rest) == {f"!{source}" for source in sources}
+    assert (ROOT / "launch/Dockerfile").read_text()[-11:] == "\nUSER 1000\n"
 
 
 # Kubernetes.
@@ -372,6 +394,46 @@ def test_a_tpu_pod_is_asked_for_again_until_the_run_has_ended(cluster, capsys, e
     ]
     assert given[7:] == ["--resume", "auto", "--process", "auto"]
     assert not list(cluster.folder.rglob("pwned"))
+
+
+INSTALLS = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> calls
+[[ $* != *.whl* ]] || { mkdir -p venv/bin && cp "$(dirname "$0")/trainer" venv/bin/jaxrl-llm; }
+"""
+RUNS = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> calls
+while [[ $1 = -* ]]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "code", "ended"),
+    [("0", 0, True), ("1", 0, False), ("0", 2, True), ("1", 2, True), ("0", 1, False), ("0", UNFINISHED, False)],
+)  # fmt: skip
+def test_a_worker_of_a_tpu_pod_says_when_the_run_has_ended(cluster, capsys, worker, code, ended):
+    """Worker 0 writes the run, so it alone knows that all is written; a wrong input anyone may report."""
+    for name, text in {
+        "gcloud": NOTED + '[[ $* != *" - "* ]] || cat > said\n',
+        "python3": INSTALLS, "trainer": ENDS.format(code), "systemd-run": RUNS,
+        "systemctl": "#!/usr/bin/env bash\nexit 3\n", "curl": f"#!/usr/bin/env bash\necho {worker}\n",
+        "journalctl": "#!/usr/bin/env bash\necho 'the last line'\n",
+    }.items():  # fmt: skip
+        cluster.add(name, text)
+    (cluster.folder / WHEEL).write_text("")
+    words = ["--wheel", WHEEL, "--type", "v4-16", "--zone", "us-central2-b", "--out", "gs://b/x"]
+    script = printed(capsys, "tpu-pod", str(ROOT / process.QUICK), *words)
+    boot = next(heredocs(script)).replace("/opt/jaxrl-llm", shlex.quote(str(cluster.folder)))
+    done = cluster.run(boot)
+    assert done.returncode == code, done.stderr
+    assert cluster.calls("train ") == ["train quick.py --out gs://b/x --resume auto --process auto"]
+    reported = [f"gcloud storage cp - gs://b/x-launch/ended-{worker}"] * ended
+    assert cluster.calls("gcloud")[1:] == reported
+    said = cluster.folder / "said"
+    assert not ended or said.read_text() == f"exit code {code}\nthe last line\n"
+    installs = len(cluster.calls("python3"))
+    assert cluster.run(boot).returncode == code  # the next boot
+    assert len(cluster.calls("python3")) == installs == 3
 
 
 @pytest.mark.parametrize("nasty", NASTY)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Not run on real hardware yet, only dry. Slurm: one task a node, the sidecars beside it.
 # Printed by: @printed_by@
-# Hand it to sbatch, whose flags go before these (sbatch --partition=gpu --account=me FILE). It lies, as the run does,
-# on storage that all nodes see. Preempted, out of time or broken, the job is queued again and goes on from its newest checkpoint.
+# Hand it to sbatch, whose flags go before these (sbatch --partition=gpu --account=me FILE). Code, data and run lie on
+# storage that all nodes see. Preempted, out of time or broken, the job is queued again and goes on from its newest
+# checkpoint.
 #SBATCH --job-name=@name@
 #SBATCH --nodes=@nodes@
 #SBATCH --ntasks-per-node=1
