@@ -15,8 +15,8 @@ for left in $(seq 20 -1 0); do
         status=$?
         [ -n "$told" ]
     do told=; done
-    case $status in # finished; a wrong input; stopped and saved
-    0 | 2 | 75 | 130) exit "$status" ;;
+    case $status in # finished; told to stop, and saved
+    0 | 75 | 130) exit "$status" ;;
     esac
     echo "exit code $status; $left restarts are left" >&2
     sleep 30

@@ -25,14 +25,10 @@ srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=182 \
     --open-mode=append --output=logs/kk-%t.log \
     .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
 restarts=${SLURM_RESTART_COUNT:-0}
-case $status in
-0) echo "finished" ;;
-2) echo "a wrong input, which logs/kk-0.log names" >&2 ;;
-*)
-    echo "exit code $status after $restarts restarts" >&2
-    if [ -z "$cancelled" ] && { [ "$status" = 75 ] || [ "$restarts" -lt 20 ]; }; then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
-    ;;
-esac
+echo "exit code $status after $restarts restarts" # 75: told to stop, and saved
+if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
+    exit "$status"
+elif [ "$status" = 75 ] || [ "$restarts" -lt 20 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"

@@ -13,14 +13,25 @@ ROOMS = {"objectives", "models", "rollouts", "tasks"}
 MAY_IMPORT = {  # rooms, or one file of a room
     "errors": set(),
     "files": {"errors"},
+    "hosts": {"errors"},
     "userfile": {"errors"},
     "objectives": set(),
     "models": {"errors", "files"},
     "rollouts": {"errors"},
     "tasks": {"errors", "userfile"},
-    "learning": {"errors"} | ROOMS,
+    "learning": {"errors", "hosts"} | ROOMS,
     "config": {"errors", "userfile", "learning"} | ROOMS,
-    "runs": {"errors", "files", "userfile", "config", "learning", "models", "rollouts", "tasks"},
+    "runs": {
+        "errors",
+        "files",
+        "hosts",
+        "userfile",
+        "config",
+        "learning",
+        "models",
+        "rollouts",
+        "tasks",
+    },
     "machines": {"errors", "config", "learning", "models", "rollouts", "runs"},
     "reports": {
         "errors",
@@ -28,7 +39,8 @@ MAY_IMPORT = {  # rooms, or one file of a room
         "runs",
         "learning.evaluate",
     },  # the last for its records of figures
-    "cli": {"errors", "userfile", "config", "learning", "runs", "machines", "reports"} | ROOMS,
+    "cli": {"errors", "hosts", "userfile", "config", "learning", "runs", "machines", "reports"}
+    | ROOMS,
 }
 
 

@@ -233,6 +233,7 @@ class TpuPod:
             "type": self.type,
             "runtime": runtime,
             "more": shlex.join(more),
+            "restarts": str(RESTARTS),
             "patience": str(_seconds(trainer) + MARGIN),
             "place": shlex.quote(place),
             "wheel": shlex.quote(str(self.wheel)),

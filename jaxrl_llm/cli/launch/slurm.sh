@@ -25,14 +25,10 @@ srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=@wait@ \
     --open-mode=append --output=logs/@name@-%t.log \
     @command@ || status=$?
 restarts=${SLURM_RESTART_COUNT:-0}
-case $status in
-0) echo "finished" ;;
-2) echo "a wrong input, which logs/@name@-0.log names" >&2 ;;
-*)
-    echo "exit code $status after $restarts restarts" >&2
-    if [ -z "$cancelled" ] && { [ "$status" = @unfinished@ ] || [ "$restarts" -lt @restarts@ ]; }; then
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
-    ;;
-esac
+echo "exit code $status after $restarts restarts" # @unfinished@: told to stop, and saved
+if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
+    exit "$status"
+elif [ "$status" = @unfinished@ ] || [ "$restarts" -lt @restarts@ ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"

@@ -26,20 +26,23 @@ fi
 cat >run <<'RUN'
 #!/usr/bin/env bash
 cd /opt/jaxrl-llm || exit
-status=0
-venv/bin/jaxrl-llm @arguments@ || status=$?
+for left in $(seq @restarts@ -1 0); do
+    venv/bin/jaxrl-llm @arguments@
+    status=$?
+    [ "$status" != 0 ] || break
+    echo "exit code $status; $left restarts are left"
+    sleep 30
+done
 me=$(curl -fs -H 'Metadata-Flavor: Google' \
     http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
-if [ "$status" = 2 ] || [ "$status $me" = "0 0" ]; then # a wrong input; finished
+if [ "$me" = 0 ]; then # which writes the run
     { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
-        gcloud storage cp - @place@/ended-"$me"
+        gcloud storage cp - @place@/ended
 fi
-exit "$status"
 RUN
 systemctl is-active -q jaxrl-llm || systemd-run --unit=jaxrl-llm --setenv=HOME=/root \
     --setenv=JAX_COMPILATION_CACHE_DIR=/opt/jaxrl-llm/compiled \
-    --property=Restart=on-failure --property=RestartPreventExitStatus=2 --property=RestartSec=30 \
-    --property=StartLimitIntervalSec=0 --property=TimeoutStopSec=@patience@ bash /opt/jaxrl-llm/run
+    --property=TimeoutStopSec=@patience@ bash /opt/jaxrl-llm/run
 WORKER
 
 gcloud storage cp @wheel@ @config@ "$place/"
@@ -52,7 +55,7 @@ while :; do
         before=$state
         case $state in
         '')
-            gcloud storage rm "$place/ended-*" 2>/dev/null || true # of an earlier run
+            gcloud storage rm "$place/ended" 2>/dev/null || true # of an earlier run
             gcloud compute tpus queued-resources create "${slice[@]}" --node-id=@name@ \
                 --accelerator-type=@type@ --runtime-version=@runtime@ @more@ --async \
                 --scopes=https://www.googleapis.com/auth/cloud-platform \
@@ -62,7 +65,7 @@ while :; do
             gcloud compute tpus queued-resources delete "${slice[@]}" --force
             ;;
         ACTIVE)
-            if said=$(gcloud storage cat "$place/ended-*" 2>/dev/null); then break; fi
+            if said=$(gcloud storage cat "$place/ended" 2>/dev/null); then break; fi
             ;;
         esac
     fi
@@ -70,4 +73,4 @@ while :; do
 done
 echo "$said"
 gcloud compute tpus queued-resources delete "${slice[@]}" --force
-! grep -qx "exit code 2" <<<"$said"
+grep -qx "exit code 0" <<<"$said"
