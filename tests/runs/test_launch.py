@@ -254,21 +254,56 @@ def cluster(tmp_path, monkeypatch, environment):
     return Cluster()
 
 
-def test_slurm_trains_two_steps_and_one_host_goes_on_from_there(cluster, capsys):
-    cluster.add("srun", SRUN)
+TASKS = """#!/usr/bin/env bash
+while [[ $1 = -* ]]; do shift; done
+export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_LOCALID=0
+code=0
+for i in 0 1; do
+    SLURM_PROCID=$i "$@" > task-$i.log 2>&1 &
+    tasks+=($!)
+done
+echo "${tasks[*]}" > tasks
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "$code"
+"""
+
+
+def test_two_tasks_of_slurm_train_save_and_are_queued_again_and_one_host_finishes(cluster, capsys):
+    cluster.add("srun", TASKS)
     cluster.add("scontrol")
     (cluster.folder / "my config.py").write_text(NAMED)
-    words = ["my config.py", "--out", "my run", "--data", "$(touch pwned)", "--gpus", "1"]
-    for kind, said in (("slurm", "finished"), ("gpu", "nothing was left to do")):
-        script = printed(capsys, kind, *words)
-        shellcheck(script)
-        done = cluster.run(script)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
-    assert [r["step"] for r in metrics(cluster.folder / "my run")][-1] == 2
-    assert cluster.calls("scontrol") == []
+    words = [
+        "my config.py",
+        "--out",
+        "my run",
+        "--data",
+        "$(touch pwned)",
+        "--gpus",
+        "1",
+        "--steps",
+    ]
+    script = printed(capsys, "slurm", *words, "400", "--nodes", "2")
+    shellcheck(script)
+    run = cluster.folder / "my run"
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=cluster.folder, env=cluster.variables, start_new_session=True
+    ) as job:
+        try:
+            while not (run.exists() and any(record["step"] for record in metrics(run))):
+                assert job.poll() is None
+                time.sleep(0.05)
+            told = int((cluster.folder / "tasks").read_text().split()[1])
+            os.kill(told, signal.SIGTERM)  # as on a node that goes away
+            assert job.wait(timeout=100) == UNFINISHED
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    assert cluster.calls("scontrol") == ["scontrol requeue 7"]
+    reached = metrics(run)[-1]["step"]
+    done = cluster.run(printed(capsys, "gpu", *words, str(reached + 1)))
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in metrics(run) if "reward" in r] == list(range(1, reached + 2))
     assert not list(cluster.folder.rglob("pwned"))
-    assert (cluster.folder / "logs").is_dir()
 
 
 ENDS = """#!/usr/bin/env bash
