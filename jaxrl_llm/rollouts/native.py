@@ -126,9 +126,13 @@ class NativeSampler:
 
     def _serve(self, requests, results, sampling):
         """The host's loop: free slots take what waits, all decode, what is done is collected."""
-        self._longest = max(self._longest, *_buckets(requests))
-        limit = self._longest + sampling.max_tokens
-        columns = self._columns(self._longest + self.stride, limit)
+        longest = max(_buckets(requests))
+        if (
+            not self.model.static
+        ):  # where numbers do not depend on it, a larger cache is a program less
+            longest = self._longest = max(self._longest, longest)
+        limit = longest + sampling.max_tokens
+        columns = self._columns(longest + self.stride, limit)
         ways = ways_of(sampling) if self.model.static else None
         cache = self._empty(self.params, self.slots, columns)
         slots = idle_slots(self.slots, sampling.max_tokens)

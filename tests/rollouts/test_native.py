@@ -283,6 +283,17 @@ def test_a_longer_prompt_within_its_power_of_two_compiles_nothing():
     assert [f._cache_size() for f in programs] == before
 
 
+def test_what_an_accelerator_answered_before_changes_no_program(monkeypatch):
+    """Their numbers depend on the size of the cache, and a resumed run has another past."""
+    made, columns = unrolled(1, 1), []
+    empty = made._empty
+    monkeypatch.setattr(made, "_empty", lambda *args: (columns.append(args[2]), empty(*args))[1])
+    sampling = dataclasses.replace(SAMPLING, max_tokens=2)
+    for length in (20, 600, 20):
+        made.generate([[5] * length], n=1, sampling=sampling)
+    assert columns[0] == columns[2] < columns[1]
+
+
 @pytest.mark.parametrize("make", [engine, lambda: unrolled(1, 1)], ids=["cpu", "accelerator"])
 def test_released_weights_are_gone_until_the_next_push(make):
     made = make()
