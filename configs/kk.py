@@ -1,8 +1,16 @@
 """Knights and Knaves with Qwen2.5-3B-Instruct: the setting of arXiv:2505.12929 and its 2 x 4 grid of variants.
 
-64 prompts x 8 responses a step in 2 mini-batches, temperature 0.7, up to 400 + 4096 tokens; AdamW at 1e-6.
-The paper reports 0.39 for GRPO and 0.57 for GRPO with both methods, on 8 GPUs. The puzzles here are our own
-(the published ones: `knights_knaves.read_published`). Of 5,000 to train on 500 are set aside for validation.
+    jaxrl-llm train configs/kk.py
+    jaxrl-llm train configs/kk.py --algo reinforce_plus_plus --alpha 0 --eta 0 --out runs/plain
+    jaxrl-llm train configs/kk.py --model Qwen/Qwen2.5-7B-Instruct-1M --out runs/kk-7b
+    jaxrl-llm eval runs/kk --last 3
+
+64 prompts x 8 responses a step in 2 mini-batches, temperature 0.7, up to 400 + 4096 tokens; AdamW at 1e-6; five
+epochs. The paper reports, on 8 GPUs, 0.39 for GRPO and 0.57 for GRPO with both methods (3B), each the mean of
+the last three checkpoints, one every 20 steps. Meant for a host of eight GPUs with 80 GB or more.
+
+The puzzles here are our own (the published ones: `knights_knaves.read_published`). Of 5,000 to train on 500 are
+set aside for validation.
 """
 
 from functools import partial
@@ -79,5 +87,6 @@ def config(
         compute=qwen2.Compute(dtype=jnp.bfloat16, remat=jax.checkpoint),
         mesh=Mesh(tensor=tensor),
         long_prompts="skip",
+        keep_checkpoints=3,
         seed=seed,
     )

@@ -102,10 +102,10 @@ class Config:
     whose log-probs of the sampled tokens the policy's are compared to: the trainer's own, recomputed, or
     the sampler's. With `look_ahead` an engine with weights of its own samples a step's responses while the
     step before it is being learned from, hence with the weights before that. A prompt over
-    `collate.prompt_length` tokens is skipped and counted, or refused. With `drop_even_groups` a group whose
-    rewards are all equal is not learned from. A response whose reward raises, or takes `reward_seconds`, is
-    unchecked: it is neither learned from nor counted as right or wrong; the run ends where more than
-    `most_unchecked` of the last steps' are.
+    `collate.prompt_length` tokens is not learned from: skipped and counted, or refused. With
+    `drop_even_groups` a group whose rewards are all equal is not learned from. A response whose reward raises,
+    or takes `reward_seconds`, is unchecked: it is neither learned from nor counted as right or wrong; the
+    run ends where more than `most_unchecked` of the last steps' are.
     """
 
     task: Callable[[Path], Task]

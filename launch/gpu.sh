@@ -1,9 +1,24 @@
 #!/usr/bin/env bash
-# Install jaxrl_llm for cuda into .venv (once) and run a command of it: launch/gpu.sh train configs/kk.py
-set -euo pipefail
-cd "$(dirname "$0")/.."
-if [ ! -x .venv/bin/jaxrl-llm ]; then
-    python3 -m venv .venv
-    .venv/bin/pip install -e '.[cuda]'
-fi
-exec .venv/bin/jaxrl-llm "$@"
+# Not run on real hardware yet, only dry. One host with GPUs or TPU chips.
+# Printed by: jaxrl-llm launch gpu configs/kk.py --python .venv/bin/python --folder jaxrl_llm
+# A trainer that dies is started again and goes on from its newest checkpoint. After a reboot (a spot machine that
+# comes back) the same script goes on: crontab, "@reboot bash THIS_FILE". Told to stop, it has the trainer save.
+set -u
+cd -- jaxrl_llm || exit
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+told=
+trap 'told=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
+for left in $(seq 20 -1 0); do
+    .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto &
+    while
+        wait $!
+        status=$?
+        [ -n "$told" ]
+    do told=; done
+    case $status in # finished; told to stop, and saved
+    0 | 75 | 130) exit "$status" ;;
+    esac
+    echo "exit code $status; $left restarts are left" >&2
+    sleep 30
+done
+exit "$status"

@@ -1,16 +1,19 @@
 """Every config builds, with every variant of the paper a flag away."""
 
 import importlib.util
+import json
 import pathlib
-import subprocess
 from functools import partial
 from itertools import islice
 from random import Random
 
 import jax.numpy as jnp
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.objectives import Seen, partition
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
@@ -33,7 +36,7 @@ def test_every_config_builds(path):
     assert callable(made.task)
 
 
-@pytest.mark.parametrize("name", ["kk", "kk_tiny"])
+@pytest.mark.parametrize("name", ["kk", "math", "kk_tiny"])
 @pytest.mark.parametrize("algo", ["grpo", "reinforce_plus_plus"])
 @pytest.mark.parametrize(("alpha", "eta"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.5), (0.3, 0.5)])
 def test_the_grid_of_the_paper(name, algo, alpha, eta):
@@ -44,6 +47,56 @@ def test_the_grid_of_the_paper(name, algo, alpha, eta):
     assert objective.stages == (2 if eta else 1)
     assert (objective.partition is partition.together) == (eta == 0)
     assert bool(objective.penalties) == (algo == "grpo")
+
+
+def test_the_sizes_of_the_paper():
+    """Temperature, responses a step, mini-batches, limits; and its last three checkpoints are kept."""
+    for name, prompts, temperature in (("kk", 64, 0.7), ("math", 128, 1.0)):
+        made = load(name).config()
+        assert (made.prompts, made.group_size, made.collate.minibatches) == (prompts, 8, 2)
+        assert (made.collate.prompt_length, made.collate.response_length) == (400, 4096)
+        assert made.sampling.temperature == temperature
+        assert (made.save_every, made.evaluation.every, made.keep_checkpoints) == (20, 20, 3)
+    assert load("math").config(on="orz").steps == 440
+    assert load("math").config(on="orz", steps=3).steps == 3
+
+
+def test_math_keeps_the_test_problems_out_of_training(tmp_path):
+    """From files in the published formats: chat rows in parquet, two turns in a JSON list."""
+    told = "{} Let's think step by step and output the final answer within \\boxed{{}}."
+    chat = [
+        {
+            "prompt": [{"role": "user", "content": told.format(f"What is 1 + {i}?")}],
+            "reward_model": {"ground_truth": str(1 + i), "style": "rule"},
+        }
+        for i in range(10)
+    ]
+    turns = [
+        [
+            {"from": "human", "value": row["prompt"][0]["content"]},
+            {"from": "assistant", "ground_truth": {"value": row["reward_model"]["ground_truth"]}},
+        ]
+        for row in chat
+    ]
+    train, listed, test = (tmp_path / name for name in ("dsr.parquet", "orz.json", "math.parquet"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chat), train)
+    listed.write_text(json.dumps(turns))
+    plain = [{"problem": f"What is $1+{i}$?", "answer": str(1 + i)} for i in (3, 4, 11)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), test)
+    for on, problems in (("dsr_uniform", train), ("orz", listed)):
+        made = load("math").config(on=on, problems=str(problems), test=str(test))
+        task = made.task(tmp_path / "data")
+        assert (len(task.train), len(task.test)) == (8, 3)
+        assert {task.train[i].truths for i in range(8)} == {
+            (str(1 + i),) for i in {*range(10)} - {3, 4}
+        }
+        assert task.prompt(task.test[0]).endswith("<|im_start|>assistant\n<think>")
+        for answer in ("4", "5", "12"):
+            right = [task.reward(p, f"so </think> \\boxed{{{answer}}}").correct for p in task.test]
+            assert right.count(True) == 1
+        task.checker.close()
+    with pytest.raises(UserError, match="math suite dsr_uniform needs a file"):
+        load("math").config(test=str(test)).task(tmp_path / "data")
 
 
 def test_the_crowd_of_kk_tiny_is_what_it_says():
@@ -122,8 +175,3 @@ def test_the_ablations_of_kk_tiny(stages, eta, first):
     old_logp, mask = jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]])), jnp.ones((1, 4), bool)
     seen = Seen(mask=mask, old_logp=old_logp)
     assert objective.partition(seen)[0, 0].tolist() == [bool(x) for x in first]
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.sh")), ids=lambda p: p.name)
-def test_launch_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)

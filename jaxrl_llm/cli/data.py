@@ -26,8 +26,9 @@ def main(options: Options, config: Config) -> None:
     console = rich.console.Console(soft_wrap=True)
     with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
-    for name in ("train", "test"):
-        source = assemble.readable(parts, getattr(parts.task, name), config, name)
+    train_set = assemble.readable(parts, parts.task.train, config, "training")
+    test_set = assemble.askable(parts, parts.task.test, config)
+    for name, source in (("train", train_set), ("test", test_set)):
         console.print(f"{name}: {len(source)} examples, {source.skipped} with too long a prompt")
         encode, step = parts.tokenizer.encode, max(1, len(source) // 1000)
         lengths = [len(encode(parts.task.prompt(source[i]))) for i in range(0, len(source), step)]

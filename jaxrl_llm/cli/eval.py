@@ -1,13 +1,33 @@
-"""`jaxrl-llm eval`: how good a run's policy is."""
+"""`jaxrl-llm eval`: how good a run's policy is, on its own test examples or on published problems."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import rich.console
 
 from jaxrl_llm.cli.opened import DataFolder, opened
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
+from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.reports import tables
+from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.runs import assemble, folder
+from jaxrl_llm.runs.assemble import Parts, Readable
+from jaxrl_llm.tasks.math import suites
+from jaxrl_llm.tasks.math.records import Problem, without
+from jaxrl_llm.tasks.math.task import MathTask
+
+Problems = dict[str, tuple[suites.Suite, list[Problem]]]
+TEST = "test"  # what the run's own examples are called
+
+
+class Asked(NamedTuple):
+    """Examples, and how many responses are drawn to each besides the greedy one."""
+
+    examples: Readable
+    samples: int
 
 
 def main(
@@ -15,7 +35,9 @@ def main(
     /,
     *,
     step: int | None = None,
-    samples: int = 0,
+    last: int = 0,
+    suite: tuple[str, ...] = (),
+    samples: int | None = None,
     temperature: float = 1.0,
     data: DataFolder = folder.DATA,
 ) -> None:
@@ -26,22 +48,95 @@ def main(
     Args:
         run: the folder of a run.
         step: which checkpoint (default: the best).
-        samples: k, the responses drawn to each prompt for avg@k and pass@k.
+        last: the last so many checkpoints, each and their mean, instead of one.
+        suite: published problems instead of the test examples: math500, minerva, olympiad, amc, aime24, each
+            from the hub, or NAME=SOURCE from a parquet, JSONL or JSON file or another hub name.
+        samples: k, the responses drawn to each prompt for avg@k and pass@k (default: 16
+            for amc and aime24, else 0).
         temperature: at which they are drawn.
         data: where data sets are kept.
     """
     console = rich.console.Console(soft_wrap=True)
-    with opened(run, data, step) as (config, parts, sampler, chosen):
-        test_set = assemble.readable(parts, parts.task.test, config, "test")
-        with console.status(f"{len(test_set)} examples"):
-            sampling = parts.sampling(config, temperature=temperature, seed=config.seed)
-            result = evaluate.evaluate(
-                sampler,
-                parts.token_task(config),
-                test_set,
-                sampling,
-                samples=samples,
-                by=config.evaluation.by,
-            )
-    title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
-    console.print(tables.accuracies(title, {"": result}, config.evaluation.by))
+    if last and step is not None:
+        raise UserError("eval: give either --step or --last")
+    steps = _last(run, last) if last else [step]
+    problems = dict(map(_suite, suite))
+    with opened(run, data, steps[0]) as (config, parts, sampler, chosen):
+        asked = dict(_asked(config, parts, problems, samples))
+        for said in _overlaps(parts, problems):
+            console.print(said)
+        table: dict[int, dict[str, Result]] = {}
+        for number in steps:
+            if table:
+                chosen, params = folder.params(run, parts, number)
+                sampler.push(params, chosen)
+                del params
+            with console.status(f"step {chosen}"):
+                table[chosen] = {
+                    name: _answered(config, parts, sampler, one, temperature)
+                    for name, one in asked.items()
+                }
+    if last or suite:
+        console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
+    else:
+        title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
+        console.print(tables.accuracies(title, {"": table[chosen][TEST]}, config.evaluation.by))
+    if unchecked := sum(one.unchecked for made in table.values() for one in made.values()):
+        console.print(f"{unchecked} responses could not be checked, and count nowhere")
+
+
+def _suite(word: str) -> tuple[str, tuple[suites.Suite, list[Problem]]]:
+    """A suite's name, and what there is in it."""
+    name, _, source = word.partition("=")
+    found = suites.suite(name)
+    return name, (found, found.load(source))
+
+
+def _last(run: Path, count: int) -> list[int]:
+    """The steps of the newest checkpoints; they are there if the run keeps as many."""
+    keeps, steps = folder.reopen(run).keep_checkpoints, folder.steps(run)
+    if not 0 < count <= min(keeps, len(steps)):
+        raise UserError(
+            f"--last {count}: {run} has checkpoints of {steps} and keeps the newest {keeps} (keep_checkpoints in "
+            "its config)"
+        )
+    return steps[-count:]
+
+
+def _asked(
+    config: Config,
+    parts: Parts,
+    problems: Problems,
+    samples: int | None,
+) -> Iterator[tuple[str, Asked]]:
+    """What is asked, by name: the test examples, or the suites."""
+    if not problems:
+        yield TEST, Asked(assemble.askable(parts, parts.task.test, config), samples or 0)
+    elif not isinstance(parts.task, MathTask):
+        raise UserError(
+            f"--suite asks math problems in the way of the run's task, and that is {parts.task.name}"
+        )
+    for name, (suite, there) in problems.items():
+        k = suite.samples if samples is None else samples
+        yield name, Asked(assemble.askable(parts, there, config), k)
+
+
+def _overlaps(parts: Parts, problems: Problems) -> Iterator[str]:
+    """A line for each suite of which the run has learned, or could have."""
+    learned = [parts.task.train[i] for i in range(len(parts.task.train))] if problems else []
+    for name, (_, there) in problems.items():
+        if seen := len(there) - len(without(there, learned)):
+            yield f"warning: {seen} of {len(there)} problems of {name} are in the run's training data"
+
+
+def _answered(
+    config: Config, parts: Parts, sampler: Sampler, asked: Asked, temperature: float
+) -> Result:
+    return evaluate.evaluate(
+        sampler,
+        parts.token_task(config),
+        asked.examples,
+        parts.sampling(config, temperature=temperature, seed=config.seed),
+        samples=asked.samples,
+        by=config.evaluation.by,
+    )

@@ -4,6 +4,7 @@ What is wrong outside the program is said in one line, exit code 2.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -27,6 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if len(given) > 1 and given[0] in WITH_CONFIG and not given[1].startswith("-"):
             command = _with_config(given[0], Path(given[1]), given[2:])
+        elif len(given) > 1 and given[0] == "launch" and not given[1].startswith("-"):
+            command = _launch(given[1], given[2:])
         else:
             command = _parse(_application().cli, given, prog="jaxrl-llm", description=__doc__)
         command()
@@ -42,6 +45,7 @@ def _application() -> tyro.extras.SubcommandApp:
     from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, study, train
     from jaxrl_llm.cli import eval as evaluation
     from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
+    from jaxrl_llm.cli.launch import command as launch
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(_later(update.main))
@@ -59,11 +63,14 @@ def _application() -> tyro.extras.SubcommandApp:
     app.command(name="study")(_later(study.main))
     app.command(name="data")(_needs_config("data", data.main))
     app.command(name="serve")(_needs_config("serve", serve.main))
+    app.command(name="launch")(
+        _needs_config("launch", launch.main, f"{{{','.join(launch.KINDS)}}} ")
+    )
     app.command(bench, name="bench", help="Time the parts of a step on this machine.")
     return app
 
 
-def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], None]:
+def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
     """A command whose flags are its own options and the parameters of the file's `config()`."""
     from jaxrl_llm import config as configs
     from jaxrl_llm.cli import data, plan, serve, train
@@ -89,11 +96,37 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> Callable[[], No
     def parsed(
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
         config: Annotated[configs.Config, tyro.conf.arg(name="", constructor=build)],
-    ) -> Callable[[], None]:
+    ) -> partial[None]:
         return partial(run, options, config)
 
     prog = f"jaxrl-llm {name} {path}"
     return _parse(partial(tyro.cli, parsed), arguments, prog=prog, description=make.__doc__)
+
+
+def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
+    """The command that prints how to train with these arguments elsewhere; wrong ones are found here."""
+    from jaxrl_llm import config as configs
+    from jaxrl_llm.cli.launch import command
+
+    words = [kind, *arguments]
+    command.check(kind, arguments)
+    path, *arguments = Path(arguments[0]), *arguments[1:]
+    options, left = _parse(
+        partial(tyro.cli, command.KINDS[kind], return_unknown_args=True),
+        arguments,
+        prog=f"jaxrl-llm launch {kind} {path}",
+        description=f"{command.KINDS[kind].__doc__}\n\nAll others are flags of: jaxrl-llm train {path} --help",
+    )
+    both = {*inspect.signature(configs.load(path)).parameters} & {
+        one.name for one in dataclasses.fields(options)
+    }
+    for flag in ("--" + name.replace("_", "-") for name in sorted(both)):
+        if flag in {word.partition("=")[0] for word in arguments}:
+            raise UserError(
+                f"{flag} is a flag of both launch {kind} and {path}: rename that of the config"
+            )
+    trainer = command.Trainer(path, tuple(left), *_with_config("train", path, left).args)
+    return partial(command.main, options, trainer, words)
 
 
 def _resumed_folder(path: Path, arguments: list[str]) -> Path | None:
@@ -110,9 +143,7 @@ def _resumed_folder(path: Path, arguments: list[str]) -> Path | None:
     return None
 
 
-def _parse(
-    parser: Callable[..., Any], arguments: list[str], **described: Any
-) -> Callable[[], None]:
+def _parse(parser: Callable[..., Any], arguments: list[str], **described: Any) -> Any:
     """What the parser makes of the arguments; its complaint, a framed text, becomes one line."""
     complaint = io.StringIO()
     try:
@@ -137,13 +168,15 @@ def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bound
 
 
-def _needs_config(name: str, command: Callable[..., Any]) -> Callable[[], Callable[[], None]]:
+def _needs_config(
+    name: str, command: Callable[..., Any], kind: str = ""
+) -> Callable[[], Callable[[], None]]:
     """What stands in the list of commands for one that is parsed with its config."""
 
     def bound() -> Callable[[], None]:
-        raise UserError(f"{name} wants a config file, as in: jaxrl-llm {name} configs/kk_tiny.py")
+        raise UserError(f"{name} wants a config file: jaxrl-llm {name} {kind}configs/kk_tiny.py")
 
     bound.__doc__ = (
-        f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} CONFIG --help"
+        f"{command.__doc__}\n\nGive a config file; its flags: jaxrl-llm {name} {kind}CONFIG --help"
     )
     return bound

@@ -22,7 +22,7 @@ from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.journal import Journal, Unwritten
-from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
+from jaxrl_llm.runs.leaving import UNFINISHED, Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
 from jaxrl_llm.runs.train import Run
 
@@ -76,28 +76,33 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
     """A whole run, with a table and a picture at the end."""
     stop = Stop()
     with hosts.joined(options.process, lost=options.lost, asked=lambda: stop.asked):
-        _train(options, config, made_by, flags, stop)
+        finished = _train(options, config, made_by, flags, stop)
+    if not finished:
+        raise SystemExit(UNFINISHED)
 
 
 def _train(
     options: Options, config: Config, made_by: Path, flags: dict[str, Any], stop: Stop
-) -> None:
+) -> bool:
+    """Whether the run has come to its end."""
     console = rich.console.Console(soft_wrap=True, quiet=not hosts.first())
     with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
         train_set = assemble.readable(parts, parts.task.train, config, "training")
-        test_set = assemble.readable(parts, parts.task.test, config, "test")
+        test_set = assemble.askable(parts, parts.task.test, config)
     if options.dry_run:
         dryrun.report(config, parts, train_set, test_set, console)
-        return
+        return True
     divided = splits.split(train_set, test_set, config.evaluation.validation)
     warning = splits.overlap(parts.task, divided)
     out = folder.of(options.out, made_by)
     resume = hosts.told(lambda: options.resumes(out))
     warm_steps = config.warm_start.steps if config.warm_start else 0
     begun = options.origin and origin.check(options.origin, parts, warm_steps)
-    if skipped := train_set.skipped + test_set.skipped:
-        console.print(f"{skipped} examples are left out: their prompts are too long")
+    if train_set.skipped:
+        console.print(
+            f"{train_set.skipped} examples are left out: their prompts are too long to learn from"
+        )
     console.print(
         f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
         f"checkpoint by, {len(divided.test)} to test on"
@@ -134,8 +139,10 @@ def _train(
             written.close()
     if run is None or not finished:
         console.print(f"stopped and saved in {out}; go on with --resume")
-    elif hosts.first():
+        return False
+    if hosts.first():
         _summarise(run, concluded, console)
+    return True
 
 
 def _summarise(

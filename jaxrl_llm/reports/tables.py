@@ -1,5 +1,7 @@
 """Tables for the terminal."""
 
+from collections.abc import Mapping
+
 import rich.table
 
 from jaxrl_llm.learning.evaluate import Result
@@ -23,6 +25,26 @@ def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Ta
                 cells.append(_percent(line.mean_k, line.mean_interval))
                 cells.append(_percent(line.pass_k, line.pass_interval))
         out.add_row(lines[0].name, str(lines[0].examples), *cells)
+    return out
+
+
+def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
+    """Accuracies in percent on several sets, a column a checkpoint, and the mean of the checkpoints."""
+    out = rich.table.Table("", "examples", *(f"step {step}" for step in found), title=title)
+    if len(found) > 1:
+        out.add_column(f"mean of {len(found)}")
+    for name in next(iter(found.values())):
+        lines = [results[name].total for results in found.values()]
+        k = lines[0].k
+        measures = {f"{name} greedy": [(line.greedy, line.interval) for line in lines]}
+        if k:
+            measures[f"{name} avg@{k}"] = [(line.mean_k, line.mean_interval) for line in lines]
+            measures[f"{name} pass@{k}"] = [(line.pass_k, line.pass_interval) for line in lines]
+        for measure, values in measures.items():
+            cells = [_percent(*value) for value in values]
+            if len(values) > 1:
+                cells.append(f"{100 * sum(value for value, _ in values) / len(values):.1f}")
+            out.add_row(measure, str(max(line.examples for line in lines)), *cells)
     return out
 
 

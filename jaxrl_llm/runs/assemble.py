@@ -16,6 +16,7 @@ from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.models import hf, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Source, Task
@@ -130,7 +131,7 @@ class Readable(Generic[E]):
 
 
 def readable(made: Parts, source: Source[E], config: Config, name: str) -> Readable[E]:
-    """Leaves out the examples with too long a prompt, or refuses them, as the config says."""
+    """Leaves out the examples with too long a prompt to learn from, or refuses them, as the config says."""
     limit, kept, skipped = config.collate.prompt_length, [], 0
     for i in range(len(source)):
         length = len(made.tokenizer.encode(made.task.prompt(source[i])))
@@ -151,6 +152,24 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
             else f"the {name} data is empty: it needs at least one example"
         )
     return Readable(source, kept, skipped)
+
+
+def askable(made: Parts, source: Source[E], config: Config) -> Readable[E]:
+    """All examples, to test on: they are only answered, so nothing but the model limits their prompts."""
+    whole, engine = made.shape.max_length, config.engine
+    if isinstance(engine, Vllm) and engine.max_model_len is not None:
+        whole = min(whole, engine.max_model_len)
+    response = config.collate.response_length
+    for i in range(len(source)):
+        length = len(made.tokenizer.encode(made.task.prompt(source[i])))
+        if not 0 < length <= whole - response:
+            raise UserError(
+                f"test example {i} has a prompt of {length} tokens; with {response} to come, the model has room "
+                f"for {whole - response}: raise max_model_len, or leave the example out of the task"
+            )
+    if not len(source):
+        raise UserError("the test data is empty: it needs at least one example")
+    return Readable(source, list(range(len(source))), 0)
 
 
 def first(source: Source[E], count: int) -> Source[E]:

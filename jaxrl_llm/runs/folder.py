@@ -186,6 +186,15 @@ def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, An
     return _restored(folder, step, lambda there, chosen: there.restore(chosen, like, part="params"))
 
 
+def steps(folder: Path) -> list[int]:
+    """Of which steps there are checkpoints."""
+    checkpoints = Checkpoints(folder / "checkpoints", keep=None, read_only=True)
+    try:
+        return checkpoints.steps
+    finally:
+        checkpoints.close()
+
+
 def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
     """The state that reinforcement went on from at a checkpoint: a fresh one at those of a warm start."""
     like = update.state_like(assemble.like_params(parts), optimizer)

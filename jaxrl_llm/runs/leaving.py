@@ -14,6 +14,7 @@ from jaxrl_llm.errors import Leaving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds that a second Ctrl-C leaves
+UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
 
 
 class Stop:
@@ -119,4 +120,4 @@ def _end(grace: float, *, interrupted: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
-    os._exit(130 if interrupted else 0)
+    os._exit(130 if interrupted else UNFINISHED)

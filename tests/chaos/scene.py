@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.runs import journal
+from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.chaos.proxy import Proxy
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ class Scene:
         if "Traceback" in text or "Fatal Python" in text:
             raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
         lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
-        if status == 0:
+        if status in (0, UNFINISHED):
             return "stopped" if "go on with --resume" in text or lines else "completed"
         if status in (1, 2) and len(lines) == 1:
             return "a line"

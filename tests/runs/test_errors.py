@@ -6,7 +6,11 @@ import textwrap
 import pytest
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.engines import Vllm
+from jaxrl_llm.runs import assemble
 from tests.runs import quick
+from tests.runs.process import metrics, train
 
 HEAD = "from tests.runs.quick import *\nimport dataclasses\n"
 
@@ -89,6 +93,29 @@ def test_prompts_that_are_too_long(capsys, tmp_path):
     assert "the limit is 1 to 18" in refused
     assert "examples were skipped" in fails(capsys, *arguments, 5)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_test_example_is_dropped_for_its_length(environment, written, capsys, tmp_path):
+    """It is only answered, not collated: a prompt that is too long to learn from may be asked."""
+    arguments = ("--warm-steps", "0", "--steps", "1", "--prompt-length", "22")
+    done = train(environment, tmp_path / "run", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "31 examples are left out: their prompts are too long to learn from" in done.stdout
+    assert "12 to test on" in done.stdout
+    [tested] = [r for r in metrics(tmp_path / "run") if "test/accuracy" in r]
+    assert tested["test/examples"] == 8
+    path = written("""
+        made, short = config(), dataclasses.replace(SHAPE, max_length=70)
+        def config():
+            return dataclasses.replace(made, model=Scratch(short, kk_tiny.vocabulary()))
+    """)
+    message = "test example 2 has a prompt of 25 tokens; with 48 to come, the model has room for 22"
+    assert message in fails(capsys, "train", path, "--out", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    made = dataclasses.replace(quick.config(), engine=Vllm(max_model_len=72))
+    parts = assemble.parts(made, tmp_path)
+    with pytest.raises(UserError, match="the model has room for 24: raise max_model_len"):
+        assemble.askable(parts, parts.task.test, made)
 
 
 def test_an_empty_data_set(written, capsys):

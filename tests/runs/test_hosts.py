@@ -15,6 +15,7 @@ from jaxrl_llm import hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import shares
 from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.runs.process import ROOT, metrics
 
 SMALL = "tests/chaos/small.py"
@@ -120,7 +121,7 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
     job = Job(environment, tmp_path / "run", 2, 2)
     job.wait_for(3)
     job.processes[1].send_signal(signal.SIGTERM)
-    job.finished()
+    assert job.ends() == [UNFINISHED] * 2
     assert "stopped and saved" in job.said(0)
     assert "stopped and saved" not in job.said(1)
     Job(environment, job.out, 2, 2, "--resume").finished()

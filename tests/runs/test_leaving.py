@@ -102,7 +102,7 @@ with leaving_gracefully(Stop(), grace=float(sys.argv[1])):
 
 @pytest.mark.parametrize(
     ("grace", "signals", "code", "said"),
-    [(0.2, [15], 0, "more than 0.2 s"), (40, [2, 2], 130, "")],
+    [(0.2, [15], leaving.UNFINISHED, "more than 0.2 s"), (40, [2, 2], 130, "")],
 )
 def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
     command = [sys.executable, "-c", HELD, str(grace), *map(str, signals)]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.runs import process
 from tests.runs.process import metrics, train
 
@@ -53,7 +54,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_falls_back(environment, whole, t
             said, _ = running.communicate(timeout=300)
         finally:
             running.kill()
-    assert running.returncode == 0
+    assert running.returncode == UNFINISHED
     assert "go on with --resume" in said
     newest = max((out / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
     largest = max(newest.rglob("d/*"), key=lambda p: p.stat().st_size)

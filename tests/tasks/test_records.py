@@ -41,6 +41,22 @@ def test_rows_of_both_shapes_are_read_from_every_format(tmp_path, monkeypatch, r
     assert from_hub("us/math", "train") == expected
 
 
+def test_two_turns_are_read_from_a_list(tmp_path):
+    turns = [{"from": "human", "value": "q"}, {"from": "assistant", "ground_truth": {"value": "7"}}]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps([turns, PLAIN_ROW]))
+    assert from_file(path) == [Problem("q", ("7",))] * 2
+    for text, message in [
+        ("{}", "holds a dict, not a list"),
+        ("[", "not JSON"),
+        ("[[]]", r"row 0 \(list\): no problem found"),
+        (json.dumps([turns[:1]]), r"row 0 \(list\): no problem found"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            from_file(path)
+
+
 def test_other_columns_are_read_by_a_function(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"Q": "q", "A": 7}\n')
     read = from_jsonl(tmp_path / "p.jsonl", lambda row: Problem(row["Q"], (str(row["A"]),)))
@@ -112,8 +128,8 @@ def test_every_suite_reads_a_local_file_and_knows_its_samples(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "q", "final_answer": ["1", "2"]}))
     for suite in SUITES.values():
         assert suite.load(tmp_path / "p.jsonl") == [Problem("q", ("1", "2"))]
-    assert {s.name: s.samples for s in SUITES.values() if s.samples} == {"amc23": 16, "aime24": 16}
-    with pytest.raises(UserError, match="needs a parquet or JSONL file"):
+    assert {s.name: s.samples for s in SUITES.values() if s.samples} == {"amc": 16, "aime24": 16}
+    with pytest.raises(UserError, match="needs a file: parquet"):
         suite_named("orz").load()
     with pytest.raises(UserError, match="no math suite 'mth': there are math500"):
         suite_named("mth")

@@ -1,4 +1,4 @@
-"""Math problems from parquet, JSONL and the Hugging Face hub."""
+"""Math problems from parquet, JSONL, JSON and the Hugging Face hub."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from jaxrl_llm.errors import UserError
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any] | Sequence[Any]
 
 _QUESTION_COLUMNS = ("problem", "question", "prompt")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target")
@@ -36,7 +36,9 @@ class Problem:
 
 
 def problem_of(row: Row) -> Problem:
-    """A problem from a plain row (`problem`, `answer`) or a chat row (`prompt`, `reward_model`)."""
+    """A problem from a plain row (`problem`, `answer`), a chat row (`prompt`, `reward_model`) or two turns."""
+    if not isinstance(row, Mapping):
+        return Problem(row[0]["value"], truths(row[1]["ground_truth"]["value"]))
     reward_model = row.get("reward_model")
     if reward_model is not None:
         return Problem(_last_user_text(row["prompt"]), truths(reward_model["ground_truth"]))
@@ -70,7 +72,7 @@ def _last_user_text(messages: Sequence[Mapping[str, str]]) -> str:
     return [message["content"] for message in messages if message["role"] == "user"][-1]
 
 
-def _first(row: Row, columns: Sequence[str]) -> Any:
+def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
     for column in columns:
         if row.get(column) is not None:
             return row[column]
@@ -88,18 +90,32 @@ def from_parquet(path: str | Path, convert: Callable[[Row], Problem] = problem_o
 
 def from_jsonl(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
     """The problems of a file with one JSON object a line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}, line {number}: not JSON: {error}") from error
     return _converted(rows, convert, str(path))
+
+
+def from_json(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
+    """The problems of a file with one JSON list."""
+    try:
+        rows = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path} holds a {type(rows).__name__}, not a list of problems")
+    return _converted(rows, convert, str(path))
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def from_hub(
@@ -129,14 +145,14 @@ def _of_split(path: Path, split: str) -> bool:
 
 
 def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a parquet or JSONL file, told by its name."""
+    """The problems of a parquet, JSONL or JSON file, told by its name."""
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise UserError(f"cannot read {path}: its name ends in none of {', '.join(_READERS)}")
     return reader(path, convert)
 
 
-_READERS = {".parquet": from_parquet, ".jsonl": from_jsonl}
+_READERS = {".parquet": from_parquet, ".jsonl": from_jsonl, ".json": from_json}
 
 
 def _converted(rows: Iterable[Row], convert: Callable[[Row], Problem], where: str) -> list[Problem]:

@@ -20,9 +20,9 @@ class Suite:
     samples: int = 0
 
     def load(self, source: str | Path = "") -> list[Problem]:
-        """The problems from a local parquet or JSONL file, or a hub name; by default the suite's own."""
+        """The problems from a local parquet, JSONL or JSON file, or a hub name; by default the suite's own."""
         if not source and not self.hub:
-            raise UserError(f"the math suite {self.name} needs a parquet or JSONL file")
+            raise UserError(f"the math suite {self.name} needs a file: parquet, JSONL or JSON")
         if Path(source).suffix:
             return from_file(source)
         return from_hub(str(source or self.hub), self.split)
@@ -31,8 +31,8 @@ class Suite:
 _ALL = (
     Suite("math500", "HuggingFaceH4/MATH-500"),
     Suite("minerva", "math-ai/minervamath"),
-    Suite("olympiadbench", "math-ai/olympiadbench"),
-    Suite("amc23", "math-ai/amc23", samples=16),
+    Suite("olympiad", "math-ai/olympiadbench"),
+    Suite("amc", "math-ai/amc23", samples=16),
     Suite("aime24", "HuggingFaceH4/aime_2024", split="train", samples=16),
     Suite("dsr_uniform", split="train"),
     Suite("orz", split="train"),

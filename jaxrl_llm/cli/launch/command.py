@@ -1,0 +1,324 @@
+"""`jaxrl-llm launch`: the file that starts a run on machines elsewhere, filled in, on standard output."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from jaxrl_llm.cli import train
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.engines import Vllm
+from jaxrl_llm.runs.leaving import UNFINISHED
+
+TEMPLATES = Path(__file__).parent
+OURS = ("--resume", "--process", "--dry-run")  # flags of train that the files set themselves
+RESTARTS = 20  # of a trainer that breaks; one that was told to stop is always started again
+MARGIN = 60  # seconds beyond the grace of the trainer: Slurm may signal so much earlier
+PORT = 55527  # where the processes of a JobSet meet
+SHARED = "/shared"  # where a JobSet has its volume
+RUNTIMES = {
+    "v4": "tpu-ubuntu2204-base",
+    "v5litepod": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What is to be started: `jaxrl-llm train` with the file of a config and these words, which mean this."""
+
+    file: Path
+    words: tuple[str, ...]
+    options: train.Options
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """What the run is called by default."""
+        return re.sub(r"[^a-z0-9]+", "-", self.file.stem.lower()).strip("-")
+
+    def devices(self, gpus: int) -> str:
+        """The GPUs of a host that its vLLM servers leave to the trainer; nothing where all see all."""
+        engine = self.config.engine
+        named = engine.devices if isinstance(engine, Vllm) and not engine.servers else ()
+        taken = {device.strip() for name in named for device in name.split(",")} - {""}
+        left = [str(i) for i in range(gpus) if str(i) not in taken]
+        if not left or not taken <= {str(i) for i in range(gpus)}:
+            raise UserError(
+                f"--gpus {gpus}: the config gives {', '.join(sorted(taken))} to vLLM, which leaves the trainer "
+                f"{', '.join(left) or 'none'}"
+            )
+        return ",".join(left) if taken else ""
+
+    def arguments(self, config: str, process: str = "") -> list[str]:
+        """The arguments of `jaxrl-llm` that start or resume it; `process` says how it finds the others."""
+        together = ["--process", process] if process else []
+        return ["train", config, *self.words, "--resume", "auto", *together]
+
+
+class Kind(Protocol):
+    """Machines of a kind: options of `launch`, and a template with the values that fill it in."""
+
+    template: ClassVar[str]
+
+    def values(self, trainer: Trainer) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One host with GPUs or TPU chips; hand it to bash there."""
+
+    gpus: int = 8
+    """in it; it matters where some are vLLM's"""
+    folder: Path | None = None
+    """where relative paths begin (default: here)"""
+    python: str = sys.executable
+    """the Python that jaxrl-llm is installed for there (default: this one)"""
+    template: ClassVar[str] = "gpu.sh"
+
+    def values(self, trainer: Trainer) -> Mapping[str, str]:
+        """In words of the shell."""
+        return {
+            "folder": shlex.quote(str(self.folder or Path.cwd())),
+            "devices": _export(trainer.devices(self.gpus)),
+            "command": _command(self.python, trainer),
+            "restarts": str(RESTARTS),
+        }
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Nodes of a Slurm cluster, each with the same storage; hand it to sbatch."""
+
+    nodes: int = 1
+    """how many"""
+    gpus: int = 8
+    """in each of them"""
+    time: str = "24:00:00"
+    """of the job, until it is queued again"""
+    name: str = ""
+    """of the job (default: that of the config)"""
+    folder: Path | None = None
+    """where relative paths begin (default: here)"""
+    python: str = sys.executable
+    """the Python that jaxrl-llm is installed for there (default: this one)"""
+    template: ClassVar[str] = "slurm.sh"
+
+    def values(self, trainer: Trainer) -> Mapping[str, str]:
+        """In words of the shell and of sbatch."""
+        if not re.fullmatch(r"[0-9]+([:-][0-9]+)*", self.time):
+            raise UserError(f"--time {self.time}: write it as Slurm does, as in 24:00:00")
+        grace = _seconds(trainer)
+        return {
+            "name": _name(self.name or trainer.name),
+            "nodes": _count("nodes", self.nodes),
+            "gpus": _count("gpus", self.gpus),
+            "time": self.time,
+            "warning": str(grace + MARGIN),
+            "wait": str(2 * grace + MARGIN),
+            "folder": shlex.quote(str(self.folder or Path.cwd())),
+            "devices": _export(trainer.devices(self.gpus)),
+            "command": _command(self.python, trainer, "auto" if self.nodes > 1 else ""),
+            "restarts": str(RESTARTS),
+        }
+
+
+@dataclass(frozen=True)
+class JobSet:
+    """Nodes of a Kubernetes cluster that has JobSet; hand it to kubectl."""
+
+    image: str
+    """made with launch/Dockerfile"""
+    nodes: int = 1
+    """how many"""
+    gpus: int = 8
+    """in each of them"""
+    name: str = ""
+    """of the JobSet (default: that of the config)"""
+    claim: str = ""
+    """a volume claim that many nodes may write to, mounted at /shared; --out lies there, or is a URL"""
+    secret: str = ""
+    """a secret whose items are variables of the trainer's environment, as HF_TOKEN"""
+    service_account: str = "default"
+    """whose rights the pods have, as to read and write a bucket"""
+    template: ClassVar[str] = "jobset.yaml"
+
+    def values(self, trainer: Trainer) -> Mapping[str, str]:
+        """In YAML; flags may not be taken for variables of Kubernetes."""
+        out, name = str(trainer.options.out or ""), _name(self.name or trainer.name)
+        if not (_is_url(out) or (self.claim and out.startswith(f"{SHARED}/"))):
+            raise UserError(
+                f"--out {out or 'is missing'}: a pod's own files go with it: give a URL, or --claim NAME and a "
+                f"folder in {SHARED}"
+            )
+        if not re.fullmatch(r"[-\w.]+", trainer.file.name, re.ASCII):
+            raise UserError(f"{trainer.file}: a ConfigMap takes letters, digits, -, _ and . only")
+        meet = f"$(JOB_COMPLETION_INDEX)/{self.nodes}@{name}-trainer-0-0.{name}:{PORT}"
+        arguments = [
+            x.replace("$", "$$") for x in trainer.arguments(f"/config/{trainer.file.name}")
+        ]
+        volumes: dict[str, tuple[str, Mapping[str, object]]] = {
+            "weights": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),  # noqa: S108
+            "config": ("/config", {"configMap": {"name": name}}),
+        }
+        if self.claim:
+            claim = {"persistentVolumeClaim": {"claimName": _name(self.claim, "claim")}}
+            volumes["shared"] = (SHARED, claim)
+        environment = {
+            "CUDA_VISIBLE_DEVICES": trainer.devices(self.gpus),
+            "JAX_COMPILATION_CACHE_DIR": f"{SHARED}/compiled" if self.claim else "",
+        }
+        secret = {"secretRef": {"name": _name(self.secret, "secret")}} if self.secret else None
+        return {
+            "name": name,
+            "nodes": _count("nodes", self.nodes),
+            "gpus": _count("gpus", self.gpus),
+            "restarts": str(RESTARTS),
+            "patience": str(_seconds(trainer) + MARGIN),
+            "service_account": _name(self.service_account, "service-account"),
+            "image": _yaml(self.image),
+            "arguments": _yaml(arguments + (["--process", meet] if self.nodes > 1 else [])),
+            "environment": _yaml([{"name": x, "value": y} for x, y in environment.items() if y]),
+            "secrets": _yaml([secret] if secret else []),
+            "mounts": _yaml([{"name": x, "mountPath": at} for x, (at, _) in volumes.items()]),
+            "volumes": _yaml([{"name": x, **what} for x, (_, what) in volumes.items()]),
+            "config_name": _yaml(trainer.file.name),
+            "config_text": _block(trainer.file),
+        }
+
+
+@dataclass(frozen=True)
+class TpuPod:
+    """A slice of a Cloud TPU pod; hand it to bash where gcloud is set up, and let it run."""
+
+    type: str
+    """the accelerator type, as v5litepod-16, v5p-64, v6e-16"""
+    zone: str
+    """of the slice"""
+    wheel: Path
+    """of jaxrl-llm: pip wheel --no-deps ."""
+    name: str = ""
+    """of the queued resource and its node (default: that of the config)"""
+    spot: bool = True
+    """cheaper, and preempted at any time"""
+    service_account: str = ""
+    """whose rights the workers have (default: that of the project); it has to reach the bucket of --out"""
+    template: ClassVar[str] = "tpu_pod.sh"
+
+    def values(self, trainer: Trainer) -> Mapping[str, str]:
+        """In words of the shell."""
+        out, runtime = str(trainer.options.out or ""), RUNTIMES.get(self.type.partition("-")[0])
+        if not re.match(r"gs:/", out):
+            raise UserError(
+                f"--out {out or 'is missing'}: the workers share a bucket only: give gs://..."
+            )
+        if runtime is None or not re.fullmatch(r"\w+-[0-9]+", self.type, re.ASCII):
+            known = ", ".join(f"{name}-N" for name in RUNTIMES)
+            raise UserError(f"--type {self.type}: known are {known}")
+        if self.wheel.suffix != ".whl" or not self.wheel.is_file():
+            raise UserError(f"--wheel {self.wheel} is no wheel: make it by pip wheel --no-deps .")
+        place = re.sub("^gs:/+", "gs://", out.rstrip("/")) + "-launch"
+        more = ["--spot"] * self.spot
+        if self.service_account:
+            more.append(f"--service-account={self.service_account}")
+        return {
+            "name": _name(self.name or trainer.name),
+            "zone": _name(self.zone, "zone"),
+            "type": self.type,
+            "runtime": runtime,
+            "more": shlex.join(more),
+            "restarts": str(RESTARTS),
+            "patience": str(_seconds(trainer) + MARGIN),
+            "place": shlex.quote(place),
+            "wheel": shlex.quote(str(self.wheel)),
+            "wheel_name": shlex.quote(f"./{self.wheel.name}[tpu]"),
+            "config": shlex.quote(str(trainer.file)),
+            "arguments": shlex.join(trainer.arguments(trainer.file.name, "auto")),
+        }
+
+
+KINDS: dict[str, type[Gpu] | type[Slurm] | type[JobSet] | type[TpuPod]] = {
+    "gpu": Gpu,
+    "slurm": Slurm,
+    "jobset": JobSet,
+    "tpu-pod": TpuPod,
+}
+
+
+def check(kind: str, words: Sequence[str]) -> None:
+    """A UserError for what can be said of the words without the config."""
+    if kind not in KINDS:
+        raise UserError(f"launch {kind!r}: known are {', '.join(KINDS)}")
+    if not words or words[0].startswith("-"):
+        raise UserError(f"launch wants a config file: jaxrl-llm launch {kind} configs/kk_tiny.py")
+    for word in words:
+        if not word.isprintable():
+            raise UserError(
+                f"launch: {word!r} holds a line break or the like, which no file here can"
+            )
+        if word.partition("=")[0] in OURS:
+            raise UserError(f"launch: leave {word} out; the file says what is needed of it")
+
+
+def main(kind: Kind, trainer: Trainer, words: Sequence[str]) -> None:
+    """Print the file that starts a run on machines elsewhere: gpu, slurm, jobset or tpu-pod."""
+    values = {
+        "printed_by": shlex.join(["jaxrl-llm", "launch", *words]),
+        "unfinished": str(UNFINISHED),
+        **kind.values(trainer),
+    }
+    text = (TEMPLATES / kind.template).read_text()
+    print(re.sub(r"@([a-z_]+)@", lambda found: values[found[1]], text), end="")
+
+
+def _command(python: str, trainer: Trainer, process: str = "") -> str:
+    arguments = trainer.arguments(str(trainer.file), process)
+    return shlex.join([python, "-m", "jaxrl_llm.cli", *arguments])
+
+
+def _export(devices: str) -> str:
+    return f"export CUDA_VISIBLE_DEVICES={devices} # the others are vLLM's\n" if devices else ""
+
+
+def _seconds(trainer: Trainer) -> int:
+    return int(trainer.options.grace) + 1
+
+
+def _count(name: str, value: int) -> str:
+    if value < 1:
+        raise UserError(f"--{name} {value} must be at least 1")
+    return str(value)
+
+
+def _name(name: str, flag: str = "name") -> str:
+    """A name that Slurm, Kubernetes and Google Cloud take, and no shell or YAML reads anything into."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        raise UserError(
+            f"--{flag} {name}: at most 40 lower-case letters, digits and -, a letter first"
+        )
+    return name
+
+
+def _is_url(out: str) -> bool:
+    return re.match(r"\w[\w+.-]+:/", out) is not None
+
+
+def _yaml(value: object) -> str:
+    """JSON, which is YAML."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _block(path: Path) -> str:
+    """A file's text as a block of YAML four columns in, to the letter; the template ends its last line."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not line.replace("\t", "").removesuffix("\n").isprintable():
+            raise UserError(f"{path}, line {number}: a character that YAML cannot hold")
+    indented = "".join(line if line == "\n" else f"    {line}" for line in lines)
+    return "|2+\n" + indented.removesuffix("\n")

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Not run on real hardware yet, only dry. One host with GPUs or TPU chips.
+# Printed by: @printed_by@
+# A trainer that dies is started again and goes on from its newest checkpoint. After a reboot (a spot machine that
+# comes back) the same script goes on: crontab, "@reboot bash THIS_FILE". Told to stop, it has the trainer save.
+set -u
+cd -- @folder@ || exit
+@devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+told=
+trap 'told=1; kill %% 2>/dev/null || exit @unfinished@' TERM INT HUP
+for left in $(seq @restarts@ -1 0); do
+    @command@ &
+    while
+        wait $!
+        status=$?
+        [ -n "$told" ]
+    do told=; done
+    case $status in # finished; told to stop, and saved
+    0 | @unfinished@ | 130) exit "$status" ;;
+    esac
+    echo "exit code $status; $left restarts are left" >&2
+    sleep 30
+done
+exit "$status"

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Not run on real hardware yet, only dry. Slurm: one task a node, the sidecars beside it.
+# Printed by: @printed_by@
+# Hand it to sbatch, whose flags go before these (sbatch --partition=gpu --account=me FILE). Code, data and run lie on
+# storage that all nodes see. Preempted, out of time or broken, the job is queued again and goes on from its newest
+# checkpoint.
+#SBATCH --job-name=@name@
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=@gpus@
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=@time@
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@@warning@
+set -euo pipefail
+cd -- @folder@
+@devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+mkdir -p logs
+cancelled=
+trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm queues the job again by itself
+status=0
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=@wait@ \
+    --open-mode=append --output=logs/@name@-%t.log \
+    @command@ || status=$?
+restarts=${SLURM_RESTART_COUNT:-0}
+echo "exit code $status after $restarts restarts" # @unfinished@: told to stop, and saved
+if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
+    exit "$status"
+elif [ "$status" = @unfinished@ ] || [ "$restarts" -lt @restarts@ ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Not run on real hardware yet, only dry. Slurm: one task a node, the sidecars beside it.
+# Printed by: jaxrl-llm launch slurm configs/kk.py --nodes 2 --python .venv/bin/python --folder /shared/jaxrl_llm
+# Hand it to sbatch, whose flags go before these (sbatch --partition=gpu --account=me FILE). Code, data and run lie on
+# storage that all nodes see. Preempted, out of time or broken, the job is queued again and goes on from its newest
+# checkpoint.
+#SBATCH --job-name=kk
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@121
+set -euo pipefail
+cd -- /shared/jaxrl_llm
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+mkdir -p logs
+cancelled=
+trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm queues the job again by itself
+status=0
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=182 \
+    --open-mode=append --output=logs/kk-%t.log \
+    .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
+restarts=${SLURM_RESTART_COUNT:-0}
+echo "exit code $status after $restarts restarts" # 75: told to stop, and saved
+if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
+    exit "$status"
+elif [ "$status" = 75 ] || [ "$restarts" -lt 20 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
