@@ -13,6 +13,8 @@ ROOMS = {"objectives", "models", "rollouts", "tasks"}
 MAY_IMPORT = {  # rooms, or one file of a room
     "errors": set(),
     "files": {"errors"},
+    "storage": {"errors"},
+    "desk": {"storage"},
     "userfile": {"errors"},
     "objectives": set(),
     "models": {"errors", "files"},
@@ -20,15 +22,28 @@ MAY_IMPORT = {  # rooms, or one file of a room
     "tasks": {"errors", "userfile"},
     "learning": {"errors"} | ROOMS,
     "config": {"errors", "userfile", "learning"} | ROOMS,
-    "runs": {"errors", "files", "userfile", "config", "learning", "models", "rollouts", "tasks"},
+    "runs": {
+        "errors",
+        "files",
+        "desk",
+        "storage",
+        "userfile",
+        "config",
+        "learning",
+        "models",
+        "rollouts",
+        "tasks",
+    },
     "machines": {"errors", "config", "learning", "models", "rollouts", "runs"},
     "reports": {
+        "desk",
         "errors",
         "files",
         "runs",
         "learning.evaluate",
     },  # the last for its records of figures
-    "cli": {"errors", "userfile", "config", "learning", "runs", "machines", "reports"} | ROOMS,
+    "cli": {"errors", "desk", "userfile", "config", "learning", "runs", "machines", "reports"}
+    | ROOMS,
 }
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import rich.console
 
+from jaxrl_llm import desk
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.reports import tables
@@ -24,7 +25,7 @@ def main(
     It executes the folder's config.py: evaluate only runs whose author you trust.
 
     Args:
-        run: the folder of a run.
+        run: the folder or URL of a run.
         step: which checkpoint (default: the best).
         samples: k, the responses drawn to each prompt for avg@k and pass@k.
         temperature: at which they are drawn.
@@ -43,5 +44,7 @@ def main(
                 samples=samples,
                 by=config.evaluation.by,
             )
-    title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
+    title = (
+        f"{desk.named(desk.at_hand(run))}, step {chosen}: test accuracy in percent (95% interval)"
+    )
     console.print(tables.accuracies(title, {"": result}, config.evaluation.by))

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from jaxrl_llm import desk
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import reinforce, update
@@ -54,7 +55,10 @@ class Parts:
 
 
 def parts(config: Config, data: Path) -> Parts:
-    """Builds or finds the data, the tokenizer and the architecture; no parameter is read yet."""
+    """Builds or finds the data (in a folder, or under a URL), the tokenizer and the architecture.
+
+    No parameter is read yet.
+    """
     if isinstance(config.model, Pretrained):
         source = hf.resolve(config.model.name)
         shape = hf.load_shape(source)
@@ -65,7 +69,11 @@ def parts(config: Config, data: Path) -> Parts:
     devices = jax.devices() if -1 in (sizes.data, sizes.fsdp, sizes.tensor) else None
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices)
     definition, _ = qwen2.graph(shape, config.compute)
-    return Parts(config.task(data), words, shape, Policy(definition), mesh, source)
+    here = desk.at_hand(data)
+    desk.fetch(here)
+    task = config.task(here)
+    desk.store(here)
+    return Parts(task, words, shape, Policy(definition), mesh, source)
 
 
 def fresh_params(config: Config, made: Parts) -> Any:

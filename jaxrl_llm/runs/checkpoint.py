@@ -4,6 +4,9 @@ A checkpoint holds the arrays of a state and a note in JSON with the form and th
 and a checksum of itself, so what was altered or cut short on the disk is found. Nothing here deletes a
 checkpoint but the keeping of the last few, after the newest was read back. A damaged one is renamed when
 another can be read; what may be no fault of the checkpoint (the disk, memory, another optimizer) touches nothing.
+
+In a bucket a checkpoint is what was written here, read back, and then stored, after all that was recorded before
+it; its arrays are fetched when they are restored.
 """
 
 import json
@@ -20,9 +23,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jaxrl_llm import files
+from jaxrl_llm import desk, files
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import record
+from jaxrl_llm.runs import record, stored
 from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host
 from jaxrl_llm.runs.seal import sealed, unsealed
@@ -58,6 +61,7 @@ class Checkpoints:
             lightweight_initialize=True,
             read_only=read_only,
         )
+        stored.bring(folder, read_only=read_only)
         try:
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         except OSError as error:
@@ -86,7 +90,9 @@ class Checkpoints:
             self.wait()
             with self._writing():
                 self._check()
-                files.write(self.folder / str(step) / SCORE, json.dumps(sealed({"score": score})))
+                path = self.folder / str(step) / SCORE
+                files.write(path, json.dumps(sealed({"score": score})))
+                desk.store(path)
             self._scores[step] = score
 
     def wait(self) -> None:
@@ -120,6 +126,7 @@ class Checkpoints:
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of it."""
         expected = self._note(step)["arrays"]
+        desk.fetch(self.folder / str(step))
         if part is not None:  # .params['a'] in a record, ['params']['a'] in a dictionary
             name = re.compile(rf"(\.{part}|\['{part}'\])(.*)")
             expected = {m[2]: expected[k] for k in expected if (m := name.fullmatch(k))}
@@ -182,7 +189,7 @@ class Checkpoints:
         return found
 
     def _settle(self, step: int, like: Any, arrays: dict[str, Any]) -> None:
-        """What follows a save: to the disk, read back, and only then the older ones go."""
+        """What follows a save: to the disk, read back, stored, and only then the older ones go."""
         self._manager.wait_until_finished()
         folder = self.folder.absolute() / str(step)
         files.sync_tree(folder)
@@ -190,9 +197,12 @@ class Checkpoints:
             _verify(folder / "state", like, arrays)
         except DamageError as error:
             self._set_aside(step, f"it was not read back as it was written: {first_line(error)}")
+            return
         except UserError as error:
             logger.warning("%s; older checkpoints are kept until one was read back", error)
+            stored.put(folder)
         else:
+            stored.put(folder)
             self._prune()
 
     def _prune(self) -> None:
@@ -203,16 +213,20 @@ class Checkpoints:
             if step not in kept:
                 self._check()
                 self._manager.delete(step)
+                desk.drop(self.folder / str(step))
 
     def _set_aside(self, step: int, reason: str) -> None:
         """Renames a damaged checkpoint, so that its step can be saved again and nothing of it is lost."""
         self._check()
         number = 0
-        while (aside := self.folder / f"damaged-{step}-{number}").exists():
+        while desk.exists(aside := self.folder / f"damaged-{step}-{number}"):
             number += 1
         (self.folder / str(step)).rename(aside)
+        desk.move(self.folder / str(step), aside)
         self._manager.reload()
-        logger.warning("checkpoint %d is damaged (%s): it was set aside as %s", step, reason, aside)
+        logger.warning(
+            "checkpoint %d is damaged (%s): it was set aside as %s", step, reason, desk.named(aside)
+        )
 
     @contextmanager
     def _writing(self, state: Any = None) -> Iterator[None]:
@@ -249,11 +263,15 @@ def write_params(folder: Path, params: Any) -> None:
         files.sync_tree(folder)
         note = sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
         files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
+        desk.drop(folder)
+        desk.store(folder)
+        desk.store(_note_of(folder))
 
 
 def read_params(folder: Path, like: Any) -> Any:
     """What `write_params` wrote in this run, placed as `like` lies."""
     cure = "take the folder from a copy of the run, or start anew with another --out"
+    desk.fetch(folder)
     wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
         note = unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))

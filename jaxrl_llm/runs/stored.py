@@ -1,0 +1,27 @@
+"""Checkpoints of a run in a bucket: stored when they were read back, fetched without their arrays at first."""
+
+from pathlib import Path
+
+from jaxrl_llm import desk
+from jaxrl_llm.runs import journal
+
+ARRAYS = "state"  # the part of a checkpoint that is large
+_WHOLE = "_CHECKPOINT_METADATA"  # of desk.LAST: what says that a checkpoint is whole
+
+
+def bring(folder: Path, *, read_only: bool) -> None:
+    """Whole checkpoints, but for their arrays; half a one is removed by who may write."""
+    for step, names in desk.entries(folder).items():
+        if step.isdigit() and _WHOLE in names:
+            for name in names:
+                if not name.startswith(f"{ARRAYS}/"):
+                    desk.bring(folder / step / name)
+        elif step.isdigit() and not read_only:
+            desk.drop(folder / step)
+
+
+def put(checkpoint: Path) -> None:
+    """A checkpoint, after all that the run has recorded; its arrays here go."""
+    journal.store(checkpoint.parent.parent)
+    desk.store(checkpoint)
+    desk.release(checkpoint / ARRAYS)
