@@ -6,6 +6,7 @@ nothing. `fetch` brings objects, `store` puts there what has changed since. What
 bucket is changed its guard is called: it raises where the place is no longer ours.
 """
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -22,7 +23,8 @@ class _Desk:
 
     def __init__(self, url: str):
         self.place = Place(url)
-        self.root = tempfile.TemporaryDirectory(prefix="jaxrl-llm-")  # removed with the process
+        self.root = tempfile.TemporaryDirectory(prefix="jaxrl-llm-")
+        atexit.register(self.root.cleanup)
         self.folder = Path(self.root.name).resolve() / url.rpartition("/")[2]
         self.folder.mkdir()
         self.stored: dict[str, tuple[int, int]] = {}

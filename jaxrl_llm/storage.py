@@ -5,6 +5,7 @@ for `PATIENCE` seconds, or `FIRST` seconds as long as the bucket has not answere
 address is said soon and an outage does not end a run.
 """
 
+import errno
 import logging
 import re
 import time
@@ -18,8 +19,12 @@ from jaxrl_llm.errors import UserError
 
 T = TypeVar("T")
 FIRST, PATIENCE = 20.0, 900.0
-LONGEST = 15.0  # seconds between two attempts at most
+SECOND, LONGEST = (
+    0.4,
+    15.0,
+)  # seconds to the second new attempt, before which it is said, and at most
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LASTING = (PermissionError, ValueError, TypeError, ImportError, NotImplementedError)
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,10 @@ class Place:
 
     def names(self, under: str = "") -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
-        found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
+        try:
+            found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
+        except FileNotFoundError as error:
+            raise _cannot_reach(self.url, error) from error
         return {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
 
     def read(self, name: str) -> bytes | None:
@@ -100,20 +108,17 @@ class Place:
     def _patiently(self, call: Callable[[], T], patience: float | None = None) -> T:
         if patience is None:
             patience = PATIENCE if self._answered else FIRST
-        until, delay = time.monotonic() + patience, 0.2
+        until, delay = time.monotonic() + patience, SECOND / 2
         while True:
             try:
                 found = call()
             except Exception as error:  # the libraries' errors have no common base
-                if isinstance(error, FileExistsError) or (
-                    isinstance(error, FileNotFoundError) and "bucket" not in str(error)
-                ):
-                    self._answered = True
+                if isinstance(error, FileExistsError | FileNotFoundError):
                     raise
                 if _lasts(error) or time.monotonic() + delay > until:
                     self._answered = False
                     raise _cannot_reach(self.url, error) from error
-                if delay > 1:
+                if delay == SECOND:
                     logger.warning("%s does not answer (%s): trying again", self.url, error)
                 time.sleep(delay)
                 delay = min(2 * delay, LONGEST)
@@ -127,6 +132,7 @@ def _opened(scheme: str) -> Any:
     """The file system of fsspec, which must not remember what it has listed: others write there too."""
     import fsspec
 
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it says again what is raised here
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = {"retries": {"max_attempts": 1}}
@@ -135,7 +141,7 @@ def _opened(scheme: str) -> Any:
 
 def _lasts(error: Exception) -> bool:
     """Whether no new attempt would help."""
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, OSError) and error.errno in _DISK:
         return True
     return isinstance(error, _LASTING) or "Credential" in type(error).__name__
 
