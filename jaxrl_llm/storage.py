@@ -19,10 +19,7 @@ from jaxrl_llm.errors import UserError
 
 T = TypeVar("T")
 FIRST, PATIENCE = 20.0, 900.0
-SECOND, LONGEST = (
-    0.4,
-    15.0,
-)  # seconds to the second new attempt, before which it is said, and at most
+SHORTEST, LONGEST = 0.5, 15.0  # seconds to the next attempt
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LASTING = (PermissionError, ValueError, TypeError, ImportError, NotImplementedError)
@@ -108,7 +105,7 @@ class Place:
     def _patiently(self, call: Callable[[], T], patience: float | None = None) -> T:
         if patience is None:
             patience = PATIENCE if self._answered else FIRST
-        until, delay = time.monotonic() + patience, SECOND / 2
+        until, delay = time.monotonic() + patience, SHORTEST
         while True:
             try:
                 found = call()
@@ -118,7 +115,7 @@ class Place:
                 if _lasts(error) or time.monotonic() + delay > until:
                     self._answered = False
                     raise _cannot_reach(self.url, error) from error
-                if delay == SECOND:
+                if delay == SHORTEST:  # fsspec has tried five times by itself
                     logger.warning("%s does not answer (%s): trying again", self.url, error)
                 time.sleep(delay)
                 delay = min(2 * delay, LONGEST)

@@ -71,6 +71,10 @@ def opened(
 
     Yields a function that raises once the folder is no longer held.
     """
+    if desk.place(folder) is not None and jax.process_count() > 1:
+        raise UserError(
+            f"{folder} is in a bucket: a run on several hosts needs a shared file system"
+        )
     if resume and not resumable(folder):
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
     try:
@@ -83,8 +87,11 @@ def opened(
             (_continue if resume else _start)(folder, made_by, flags, parts, origin)
         except OSError as error:
             raise _cannot_write(folder, error) from error
-        journal.store(folder)
-        yield check
+        try:
+            journal.store(folder)
+            yield check
+        finally:
+            journal.store(folder)
 
 
 def _start(

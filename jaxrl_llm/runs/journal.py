@@ -116,7 +116,6 @@ class Journal:
             os.fsync(self._file.fileno())
             self._file.close()
             self._board.close()
-        store(self.folder)
         if self._wandb is not None:
             self._wandb.finish()
 

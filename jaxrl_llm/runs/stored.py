@@ -21,7 +21,8 @@ def bring(folder: Path, *, read_only: bool) -> None:
 
 
 def put(checkpoint: Path) -> None:
-    """A checkpoint, after all that the run has recorded; its arrays here go."""
+    """A checkpoint, after all that the run has recorded; the arrays here, and those of older ones, go."""
     journal.store(checkpoint.parent.parent)
     desk.store(checkpoint)
-    desk.release(checkpoint / ARRAYS)
+    for arrays in checkpoint.parent.glob(f"*/{ARRAYS}"):
+        desk.release(arrays)
