@@ -130,16 +130,6 @@ def drop(folder: Path) -> None:
             found.stored.pop(name, None)
 
 
-def move(folder: Path, target: Path) -> None:
-    """Gives what is stored of a folder another name: copied whole before anything is removed."""
-    if found := _of(folder):
-        found.guard()
-        old, new = found.name(folder), found.name(target)
-        for name in sorted(found.place.names(old), key=_rank):
-            found.place.copy(name, new + name[len(old) :])
-        drop(folder)
-
-
 def exists(path: Path) -> bool:
     """Whether it is here, or stored."""
     found = _of(path)

@@ -1,4 +1,4 @@
-"""A place in a bucket: objects that are put whole or not at all, made only if absent, listed, copied, removed.
+"""A place in a bucket: objects that are put whole or not at all, made only if absent, listed, removed.
 
 It is reached through fsspec, as orbax's paths are. What may pass (the network, a busy server) is tried again:
 for `PATIENCE` seconds, or `FIRST` seconds as long as the bucket has not answered once, so that a wrong name or
@@ -22,7 +22,14 @@ FIRST, PATIENCE = 20.0, 900.0
 SHORTEST, LONGEST = 0.5, 15.0  # seconds to the next attempt
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_LASTING = (PermissionError, ValueError, TypeError, ImportError, NotImplementedError)
+_LASTING = (
+    FileNotFoundError,
+    PermissionError,
+    ValueError,
+    TypeError,
+    ImportError,
+    NotImplementedError,
+)
 logger = logging.getLogger(__name__)
 
 
@@ -52,22 +59,21 @@ class Place:
 
     def names(self, under: str = "") -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
-        try:
-            found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
-        except FileNotFoundError as error:
-            raise _cannot_reach(self.url, error) from error
+        found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
         return {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
 
     def read(self, name: str) -> bytes | None:
         """What an object holds; None if there is none."""
         try:
-            return self._patiently(lambda: self._objects.cat_file(self._path(name)))
+            return self._patiently(lambda: self._objects.cat_file(self._path(name)), absent=True)
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes, patience: float | None = None) -> None:
         """An object, in place of what was there."""
-        self._patiently(lambda: self._objects.pipe_file(self._path(name), content), patience)
+        self._patiently(
+            lambda: self._objects.pipe_file(self._path(name), content), patience=patience
+        )
 
     def create(self, name: str, content: bytes) -> bool:
         """Whether the object was not there, and now holds this; of many who try one hears so."""
@@ -84,25 +90,24 @@ class Place:
         self._patiently(lambda: self._objects.put_file(str(file), self._path(name)))
 
     def download(self, name: str, file: Path) -> None:
-        """An object as a file, which appears when it is whole."""
+        """An object as a file, which appears when it is whole; a FileNotFoundError if there is none."""
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f".{file.name}.new")
-        self._patiently(lambda: self._objects.get_file(self._path(name), str(beside)))
+        self._patiently(lambda: self._objects.get_file(self._path(name), str(beside)), absent=True)
         beside.replace(file)
-
-    def copy(self, name: str, target: str) -> None:
-        """An object once more under another name."""
-        self._patiently(lambda: self._objects.cp_file(self._path(name), self._path(target)))
 
     def remove(self, name: str) -> None:
         """An object less; it need not be there."""
         with suppress(FileNotFoundError):
-            self._patiently(lambda: self._objects.rm_file(self._path(name)))
+            self._patiently(lambda: self._objects.rm_file(self._path(name)), absent=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _patiently(self, call: Callable[[], T], patience: float | None = None) -> T:
+    def _patiently(
+        self, call: Callable[[], T], *, absent: bool = False, patience: float | None = None
+    ) -> T:
+        """What a call returns; with `absent` its FileNotFoundError is of an object, else of the bucket."""
         if patience is None:
             patience = PATIENCE if self._answered else FIRST
         until, delay = time.monotonic() + patience, SHORTEST
@@ -110,7 +115,9 @@ class Place:
             try:
                 found = call()
             except Exception as error:  # the libraries' errors have no common base
-                if isinstance(error, FileExistsError | FileNotFoundError):
+                if isinstance(error, FileExistsError) or (
+                    absent and isinstance(error, FileNotFoundError)
+                ):
                     raise
                 if _lasts(error) or time.monotonic() + delay > until:
                     self._answered = False
@@ -139,6 +146,8 @@ def _opened(scheme: str) -> Any:
 def _lasts(error: Exception) -> bool:
     """Whether no new attempt would help."""
     if isinstance(error, OSError) and error.errno in _DISK:
+        return True
+    if str(error).startswith("Forbidden"):  # as gcsfs says it
         return True
     return isinstance(error, _LASTING) or "Credential" in type(error).__name__
 

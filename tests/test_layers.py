@@ -42,7 +42,17 @@ MAY_IMPORT = {  # rooms, or one file of a room
         "runs",
         "learning.evaluate",
     },  # the last for its records of figures
-    "cli": {"errors", "desk", "userfile", "config", "learning", "runs", "machines", "reports"}
+    "cli": {
+        "errors",
+        "desk",
+        "storage",
+        "userfile",
+        "config",
+        "learning",
+        "runs",
+        "machines",
+        "reports",
+    }
     | ROOMS,
 }
 

@@ -60,7 +60,7 @@ def parts(config: Config, data: Path) -> Parts:
     No parameter is read yet.
     """
     if isinstance(config.model, Pretrained):
-        source = hf.resolve(config.model.name)
+        source = hf.resolve(_at_hand(config.model.name))
         shape = hf.load_shape(source)
         words = tokenizer.load(source, hf.stop_tokens(source, shape.vocab_size))
     else:
@@ -74,6 +74,13 @@ def parts(config: Config, data: Path) -> Parts:
     task = config.task(here)
     desk.store(here)
     return Parts(task, words, shape, Policy(definition), mesh, source)
+
+
+def _at_hand(model: str) -> str | Path:
+    """The folder of a model under a URL, fetched; other names as they are."""
+    here = desk.at_hand(Path(model))
+    desk.fetch(here)
+    return model if desk.place(here) is None else here
 
 
 def fresh_params(config: Config, made: Parts) -> Any:

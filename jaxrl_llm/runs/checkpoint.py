@@ -221,8 +221,11 @@ class Checkpoints:
         number = 0
         while desk.exists(aside := self.folder / f"damaged-{step}-{number}"):
             number += 1
-        (self.folder / str(step)).rename(aside)
-        desk.move(self.folder / str(step), aside)
+        here = self.folder / str(step)
+        desk.fetch(here)
+        here.rename(aside)
+        desk.store(aside)
+        desk.drop(here)
         self._manager.reload()
         logger.warning(
             "checkpoint %d is damaged (%s): it was set aside as %s", step, reason, desk.named(aside)
