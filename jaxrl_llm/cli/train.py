@@ -10,7 +10,7 @@ import rich.console
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from jaxrl_llm import desk
+from jaxrl_llm import desk, hosts
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
@@ -21,7 +21,7 @@ from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from jaxrl_llm.runs.journal import Journal
+from jaxrl_llm.runs.journal import Journal, Unwritten
 from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
 from jaxrl_llm.runs.train import Run
@@ -56,6 +56,12 @@ class Options:
     """seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process at the latest"""
     origin: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """another run (a folder or URL), with whose warm start this one begins instead of making its own"""
+    process: str | None = None
+    """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU, Kubernetes, Open
+    MPI), or I/N@HOST:PORT, process I (from 0) of N, which meet at that address of process 0; --out is then storage
+    that all see"""
+    lost: float = hosts.LOST
+    """seconds after which a process that gives no sign of life ends the others"""
     dry_run: bool = False
     """print the resolved config, shapes, memory and an estimate of a step, and stop"""
     data: Path = folder.DATA
@@ -68,7 +74,15 @@ class Options:
 
 def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
     """A whole run, with a table and a picture at the end."""
-    console = rich.console.Console(soft_wrap=True)
+    stop = Stop()
+    with hosts.joined(options.process, lost=options.lost, asked=lambda: stop.asked):
+        _train(options, config, made_by, flags, stop)
+
+
+def _train(
+    options: Options, config: Config, made_by: Path, flags: dict[str, Any], stop: Stop
+) -> None:
+    console = rich.console.Console(soft_wrap=True, quiet=not hosts.first())
     with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
         train_set = assemble.readable(parts, parts.task.train, config, "training")
@@ -79,7 +93,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
     divided = splits.split(train_set, test_set, config.evaluation.validation)
     warning = splits.overlap(parts.task, divided)
     out = folder.of(options.out, made_by)
-    resume = options.resumes(out)
+    resume = hosts.told(lambda: options.resumes(out))
     warm_steps = config.warm_start.steps if config.warm_start else 0
     begun = options.origin and origin.check(folder.at_hand(options.origin), parts, warm_steps)
     if skipped := train_set.skipped + test_set.skipped:
@@ -91,7 +105,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
     for said in [*sharding.left_whole(assemble.like_params(parts), parts.mesh), warning]:
         if said:
             console.print(said)
-    run, concluded, finished, stop = None, None, False, Stop()
+    run, concluded, finished = None, None, False
     with (
         leaving_gracefully(stop, grace=options.grace, minutes=options.max_minutes),
         folder.opened(
@@ -101,7 +115,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
         ExitStack() as stack,
     ):
         checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints, check=check)
-        written = Journal(out, console, check=check)
+        written = (Journal if hosts.first() else Unwritten)(out, console, check=check)
         try:
             with stop.droppable():
                 sampler = stack.enter_context(config.engine.start(parts.policy, parts.mesh, out))
@@ -120,8 +134,8 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
             written.close()
     if run is None or not finished:
         console.print(f"stopped and saved in {desk.named(out)}; go on with --resume")
-        return
-    _summarise(run, concluded, console)
+    elif hosts.first():
+        _summarise(run, concluded, console)
 
 
 def _summarise(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.learning import shares
 from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
 from jaxrl_llm.tasks.task import Reward, Source
@@ -77,11 +78,12 @@ def evaluate(
     """Greedy responses to all examples, and `samples` drawn ones to each with `sampling.temperature`."""
     asked = [examples[i] for i in range(len(examples))]
     prompts = task.prompts(asked)
-    greedy = sampler.generate(prompts, n=1, sampling=replace(sampling, temperature=0.0))
+    greedy = shares.generate(sampler, prompts, n=1, sampling=replace(sampling, temperature=0.0))
     answers = task.answers(asked, greedy)
     unchecked, drawn_rewards = len(asked) - len(answers.checked), None
     if samples:
-        drawn = task.answers(asked, sampler.generate(prompts, n=samples, sampling=sampling))
+        responses = shares.generate(sampler, prompts, n=samples, sampling=sampling)
+        drawn = task.answers(asked, responses)
         drawn_rewards = [
             drawn.rewards[i : i + samples] for i in range(0, len(drawn.rewards), samples)
         ]

@@ -15,8 +15,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm import hosts
 from jaxrl_llm.errors import Leaving, UserError
-from jaxrl_llm.learning import metrics, update
+from jaxrl_llm.learning import metrics, shares, update
 from jaxrl_llm.learning.batch import Batch, Collator
 from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.learning.step import Step
@@ -77,14 +78,15 @@ def reinforce(
         with clock("update"):
             credited = programs.credit(batch, reward, **scores)
         try:
-            with clock("update"):
-                state, visits = programs.update(state, credited)
-                meanwhile()
-                jax.block_until_ready(state)
-            with clock("rollout"), droppable():
-                stream.settle()
-            with clock("sync"):
-                sampler.push(state.params, step + 1)
+            with hosts.together():
+                with clock("update"):
+                    state, visits = programs.update(state, credited)
+                    meanwhile()
+                    jax.block_until_ready(state)
+                with clock("rollout"), droppable():
+                    stream.settle()
+                with clock("sync"):
+                    sampler.push(state.params, step + 1)
         except (UserError, Leaving) as error:
             trouble = error
         host = clock.lap(sampler.counters.get("idle_seconds", 0.0))
@@ -123,9 +125,10 @@ def respond(
     step: int,
     examples: Sequence[Any],
 ) -> Rollout:
-    """`n` responses to the prompt of each example; the draws are made of the run's seed and the step."""
+    """`n` responses to the prompt of each example of this process; the draws are made of seed and step."""
     drawn = int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
-    return sampler.generate(task.prompts(examples), n=n, sampling=replace(sampling, seed=drawn))
+    settings = replace(sampling, seed=drawn)
+    return shares.share(sampler, task.prompts(examples), n=n, sampling=settings)
 
 
 def compiled(

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxrl_llm import hosts
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
 
@@ -30,27 +31,33 @@ class Sampled(NamedTuple):
 
 
 class Stream(Generic[E]):
-    """The batches of `data`, answered by `sample(step, examples)`; `cursor` is where an earlier one left off."""
+    """The batches of `data`, answered by `sample(step, examples)`; `cursor` is where an earlier one left off.
+
+    On several hosts `sample` answers a share, and `whole(examples, share)` brings all together.
+    """
 
     def __init__(
         self,
         data: Batches[E],
         sample: Callable[[int, list[E]], Rollout],
         cursor: Cursor | None = None,
+        whole: Callable[[list[E], Rollout], Rollout] = lambda _, rollout: rollout,
     ):
-        self._data, self._sample = data, sample
+        self._data, self._sample, self._whole = data, sample, whole
         self._ahead: Future[Sampled] | None = None
+        self._ahead_is_whole = False
         if cursor is not None:
             data.set_state(cursor.data)
         self._left = data.get_state()  # of the first batch that has not been taken
         if cursor is not None and cursor.ahead is not None:
-            self._ahead = Future()
-            self._ahead.set_result(Sampled(next(data), cursor.ahead, 0.0))
+            self._keep(Sampled(next(data), cursor.ahead, 0.0))
 
     def take(self, step: int) -> Sampled:
         """The batch of this step: the one that was begun, else one that is sampled now."""
         ahead, self._ahead = self._ahead, None
         sampled = ahead.result() if ahead else self._answer(step, next(self._data))
+        if not (ahead and self._ahead_is_whole):
+            sampled = self._brought_together(sampled)
         self._left = self._data.get_state()
         return sampled
 
@@ -58,6 +65,7 @@ class Stream(Generic[E]):
         """Starts on the batch of this step, in the background."""
         examples: list[E] = next(self._data)
         self._ahead = _in_background(lambda: self._answer(step, examples))
+        self._ahead_is_whole = False
 
     def settle(self) -> None:
         """Returns when nothing is being sampled; raises what went wrong with it."""
@@ -67,8 +75,21 @@ class Stream(Generic[E]):
     def cursor(self) -> Cursor:
         """What a later stream goes on from: with the responses of the next batch, if they are there."""
         ahead = self._ahead
-        there = ahead is not None and ahead.done() and ahead.exception() is None
-        return Cursor(self._left, ahead.result().rollout if ahead and there else None)
+        if ahead is None:
+            return Cursor(self._left)
+        if not hosts.everywhere(ahead.done() and ahead.exception() is None):
+            return Cursor(self._left)
+        if not self._ahead_is_whole:
+            self._keep(self._brought_together(ahead.result()))
+        return Cursor(self._left, self._ahead.result().rollout)
+
+    def _keep(self, sampled: Sampled) -> None:
+        """The next batch, with the responses of all."""
+        self._ahead, self._ahead_is_whole = Future(), True
+        self._ahead.set_result(sampled)
+
+    def _brought_together(self, sampled: Sampled) -> Sampled:
+        return sampled._replace(rollout=self._whole(sampled.examples, sampled.rollout))
 
     def _answer(self, step: int, examples: list[E]) -> Sampled:
         start = time.perf_counter()

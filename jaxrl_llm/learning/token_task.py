@@ -1,9 +1,13 @@
 """A task as a sampler sees it: prompts and responses are token ids."""
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxrl_llm import hosts
+from jaxrl_llm.learning import shares
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Reward, Task, score_responses
@@ -42,11 +46,22 @@ class TokenTask:
         return [self.tokenizer.encode(self.task.prompt(example)) for example in examples]
 
     def answers(self, examples: Sequence[Any], rollout: Rollout) -> Answers:
-        """Text and reward of each response; each example has as many, side by side."""
+        """Text and reward of each response; each example has as many, side by side.
+
+        Every process judges its own share.
+        """
         n = len(rollout.responses) // len(examples)
         repeated = [example for example in examples for _ in range(n)]
         texts = [self.tokenizer.decode(response) for response in rollout.responses]
+        here = shares.mine(rollout.prompts)
         scored = score_responses(
-            self.task, repeated, texts, threads=self.threads, seconds=self.seconds
+            self.task,
+            [repeated[i] for i in here],
+            [texts[i] for i in here],
+            threads=self.threads,
+            seconds=self.seconds,
         )
-        return Answers(repeated, texts, scored.rewards)
+        said = json.dumps([dataclasses.astuple(reward) for reward in scored.rewards])
+        parts = [json.loads(part) for part in hosts.exchange(said.encode())]
+        rewards = [Reward(*one) for one in shares.merged(rollout.prompts, parts)]
+        return Answers(repeated, texts, rewards)

@@ -86,11 +86,11 @@ def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
     places = jax.tree.map(lambda x: x.sharding, state_like(params, optimizer))
     params = jax.device_put(params, places.params)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
-    step, skipped = (jax.device_put(np.zeros((), np.int32), places.step) for _ in range(2))
+    step, skipped = (sharding.put(np.zeros((), np.int32), places.step) for _ in range(2))
     return TrainState(params, opt_state, step, skipped)
 
 
-def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = jax.device_put) -> Batch:
+def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> Batch:
     """The batch on the mesh, rows spread over its batch axes, by `put(array, sharding)`."""
 
     def by(spec):

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm import files
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import sharding
 from jaxrl_llm.models.hf_folder import (
     INDEX,
     SINGLE,
@@ -107,7 +108,7 @@ def named_tensors(params, dtype: DTypeLike | None = None) -> Iterator[tuple[str,
         names = list(hf_names(path, leaf.shape))
         parts = (leaf[i] for i in range(len(names))) if stacked(path) else iter([leaf])
         for name, part in zip(names, parts, strict=True):
-            array = _to_host(part if dtype is None else part.astype(dtype))
+            array = sharding.on_host(part if dtype is None else part.astype(dtype))
             yield name, array.reshape(_file_shape(name, array.shape))
 
 
@@ -238,11 +239,3 @@ def _read(tensors, names, is_stacked, shape, sharding, dtype):
         return out if is_stacked else out[0]
 
     return jax.make_array_from_callback(shape, sharding, read)
-
-
-def _to_host(array):
-    if not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-    return np.asarray(array)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrl_llm.models import hf, logprobs
+from jaxrl_llm.models import hf, logprobs, sharding
 from jaxrl_llm.models.inputs import Inputs
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,7 +41,7 @@ class Served:
 
     def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
         """Log-probs of every token of each sequence but the first, in the trainer's own arithmetic."""
-        scores = np.asarray(self._logp(params, _padded(sequences, self.shards)))
+        scores = sharding.on_host(self._logp(params, _padded(sequences, self.shards)))
         return [row[: len(s) - 1] for row, s in zip(scores, sequences, strict=False)]
 
     @cached_property

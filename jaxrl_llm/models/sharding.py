@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,7 @@ RULES = (
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> Mesh:
     """A mesh over all devices; one size may be -1 (whatever is left)."""
     devices = jax.devices() if devices is None else list(devices)
+    devices.sort(key=lambda device: device.process_index)  # those of a host are neighbours
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
         raise UserError(f"mesh {_show(sizes)}: sizes are positive, at most one of them -1")
@@ -123,9 +125,23 @@ def _name(path) -> str:
     return "/".join(key.key for key in path)
 
 
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, each putting its part of it on its own devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def replicated(array: np.ndarray, mesh: Mesh) -> jax.Array:
     """The whole array on every device of the mesh."""
-    return jax.device_put(array, NamedSharding(mesh, P()))
+    return put(array, NamedSharding(mesh, P()))
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The whole array on the host of every process."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

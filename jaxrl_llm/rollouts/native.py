@@ -4,7 +4,7 @@ Slots are spread over the devices, each of which draws the tokens of its own. Ea
 and copied to the slots of its responses; a slot whose response is complete takes the next one waiting. Shapes do
 not depend on the requests, and the noise of a token is a function of (seed, prompt, number of the response, tokens
 before it): the same request gives the same tokens whatever it is batched with. On several hosts every process
-calls `generate` with the same prompts.
+generates by itself, on its own devices; only `push` is of all.
 """
 
 import itertools
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts import part
 from jaxrl_llm.rollouts.model import Decoder
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of, ways_of
@@ -54,7 +55,8 @@ class NativeSampler:
         steps: int = 256,
     ):
         self.model, self.steps = model, steps
-        devices = 1 if model.mesh is None else model.mesh.size
+        self.mesh = None if model.mesh is None else part.of_mesh(model.mesh)
+        devices = 1 if self.mesh is None else self.mesh.size
         self.slots = -(-slots // devices) * devices
         self.lanes = min(prefill_prompts, self.slots)
         self.together = -(-self.lanes // devices) * devices
@@ -72,13 +74,12 @@ class NativeSampler:
 
     def put(self, arrays: Any) -> Any:
         """Host arrays, on every device."""
-        mesh = self.model.mesh
-        return jax.device_put(arrays, None if mesh is None else NamedSharding(mesh, P()))
+        return jax.device_put(arrays, None if self.mesh is None else NamedSharding(self.mesh, P()))
 
     @property
     def place(self) -> str:
         """Where it generates, in a line."""
-        mesh = self.model.mesh
+        mesh = self.mesh
         share = 1 if mesh is None else mesh.shape["tensor"]
         copies = 1 if mesh is None else mesh.size // share
         return (
@@ -87,14 +88,18 @@ class NativeSampler:
         )
 
     def _there(self) -> AbstractContextManager[Any]:
-        mesh = self.model.mesh
-        return nullcontext() if mesh is None else jax.set_mesh(mesh)
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def push(self, params: Any, version: int) -> None:
         """Reads the parameters from now on, until a step consumes them."""
         self.release()
-        with self._there():
-            self.params, self.version = self.model.weights(params), version
+        if self.mesh is None:
+            self.params = self.model.weights(params)
+        else:
+            with jax.set_mesh(self.model.mesh):
+                everywhere = self.model.weights(params)
+            self.params = jax.tree.map(lambda x: part.of_array(x, self.mesh), everywhere)
+        self.version = version
 
     def release(self) -> None:
         """Forgets the weights, and with them a copy; the next `generate` wants a push."""
@@ -183,12 +188,12 @@ class NativeSampler:
         for _, same in itertools.groupby(pairs, key=lambda pair: id(pair[1][0])):
             same = list(same)
             for start in range(0, len(same), self.lanes):
-                part = same[start : start + self.lanes]
+                some = same[start : start + self.lanes]
                 slot = np.full(self.lanes, self.slots, np.int32)
                 which = np.zeros(self.lanes, np.int32)
-                slot[: len(part)] = [s for s, _ in part]
-                which[: len(part)] = [i for _, (_, i, _) in part]
-                cache = self._insert(cache, part[0][1][0], self.put(slot), self.put(which))
+                slot[: len(some)] = [s for s, _ in some]
+                which[: len(some)] = [i for _, (_, i, _) in some]
+                cache = self._insert(cache, some[0][1][0], self.put(slot), self.put(which))
             for s, (_, _, request) in same:
                 working[s] = request
                 _start(slots, s, request)

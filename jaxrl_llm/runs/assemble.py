@@ -10,7 +10,7 @@ import jax
 from jaxrl_llm import desk
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import reinforce, update
+from jaxrl_llm.learning import reinforce, shares, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.stream import Cursor, Stream
 from jaxrl_llm.learning.token_task import TokenTask
@@ -105,7 +105,8 @@ def stream(
     """The training examples in batches, with responses by the sampler."""
     task, sampling = made.token_task(config), made.sampling(config)
     respond = partial(reinforce.respond, sampler, task, config.group_size, sampling, config.seed)
-    return Stream(Batches(examples, config.prompts, seed=config.seed + 1), respond, cursor)
+    whole = lambda examples, share: shares.whole(share, task.prompts(examples))
+    return Stream(Batches(examples, config.prompts, seed=config.seed + 1), respond, cursor, whole)
 
 
 def reinforcement(

@@ -23,16 +23,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jaxrl_llm import desk, files
+from jaxrl_llm import desk, files, hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import record, stored
 from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
-from jaxrl_llm.runs.fingerprint import describe, on_host
+from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
 
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
-_ANOTHER = "resume with the config and flags that the run was started with"
 
 
 class Checkpoints:
@@ -82,25 +81,35 @@ class Checkpoints:
             self._manager.save(step, args=items)
         self._scores[step] = score
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        self._settling = _Settling(lambda: self._settle(step, like, arrays))
+        self._settling = _Settling(step, lambda: self._settle(step, like, arrays))
 
     def judge(self, step: int, score: float) -> None:
         """Gives a score to a step that was saved before it had one."""
         if self._scores.get(step) is None:
             self.wait()
-            with self._writing():
-                self._check()
-                path = self.folder / str(step) / SCORE
-                files.write(path, json.dumps(sealed({"score": score})))
-                desk.store(path)
+            with hosts.together(), self._writing():
+                if hosts.first():
+                    self._check()
+                    there = self.folder / str(step) / SCORE
+                    files.write(there, json.dumps(sealed({"score": score})))
+                    desk.store(there)
             self._scores[step] = score
 
     def wait(self) -> None:
-        """Returns when everything is on disk and was read back; an error of the writing is raised here."""
+        """Returns when everything is on disk and was read back; an error of the writing is raised here.
+
+        Older checkpoints go now, if the newest was read back as it was written.
+        """
         with self._writing():
-            if self._settling is not None:
-                settling, self._settling = self._settling, None
-                settling.join()
+            settling, self._settling = self._settling, None
+            if settling is not None:
+                with hosts.together():
+                    settling.join()
+                if (fault := hosts.told(lambda: settling.fault)) is not None:
+                    said = f"it was not read back as it was written: {fault}"
+                    self._set_aside({settling.step: said})
+                elif hosts.told(lambda: settling.verified):
+                    self._prune()
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -130,7 +139,7 @@ class Checkpoints:
         if part is not None:  # .params['a'] in a record, ['params']['a'] in a dictionary
             name = re.compile(rf"(\.{part}|\['{part}'\])(.*)")
             expected = {m[2]: expected[k] for k in expected if (m := name.fullmatch(k))}
-        _same_form(f"checkpoint {step} of {self.folder}", expected, like)
+        same_form(f"checkpoint {step} of {self.folder}", expected, like)
         wanted = like if part is None else {part: like}
         arguments = ocp.args.PyTreeRestore(
             jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted),
@@ -151,14 +160,17 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps):
-            try:
-                notes = self.notes(step)
-                state = self.restore(step, like(notes))
-            except DamageError as error:
-                damaged[step] = first_line(error)
+            notes, state, fault = {}, None, ""
+            with hosts.together():
+                try:
+                    notes = self.notes(step)
+                    state = self.restore(step, like(notes))
+                except DamageError as error:
+                    fault = first_line(error) or "damaged"
+            if found := [one for one in hosts.agree(fault) if one]:
+                damaged[step] = found[0]
                 continue
-            for bad, reason in damaged.items():
-                self._set_aside(bad, reason)
+            self._set_aside(damaged)
             return step, state, notes
         said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
         raise UserError(
@@ -188,22 +200,21 @@ class Checkpoints:
             return None
         return found
 
-    def _settle(self, step: int, like: Any, arrays: dict[str, Any]) -> None:
-        """What follows a save: to the disk, read back, stored, and only then the older ones go."""
+    def _settle(self, step: int, like: Any, arrays: dict[str, Any]) -> bool:
+        """What follows a save: to the disk, read back by one process, stored; whether it could be read back."""
         self._manager.wait_until_finished()
+        if not hosts.first():
+            return False
         folder = self.folder.absolute() / str(step)
         files.sync_tree(folder)
         try:
             _verify(folder / "state", like, arrays)
-        except DamageError as error:
-            self._set_aside(step, f"it was not read back as it was written: {first_line(error)}")
-            return
         except UserError as error:
             logger.warning("%s; older checkpoints are kept until one was read back", error)
             stored.put(folder)
-        else:
-            stored.put(folder)
-            self._prune()
+            return False
+        stored.put(folder)
+        return True
 
     def _prune(self) -> None:
         if self._keep is None:
@@ -215,21 +226,21 @@ class Checkpoints:
                 self._manager.delete(step)
                 desk.drop(self.folder / str(step))
 
-    def _set_aside(self, step: int, reason: str) -> None:
-        """Renames a damaged checkpoint, so that its step can be saved again and nothing of it is lost."""
-        self._check()
-        number = 0
-        while desk.exists(aside := self.folder / f"damaged-{step}-{number}"):
-            number += 1
-        here = self.folder / str(step)
-        desk.fetch(here)
-        here.rename(aside)
-        desk.store(aside)
-        desk.drop(here)
-        self._manager.reload()
-        logger.warning(
-            "checkpoint %d is damaged (%s): it was set aside as %s", step, reason, desk.named(aside)
-        )
+    def _set_aside(self, damaged: dict[int, str]) -> None:
+        """Renames damaged checkpoints, so that their steps can be saved again and nothing of them is lost."""
+        with hosts.together():
+            for step, reason in damaged.items() if hosts.first() else ():
+                self._check()
+                here, number = self.folder / str(step), 0
+                while desk.exists(aside := self.folder / f"damaged-{step}-{number}"):
+                    number += 1
+                stored.rename(here, aside)
+                logger.warning(
+                    "checkpoint %d is damaged (%s): it was set aside as %s",
+                    step, reason, desk.named(aside),
+                )  # fmt: skip
+        if damaged:
+            self._manager.reload()
 
     @contextmanager
     def _writing(self, state: Any = None) -> Iterator[None]:
@@ -239,16 +250,20 @@ class Checkpoints:
 
 
 class _Settling(threading.Thread):
-    """Work in the background whose error is raised where it is joined."""
+    """Whether a step that was saved was `verified`, or its `fault`, once joined; other errors are raised there."""
 
-    def __init__(self, work: Callable[[], None]):
+    def __init__(self, step: int, work: Callable[[], bool]):
         super().__init__(daemon=True)
+        self.step, self.verified = step, False
+        self.fault: str | None = None
         self._work, self._error = work, None
         self.start()
 
     def run(self) -> None:
         try:
-            self._work()
+            self.verified = self._work()
+        except DamageError as error:
+            self.fault = first_line(error)
         except BaseException as error:
             self._error = error
 
@@ -263,12 +278,14 @@ def write_params(folder: Path, params: Any) -> None:
     with writing(folder.parent, folder.name, params):
         with ocp.StandardCheckpointer() as writer:
             writer.save(folder.absolute(), params, force=True)
-        files.sync_tree(folder)
         note = sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
-        files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
-        desk.drop(folder)
-        desk.store(folder)
-        desk.store(_note_of(folder))
+        with hosts.together():
+            if hosts.first():
+                files.sync_tree(folder)
+                files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
+                desk.drop(folder)
+                desk.store(folder)
+                desk.store(_note_of(folder))
 
 
 def read_params(folder: Path, like: Any) -> Any:
@@ -280,7 +297,7 @@ def read_params(folder: Path, like: Any) -> Any:
         note = unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))
         if note["run"] != record.identity(folder.parent):
             raise DamageError("it is of another run")
-        _same_form(str(folder), note["arrays"], like)
+        same_form(str(folder), note["arrays"], like)
         with ocp.StandardCheckpointer() as reader:
             params = patiently(str(folder), lambda: reader.restore(folder.absolute(), wanted))
         if describe(params) != note["arrays"]:
@@ -296,27 +313,17 @@ def _note_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def _same_form(what: str, saved: dict[str, Any], like: Any) -> None:
-    """One line for the first array that is there in another form than wanted."""
-    wanted = {name: form[:2] for name, form in describe(like, values=False).items()}
-    there = {name: form[:2] for name, form in saved.items()}
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            has, wants = (
-                f"{form[1]} {form[0]}" if form else "no such array"
-                for form in (there.get(name), wanted.get(name))
-            )
-            raise UserError(
-                f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
-                f"nothing was changed: {_ANOTHER}"
-            )
-
-
 def _verify(folder: Path, like: Any, arrays: dict[str, Any]) -> None:
     """Reads what lies on the disk, one array at a time, on the host: Damaged if it is not what was saved."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     how = jax.tree.unflatten(tree, [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves])
-    with ocp.PyTreeCheckpointer() as reader:
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=hosts.index(),
+        active_processes={hosts.index()},
+        barrier_sync_key_prefix="verify",
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         for i, (path, leaf) in enumerate(leaves):
             one = [leaf if j == i else ocp.PLACEHOLDER for j in range(len(leaves))]
             wanted = ocp.args.PyTreeRestore(item=jax.tree.unflatten(tree, one), restore_args=how)

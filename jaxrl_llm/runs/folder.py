@@ -12,15 +12,16 @@ with every checkpoint and at the end.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm import config, desk, files, userfile
+from jaxrl_llm import config, desk, files, hosts, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
@@ -32,6 +33,7 @@ from jaxrl_llm.runs.disk import DamageError, first_line
 from jaxrl_llm.runs.notes import REINFORCE, Notes
 from jaxrl_llm.runs.record import CONFIG
 
+SHARED = 60.0  # seconds until all processes see what the first has written
 DATA = Path("~/.cache/jaxrl_llm").expanduser()
 _BROUGHT = (record.NAME, CONFIG, journal.METRICS, journal.DAMAGED, "reference.json")
 
@@ -69,9 +71,29 @@ def opened(
 ) -> Iterator[Callable[[], None]]:
     """The folder of a run, started or found to be the same run, held against other trainers for the block.
 
-    Yields a function that raises once the folder is no longer held.
+    Yields a function that raises once the folder is no longer held. Of several processes the first holds it.
     """
-    if desk.place(folder) is not None and jax.process_count() > 1:
+    with ExitStack() as stack:
+        check: Callable[[], None] = lambda: None
+        with hosts.together():
+            if hosts.first():
+                held = _held(folder, made_by, flags, parts, resume, origin, say)
+                check = stack.enter_context(held)
+        _require_shared(folder)
+        yield check
+
+
+@contextmanager
+def _held(
+    folder: Path,
+    made_by: Path,
+    flags: dict[str, Any],
+    parts: Parts,
+    resume: bool,
+    origin: Path | None,
+    say: Callable[[str], None],
+) -> Iterator[Callable[[], None]]:
+    if desk.place(folder) is not None and hosts.count() > 1:
         raise UserError(
             f"{folder} is in a bucket: a run on several hosts needs a shared file system"
         )
@@ -92,6 +114,19 @@ def opened(
             yield check
         finally:
             journal.store(folder)
+
+
+def _require_shared(folder: Path) -> None:
+    """A UserError if processes do not see the same folder; file systems of a network may take a moment."""
+    expected, until = hosts.told(lambda: record.identity(folder)), time.monotonic() + SHARED
+    with hosts.together():
+        while (found := record.identity(folder)) != expected:
+            if time.monotonic() > until:
+                there = "nothing" if found is None else "another run"
+                raise UserError(
+                    f"there is {there} in {folder} here: --out has to be storage that all processes see"
+                )
+            time.sleep(1.0)
 
 
 def _start(

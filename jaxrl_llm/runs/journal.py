@@ -153,6 +153,25 @@ class Journal:
             ) from error
 
 
+class Unwritten(Journal):
+    """The journal of a process that leaves the writing to another."""
+
+    def start(self, after: int = -1) -> None:
+        """Nothing is opened."""
+
+    def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+        """Nothing is recorded."""
+
+    def sync(self) -> None:
+        """Nothing is to be on a disk."""
+
+    def samples(self, step: int, title: str, entries: list[tuple[str, str, str]]) -> None:
+        """Nobody is shown any."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class _Board:
     """The scalars of a run as TensorBoard reads them, written where we stand: an error is ours to see."""
 

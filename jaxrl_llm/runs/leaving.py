@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jaxrl_llm import hosts
 from jaxrl_llm.errors import Leaving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -16,7 +17,10 @@ HURRY = 2.0  # seconds that a second Ctrl-C leaves
 
 
 class Stop:
-    """Whether it is time to leave; no lock, for a signal handler runs while the main thread may hold it."""
+    """Whether it is time to leave; no lock, for a signal handler runs while the main thread may hold it.
+
+    If it is for one process of a job, all leave, after the same step.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -25,24 +29,30 @@ class Stop:
     def ask(self) -> None:
         """It is time; called on the main thread, and raises Leaving within a block that may be dropped."""
         self.asked = True
-        if self._droppable:
+        if self._droppable and not hosts.meeting():
             self._droppable = False
             raise Leaving
 
     def check(self) -> None:
         """Raises Leaving if it is time."""
+        with hosts.together():
+            self._check_here()
+
+    def _check_here(self) -> None:
         if self.asked:
             raise Leaving
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
         """A block of the main thread that ends at once when it is time; what it has made so far is lost."""
-        self._droppable = True
-        try:
-            self.check()
-            yield
-        finally:
-            self._droppable = False
+        with hosts.together():
+            self._droppable = True
+            try:
+                self._check_here()
+                yield
+            finally:
+                self._droppable = False
+            self._check_here()
 
 
 @contextmanager

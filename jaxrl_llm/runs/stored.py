@@ -26,3 +26,11 @@ def put(checkpoint: Path) -> None:
     desk.store(checkpoint)
     for arrays in checkpoint.parent.glob(f"*/{ARRAYS}"):
         desk.release(arrays)
+
+
+def rename(checkpoint: Path, aside: Path) -> None:
+    """Gives a checkpoint another name, all of it."""
+    desk.fetch(checkpoint)
+    checkpoint.rename(aside)
+    desk.store(aside)
+    desk.drop(checkpoint)

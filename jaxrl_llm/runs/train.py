@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm import hosts
 from jaxrl_llm.config import Config, WarmStart
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import evaluate, imitate, reinforce, update
@@ -231,7 +232,8 @@ def _recording(
         )
         try:
             yield recorder
-        except (UserError, Leaving):
+        except (UserError, Leaving) as error:
+            hosts.announce(error)
             recorder.flush()
             step = recorder.last
             if step is not None and step.number > run.saved and _whole(step.state):
@@ -299,9 +301,13 @@ def _catch_up(run: Run, step: int, phase: str, params: Any, clock: Clock) -> flo
 
 def _recorded(run: Run, name: str, step: int, phase: str) -> float | None:
     """The figure of that name in the records of a step, if it is there."""
-    found = journal.read(run.journal.folder)
-    here = (r[name] for r in found if r["step"] == step and r["phase"] == phase and name in r)
-    return next(here, None)
+
+    def find() -> float | None:
+        found = journal.read(run.journal.folder)
+        here = (r[name] for r in found if r["step"] == step and r["phase"] == phase and name in r)
+        return next(here, None)
+
+    return hosts.told(find)
 
 
 def _save(

@@ -1,4 +1,4 @@
-"""Batches of examples: shuffled per epoch, shared out over hosts, resumable at any batch."""
+"""Batches of examples: shuffled per epoch, resumable at any batch."""
 
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -12,12 +12,7 @@ E = TypeVar("E")
 
 
 class Batches(Iterator[list[E]], Generic[E]):
-    """This host's share of a global stream of examples, `batch_size` at a time.
-
-    The stream is the source in a new order each epoch, and each global batch is the next
-    `batch_size * process_count` of it; so the examples of a step do not depend on how many hosts share
-    them, every host makes equally many batches, and only the end of the last epoch is cut.
-    """
+    """The source in a new order each epoch, `batch_size` examples at a time; the end of the last epoch is cut."""
 
     def __init__(
         self,
@@ -26,25 +21,19 @@ class Batches(Iterator[list[E]], Generic[E]):
         *,
         seed: int,
         epochs: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
     ):
         if len(source) == 0:
             raise UserError("the data set is empty: it needs at least one example")
-        if not 0 <= process_index < process_count:
-            raise ValueError(f"process {process_index} of {process_count}")
-        global_batch = batch_size * process_count
-        if epochs is not None and epochs * len(source) < global_batch:
+        if epochs is not None and epochs * len(source) < batch_size:
             raise UserError(
-                f"{epochs} epochs of {len(source)} examples do not fill one batch of {global_batch}: "
+                f"{epochs} epochs of {len(source)} examples do not fill one batch of {batch_size}: "
                 "use more epochs or a smaller batch"
             )
         stream: Any = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat(epochs)
-        share = stream[process_index::process_count].map(source.__getitem__)
-        self._share = share.batch(batch_size, batch_fn=list)
-        self._batch_count = len(stream) // global_batch
+        self._batches = stream.map(source.__getitem__).batch(batch_size, batch_fn=list)
+        self._batch_count = len(stream) // batch_size
         self._next = 0
-        self._identity = {"examples": len(source), "global_batch": global_batch, "seed": seed}
+        self._identity = {"examples": len(source), "global_batch": batch_size, "seed": seed}
 
     def __len__(self) -> int:
         return self._batch_count
@@ -52,7 +41,7 @@ class Batches(Iterator[list[E]], Generic[E]):
     def __next__(self) -> list[E]:
         if self._next >= self._batch_count:
             raise StopIteration
-        batch = self._share[self._next]
+        batch = self._batches[self._next]
         self._next += 1
         return batch
 

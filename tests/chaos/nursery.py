@@ -79,6 +79,7 @@ def _serve(shim: ctypes.CDLL) -> list[str]:
             if (pid := os.fork()) == 0:
                 _become(start, shim)
                 return start["arguments"]
+            ended.pop(pid, None)  # numbers come back
             answer: dict[str, Any] = {"pid": pid}
         else:
             pid = request["poll"]

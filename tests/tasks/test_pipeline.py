@@ -49,37 +49,15 @@ def test_resume_continues_with_exactly_the_next_examples(stop, more, batch_size)
     assert resumed.get_state() == uninterrupted.get_state()
 
 
-def test_hosts_share_the_stream_that_one_host_would_have():
-    alone = take(Batches(SOURCE, 6, seed=2), 9)
-    hosts = [
-        take(Batches(SOURCE, 2, seed=2, process_index=i, process_count=3), 9) for i in range(3)
-    ]
-    for step in range(9):
-        assert Counter(flat(host[step] for host in hosts)) == Counter(alone[step])
-
-
-def test_resume_on_another_number_of_hosts_goes_on_with_the_same_stream():
-    alone = Batches(SOURCE, 6, seed=2)
-    take(alone, 5)
-    halves = [Batches(SOURCE, 3, seed=2, process_index=i, process_count=2) for i in range(2)]
-    for half in halves:
-        half.set_state(alone.get_state())
-    assert Counter(flat(next(half) for half in halves)) == Counter(next(alone))
-
-
-def test_epochs_bound_the_stream_alike_on_every_host():
-    hosts = [
-        Batches(SOURCE, 4, seed=0, epochs=2, process_index=i, process_count=3) for i in range(3)
-    ]
-    batches = [list(host) for host in hosts]
-    assert [len(b) for b in batches] == [len(host) for host in hosts] == [46 // 12] * 3
-    assert {len(batch) for host in batches for batch in host} == {4}
-    counts = Counter(example for host in batches for example in flat(host))
-    assert sum(counts.values()) == 36
+def test_epochs_bound_the_stream():
+    batches = Batches(SOURCE, 12, seed=0, epochs=2)
+    everything = list(batches)
+    assert [len(batch) for batch in everything] == [12] * 3 == [12] * len(batches)
+    counts = Counter(flat(everything))
     assert set(counts) == set(SOURCE)
     assert max(counts.values()) == 2
     with pytest.raises(StopIteration):
-        next(hosts[0])
+        next(batches)
 
 
 @pytest.mark.parametrize("change", [{"seed": 8}, {"batch_size": 3}, {"source": SOURCE[:-1]}])
@@ -94,6 +72,4 @@ def test_too_few_examples_is_a_one_line_error():
     with pytest.raises(UserError, match="empty"):
         Batches([], 1, seed=0)
     with pytest.raises(UserError, match="do not fill one batch of 30"):
-        Batches(SOURCE, 10, seed=0, epochs=1, process_count=3)
-    with pytest.raises(ValueError, match="process 2 of 2"):
-        Batches(SOURCE, 1, seed=0, process_index=2, process_count=2)
+        Batches(SOURCE, 30, seed=0, epochs=1)

@@ -1,0 +1,289 @@
+"""The processes of a run, one a host: which of them this is, and what they agree on before any goes on.
+
+Programs on devices need all processes. So where one cannot go on, the others have to know before they start the
+next program: they meet in rounds (`agree`), and what one brings to a round (a result, an error, the wish to leave)
+all of them see. A process that ends without a word is missed by a thread of every other, which ends its own
+with a line. Alone, a process agrees with itself.
+"""
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jaxrl_llm.errors import Leaving, UserError
+
+AUTO = "auto"
+BEAT = 1.0  # seconds between two signs of life
+LOST = 60.0  # seconds without one after which a process is given up
+LEAVE = 10.0  # seconds that one which knows of an end has for its own
+SLICE = 200  # milliseconds of a wait after which signals are looked at
+_FOREVER = 10**7  # seconds: JAX's own watch would end a process without a line
+
+
+@dataclass
+class _Job:
+    """This process among `count`, and the store of words that they share."""
+
+    index: int = 0
+    count: int = 1
+    store: Any = None
+    names: list[str] = field(default_factory=list)
+    round: int = 0
+    meeting: bool = False  # in a round, which must not be broken off
+
+
+_JOB = _Job()
+
+
+def index() -> int:
+    """The number of this process, from 0."""
+    return _JOB.index
+
+
+def count() -> int:
+    """How many processes there are."""
+    return _JOB.count
+
+
+def first() -> bool:
+    """Whether this is the process that writes what is there once."""
+    return _JOB.index == 0
+
+
+def meeting() -> bool:
+    """Whether this process is in a round: nothing may be raised into it."""
+    return _JOB.meeting
+
+
+@contextmanager
+def joined(
+    process: str | None, *, lost: float = LOST, asked: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """One of the processes of a job for the block: AUTO, as the cluster says, or I/N@HOST:PORT; None is alone.
+
+    If one is not heard of for `lost` seconds, or has ended with an error, this one ends. The wish of one to leave,
+    `asked()`, reaches the others as a signal.
+    """
+    if process is None:
+        yield
+        return
+    _join(process)
+    done = threading.Event()
+    watch = threading.Thread(target=_watch, args=(done, lost, asked), daemon=True)
+    watch.start()
+    try:
+        yield
+        agree()
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(
+                lost + 2 * BEAT
+            )  # of a program without one of us: the watch will say of whom
+        _put(f"ended/{_JOB.index}", "" if getattr(error, "agreed", False) else _line(error))
+        raise
+    finally:
+        done.set()
+        watch.join()
+
+
+def agree(word: str = "") -> list[str]:
+    """The words that all processes bring to the round of this number, as soon as the last is there.
+
+    If one of them has failed, or leaves, all raise it.
+    """
+    if _JOB.count == 1:
+        return [word]
+    return [entry["word"] for entry in _meet({"word": word})]
+
+
+def everywhere(here: bool) -> bool:
+    """Whether it is so in every process."""
+    return all(agree("yes" if here else ""))
+
+
+def told(make: Callable[[], Any]) -> Any:
+    """What the first process makes, something that JSON can say."""
+    if _JOB.count == 1:
+        return make()
+    with together():
+        word = json.dumps(make()) if first() else ""
+    return json.loads(agree(word)[0])
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A block after which all processes know that it went well in each, or raise what went wrong in one."""
+    if _JOB.count == 1:
+        yield
+        return
+    try:
+        yield
+    except (UserError, Leaving) as error:
+        announce(error)
+        raise
+    agree()
+
+
+def announce(error: BaseException) -> None:
+    """Lets the others know of an error that ends this process's part, once."""
+    if _JOB.count > 1 and not getattr(error, "agreed", False):
+        error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
+        kind = "leaving" if isinstance(error, Leaving) else "failed"
+        _meet({"word": "", kind: _line(error)}, own=error)
+
+
+def exchange(payload: bytes) -> list[bytes]:
+    """The payloads of all processes, by way of the devices."""
+    if _JOB.count == 1:
+        return [payload]
+    from jax.experimental import multihost_utils
+
+    sizes = [int(size) for size in agree(str(len(payload)))]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    _JOB.meeting = True
+    try:
+        rows = multihost_utils.process_allgather(padded)
+    finally:
+        _JOB.meeting = False
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def packed(**arrays: Any) -> bytes:
+    """Arrays as bytes; `unpacked` gives them back."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
+
+
+def unpacked(payload: bytes) -> dict[str, np.ndarray]:
+    """What `packed` was given."""
+    with np.load(io.BytesIO(payload), allow_pickle=False) as found:
+        return dict(found)
+
+
+def _join(process: str) -> None:
+    """Connects to the other processes, before JAX looks at its devices."""
+    place: dict[str, Any] = {}
+    if process != AUTO:
+        found = re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process)
+        if not found or int(found[1]) >= int(found[2]):
+            raise UserError(
+                f"--process {process}: write auto, or I/N@HOST:PORT, process I (from 0) of N, which meet there"
+            )
+        place = {"process_id": int(found[1]), "num_processes": int(found[2])}
+        place |= {"coordinator_address": found[3], "cluster_detection_method": "deactivate"}
+    try:
+        jax.distributed.initialize(**place, heartbeat_timeout_seconds=_FOREVER)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--process {process}: the processes did not find one another ({reason}): start all of them, with "
+            "the same address, which all can reach"
+        ) from error
+    from jax._src import distributed  # as orbax does: nothing public says what the processes share
+
+    state = distributed.global_state
+    _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
+    hosts = agree(socket.gethostname())
+    _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
+    if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
+def _meet(entry: dict[str, str], own: BaseException | None = None) -> list[dict[str, str]]:
+    """What all processes bring to the next round; with an error of its `own` none of the others' is raised."""
+    _JOB.round += 1
+    here, _JOB.meeting = f"round/{_JOB.round}", True
+    try:
+        _put(f"{here}/{_JOB.index}", json.dumps(entry))
+        if first():
+            entries = [json.loads(_wait(f"{here}/{i}")) for i in range(_JOB.count)]
+            _put(f"{here}/all", json.dumps(entries))
+            _JOB.store.key_value_delete(f"round/{_JOB.round - 2}/")  # which all have read
+        else:
+            entries = json.loads(_wait(f"{here}/all"))
+    finally:
+        _JOB.meeting = False
+    if own is None:
+        _raise(entries)
+    return entries
+
+
+def _raise(entries: list[dict[str, str]]) -> None:
+    """The first failure of a process, else its wish to leave, as an error of this one."""
+    for name, entry in zip(_JOB.names, entries, strict=False):
+        if "failed" in entry:
+            raise _agreed(UserError(f"{name}: {entry['failed']}"))
+    if any("leaving" in entry for entry in entries):
+        raise _agreed(Leaving())
+
+
+def _agreed(error: Any) -> Any:
+    error.agreed = True
+    return error
+
+
+def _put(key: str, value: str) -> None:
+    _JOB.store.key_value_set(key, value, allow_overwrite=True)
+
+
+def _wait(key: str) -> str:
+    """The value of a key, once somebody has set it; signals are handled meanwhile."""
+    while True:
+        try:
+            return _JOB.store.blocking_key_value_get(key, SLICE)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> None:
+    """Gives signs of life and looks at those of the others, until the block is over."""
+    seen: dict[str, tuple[str, float]] = {}
+    beat, told_to_leave = 0, False
+    while not done.wait(BEAT):
+        beat += 1
+        try:
+            _put(f"alive/{_JOB.index}", f"{beat} leaving" if asked() else f"{beat}")
+            alive = dict(_JOB.store.key_value_dir_get("alive/"))
+            ended = dict(_JOB.store.key_value_dir_get("ended/"))
+        except jax.errors.JaxRuntimeError:
+            _end(f"{_JOB.names[0]}, through which all meet, cannot be reached")
+        now = time.monotonic()
+        for i in set(range(_JOB.count)) - {_JOB.index}:
+            value = alive.get(f"alive/{i}", "")
+            before, since = seen.get(str(i), ("", now))
+            seen[str(i)] = (value, now if value != before else since)
+            if ended.get(f"ended/{i}"):
+                if not done.wait(LEAVE):
+                    _end(f"{_JOB.names[i]} has ended: {ended[f'ended/{i}']}")
+            elif f"ended/{i}" not in ended and now - seen[str(i)][1] > lost:
+                _end(f"{_JOB.names[i]} has not been heard of for {lost:g} s")
+            if value.endswith("leaving") and not (asked() or told_to_leave):
+                told_to_leave = True
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _end(reason: str) -> NoReturn:
+    """Ends this process, whose main thread may wait in a program for one that is gone."""
+    said = f"jaxrl-llm: {reason}; this process ends too: start all again with --resume"
+    print(said, file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
