@@ -99,7 +99,10 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(environment, small, u
     assert recorded(url) == small
 
 
-@pytest.mark.parametrize(("moment", "nth", "delay"), [("save", 2, 0.05), ("update", 4, 0.0)])
+@pytest.mark.parametrize(
+    ("moment", "nth", "delay"),
+    [("save", 2, 0.05), pytest.param("update", 4, 0.0, marks=pytest.mark.slow)],
+)
 def test_killed_and_resumed_it_is_the_same(environment, small, url, moment, nth, delay):
     program = ("-m", "tests.runs.killed", moment, str(nth), str(delay))
     assert train(users(environment), url, *SMALL, program=program).returncode == -signal.SIGKILL
@@ -119,7 +122,10 @@ def test_half_a_checkpoint_is_none(environment, small, stored):
     assert recorded(stored) == small
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "lost"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flipped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("short", "lost"))],
+)
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(environment, small, stored, damage):
     place = Place(stored)
     sizes = place.names("checkpoints/4/state")
