@@ -202,6 +202,10 @@ def _join(process: str) -> None:
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
         jax.config.update("jax_cuda_visible_devices", "all")
+    if (
+        jax.default_backend() == "cpu"
+    ):  # whose programs, read back, have lost the order of their collectives
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _meet(entry: dict[str, str], own: BaseException | None = None) -> list[dict[str, str]]:

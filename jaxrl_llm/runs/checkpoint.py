@@ -59,9 +59,13 @@ class Checkpoints:
             preservation_policy=checkpoint_managers.LatestN(None),  # what goes, goes in `_prune`
             lightweight_initialize=True,
             read_only=read_only,
+            create=False,
+            multiprocessing_options=_together(),
         )
         stored.bring(folder, read_only=read_only)
         try:
+            if not read_only:
+                folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
@@ -231,14 +235,10 @@ class Checkpoints:
         with hosts.together():
             for step, reason in damaged.items() if hosts.first() else ():
                 self._check()
-                here, number = self.folder / str(step), 0
-                while desk.exists(aside := self.folder / f"damaged-{step}-{number}"):
-                    number += 1
-                stored.rename(here, aside)
+                aside = desk.named(stored.set_aside(self.folder / str(step)))
                 logger.warning(
-                    "checkpoint %d is damaged (%s): it was set aside as %s",
-                    step, reason, desk.named(aside),
-                )  # fmt: skip
+                    "checkpoint %d is damaged (%s): it was set aside as %s", step, reason, aside
+                )
         if damaged:
             self._manager.reload()
 
@@ -276,7 +276,7 @@ class _Settling(threading.Thread):
 def write_params(folder: Path, params: Any) -> None:
     """Parameters alone, in place of what was there, and beside them what they are and of which run."""
     with writing(folder.parent, folder.name, params):
-        with ocp.StandardCheckpointer() as writer:
+        with ocp.StandardCheckpointer(multiprocessing_options=_together()) as writer:
             writer.save(folder.absolute(), params, force=True)
         note = sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
         with hosts.together():
@@ -298,7 +298,7 @@ def read_params(folder: Path, like: Any) -> Any:
         if note["run"] != record.identity(folder.parent):
             raise DamageError("it is of another run")
         same_form(str(folder), note["arrays"], like)
-        with ocp.StandardCheckpointer() as reader:
+        with ocp.StandardCheckpointer(multiprocessing_options=_together()) as reader:
             params = patiently(str(folder), lambda: reader.restore(folder.absolute(), wanted))
         if describe(params) != note["arrays"]:
             raise DamageError("the arrays are not the ones that were saved")
@@ -307,6 +307,13 @@ def read_params(folder: Path, like: Any) -> Any:
             f"{folder}, the policy before reinforcement, cannot be used ({first_line(error)}): {cure}"
         ) from error
     return params
+
+
+def _together() -> ocp.options.MultiprocessingOptions:
+    """All processes, named: else the library's threads wait by programs on the devices, in between ours."""
+    if hosts.count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(active_processes={*range(hosts.count())})
 
 
 def _note_of(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in a bucket: stored when they were read back, fetched without their arrays at first."""
+"""Checkpoints where they lie: in a bucket stored when they were read back, and fetched without arrays at first."""
 
 from pathlib import Path
 
@@ -28,9 +28,13 @@ def put(checkpoint: Path) -> None:
         desk.release(arrays)
 
 
-def rename(checkpoint: Path, aside: Path) -> None:
-    """Gives a checkpoint another name, all of it."""
+def set_aside(checkpoint: Path) -> Path:
+    """Gives a damaged checkpoint, here and in the bucket, a name that is free, and says which."""
+    number = 0
+    while desk.exists(aside := checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")):
+        number += 1
     desk.fetch(checkpoint)
     checkpoint.rename(aside)
     desk.store(aside)
     desk.drop(checkpoint)
+    return aside

@@ -24,6 +24,7 @@ def config(
     patience: float = 60.0,
     timeout: float = 3.0,
     look_ahead: bool = False,
+    steps: int = STEPS,
 ) -> Config:
     """For chaos.
 
@@ -34,6 +35,7 @@ def config(
         patience: seconds to wait for a server that is away.
         timeout: seconds for an answer.
         look_ahead: sample a step ahead.
+        steps: of reinforcement.
     """
     engine = Native(slots=PROMPTS * GROUP, prefill_prompts=PROMPTS, block=24)
     if python or servers:
@@ -56,7 +58,7 @@ def config(
         objective=Objective(advantage=advantages.grpo, penalties=((1e-2, kl.k3),)),
         optimizer=optimizers.adamw(1e-3),
         collate=replace(collate, minibatches=2),
-        steps=STEPS,
+        steps=steps,
         prompts=PROMPTS,
         group_size=GROUP,
         engine=engine,

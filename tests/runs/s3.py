@@ -68,7 +68,8 @@ class Wire:
 
     def __init__(self, upstream: int):
         self._upstream, self._open = upstream, set[socket.socket]()
-        self._whole = True
+        self._whole, self._fatal = True, b""
+        self.met = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -79,6 +80,10 @@ class Wire:
         for end in list(self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def cut_at(self, words: bytes) -> None:
+        """Is cut as soon as these words come by, which do not arrive; `met` says so."""
+        self._fatal = words
 
     def mend(self) -> None:
         """Passes on again."""
@@ -109,7 +114,11 @@ class Wire:
             while True:
                 for key, _ in ready.select():
                     content = key.fileobj.recv(1 << 16)
-                    if not content:
+                    if self._fatal and self._fatal in content:
+                        self._fatal = b""
+                        self.cut()
+                        self.met.set()
+                    if not content or not self._whole:
                         return
                     key.data.sendall(content)
         self._open -= {here, there}

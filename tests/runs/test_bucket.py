@@ -202,21 +202,16 @@ def test_data_sets_are_built_once(url):
 def test_a_network_that_is_cut_during_a_save_costs_nothing_but_time(
     environment, small, url, wire, seconds
 ):
-    cut = threading.Event()
+    wire.cut_at(f"PUT /{url.partition('//')[2]}/checkpoints/2/state".encode())
 
-    def cut_it():
-        while not any(n.startswith("checkpoints/2/") for n in Place(url).names()):
-            time.sleep(0.02)
-        wire.cut()
-        cut.set()
+    def mend():
+        wire.met.wait()
         time.sleep(seconds)
         wire.mend()
 
-    watching = threading.Thread(target=cut_it)
-    watching.start()
+    threading.Thread(target=mend, daemon=True).start()
     done = trained(environment, url, *SMALL)
-    watching.join()
-    assert cut.is_set()
+    assert wire.met.is_set()
     assert "does not answer" in done.stderr
     assert "Traceback" not in done.stderr
     assert recorded(url) == small

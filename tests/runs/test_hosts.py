@@ -1,0 +1,218 @@
+"""Several processes are one run: the steps of one process, left together, and none waits for a dead one."""
+
+import filecmp
+import json
+import math
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl_llm import hosts
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import shares
+from jaxrl_llm.rollouts.sampler import Rollout
+from tests.runs.process import ROOT, metrics
+
+SMALL = "tests/chaos/small.py"
+LOST = 8.0
+
+
+class Job:
+    """Processes of one run on this machine, with so many devices each."""
+
+    def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            where = f"127.0.0.1:{free.getsockname()[1]}"
+        self.out, self.processes = out, []
+        for i in range(count):
+            process = (
+                ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)] if count > 1 else []
+            )
+            with out.with_name(f"{out.name}-{i}.log").open("w") as log:
+                self.processes.append(subprocess.Popen(
+                    [sys.executable, "-m", "jaxrl_llm.cli", "train", config,
+                     "--out", str((outs or [out] * count)[i]), *process, *flags],
+                    cwd=ROOT, env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
+                    stdout=log, stderr=subprocess.STDOUT,
+                ))  # fmt: skip
+
+    def wait_for(self, step):
+        """Until a step of reinforcement is recorded."""
+        while not any(r["step"] >= step and r["phase"] == "reinforce" for r in metrics(self.out)):
+            assert self.processes[0].poll() is None, self.said(0)
+            time.sleep(0.05)
+
+    def ends(self):
+        """The exit codes."""
+        return [process.wait(timeout=240) for process in self.processes]
+
+    def said(self, i):
+        """What the product itself said on the terminal of process `i`."""
+        return self.out.with_name(f"{self.out.name}-{i}.log").read_text(errors="replace")
+
+    def finished(self):
+        """The folder, once all have ended well."""
+        assert self.ends() == [0] * len(self.processes), [
+            *map(self.said, range(len(self.processes)))
+        ]
+        return self.out
+
+
+@pytest.fixture(scope="module")
+def environment(environment):
+    """Compiled anew: the collectives of CPU programs that are read from a cache may overtake one another."""
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    return environment | flags | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+@pytest.fixture(scope="module")
+def pair(environment, tmp_path_factory):
+    """A run of two processes that nothing has disturbed."""
+    return Job(environment, tmp_path_factory.mktemp("pair") / "run", 2, 2).finished()
+
+
+def close(found, whole):
+    """Whether two runs have the same records, to rounding."""
+    assert [record.keys() for record in found] == [record.keys() for record in whole]
+    for here, there in zip(found, whole, strict=True):
+        for name, value in there.items():
+            if isinstance(value, float):
+                assert math.isclose(here[name], value, rel_tol=1e-5, abs_tol=1e-5), (
+                    name,
+                    here,
+                    there,
+                )
+            else:
+                assert here[name] == value
+    return True
+
+
+def the_same_samples(found, whole):
+    names = sorted(path.name for path in (whole / "samples").iterdir())
+    return names and not any(
+        filecmp.cmpfiles(found / "samples", whole / "samples", names, shallow=False)[1:]
+    )
+
+
+def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
+    alone = Job(environment, tmp_path / "run", 1, 4).finished()
+    assert close(metrics(pair), metrics(alone))
+    assert the_same_samples(pair, alone)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_path):
+    out = tmp_path / "run"
+    Job(environment, out, 1, 4, "--steps", "1").finished()
+    Job(environment, out, 4, 1, "--steps", "2", "--resume").finished()
+    Job(environment, out, 2, 1, "--steps", "4", "--resume").finished()
+    steps = lambda records: [r for r in records if "test/accuracy" not in r]
+    assert close(
+        [r for r in steps(metrics(out)) if "reward" in r],
+        [r for r in steps(metrics(pair)) if "reward" in r],
+    )
+
+
+def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environment, pair, tmp_path):
+    job = Job(environment, tmp_path / "run", 2, 2)
+    job.wait_for(3)
+    job.processes[1].send_signal(signal.SIGTERM)
+    job.finished()
+    assert "stopped and saved" in job.said(0)
+    assert "stopped and saved" not in job.said(1)
+    Job(environment, job.out, 2, 2, "--resume").finished()
+    assert metrics(job.out) == metrics(pair)
+    assert the_same_samples(job.out, pair)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
+    environment, pair, tmp_path, victim
+):
+    job = Job(environment, tmp_path / "run", 2, 2)
+    job.wait_for(3)
+    start = time.monotonic()
+    job.processes[victim].kill()
+    ends = job.ends()
+    assert time.monotonic() - start < LOST + 20
+    assert ends[victim] == -signal.SIGKILL
+    assert ends[1 - victim] != 0
+    said = job.said(1 - victim)
+    assert "Traceback" not in said
+    named = "process 1 on " if victim else "the leader (usually slice 0 task 0)"
+    assert named in said
+    Job(environment, job.out, 2, 2, "--resume", "auto").finished()
+    assert metrics(job.out) == metrics(pair)
+
+
+def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path):
+    job = Job(environment, tmp_path / "run", 2, 1)
+    job.wait_for(3)
+    (job.out / "samples").rename(job.out / "moved")
+    (job.out / "samples").write_text("in the way")
+    assert job.ends() == [2, 2]
+    for i in range(2):
+        assert "samples" in job.said(i)
+        assert "Traceback" not in job.said(i)
+
+
+def test_folders_that_are_not_shared_are_found(environment, tmp_path):
+    job = Job(environment, tmp_path / "a", 2, 1, outs=[tmp_path / "a", tmp_path / "b"])
+    assert job.ends() == [2, 2]
+    assert "storage that all processes see" in job.said(0)
+
+
+@pytest.mark.parametrize("given", ["2/2@host:1", "one", "0/2@host", "0/2"])
+def test_a_place_among_processes_is_checked(given):
+    with pytest.raises(UserError, match="I/N@HOST:PORT"), hosts.joined(given):
+        pass
+
+
+PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_equal_prompts_belong_to_one_process_and_every_prompt_to_one(monkeypatch, count):
+    monkeypatch.setattr(hosts._JOB, "count", count)
+    owners = shares.owners(PROMPTS)
+    assert all(0 <= owner < count for owner in owners)
+    assert len({(tuple(p), o) for p, o in zip(PROMPTS, owners, strict=True)}) == 4
+    assert max(owners) - min(owners) == min(count, 4) - 1 or count == 9
+    parts = [
+        [f"{i} of {n}" for i, o in enumerate(owners) if o == p for n in range(2)]
+        for p in range(count)
+    ]
+    assert shares.merged(PROMPTS, parts) == [f"{i} of {n}" for i in range(6) for n in range(2)]
+
+
+def test_responses_of_all_processes_come_together(monkeypatch):
+    """As if the other's payload came over the network."""
+    monkeypatch.setattr(hosts._JOB, "count", 2)
+    rollout = lambda tokens, **more: Rollout(
+        [], tokens, [[-0.5] * len(t) for t in tokens], [len(t) > 1 for t in tokens], **more
+    )
+    first, second = (
+        rollout([[7], [8, 8]], version=3),
+        rollout([[9, 9, 9], [1]], version=3, tolerance=0.1),
+    )
+    payloads = {0: shares._payload(first), 1: shares._payload(second)}
+    monkeypatch.setattr(hosts, "exchange", lambda payload: [*payloads.values()])
+    whole = shares.whole(first, [[1], [2]])
+    assert whole.prompts == [[1], [1], [2], [2]]
+    assert [*whole.responses] == [[7], [8, 8], [9, 9, 9], [1]]
+    assert [*whole.logps] == [[-0.5], [-0.5] * 2, [-0.5] * 3, [-0.5]]
+    assert [*whole.finished] == [False, True, True, False]
+    assert (whole.version, whole.tolerance) == (3, pytest.approx(0.1))
+
+
+def test_a_process_without_prompts_has_a_part_of_nothing(monkeypatch):
+    monkeypatch.setattr(hosts._JOB, "count", 2)
+    none, some = Rollout([], [], []), Rollout([], [[7]], [[-0.5]], [True], version=2)
+    payloads = [shares._payload(one) for one in (some, none)]
+    monkeypatch.setattr(hosts, "exchange", lambda payload: payloads)
+    whole = shares.whole(some, [[1]])
+    assert (whole.responses, whole.version, whole.tolerance) == (([7],), 2, None)
+    json.dumps(dict(vars(whole)))  # as notes of a checkpoint
