@@ -52,7 +52,7 @@ def forget():
     import s3fs
 
     for one in desk._DESKS.values():
-        one.root.cleanup()
+        one.close()
     desk._DESKS.clear()
     storage._opened.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()

@@ -267,10 +267,10 @@ def test_a_run_on_eight_devices_goes_on_with_one(environment, url, tmp_path):
 )
 def test_what_is_wrong_with_the_way_there_is_one_line(environment, url, changes, said, tmp_path):
     there = users(environment) | changes
-    before = set(Path("/tmp").glob("jaxrl-llm-*"))
+    there["TMPDIR"] = str(tmp_path)
     done = train(there, url, *SMALL)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()[-1:]) == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-    assert set(Path("/tmp").glob("jaxrl-llm-*")) <= before
+    assert not list(tmp_path.iterdir())

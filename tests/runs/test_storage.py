@@ -181,6 +181,29 @@ def test_a_path_in_a_file_system_is_at_hand_as_it_is(tmp_path):
     assert (tmp_path / "a").read_text() == "a"
 
 
+def test_what_a_killed_process_left_behind_is_removed_and_what_is_in_use_stays(
+    url, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = (
+        "import sys, time; from pathlib import Path; from jaxrl_llm import desk\n"
+        "print(desk.at_hand(Path(sys.argv[1])), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, url],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as other:  # fmt: skip
+        assert other.stdout
+        theirs = Path(other.stdout.readline().strip())
+        desk.at_hand(Path(url) / "a")
+        assert theirs.is_dir()
+        other.kill()
+        other.wait()
+    here = desk.at_hand(Path(url) / "b")
+    assert here.is_dir()
+    assert not theirs.parent.exists()
+
+
 # The lock.
 
 
