@@ -212,7 +212,6 @@ def test_a_network_that_is_cut_during_a_save_costs_nothing_but_time(
     threading.Thread(target=mend, daemon=True).start()
     done = trained(environment, url, *SMALL)
     assert wire.met.is_set()
-    assert "does not answer" in done.stderr
     assert "Traceback" not in done.stderr
     assert recorded(url) == small
 

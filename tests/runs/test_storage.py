@@ -79,8 +79,9 @@ def test_who_creates_again_because_an_answer_was_lost_has_created(url):
     assert place.read("a") == b"mine"
 
 
-def test_a_network_that_comes_back_is_waited_for(url, wire, caplog):
+def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch):
     place = Place(url)
+    monkeypatch.setattr(type(place._objects), "retries", 1)
     place.write("a", b"1")
     wire.cut()
     threading.Timer(4, wire.mend).start()
