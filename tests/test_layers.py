@@ -13,6 +13,8 @@ ROOMS = {"objectives", "models", "rollouts", "tasks"}
 MAY_IMPORT = {  # rooms, or one file of a room
     "errors": set(),
     "files": {"errors"},
+    "storage": {"errors"},
+    "desk": {"storage"},
     "hosts": {"errors"},
     "userfile": {"errors"},
     "objectives": set(),
@@ -24,6 +26,8 @@ MAY_IMPORT = {  # rooms, or one file of a room
     "runs": {
         "errors",
         "files",
+        "desk",
+        "storage",
         "hosts",
         "userfile",
         "config",
@@ -34,12 +38,24 @@ MAY_IMPORT = {  # rooms, or one file of a room
     },
     "machines": {"errors", "config", "learning", "models", "rollouts", "runs"},
     "reports": {
+        "desk",
         "errors",
         "files",
         "runs",
         "learning.evaluate",
     },  # the last for its records of figures
-    "cli": {"errors", "hosts", "userfile", "config", "learning", "runs", "machines", "reports"}
+    "cli": {
+        "errors",
+        "desk",
+        "storage",
+        "hosts",
+        "userfile",
+        "config",
+        "learning",
+        "runs",
+        "machines",
+        "reports",
+    }
     | ROOMS,
 }
 

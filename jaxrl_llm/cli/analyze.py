@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import rich.console
 
+from jaxrl_llm import desk
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.config import Config, Scratch
 from jaxrl_llm.errors import UserError
@@ -42,7 +43,7 @@ def main(
     runs whose author you trust.
 
     Args:
-        run: the folder of a run.
+        run: the folder or URL of a run.
         step: which checkpoint (default: the best).
         prompts: from the training examples, each answered as often as in training (default: the config's).
         tokens: how many are looked at one by one.
@@ -56,7 +57,8 @@ def main(
         raise UserError(
             f"--prompts {prompts} --tokens {tokens}: they are counts, the latter from 1 on"
         )
-    console, target = rich.console.Console(soft_wrap=True), out or run / "analysis"
+    run = folder.at_hand(run)
+    console, target = rich.console.Console(soft_wrap=True), desk.at_hand(out or run / "analysis")
     with opened(run, data, step) as (config, parts, sampler, chosen):
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -67,12 +69,19 @@ def main(
             state = folder.state(run, parts, config.optimizer, chosen)
             reference = folder.reference(run, parts)
             of = _Subject(config, parts, state, reference, sampled, alpha, eta)
-            found = {"run": str(run), "step": chosen, "alpha": alpha, "eta": eta, "seed": seed}
+            found = {
+                "run": desk.named(run),
+                "step": chosen,
+                "alpha": alpha,
+                "eta": eta,
+                "seed": seed,
+            }
             say = status.update if console.is_terminal else console.print
             found |= _measured(of, tokens, seed, say)
     report.write(found, target)
     console.print(report.table(found))
-    console.print(f"written to {target}")
+    desk.store(target)
+    console.print(f"written to {desk.named(target)}")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import rich.console
 
+from jaxrl_llm import desk
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
@@ -46,7 +47,7 @@ def main(
     It executes the folder's config.py: evaluate only runs whose author you trust.
 
     Args:
-        run: the folder of a run.
+        run: the folder or URL of a run.
         step: which checkpoint (default: the best).
         last: the last so many checkpoints, each and their mean, instead of one.
         suite: published problems instead of the test examples: math500, minerva, olympiad, amc, aime24, each
@@ -57,6 +58,7 @@ def main(
         data: where data sets are kept.
     """
     console = rich.console.Console(soft_wrap=True)
+    run = folder.at_hand(run)
     if last and step is not None:
         raise UserError("eval: give either --step or --last")
     steps = _last(run, last) if last else [step]
@@ -77,9 +79,11 @@ def main(
                     for name, one in asked.items()
                 }
     if last or suite:
-        console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
+        console.print(
+            tables.checkpoints(f"{desk.named(run)}: accuracy in percent (95% interval)", table)
+        )
     else:
-        title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
+        title = f"{desk.named(run)}, step {chosen}: test accuracy in percent (95% interval)"
         console.print(tables.accuracies(title, {"": table[chosen][TEST]}, config.evaluation.by))
     if unchecked := sum(one.unchecked for made in table.values() for one in made.values()):
         console.print(f"{unchecked} responses could not be checked, and count nowhere")
@@ -97,8 +101,8 @@ def _last(run: Path, count: int) -> list[int]:
     keeps, steps = folder.reopen(run).keep_checkpoints, folder.steps(run)
     if not 0 < count <= min(keeps, len(steps)):
         raise UserError(
-            f"--last {count}: {run} has checkpoints of {steps} and keeps the newest {keeps} (keep_checkpoints in "
-            "its config)"
+            f"--last {count}: {desk.named(run)} has checkpoints of {steps} and keeps the newest {keeps} "
+            "(keep_checkpoints in its config)"
         )
     return steps[-count:]
 

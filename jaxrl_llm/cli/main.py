@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from jaxrl_llm import desk
 from jaxrl_llm.errors import UserError
 
 WITH_CONFIG = ("train", "plan", "data", "serve")
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
             command = _parse(_application().cli, given, prog="jaxrl-llm", description=__doc__)
         command()
     except UserError as error:
-        print("jaxrl-llm: " + " ".join(str(error).split()), file=sys.stderr)
+        print("jaxrl-llm: " + desk.spoken(" ".join(str(error).split())), file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         raise SystemExit(130) from error

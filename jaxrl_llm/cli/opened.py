@@ -21,12 +21,13 @@ def opened(
     where: Path, data: Path, step: int | None
 ) -> Iterator[tuple[Config, Parts, Sampler, int]]:
     """A run's policy, ready to answer."""
-    config = folder.reopen(where)
+    here = folder.at_hand(where)
+    config = folder.reopen(here)
     parts = assemble.parts(config, data)
     with (
         jax.set_mesh(parts.mesh),
-        config.engine.start(parts.policy, parts.mesh, where) as sampler,
+        config.engine.start(parts.policy, parts.mesh, here) as sampler,
     ):
-        chosen, params = folder.params(where, parts, step)
+        chosen, params = folder.params(here, parts, step)
         sampler.push(params, chosen)
         yield config, parts, sampler, chosen

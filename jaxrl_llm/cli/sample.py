@@ -31,7 +31,7 @@ def main(
     It executes the folder's config.py: talk only to runs whose author you trust.
 
     Args:
-        run: the folder of a run.
+        run: the folder or URL of a run.
         prompt: the text to continue, as the task writes prompts.
         example: the number of a test example; its reward is shown too.
         n: how many responses.

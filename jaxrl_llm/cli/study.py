@@ -27,6 +27,7 @@ from jaxrl_llm.reports.study import Outcome, Planned, Study
 from jaxrl_llm.runs import fleet, folder, journal
 from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
+from jaxrl_llm.storage import url_of
 
 REDRAW = 5.0  # seconds
 
@@ -100,6 +101,8 @@ def main(
     if not isinstance(study, Study):
         raise UserError(f"{file}: study is a {type(study).__name__}, not a Study")
     config = Path(os.path.relpath((file.parent / study.config).resolve()))
+    if out is not None and url_of(out):
+        raise UserError(f"--out {url_of(out)}: a study's folder lies in a file system")
     text = (module.__doc__ or "").strip()
     grid = Grid(study, file.stem, text, config, out or Path("runs") / "studies" / file.stem)
     console, runs = rich.console.Console(soft_wrap=True), study.runs(seeds)

@@ -10,7 +10,7 @@ import rich.console
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from jaxrl_llm import hosts
+from jaxrl_llm import desk, hosts
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
@@ -47,7 +47,7 @@ class Options:
     """Where a run goes and how it starts."""
 
     out: Path | None = None
-    """the run's folder (default: runs/ and the name of the config)"""
+    """the run's folder, or s3://bucket/name or gs://bucket/name (default: runs/ and the name of the config)"""
     resume: Annotated[bool | Literal["auto"], _RESUME] = False
     """go on from the newest checkpoint in the folder; with auto, start if there is no run in it yet"""
     max_minutes: float | None = None
@@ -55,7 +55,7 @@ class Options:
     grace: float = 60.0
     """seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process at the latest"""
     origin: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """another run, with whose warm start this one begins instead of making its own"""
+    """another run (a folder or URL), with whose warm start this one begins instead of making its own"""
     process: str | None = None
     """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU, Kubernetes, Open
     MPI), or I/N@HOST:PORT, process I (from 0) of N, which meet at that address of process 0; --out is then storage
@@ -65,7 +65,7 @@ class Options:
     dry_run: bool = False
     """print the resolved config, shapes, memory and an estimate of a step, and stop"""
     data: Path = folder.DATA
-    """where data sets are kept"""
+    """where data sets are kept, a folder or URL"""
 
     def resumes(self, out: Path) -> bool:
         """Whether a run goes on in its folder."""
@@ -98,7 +98,7 @@ def _train(
     out = folder.of(options.out, made_by)
     resume = hosts.told(lambda: options.resumes(out))
     warm_steps = config.warm_start.steps if config.warm_start else 0
-    begun = options.origin and origin.check(options.origin, parts, warm_steps)
+    begun = options.origin and origin.check(folder.at_hand(options.origin), parts, warm_steps)
     if train_set.skipped:
         console.print(
             f"{train_set.skipped} examples are left out: their prompts are too long to learn from"
@@ -138,7 +138,7 @@ def _train(
         if run is not None:
             written.close()
     if run is None or not finished:
-        console.print(f"stopped and saved in {out}; go on with --resume")
+        console.print(f"stopped and saved in {desk.named(out)}; go on with --resume")
         return False
     if hosts.first():
         _summarise(run, concluded, console)
@@ -151,17 +151,19 @@ def _summarise(
     """The test table, what the validation examples say of the way there, the picture, and what to do next."""
     out = run.journal.folder
     curves.curves([out], out / curves.PICTURE)
+    desk.store(out / curves.PICTURE)
     if concluded is None:
-        console.print(f"nothing was left to do in {out}")
+        console.print(f"nothing was left to do in {desk.named(out)}")
         return
     step, result = concluded
     chosen = "the best on the validation examples" if run.best is not None else "the last"
     title = f"test accuracy in percent (95% interval) of step {step}, {chosen}"
     console.print(tables.accuracies(title, {"": result}, run.config.evaluation.by))
     console.print(_progress(out, step))
+    where = desk.named(out)
     console.print(
-        f"curves: {out / curves.PICTURE}   talk to it: jaxrl-llm sample {out}   "
-        f"evaluate it: jaxrl-llm eval {out}"
+        f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   "
+        f"evaluate it: jaxrl-llm eval {where}"
     )
 
 

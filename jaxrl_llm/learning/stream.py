@@ -79,9 +79,11 @@ class Stream(Generic[E]):
             return Cursor(self._left)
         if not hosts.everywhere(ahead.done() and ahead.exception() is None):
             return Cursor(self._left)
+        sampled = ahead.result()
         if not self._ahead_is_whole:
-            self._keep(self._brought_together(ahead.result()))
-        return Cursor(self._left, self._ahead.result().rollout)
+            sampled = self._brought_together(sampled)
+            self._keep(sampled)
+        return Cursor(self._left, sampled.rollout)
 
     def _keep(self, sampled: Sampled) -> None:
         """The next batch, with the responses of all."""

@@ -125,7 +125,7 @@ def _name(path) -> str:
     return "/".join(key.key for key in path)
 
 
-def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array that every process has, each putting its part of it on its own devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)

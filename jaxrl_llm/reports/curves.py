@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import files
+from jaxrl_llm import desk, files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import journal
 from jaxrl_llm.runs.notes import REINFORCE, WARM_START
@@ -57,7 +57,7 @@ def curves(folders: Sequence[Path], target: Path) -> None:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell the runs apart."""
-    paths = [folder.absolute().parts for folder in folders]
+    paths = [Path(desk.named(folder.absolute())).parts for folder in folders]
     length = 1
     while len({path[-length:] for path in paths}) < len(set(paths)):
         length += 1

@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -93,12 +94,13 @@ class NativeSampler:
     def push(self, params: Any, version: int) -> None:
         """Reads the parameters from now on, until a step consumes them."""
         self.release()
-        if self.mesh is None:
+        whole, mine = self.model.mesh, self.mesh
+        if whole is None or mine is None:
             self.params = self.model.weights(params)
         else:
-            with jax.set_mesh(self.model.mesh):
+            with jax.set_mesh(whole):
                 everywhere = self.model.weights(params)
-            self.params = jax.tree.map(lambda x: part.of_array(x, self.mesh), everywhere)
+            self.params = jax.tree.map(partial(part.of_array, mesh=mine), everywhere)
         self.version = version
 
     def release(self) -> None:

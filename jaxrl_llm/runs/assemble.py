@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from jaxrl_llm import desk
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import reinforce, shares, update
@@ -55,9 +56,12 @@ class Parts:
 
 
 def parts(config: Config, data: Path) -> Parts:
-    """Builds or finds the data, the tokenizer and the architecture; no parameter is read yet."""
+    """Builds or finds the data (in a folder, or under a URL), the tokenizer and the architecture.
+
+    No parameter is read yet.
+    """
     if isinstance(config.model, Pretrained):
-        source = hf.resolve(config.model.name)
+        source = hf.resolve(_at_hand(config.model.name))
         shape = hf.load_shape(source)
         words = tokenizer.load(source, hf.stop_tokens(source, shape.vocab_size))
     else:
@@ -66,7 +70,18 @@ def parts(config: Config, data: Path) -> Parts:
     devices = jax.devices() if -1 in (sizes.data, sizes.fsdp, sizes.tensor) else None
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices)
     definition, _ = qwen2.graph(shape, config.compute)
-    return Parts(config.task(data), words, shape, Policy(definition), mesh, source)
+    here = desk.at_hand(data)
+    desk.fetch(here)
+    task = config.task(here)
+    desk.store(here)
+    return Parts(task, words, shape, Policy(definition), mesh, source)
+
+
+def _at_hand(model: str) -> str | Path:
+    """The folder of a model under a URL, fetched; other names as they are."""
+    here = desk.at_hand(Path(model))
+    desk.fetch(here)
+    return model if desk.place(here) is None else here
 
 
 def fresh_params(config: Config, made: Parts) -> Any:

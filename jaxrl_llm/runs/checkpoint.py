@@ -4,6 +4,9 @@ A checkpoint holds the arrays of a state and a note in JSON with the form and th
 and a checksum of itself, so what was altered or cut short on the disk is found. Nothing here deletes a
 checkpoint but the keeping of the last few, after the newest was read back. A damaged one is renamed when
 another can be read; what may be no fault of the checkpoint (the disk, memory, another optimizer) touches nothing.
+
+In a bucket a checkpoint is what was written here, read back, and then stored, after all that was recorded before
+it; its arrays are fetched when they are restored.
 """
 
 import json
@@ -20,16 +23,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jaxrl_llm import files, hosts
+from jaxrl_llm import desk, files, hosts
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import record
+from jaxrl_llm.runs import record, stored
 from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
-from jaxrl_llm.runs.fingerprint import describe, on_host
+from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
 
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
-_ANOTHER = "resume with the config and flags that the run was started with"
 
 
 class Checkpoints:
@@ -60,6 +62,7 @@ class Checkpoints:
             create=False,
             multiprocessing_options=_together(),
         )
+        stored.bring(folder, read_only=read_only)
         try:
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,7 @@ class Checkpoints:
                     self._check()
                     there = self.folder / str(step) / SCORE
                     files.write(there, json.dumps(sealed({"score": score})))
+                    desk.store(there)
             self._scores[step] = score
 
     def wait(self) -> None:
@@ -135,10 +139,11 @@ class Checkpoints:
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of it."""
         expected = self._note(step)["arrays"]
+        desk.fetch(self.folder / str(step))
         if part is not None:  # .params['a'] in a record, ['params']['a'] in a dictionary
             name = re.compile(rf"(\.{part}|\['{part}'\])(.*)")
             expected = {m[2]: expected[k] for k in expected if (m := name.fullmatch(k))}
-        _same_form(f"checkpoint {step} of {self.folder}", expected, like)
+        same_form(f"checkpoint {step} of {self.folder}", expected, like)
         wanted = like if part is None else {part: like}
         arguments = ocp.args.PyTreeRestore(
             jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted),
@@ -200,7 +205,7 @@ class Checkpoints:
         return found
 
     def _settle(self, step: int, like: Any, arrays: dict[str, Any]) -> bool:
-        """What follows a save: to the disk, and read back by one process; whether that could be done."""
+        """What follows a save: to the disk, read back by one process, stored; whether it could be read back."""
         self._manager.wait_until_finished()
         if not hosts.first():
             return False
@@ -210,7 +215,9 @@ class Checkpoints:
             _verify(folder / "state", like, arrays)
         except UserError as error:
             logger.warning("%s; older checkpoints are kept until one was read back", error)
+            stored.put(folder)
             return False
+        stored.put(folder)
         return True
 
     def _prune(self) -> None:
@@ -221,16 +228,14 @@ class Checkpoints:
             if step not in kept:
                 self._check()
                 self._manager.delete(step)
+                desk.drop(self.folder / str(step))
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again and nothing of them is lost."""
         with hosts.together():
             for step, reason in damaged.items() if hosts.first() else ():
                 self._check()
-                number = 0
-                while (aside := self.folder / f"damaged-{step}-{number}").exists():
-                    number += 1
-                (self.folder / str(step)).rename(aside)
+                aside = desk.named(stored.set_aside(self.folder / str(step)))
                 logger.warning(
                     "checkpoint %d is damaged (%s): it was set aside as %s", step, reason, aside
                 )
@@ -278,17 +283,21 @@ def write_params(folder: Path, params: Any) -> None:
             if hosts.first():
                 files.sync_tree(folder)
                 files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
+                desk.drop(folder)
+                desk.store(folder)
+                desk.store(_note_of(folder))
 
 
 def read_params(folder: Path, like: Any) -> Any:
     """What `write_params` wrote in this run, placed as `like` lies."""
     cure = "take the folder from a copy of the run, or start anew with another --out"
+    desk.fetch(folder)
     wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
         note = unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))
         if note["run"] != record.identity(folder.parent):
             raise DamageError("it is of another run")
-        _same_form(str(folder), note["arrays"], like)
+        same_form(str(folder), note["arrays"], like)
         with ocp.StandardCheckpointer(multiprocessing_options=_together()) as reader:
             params = patiently(str(folder), lambda: reader.restore(folder.absolute(), wanted))
         if describe(params) != note["arrays"]:
@@ -309,22 +318,6 @@ def _together() -> ocp.options.MultiprocessingOptions:
 
 def _note_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
-
-
-def _same_form(what: str, saved: dict[str, Any], like: Any) -> None:
-    """One line for the first array that is there in another form than wanted."""
-    wanted = {name: form[:2] for name, form in describe(like, values=False).items()}
-    there = {name: form[:2] for name, form in saved.items()}
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            has, wants = (
-                f"{form[1]} {form[0]}" if form else "no such array"
-                for form in (there.get(name), wanted.get(name))
-            )
-            raise UserError(
-                f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
-                f"nothing was changed: {_ANOTHER}"
-            )
 
 
 def _verify(folder: Path, like: Any, arrays: dict[str, Any]) -> None:

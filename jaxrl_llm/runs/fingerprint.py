@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.errors import UserError
+
 _PIECE = 1 << 22  # elements that are looked at together on the host
 
 
@@ -30,6 +32,22 @@ def on_host(array: np.ndarray) -> list[Any]:
         index = np.arange(start, start + piece.size, dtype=np.uint64).astype(np.uint32)
         total += int(np.sum(words * _mixed(index), dtype=np.uint32))
     return [str(array.dtype), list(array.shape), total % 2**32]
+
+
+def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
+    """One line for the first array that is there in another form than wanted."""
+    wanted = {name: form[:2] for name, form in describe(like, values=False).items()}
+    there = {name: form[:2] for name, form in saved.items()}
+    for name in sorted(there.keys() | wanted.keys()):
+        if there.get(name) != wanted.get(name):
+            has, wants = (
+                f"{form[1]} {form[0]}" if form else "no such array"
+                for form in (there.get(name), wanted.get(name))
+            )
+            raise UserError(
+                f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
+                f"nothing was changed: resume with the config and flags that the run was started with"
+            )
 
 
 @jax.jit

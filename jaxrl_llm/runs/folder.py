@@ -6,10 +6,12 @@ model/                 tokenizer and config.json in Hugging Face format
 metrics.jsonl tensorboard/ samples/ curves.png
 checkpoints/ reference/
 lock                   while a trainer works in it
+
+Of a run in a bucket all but checkpoints/ and reference/ is written in a folder of this machine first, and stored
+with every checkpoint and at the end.
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,12 +21,12 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import config, files, hosts, userfile
+from jaxrl_llm import config, desk, files, hosts, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.runs import assemble, lock, record, seal
+from jaxrl_llm.runs import assemble, journal, lock, record, seal
 from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.checkpoint import Checkpoints, read_params
 from jaxrl_llm.runs.disk import DamageError, first_line
@@ -33,11 +35,22 @@ from jaxrl_llm.runs.record import CONFIG
 
 SHARED = 60.0  # seconds until all processes see what the first has written
 DATA = Path("~/.cache/jaxrl_llm").expanduser()
+_BROUGHT = (record.NAME, CONFIG, journal.METRICS, journal.DAMAGED, "reference.json")
+
+
+def at_hand(where: Path) -> Path:
+    """The folder of a run by its path or URL; what a run is and has recorded is fetched."""
+    here = desk.at_hand(where)
+    for name in _BROUGHT:
+        desk.bring(here / name)
+    for name in ("files", "model"):
+        desk.fetch(here / name)
+    return here
 
 
 def of(out: Path | None, made_by: Path) -> Path:
-    """Where a run of this config goes."""
-    return out or Path("runs") / made_by.stem
+    """Where a run of this config goes, on this machine."""
+    return at_hand(out or Path("runs") / made_by.stem)
 
 
 def resumable(folder: Path) -> bool:
@@ -80,10 +93,9 @@ def _held(
     origin: Path | None,
     say: Callable[[str], None],
 ) -> Iterator[Callable[[], None]]:
-    if re.match(r"\w[\w+.-]+:/", str(folder)):
+    if desk.place(folder) is not None and hosts.count() > 1:
         raise UserError(
-            f"--out {folder}: a run's folder lies in a file system: mount the storage, or copy the run "
-            "there afterwards"
+            f"{folder} is in a bucket: a run on several hosts needs a shared file system"
         )
     if resume and not resumable(folder):
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
@@ -92,11 +104,16 @@ def _held(
     except OSError as error:
         raise _cannot_write(folder, error) from error
     with lock.hold(folder, say) as check:
+        at_hand(folder)  # anew: another trainer may have held it until now
         try:
             (_continue if resume else _start)(folder, made_by, flags, parts, origin)
         except OSError as error:
             raise _cannot_write(folder, error) from error
-        yield check
+        try:
+            journal.store(folder)
+            yield check
+        finally:
+            journal.store(folder)
 
 
 def _require_shared(folder: Path) -> None:
@@ -120,7 +137,7 @@ def _start(
         raise UserError(
             f"{folder} already holds a run: add --resume to go on, or choose another --out"
         )
-    run = record.new(made_by, flags, userfile.read("task"), origin)
+    run = record.new(made_by, flags, userfile.read("task"), origin and desk.named(origin))
     (folder / "model").mkdir(exist_ok=True)
     parts.tokenizer.save(folder / "model")
     described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
@@ -146,7 +163,7 @@ def _continue(
                 f"{original} has changed since {folder} was started: resume with the run's own copy, "
                 f"{folder / copy}, or start anew with another --out"
             )
-    if (there := run.get("from")) != (origin and str(origin)):
+    if (there := run.get("from")) != (origin and desk.named(origin)):
         given = f"with --from {there}" if there else "without --from"
         raise UserError(f"{folder} was started {given}: resume it so")
     run = record.continued(folder, run, flags)
@@ -210,6 +227,7 @@ def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -
 def reference(folder: Path, parts: Parts) -> Any:
     """The parameters of the reference policy; None before reinforcement began."""
     there = folder / "reference"
+    desk.fetch(there)  # for whether it is there
     return read_params(there, assemble.like_params(parts)) if there.exists() else None
 
 

@@ -15,10 +15,11 @@ import rich.progress
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxrl_llm import files
+from jaxrl_llm import desk, files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import record, seal
 
+APART = ("checkpoints", "reference")  # in a bucket they are stored by themselves
 METRICS, DAMAGED = "metrics.jsonl", "metrics.damaged.jsonl"
 WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
 _event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # made when they are imported
@@ -88,7 +89,7 @@ class Journal:
 
     def say(self, text: Any) -> None:
         """A line, or a table, on the terminal."""
-        self.console.print(text)
+        self.console.print(desk.spoken(text) if isinstance(text, str) else text)
 
     def samples(self, step: int, title: str, entries: list[tuple[str, str, str]]) -> None:
         """Sampled responses for people: (prompt, response, remark) each, in samples/step-N.md."""
@@ -196,6 +197,11 @@ class _Board:
         event.wall_time = time.time()
         self._writer.write_event(event)
         self._writer.flush()
+
+
+def store(folder: Path) -> None:
+    """Puts what a run has written down into its bucket, if it lies in one."""
+    desk.store(folder, but=APART)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

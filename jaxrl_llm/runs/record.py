@@ -34,7 +34,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
 def new(
-    made_by: Path, flags: dict[str, Any], used: Iterable[Path], origin: Path | None = None
+    made_by: Path, flags: dict[str, Any], used: Iterable[Path], origin: str | None = None
 ) -> dict[str, Any]:
     """The record of a run that starts; `used` are the files beside the config that made it.
 
@@ -47,7 +47,7 @@ def new(
         "config": str(made_by),
         "flags": flags,
         "files": copies,
-        "from": origin and str(origin),
+        "from": origin,
         "sessions": [_session(flags)],
     }
 

@@ -301,13 +301,9 @@ def _catch_up(run: Run, step: int, phase: str, params: Any, clock: Clock) -> flo
 
 def _recorded(run: Run, name: str, step: int, phase: str) -> float | None:
     """The figure of that name in the records of a step, if it is there."""
-
-    def find() -> float | None:
-        found = journal.read(run.journal.folder)
-        here = (r[name] for r in found if r["step"] == step and r["phase"] == phase and name in r)
-        return next(here, None)
-
-    return hosts.told(find)
+    here = lambda r: r["step"] == step and r["phase"] == phase and name in r
+    found = lambda: (r[name] for r in journal.read(run.journal.folder) if here(r))
+    return hosts.told(lambda: next(found(), None))
 
 
 def _save(

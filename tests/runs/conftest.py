@@ -1,9 +1,12 @@
 """Fixtures of the tests that run the program."""
 
 import os
+import re
 
 import pytest
 
+from jaxrl_llm import desk, storage
+from tests.runs import s3
 from tests.runs.process import finished
 
 
@@ -21,3 +24,42 @@ def environment(tmp_path_factory):
 def whole(environment, tmp_path_factory):
     """The folder of a run that nothing has disturbed."""
     return finished(environment, tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="session")
+def s3_port():
+    """The port of a server for s3:// with an empty bucket."""
+    pytest.importorskip("s3fs", reason="pip install -e '.[dev]'")
+    pytest.importorskip("moto", reason="pip install -e '.[dev]'")
+    with s3.served() as port:
+        yield port
+
+
+@pytest.fixture
+def wire(s3_port, monkeypatch):
+    """The way to the server, for this process and those it starts with `os.environ`."""
+    between = s3.Wire(s3_port)
+    for name, value in s3.credentials(between.port).items():
+        monkeypatch.setenv(name, value)
+    forget()
+    yield between
+    between.close()
+    forget()
+
+
+def forget():
+    """As if this process had never reached a bucket."""
+    import s3fs
+
+    for one in desk._DESKS.values():
+        one.close()
+    desk._DESKS.clear()
+    storage._opened.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def url(wire, request):
+    """A place in the bucket for this test alone."""
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    return f"s3://{s3.BUCKET}/{name}"

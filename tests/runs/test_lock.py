@@ -12,6 +12,8 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import lock
+from jaxrl_llm.runs.holder import machine, started, this_process
+from jaxrl_llm.runs.lock_file import NAME, LockFile
 
 HOLDER = """
 import sys, time
@@ -25,8 +27,8 @@ with lock.hold(Path(sys.argv[1])):
 
 def written(folder, **changes):
     """The lock of a process on another machine."""
-    there = lock._identity() | {"machine": "another", "host": "node7", **changes}
-    (folder / lock.NAME).write_text(json.dumps(there))
+    there = this_process() | {"machine": "another", "host": "node7", **changes}
+    (folder / NAME).write_text(json.dumps(there))
     return there
 
 
@@ -42,7 +44,7 @@ def test_a_second_trainer_hears_who_holds_it_and_a_dead_one_is_replaced_at_once(
         ):
             pass
         os.kill(holder.pid, signal.SIGKILL)
-        while lock._started(holder.pid) is not None:  # a zombie counts as dead, which it now is
+        while started(holder.pid) is not None:  # a zombie counts as dead, which it now is
             time.sleep(0.01)
         start = time.monotonic()
         with lock.hold(tmp_path) as check:
@@ -52,14 +54,14 @@ def test_a_second_trainer_hears_who_holds_it_and_a_dead_one_is_replaced_at_once(
 
 
 def test_another_process_with_the_number_of_the_dead_one_is_not_the_holder(tmp_path):
-    written(tmp_path, machine=lock._machine(), started="1")
+    written(tmp_path, machine=machine(), started="1")
     with lock.hold(tmp_path, stale=60):
         pass
 
 
 def test_elsewhere_a_beating_holder_is_alive_whatever_its_clock_says(tmp_path):
     written(tmp_path)
-    path, done = tmp_path / lock.NAME, threading.Event()
+    path, done = tmp_path / NAME, threading.Event()
 
     def beat():  # with a clock that goes backwards
         for i in range(1, 1000):
@@ -81,7 +83,7 @@ def test_elsewhere_a_beating_holder_is_alive_whatever_its_clock_says(tmp_path):
 
 def test_elsewhere_a_holder_without_a_heartbeat_is_given_up(tmp_path):
     written(tmp_path)
-    os.utime(tmp_path / lock.NAME, (2**33, 2**33))  # far in the future of our clock
+    os.utime(tmp_path / NAME, (2**33, 2**33))  # far in the future of our clock
     start = time.monotonic()
     with lock.hold(tmp_path, stale=0.5) as check:
         assert 0.5 <= time.monotonic() - start < 5
@@ -91,7 +93,7 @@ def test_elsewhere_a_holder_without_a_heartbeat_is_given_up(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xff", b'{"process": "x"}'])
 def test_a_lock_that_says_nothing_is_given_up_too(tmp_path, content):
-    (tmp_path / lock.NAME).write_bytes(content)
+    (tmp_path / NAME).write_bytes(content)
     with lock.hold(tmp_path, stale=0.3):
         pass
 
@@ -101,28 +103,28 @@ def test_who_lost_the_folder_is_told_and_leaves_the_new_holder_alone(tmp_path):
         other = written(tmp_path)
         with pytest.raises(UserError, match=r"no longer of this run but of process .* on node7"):
             check()
-    assert json.loads((tmp_path / lock.NAME).read_text()) == other
+    assert json.loads((tmp_path / NAME).read_text()) == other
 
 
 def test_who_slept_while_another_came_and_went_is_told(tmp_path):
     with lock.hold(tmp_path) as check:
-        (tmp_path / lock.NAME).unlink()
+        (tmp_path / NAME).unlink()
         with pytest.raises(UserError, match="no longer of this run"):
             check()
 
 
 def test_it_beats(tmp_path):
     with lock.hold(tmp_path, stale=0.2):
-        before = lock._last_beat(tmp_path / lock.NAME)
+        before = LockFile(tmp_path).last_beat()
         until = time.monotonic() + 10
-        while lock._last_beat(tmp_path / lock.NAME) == before:
+        while LockFile(tmp_path).last_beat() == before:
             assert time.monotonic() < until
             time.sleep(0.01)
 
 
 def test_of_many_at_once_one_gets_it(tmp_path):
     """All see the lock of a dead process; each either holds it alone or is refused."""
-    written(tmp_path, machine=lock._machine(), started="1")
+    written(tmp_path, machine=machine(), started="1")
     inside, most, refused, guard = [], [], [], threading.Lock()
 
     def attempt():

@@ -328,11 +328,18 @@ def test_two_runs_are_told_apart(tmp_path):
     assert one["id"] != other["id"]
 
 
-@pytest.mark.parametrize("out", ["gs://bucket/run", "s3://bucket/run"])
-def test_a_bucket_is_refused(out, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("gs://bucket/run", "pip install 'jaxrl-llm[gcs]'"),
+        ("https://host/run", "only s3:// and gs:// are known"),
+    ],
+)
+def test_a_url_that_cannot_be_used_makes_no_folder(out, said, capsys, tmp_path, monkeypatch):
     quick = Path(QUICK).absolute()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     monkeypatch.chdir(tmp_path)
-    assert "lies in a file system" in fails(capsys, "train", quick, "--out", out)
+    assert said in fails(capsys, "train", quick, "--out", out)
     assert not list(tmp_path.iterdir())
 
 
