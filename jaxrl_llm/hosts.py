@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxrl_llm.errors import Leaving, UserError
 
@@ -29,6 +30,7 @@ AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one after which a process is given up
 LEAVE = 10.0  # seconds that one which knows of an end has for its own
+FEW = 2**16 - 1  # bytes that an exchange has room for at the least, but one
 SLICE = 200  # milliseconds of a wait after which signals are looked at
 _FOREVER = 10**7  # seconds: JAX's own watch would end a process without a line
 
@@ -89,9 +91,8 @@ def joined(
         agree()
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(
-                lost + 2 * BEAT
-            )  # of a program without one of us: the watch will say of whom
+            # of a program that one of us is missing from: the watch will say who
+            time.sleep(lost + 2 * BEAT)
         _put(f"ended/{_JOB.index}", "" if getattr(error, "agreed", False) else _line(error))
         raise
     finally:
@@ -149,10 +150,9 @@ def exchange(payload: bytes) -> list[bytes]:
     """The payloads of all processes, by way of the devices."""
     if _JOB.count == 1:
         return [payload]
-    from jax.experimental import multihost_utils
-
     sizes = [int(size) for size in agree(str(len(payload)))]
-    padded = np.zeros(max(sizes), np.uint8)
+    room = 1 << max(FEW, max(sizes) - 1).bit_length()  # few sizes, for each is a program
+    padded = np.zeros(room, np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     _JOB.meeting = True
     try:
