@@ -30,7 +30,7 @@ AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one after which a process is given up
 LEAVE = 10.0  # seconds that one which knows of an end has for its own
-FEW = 2**16 - 1  # bytes that an exchange has room for at the least, but one
+LEAST = 2**16  # bytes that an exchange has room for
 SLICE = 200  # milliseconds of a wait after which signals are looked at
 _FOREVER = 10**7  # seconds: JAX's own watch would end a process without a line
 
@@ -151,7 +151,7 @@ def exchange(payload: bytes) -> list[bytes]:
     if _JOB.count == 1:
         return [payload]
     sizes = [int(size) for size in agree(str(len(payload)))]
-    room = 1 << max(FEW, max(sizes) - 1).bit_length()  # few sizes, for each is a program
+    room = max(LEAST, 1 << max(sizes).bit_length())  # one of few sizes: each is a program
     padded = np.zeros(room, np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     _JOB.meeting = True
