@@ -21,7 +21,7 @@ if [ ! -x venv/bin/jaxrl-llm ]; then
     gcloud storage cp "$place/*.whl" "$place/*.py" .
     python3 -m pip install -q uv
     python3 -m uv venv -q --python 3.12 venv
-    python3 -m uv pip install -q --python venv/bin/python './jaxrl_llm-0.1.0-py3-none-any.whl[tpu]'
+    python3 -m uv pip install -q --python venv/bin/python './jaxrl_llm-0.1.0-py3-none-any.whl[tpu,gcs]'
 fi
 cat >run <<'RUN'
 #!/usr/bin/env bash

@@ -237,7 +237,7 @@ class TpuPod:
             "patience": str(_seconds(trainer) + MARGIN),
             "place": shlex.quote(place),
             "wheel": shlex.quote(str(self.wheel)),
-            "wheel_name": shlex.quote(f"./{self.wheel.name}[tpu]"),
+            "wheel_name": shlex.quote(f"./{self.wheel.name}[tpu,gcs]"),
             "config": shlex.quote(str(trainer.file)),
             "arguments": shlex.join(trainer.arguments(trainer.file.name, "auto")),
         }
