@@ -16,6 +16,7 @@ from jaxrl_llm.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
+PIECE = 2**28  # bytes of an array that travel to a host at a time
 VOCAB = ("tensor", "fsdp")  # hidden states travel to the vocabulary, which is the larger of the two
 
 # Parameters by name, and where they lie: the first place whose axes all divide, else what is left of the first.
@@ -142,6 +143,19 @@ def on_host(array: jax.Array) -> np.ndarray:
     if not (array.is_fully_addressable or array.is_fully_replicated):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
+
+
+def on_first_host(array: jax.Array) -> np.ndarray:
+    """The whole array on the host of the first process, a piece at a time; nothing on the others."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    rows = max(1, PIECE * len(array) // array.nbytes)
+    pieces = (on_host(array[i : i + rows]) for i in range(0, len(array), rows))
+    if jax.process_index() == 0:
+        return np.concatenate([*pieces])
+    for piece in pieces:
+        del piece
+    return np.empty(0)
 
 
 def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

@@ -25,7 +25,8 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxrl_llm import desk, files, hosts
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import record, stored
+from jaxrl_llm.models import sharding
+from jaxrl_llm.runs import stored, writers
 from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
@@ -49,6 +50,7 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
     ):
         self.folder, self._keep, self._check = folder, keep, check
+        self._gathers = writers.gathers(folder)
         for name in (
             "absl",
             "asyncio",
@@ -60,9 +62,9 @@ class Checkpoints:
             lightweight_initialize=True,
             read_only=read_only,
             create=False,
-            multiprocessing_options=_together(),
+            multiprocessing_options=writers.of(folder),
         )
-        stored.bring(folder, read_only=read_only)
+        stored.bring(folder, read_only=read_only or not hosts.first())
         try:
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -78,11 +80,14 @@ class Checkpoints:
         """Copies the state and returns; it is written, and read back, in the background."""
         arrays = describe(state)
         note = sealed({"notes": notes, "score": score, "arrays": arrays})
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave(note))
         self.wait()
         self._check()
-        with self._writing(state):
-            self._manager.save(step, args=items)
+        if self._gathers:
+            state = jax.tree.map(sharding.on_first_host, state)
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave(note))
+        with hosts.together(), self._writing(state):
+            if hosts.first() or not self._gathers:
+                self._manager.save(step, args=items)
         self._scores[step] = score
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         self._settling = _Settling(step, lambda: self._settle(step, like, arrays))
@@ -138,6 +143,10 @@ class Checkpoints:
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of it."""
+        elsewhere = self._gathers and not hosts.first()
+        if elsewhere:  # the first process may have saved it since
+            stored.bring(self.folder, read_only=True)
+            self._manager.reload()
         expected = self._note(step)["arrays"]
         desk.fetch(self.folder / str(step))
         if part is not None:  # .params['a'] in a record, ['params']['a'] in a dictionary
@@ -152,6 +161,8 @@ class Checkpoints:
         )
         state = self._read(step, state=arguments)
         state = state if part is None else state[part]
+        if elsewhere:
+            desk.release(self.folder / str(step) / stored.ARRAYS)
         if describe(state) != expected:
             raise DamageError("the arrays are not the ones that were saved")
         return state
@@ -221,7 +232,7 @@ class Checkpoints:
         return True
 
     def _prune(self) -> None:
-        if self._keep is None:
+        if self._keep is None or (self._gathers and not hosts.first()):
             return
         kept = {*self.steps[-self._keep :], self.best}
         for step in self.steps:
@@ -273,62 +284,11 @@ class _Settling(threading.Thread):
             raise self._error
 
 
-def write_params(folder: Path, params: Any) -> None:
-    """Parameters alone, in place of what was there, and beside them what they are and of which run."""
-    with writing(folder.parent, folder.name, params):
-        with ocp.StandardCheckpointer(multiprocessing_options=_together()) as writer:
-            writer.save(folder.absolute(), params, force=True)
-        note = sealed({"run": record.identity(folder.parent), "arrays": describe(params)})
-        with hosts.together():
-            if hosts.first():
-                files.sync_tree(folder)
-                files.write(_note_of(folder), json.dumps(note, indent=1) + "\n")
-                desk.drop(folder)
-                desk.store(folder)
-                desk.store(_note_of(folder))
-
-
-def read_params(folder: Path, like: Any) -> Any:
-    """What `write_params` wrote in this run, placed as `like` lies."""
-    cure = "take the folder from a copy of the run, or start anew with another --out"
-    desk.fetch(folder)
-    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    try:
-        note = unsealed(patiently(str(folder), lambda: json.loads(_note_of(folder).read_bytes())))
-        if note["run"] != record.identity(folder.parent):
-            raise DamageError("it is of another run")
-        same_form(str(folder), note["arrays"], like)
-        with ocp.StandardCheckpointer(multiprocessing_options=_together()) as reader:
-            params = patiently(str(folder), lambda: reader.restore(folder.absolute(), wanted))
-        if describe(params) != note["arrays"]:
-            raise DamageError("the arrays are not the ones that were saved")
-    except DamageError as error:
-        raise UserError(
-            f"{folder}, the policy before reinforcement, cannot be used ({first_line(error)}): {cure}"
-        ) from error
-    return params
-
-
-def _together() -> ocp.options.MultiprocessingOptions:
-    """All processes, named: else the library's threads wait by programs on the devices, in between ours."""
-    if hosts.count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(active_processes={*range(hosts.count())})
-
-
-def _note_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.json")
-
-
 def _verify(folder: Path, like: Any, arrays: dict[str, Any]) -> None:
     """Reads what lies on the disk, one array at a time, on the host: Damaged if it is not what was saved."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     how = jax.tree.unflatten(tree, [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves])
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=hosts.index(),
-        active_processes={hosts.index()},
-        barrier_sync_key_prefix="verify",
-    )
+    alone = writers.alone("verify")
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         for i, (path, leaf) in enumerate(leaves):

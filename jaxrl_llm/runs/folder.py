@@ -26,9 +26,9 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.runs import assemble, journal, lock, record, seal
+from jaxrl_llm.runs import anchor, assemble, journal, lock, record, seal
 from jaxrl_llm.runs.assemble import Parts
-from jaxrl_llm.runs.checkpoint import Checkpoints, read_params
+from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.disk import DamageError, first_line
 from jaxrl_llm.runs.notes import REINFORCE, Notes
 from jaxrl_llm.runs.record import CONFIG
@@ -79,6 +79,8 @@ def opened(
             if hosts.first():
                 held = _held(folder, made_by, flags, parts, resume, origin, say)
                 check = stack.enter_context(held)
+        if not hosts.first():
+            at_hand(folder)  # as the first has left it
         _require_shared(folder)
         yield check
 
@@ -93,10 +95,6 @@ def _held(
     origin: Path | None,
     say: Callable[[str], None],
 ) -> Iterator[Callable[[], None]]:
-    if desk.place(folder) is not None and hosts.count() > 1:
-        raise UserError(
-            f"{folder} is in a bucket: a run on several hosts needs a shared file system"
-        )
     if resume and not resumable(folder):
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
     try:
@@ -228,7 +226,7 @@ def reference(folder: Path, parts: Parts) -> Any:
     """The parameters of the reference policy; None before reinforcement began."""
     there = folder / "reference"
     desk.fetch(there)  # for whether it is there
-    return read_params(there, assemble.like_params(parts)) if there.exists() else None
+    return anchor.read(there, assemble.like_params(parts)) if there.exists() else None
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:

@@ -20,7 +20,7 @@ from jaxrl_llm.learning.step import Step
 from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.learning.token_task import Answers, remark
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.runs import assemble, checkpoint, journal
+from jaxrl_llm.runs import anchor, assemble, journal
 from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.journal import Journal
@@ -90,7 +90,8 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     if _recorded(run, "test/accuracy", run.last_step, REINFORCE) is not None:
         return None
     run.checkpoints.wait()
-    step = run.checkpoints.steps[-1] if run.checkpoints.best is None else run.checkpoints.best
+    newest = lambda: run.checkpoints.steps[-1]
+    step = hosts.told(lambda: newest() if run.checkpoints.best is None else run.checkpoints.best)
     params = run.checkpoints.restore(step, assemble.like_params(run.parts), part="params")
     run.sampler.push(params, step)
     result, seconds = _measured(
@@ -152,7 +153,7 @@ def _warm_start(
 def _begin(run: Run, start: int, params: Any, cursor: Cursor) -> update.TrainState:
     """The first state of reinforcement: the reference is kept, the policy saved and evaluated as it is."""
     if run.config.keeps_reference:
-        checkpoint.write_params(run.journal.folder / REFERENCE, params)
+        anchor.write(run.journal.folder / REFERENCE, params)
     state = update.init_state(params, run.config.optimizer)
     if run.saved != start:
         _save(run, start, REINFORCE, state, cursor)
@@ -182,7 +183,7 @@ def _reinforce(
     reference = None
     if config.keeps_reference:
         kept = run.journal.folder / REFERENCE
-        reference = checkpoint.read_params(kept, assemble.like_params(parts))
+        reference = anchor.read(kept, assemble.like_params(parts))
         reference = parts.policy.narrowed(reference)
 
     def show(step: Step) -> None:

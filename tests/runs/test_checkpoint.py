@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import checkpoint, disk, fingerprint
+from jaxrl_llm.runs import anchor, checkpoint, disk, fingerprint
 from jaxrl_llm.runs.checkpoint import Checkpoints
 
 
@@ -318,7 +318,7 @@ def reference(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "run.json").write_text(json.dumps({"id": name, "flags": {}}))
-        checkpoint.write_params(folder / "reference", state(seed).params)
+        anchor.write(folder / "reference", state(seed).params)
         return folder
 
     return written
@@ -326,13 +326,13 @@ def reference(tmp_path):
 
 def test_the_reference_of_a_run_is_its_own(reference):
     one, other = reference("one", 1), reference("other", 2)
-    assert equal(checkpoint.read_params(one / "reference", state().params), state(1).params)
+    assert equal(anchor.read(one / "reference", state().params), state(1).params)
     shutil.rmtree(one / "reference")
     with pytest.raises(UserError, match=r"the policy before reinforcement, cannot be used"):
-        checkpoint.read_params(one / "reference", state().params)
+        anchor.read(one / "reference", state().params)
     shutil.copytree(other / "reference", one / "reference")
     with pytest.raises(UserError, match="not the ones that were saved"):
-        checkpoint.read_params(one / "reference", state().params)
+        anchor.read(one / "reference", state().params)
     shutil.copyfile(other / "reference.json", one / "reference.json")
     with pytest.raises(UserError, match="of another run"):
-        checkpoint.read_params(one / "reference", state().params)
+        anchor.read(one / "reference", state().params)

@@ -3,11 +3,13 @@
 import filecmp
 import json
 import math
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,9 @@ from jaxrl_llm import hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import shares
 from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.runs import folder
 from jaxrl_llm.runs.leaving import UNFINISHED
+from tests.runs.conftest import forget
 from tests.runs.process import ROOT, metrics
 
 SMALL = "tests/chaos/small.py"
@@ -25,7 +29,8 @@ LOST = 8.0
 class Job:
     """Processes of one run on this machine, with so many devices each."""
 
-    def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None):
+    def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None):
+        self.log = log or out
         with socket.create_server(("127.0.0.1", 0)) as free:
             where = f"127.0.0.1:{free.getsockname()[1]}"
         self.out, self.processes = out, []
@@ -33,13 +38,19 @@ class Job:
             process = (
                 ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)] if count > 1 else []
             )
-            with out.with_name(f"{out.name}-{i}.log").open("w") as log:
+            with self.log.with_name(f"{self.log.name}-{i}.log").open("w") as file:
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-m", "jaxrl_llm.cli", "train", config,
                      "--out", str((outs or [out] * count)[i]), *process, *flags],
                     cwd=ROOT, env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
-                    stdout=log, stderr=subprocess.STDOUT,
+                    stdout=file, stderr=subprocess.STDOUT,
                 ))  # fmt: skip
+
+    def wait_for_words(self, words):
+        """Until the first process has said them."""
+        while words not in self.said(0):
+            assert self.processes[0].poll() is None, self.said(0)
+            time.sleep(0.05)
 
     def wait_for(self, step):
         """Until a step of reinforcement is recorded."""
@@ -53,7 +64,7 @@ class Job:
 
     def said(self, i):
         """What the product itself said on the terminal of process `i`."""
-        return self.out.with_name(f"{self.out.name}-{i}.log").read_text(errors="replace")
+        return self.log.with_name(f"{self.log.name}-{i}.log").read_text(errors="replace")
 
     def finished(self):
         """The folder, once all have ended well."""
@@ -147,6 +158,23 @@ def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     assert named in said
     Job(environment, job.out, 2, 2, "--resume", "auto").finished()
     assert metrics(job.out) == metrics(pair)
+
+
+def test_a_bucket_serves_processes_that_share_no_folder(environment, pair, url, tmp_path):
+    """Stopped once, killed once, and gone on with in one process."""
+    users = environment | {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    start = lambda count, *flags: Job(users, url, count, 4 // count, *flags, log=tmp_path / "run")
+    job = start(2)
+    job.wait_for_words("1/4 reinforce")
+    job.processes[1].send_signal(signal.SIGTERM)
+    assert job.ends() == [UNFINISHED] * 2
+    job = start(2, "--resume")
+    job.wait_for_words("2/4 reinforce")
+    job.processes[1].kill()
+    assert job.ends() == [2, -signal.SIGKILL]
+    start(1, "--resume").finished()
+    forget()
+    assert close(metrics(folder.at_hand(Path(url))), metrics(pair))
 
 
 def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path):
