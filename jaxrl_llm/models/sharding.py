@@ -149,13 +149,13 @@ def on_first_host(array: jax.Array) -> np.ndarray:
     """The whole array on the host of the first process, a piece at a time; nothing on the others."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    rows = max(1, PIECE * len(array) // array.nbytes)
-    pieces = (on_host(array[i : i + rows]) for i in range(0, len(array), rows))
-    if jax.process_index() == 0:
-        return np.concatenate([*pieces])
-    for piece in pieces:
-        del piece
-    return np.empty(0)
+    first, rows = jax.process_index() == 0, max(1, PIECE * len(array) // array.nbytes)
+    out = np.empty(array.shape if first else 0, array.dtype)
+    for i in range(0, len(array), rows):
+        piece = on_host(array[i : i + rows])
+        if first:
+            out[i : i + rows] = piece
+    return out
 
 
 def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
