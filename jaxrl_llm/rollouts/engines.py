@@ -65,10 +65,11 @@ class Vllm:
 
     `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
     each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is). Or `servers` are the addresses of
-    running ones (jaxrl-llm serve), that see the same `memory`. Their key is in `key_file`, or the
-    environment's VLLM_API_KEY; over http it stays on this machine unless `plain_http`. `tolerance` is how far
-    a server's log-probs may be from the trainer's after a sync (None: what the dtype allows), `patience` how
-    long to wait for one that starts or is away, and `timeout` for one answer without its tokens, in seconds.
+    running ones (jaxrl-llm serve), that see the same `memory`; the processes of a run share them out. Their
+    key is in `key_file`, or the environment's VLLM_API_KEY; over http it stays on this machine unless
+    `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync (None: what
+    the dtype allows), `patience` how long to wait for one that starts or is away, and `timeout` for one
+    answer without its tokens, in seconds.
     """
 
     python: str = "python3"
@@ -114,7 +115,7 @@ class Vllm:
 
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             transport = weight_sync.Folders(root, publish, check, self.patience)
-            running = [Server(x, self._key(), self.timeout) for x in self.servers]
+            running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
             yield VllmSampler(
                 [car.server for car in cars] or running,
                 transport,
@@ -142,6 +143,16 @@ class Vllm:
             for car in cars:
                 stack.callback(car.stop)
             yield cars
+
+    def _own_servers(self) -> tuple[str, ...]:
+        """Of the servers that run already those of this process; a server has one trainer."""
+        own = self.servers[jax.process_index() :: jax.process_count()]
+        if self.servers and not own:
+            raise UserError(
+                f"engine: {len(self.servers)} servers for {jax.process_count()} processes: each needs one of "
+                "its own"
+            )
+        return own
 
     def _key(self) -> str:
         return read_key(None if self.key_file is None else Path(self.key_file))

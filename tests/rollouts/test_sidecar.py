@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxrl_llm.cli import main as cli
@@ -447,6 +448,18 @@ def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, memory, python
             sampler.generate([[1]], n=1, sampling=Sampling())
     assert not list(memory.glob("jaxrl-llm-*"))
     assert not (tmp_path / "run").exists()
+
+
+def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
+    servers = tuple(f"https://host{i}:8000" for i in range(5))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    shares = []
+    for i in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda i=i: i)
+        shares.append(Vllm(servers=servers)._own_servers())
+    assert sorted(sum(shares, ())) == sorted(servers)
+    with pytest.raises(UserError, match="1 servers for 2 processes: each needs one of its own"):
+        Vllm(servers=servers[:1])._own_servers()
 
 
 def test_an_unknown_dtype():
