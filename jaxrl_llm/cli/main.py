@@ -139,8 +139,9 @@ def _resumed_folder(path: Path, arguments: list[str]) -> Path | None:
         options, _ = tyro.cli(
             train.Options, args=arguments, return_unknown_args=True, add_help=False
         )
-        out = folder.of(options.out, path)
-        return out if options.resumes(out) else None
+        if options.resume:
+            out = folder.of(options.out, path)
+            return out if options.resumes(out) else None
     return None
 
 
