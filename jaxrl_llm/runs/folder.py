@@ -115,11 +115,11 @@ def _held(
 
 
 def _require_shared(folder: Path) -> None:
-    """A UserError if processes do not see the same folder; file systems of a network may take a moment."""
+    """A UserError if processes do not see the same folder; a new file may take a moment to be seen elsewhere."""
     expected, until = hosts.told(lambda: record.identity(folder)), time.monotonic() + SHARED
     with hosts.together():
         while (found := record.identity(folder)) != expected:
-            if time.monotonic() > until:
+            if found is not None or time.monotonic() > until:
                 there = "nothing" if found is None else "another run"
                 raise UserError(
                     f"there is {there} in {folder} here: --out has to be storage that all processes see"

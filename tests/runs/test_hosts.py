@@ -4,6 +4,7 @@ import filecmp
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,8 +189,10 @@ def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path):
         assert "Traceback" not in job.said(i)
 
 
-def test_folders_that_are_not_shared_are_found(environment, tmp_path):
-    job = Job(environment, tmp_path / "a", 2, 1, outs=[tmp_path / "a", tmp_path / "b"])
+def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
+    outs = [tmp_path / "a", tmp_path / "b"]
+    shutil.copytree(pair, outs[1])
+    job = Job(environment, outs[0], 2, 1, outs=outs)
     assert job.ends() == [2, 2]
     assert "storage that all processes see" in job.said(0)
 
