@@ -6,7 +6,7 @@ is in the batch: a block beyond its end changes nothing, to the last bit.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -26,6 +26,12 @@ class Cache(NamedTuple):
 
     k: Float[Array, "N B S K D W"]
     v: Float[Array, "N B S K W D"]
+
+
+@cache
+def _moving(dtype, to):
+    """The program that brings an array there in that precision, compiled once."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Decoder:
         def move(x, to):
             if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
                 return x
-            return jax.jit(lambda x: x.astype(dtype), out_shardings=to)(x)
+            return _moving(dtype, to)(x)
 
         return jax.tree.map(move, params, where)
 
