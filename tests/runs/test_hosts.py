@@ -24,7 +24,7 @@ from tests.runs.conftest import forget
 from tests.runs.process import ROOT, metrics
 
 SMALL = "tests/chaos/small.py"
-LOST = 8.0
+LOST = 15.0
 
 
 class Job:
