@@ -119,7 +119,7 @@ def told(make: Callable[[], Any]) -> Any:
     """What the first process makes, something that JSON can say."""
     if _JOB.count == 1:
         return make()
-    with together():
+    with _announcing():
         word = json.dumps(make()) if first() else ""
     return json.loads(agree(word)[0])
 
@@ -127,15 +127,19 @@ def told(make: Callable[[], Any]) -> Any:
 @contextmanager
 def together() -> Iterator[None]:
     """A block after which all processes know that it went well in each, or raise what went wrong in one."""
-    if _JOB.count == 1:
+    with _announcing():
         yield
-        return
+    agree()
+
+
+@contextmanager
+def _announcing() -> Iterator[None]:
+    """A block whose error the others hear of."""
     try:
         yield
     except (UserError, Leaving) as error:
         announce(error)
         raise
-    agree()
 
 
 def announce(error: BaseException) -> None:
@@ -257,7 +261,7 @@ def _wait(key: str) -> str:
 
 def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> None:
     """Gives signs of life and looks at those of the others, until the block is over."""
-    seen: dict[str, tuple[str, float]] = {}
+    seen: dict[int, tuple[str, float]] = {}
     beat, told_to_leave = 0, False
     while not done.wait(BEAT):
         beat += 1
@@ -270,12 +274,12 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
         now = time.monotonic()
         for i in set(range(_JOB.count)) - {_JOB.index}:
             value = alive.get(f"alive/{i}", "")
-            before, since = seen.get(str(i), ("", now))
-            seen[str(i)] = (value, now if value != before else since)
+            before, since = seen.get(i, ("", now))
+            seen[i] = (value, now if value != before else since)
             if ended.get(f"ended/{i}"):
                 if not done.wait(LEAVE):
                     _end(f"{_JOB.names[i]} has ended: {ended[f'ended/{i}']}")
-            elif f"ended/{i}" not in ended and now - seen[str(i)][1] > lost:
+            elif f"ended/{i}" not in ended and now - seen[i][1] > lost:
                 _end(f"{_JOB.names[i]} has not been heard of for {lost:g} s")
             if value.endswith("leaving") and not (asked() or told_to_leave):
                 told_to_leave = True

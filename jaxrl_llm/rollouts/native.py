@@ -129,9 +129,7 @@ class NativeSampler:
     def _serve(self, requests, results, sampling):
         """The host's loop: free slots take what waits, all decode, what is done is collected."""
         longest = max(_buckets(requests))
-        if (
-            not self.model.static
-        ):  # where numbers do not depend on it, a larger cache is a program less
+        if not self.model.static:  # numbers do not depend on it: a larger cache is a program less
             longest = self._longest = max(self._longest, longest)
         limit = longest + sampling.max_tokens
         columns = self._columns(longest + self.stride, limit)

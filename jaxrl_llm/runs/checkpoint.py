@@ -114,10 +114,11 @@ class Checkpoints:
             if settling is not None:
                 with hosts.together():
                     settling.join()
-                if (fault := hosts.told(lambda: settling.fault)) is not None:
+                fault, verified = hosts.told(lambda: (settling.fault, settling.verified))
+                if fault is not None:
                     said = f"it was not read back as it was written: {fault}"
                     self._set_aside({settling.step: said})
-                elif hosts.told(lambda: settling.verified):
+                elif verified:
                     self._prune()
             self._manager.wait_until_finished()
 
@@ -136,6 +137,11 @@ class Checkpoints:
         """The step with the best score, the latest of equals, if any was saved with one."""
         known = {s: self._scores[s] for s in self.steps if self._scores.get(s) is not None}
         return max(known, key=lambda step: (known[step], step)) if known else None
+
+    @property
+    def chosen(self) -> int:
+        """The best step, else the newest."""
+        return self.steps[-1] if self.best is None else self.best
 
     def notes(self, step: int) -> dict[str, Any]:
         """What was noted beside the arrays of a step."""
@@ -222,14 +228,14 @@ class Checkpoints:
             return False
         folder = self.folder.absolute() / str(step)
         files.sync_tree(folder)
+        verified = True
         try:
             _verify(folder / "state", like, arrays)
         except UserError as error:
+            verified = False
             logger.warning("%s; older checkpoints are kept until one was read back", error)
-            stored.put(folder)
-            return False
         stored.put(folder)
-        return True
+        return verified
 
     def _prune(self) -> None:
         if self._keep is None or (self._gathers and not hosts.first()):

@@ -250,8 +250,7 @@ def _restored(
     steps = checkpoints.steps
     if not steps:
         raise UserError(f"{folder} has no checkpoint yet")
-    best = steps[-1] if checkpoints.best is None else checkpoints.best
-    chosen = best if step is None else step
+    chosen = checkpoints.chosen if step is None else step
     if chosen not in steps:
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
     try:

@@ -30,9 +30,8 @@ class LockObjects:
         if not self._place.create(_name(number + 1), _content(mine, 0)):
             return False
         self._mine = number + 1
-        if (
-            self._numbers()[-1] != self._mine
-        ):  # made after a later one, by a process that stood still
+        latest = self._numbers()[-1]
+        if latest != self._mine:  # made after a later one, by a process that stood still
             self._place.remove(_name(self._mine))
             return False
         for older in self._numbers()[:-1]:

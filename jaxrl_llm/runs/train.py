@@ -90,8 +90,7 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     if _recorded(run, "test/accuracy", run.last_step, REINFORCE) is not None:
         return None
     run.checkpoints.wait()
-    newest = lambda: run.checkpoints.steps[-1]
-    step = hosts.told(lambda: newest() if run.checkpoints.best is None else run.checkpoints.best)
+    step = hosts.told(lambda: run.checkpoints.chosen)
     params = run.checkpoints.restore(step, assemble.like_params(run.parts), part="params")
     run.sampler.push(params, step)
     result, seconds = _measured(

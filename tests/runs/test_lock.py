@@ -122,14 +122,13 @@ def test_it_beats(tmp_path):
             time.sleep(0.01)
 
 
-def test_of_many_at_once_one_gets_it(tmp_path):
-    """All see the lock of a dead process; each either holds it alone or is refused."""
-    written(tmp_path, machine=machine(), started="1")
+def one_of_many_holds(folder):
+    """Each of eight threads either holds the lock alone or is refused."""
     inside, most, refused, guard = [], [], [], threading.Lock()
 
     def attempt():
         try:
-            with lock.hold(tmp_path):
+            with lock.hold(folder):
                 with guard:
                     inside.append(1)
                     most.append(len(inside))
@@ -146,3 +145,9 @@ def test_of_many_at_once_one_gets_it(tmp_path):
         thread.join()
     assert max(most) == 1
     assert len(most) + len(refused) == 8
+
+
+def test_of_many_at_once_one_gets_it(tmp_path):
+    """All see the lock of a dead process; each either holds it alone or is refused."""
+    written(tmp_path, machine=machine(), started="1")
+    one_of_many_holds(tmp_path)

@@ -17,7 +17,7 @@ from jaxrl_llm.runs.holder import machine, this_process
 from jaxrl_llm.runs.lock_objects import LockObjects
 from jaxrl_llm.storage import Place, url_of
 from tests.runs.conftest import forget
-from tests.runs.test_lock import HOLDER
+from tests.runs.test_lock import HOLDER, one_of_many_holds
 
 
 def test_a_url_survives_pathlib_and_a_path_is_none():
@@ -299,25 +299,4 @@ def test_who_comes_late_with_a_number_that_was_free_once_does_not_hold(url):
 def test_of_many_at_once_one_gets_it(url):
     """All see the lock of a dead process; each either holds it alone or is refused."""
     written(url, machine=machine(), started="1")
-    here = desk.at_hand(Path(url))
-    inside, most, refused, guard = [], [], [], threading.Lock()
-
-    def attempt():
-        try:
-            with lock.hold(here):
-                with guard:
-                    inside.append(1)
-                    most.append(len(inside))
-                time.sleep(0.2)
-                with guard:
-                    inside.pop()
-        except UserError:
-            refused.append(1)
-
-    threads = [threading.Thread(target=attempt) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(most) == 1
-    assert len(most) + len(refused) == 8
+    one_of_many_holds(desk.at_hand(Path(url)))
