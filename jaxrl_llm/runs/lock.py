@@ -7,50 +7,16 @@ not changed for `STALE` seconds of the watcher's own clock, so that no two clock
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from jaxrl_llm import desk
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs.holder import Holder, alive, known_dead, name, this_process
-from jaxrl_llm.runs.lock_file import LockFile
-from jaxrl_llm.runs.lock_objects import LockObjects
+from jaxrl_llm.runs.lock_notes import Files, Lock, Objects, holder_of
 
 STALE = 120.0  # seconds without a heartbeat after which a holder on another machine is given up
 BEAT = 10.0
-
-
-class Lock(Protocol):
-    """What may be held, in a file system or a bucket; `{}` is a holder that left no name."""
-
-    def create(self, mine: Holder) -> bool:
-        """Whether nobody held it, and it is now ours."""
-        ...
-
-    def holder(self) -> Holder:
-        """Who holds it."""
-        ...
-
-    def last_beat(self) -> Any:
-        """What changes with every beat; None if nobody holds it."""
-        ...
-
-    def pass_over(self, holder: Holder) -> None:
-        """Takes it from a dead holder, and from no other."""
-        ...
-
-    def beat(self, mine: Holder) -> None:
-        """A sign of life, if it is still ours; one that fails is allowed for."""
-        ...
-
-    def lost_to(self, mine: Holder) -> Holder | None:
-        """Who has it now, if it is no longer ours; None too where that cannot be said."""
-        ...
-
-    def release(self, mine: Holder) -> None:
-        """Gives it back, if it is still ours."""
-        ...
 
 
 @contextmanager
@@ -62,7 +28,7 @@ def hold(
     In a bucket that is asked when something is stored.
     """
     place, mine = desk.place(folder), this_process()
-    lock: Lock = LockFile(folder) if place is None else LockObjects(place)
+    lock = Lock(Files(folder) if place is None else Objects(place))
     try:
         _acquire(lock, folder, mine, say, stale)
     except OSError as error:
@@ -71,7 +37,9 @@ def hold(
         ) from error
 
     def check() -> None:
-        holder = lock.lost_to(mine)
+        holder = None
+        with suppress(OSError):  # a disk that cannot be read just now says nothing
+            holder = lock.lost_to(mine)
         if holder is not None:
             raise UserError(
                 f"the lock of {folder} is no longer of this run but of {name(holder)}: this run stood still, "
@@ -99,31 +67,32 @@ def hold(
 def _acquire(
     lock: Lock, folder: Path, mine: Holder, say: Callable[[str], None], stale: float
 ) -> None:
-    while not lock.create(mine):
-        holder, beat = lock.holder(), lock.last_beat()
-        if beat is None:  # released just now
-            continue
-        if alive(holder):
-            raise _taken(folder, holder)
-        if not known_dead(holder):
+    taken = False
+    while not taken:
+        number, said = lock.latest()
+        holder = holder_of(said)
+        if holder is not None and not known_dead(holder):
+            if alive(holder):
+                raise _taken(folder, holder)
             say(
                 f"{folder} is in use by {name(holder)}: "
                 f"watching for up to {stale:g} s whether that is alive"
             )
-            _watch(lock, folder, holder, beat, stale)
-        lock.pass_over(holder)
+            _watch(lock, folder, said, stale)
+        taken = lock.take(number + 1, mine)
 
 
-def _watch(lock: Lock, folder: Path, holder: Holder, beat: Any, stale: float) -> None:
-    """Returns when nothing has changed for `stale` seconds, or it was released; raises at a sign of life."""
+def _watch(lock: Lock, folder: Path, said: bytes, stale: float) -> None:
+    """Returns when it was released or nothing new said for `stale` seconds; raises at a sign of life."""
     until = time.monotonic() + stale
     while time.monotonic() < until:
         time.sleep(min(1.0, stale / 20))
-        now = lock.last_beat()
-        if now is None:
+        now = lock.latest()[1]
+        holder = holder_of(now)
+        if holder is None:
             return
-        if now != beat:
-            raise _taken(folder, lock.holder() or holder)
+        if now != said:
+            raise _taken(folder, holder)
 
 
 def _beat(lock: Lock, mine: Holder, done: threading.Event, every: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxrl_llm.runs import journal
 from jaxrl_llm.runs.leaving import UNFINISHED
+from jaxrl_llm.runs.lock_notes import Files, Lock, holder_of
 from tests.chaos.proxy import Proxy
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +192,7 @@ class Scene:
         if status == 130 and signal.SIGINT in self.told:
             return "killed"
         at_once = -status in (signal.SIGKILL, signal.SIGQUIT)
-        if -status in self.told and (at_once or not (self.out / "lock").exists()):
+        if -status in self.told and (at_once or not self.locked()):
             return "killed"  # before a run and after it other signals end it too, as they do any program
         raise Finding(f"traceback: exit code {status}, said {text[-300:]!r}")
 
@@ -226,9 +227,13 @@ class Scene:
                 self.kill_all()
                 return f"processes are left: {names}"
             time.sleep(0.1)
-        if not killed and (self.out / "lock").exists():
+        if not killed and self.locked():
             return "the lock is left"
         return ""
+
+    def locked(self) -> bool:
+        """Whether somebody holds the folder, or did when it was killed."""
+        return holder_of(Lock(Files(self.out)).latest()[1]) is not None
 
     def record(self) -> Record:
         """What the run has left."""

@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import lock
 from jaxrl_llm.runs.holder import machine, started, this_process
-from jaxrl_llm.runs.lock_file import NAME, LockFile
+from jaxrl_llm.runs.lock_notes import FREE, Files, Lock
 
 HOLDER = """
 import sys, time
@@ -25,10 +25,15 @@ with lock.hold(Path(sys.argv[1])):
 """
 
 
-def written(folder, **changes):
+def note(folder, number=1):
+    return folder / "lock" / f"{number:06d}"
+
+
+def written(folder, number=1, **changes):
     """The lock of a process on another machine."""
     there = this_process() | {"machine": "another", "host": "node7", **changes}
-    (folder / NAME).write_text(json.dumps(there))
+    note(folder).parent.mkdir(exist_ok=True)
+    note(folder, number).write_text(json.dumps(there | {"beat": "0"}))
     return there
 
 
@@ -50,7 +55,10 @@ def test_a_second_trainer_hears_who_holds_it_and_a_dead_one_is_replaced_at_once(
         with lock.hold(tmp_path) as check:
             check()
             assert time.monotonic() - start < 5
-    assert not list(tmp_path.iterdir())
+            assert [*note(tmp_path).parent.iterdir()] == [note(tmp_path, 2)]
+    assert note(tmp_path, 2).read_bytes().strip() == FREE
+    with lock.hold(tmp_path):
+        assert [*note(tmp_path).parent.iterdir()] == [note(tmp_path, 3)]
 
 
 def test_another_process_with_the_number_of_the_dead_one_is_not_the_holder(tmp_path):
@@ -60,14 +68,14 @@ def test_another_process_with_the_number_of_the_dead_one_is_not_the_holder(tmp_p
 
 
 def test_elsewhere_a_beating_holder_is_alive_whatever_its_clock_says(tmp_path):
-    written(tmp_path)
-    path, done = tmp_path / NAME, threading.Event()
+    there, done = written(tmp_path), threading.Event()
 
     def beat():  # with a clock that goes backwards
         for i in range(1, 1000):
             if done.wait(0.05):
                 return
-            os.utime(path, (10**9 - i, 10**9 - i))
+            Files(tmp_path).write(1, json.dumps(there | {"beat": str(i % 10)}).encode())
+            os.utime(note(tmp_path), (10**9 - i, 10**9 - i))
 
     heart, said = threading.Thread(target=beat), []
     heart.start()
@@ -83,43 +91,53 @@ def test_elsewhere_a_beating_holder_is_alive_whatever_its_clock_says(tmp_path):
 
 def test_elsewhere_a_holder_without_a_heartbeat_is_given_up(tmp_path):
     written(tmp_path)
-    os.utime(tmp_path / NAME, (2**33, 2**33))  # far in the future of our clock
+    os.utime(note(tmp_path), (2**33, 2**33))  # far in the future of our clock
     start = time.monotonic()
     with lock.hold(tmp_path, stale=0.5) as check:
         assert 0.5 <= time.monotonic() - start < 5
         check()
-    assert not list(tmp_path.iterdir())
+    assert note(tmp_path, 2).read_bytes().strip() == FREE
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xff", b'{"process": "x"}'])
 def test_a_lock_that_says_nothing_is_given_up_too(tmp_path, content):
-    (tmp_path / NAME).write_bytes(content)
+    note(tmp_path).parent.mkdir()
+    note(tmp_path).write_bytes(content)
     with lock.hold(tmp_path, stale=0.3):
         pass
 
 
 def test_who_lost_the_folder_is_told_and_leaves_the_new_holder_alone(tmp_path):
-    with lock.hold(tmp_path) as check:
-        other = written(tmp_path)
+    with lock.hold(tmp_path, stale=0.2) as check:
+        other = written(tmp_path, number=2)
         with pytest.raises(UserError, match=r"no longer of this run but of process .* on node7"):
             check()
-    assert json.loads((tmp_path / NAME).read_text()) == other
+        time.sleep(0.2)  # it beats on
+    assert json.loads(note(tmp_path, 2).read_bytes()) == other | {"beat": "0"}
 
 
 def test_who_slept_while_another_came_and_went_is_told(tmp_path):
     with lock.hold(tmp_path) as check:
-        (tmp_path / NAME).unlink()
+        note(tmp_path).unlink()
         with pytest.raises(UserError, match="no longer of this run"):
             check()
+    assert not note(tmp_path).exists()
 
 
-def test_it_beats(tmp_path):
+def test_who_comes_late_with_a_number_that_was_free_once_does_not_hold(tmp_path):
+    """It saw a dead holder, then slept while two others took its place and the first number was removed."""
+    written(tmp_path, number=3)
+    assert not Lock(Files(tmp_path)).take(2, this_process())
+    assert [*note(tmp_path).parent.iterdir()] == [note(tmp_path, 3)]
+
+
+def test_it_beats_in_place(tmp_path):
     with lock.hold(tmp_path, stale=0.2):
-        before = LockFile(tmp_path).last_beat()
-        until = time.monotonic() + 10
-        while LockFile(tmp_path).last_beat() == before:
+        before, until = note(tmp_path).read_bytes(), time.monotonic() + 10
+        while note(tmp_path).read_bytes() == before:
             assert time.monotonic() < until
             time.sleep(0.01)
+        assert note(tmp_path).stat().st_size == len(before)
 
 
 def one_of_many_holds(folder):

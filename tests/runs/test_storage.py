@@ -14,7 +14,7 @@ from jaxrl_llm import desk, storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import lock
 from jaxrl_llm.runs.holder import machine, this_process
-from jaxrl_llm.runs.lock_objects import LockObjects
+from jaxrl_llm.runs.lock_notes import Lock, Objects, holder_of
 from jaxrl_llm.storage import Place, url_of
 from tests.runs.conftest import forget
 from tests.runs.test_lock import HOLDER, one_of_many_holds
@@ -279,20 +279,14 @@ def test_who_stood_still_stores_nothing_more_and_takes_nothing_back(url):
         with pytest.raises(UserError, match=r"no longer of this run but of process .* on node7"):
             desk.store(here)
         time.sleep(0.3)  # it beats on
-    assert LockObjects(Place(url)).holder() == other
+    assert holder_of(Lock(Objects(Place(url))).latest()[1]) == other
     assert "a" not in Place(url).names()
 
 
 def test_who_comes_late_with_a_number_that_was_free_once_does_not_hold(url):
     """It saw a dead holder, then slept while two others took its place and the first number was removed."""
-    dead = written(url, machine=machine(), started="1")
-    late = LockObjects(Place(url))
-    late.pass_over(dead)
-    number, holder = late._highest()
     written(url, number=3)
-    Place(url).remove("lock/000001")
-    late._highest = lambda: (number, holder)
-    assert not late.create(this_process())
+    assert not Lock(Objects(Place(url))).take(2, this_process())
     assert list(Place(url).names()) == ["lock/000003"]
 
 
