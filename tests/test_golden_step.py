@@ -24,15 +24,30 @@ PLANS = {
 
 
 MESHES = {"1-device": (1, 1, 1), "8-devices": (2, 2, 2)}
+OFTEN = (
+    "1-device-1-padded",
+    "1-device-2-packed",
+    "1-device-4-padded",
+    "8-devices-1-packed",
+    "8-devices-2-padded",
+    "8-devices-4-packed",
+)  # every pair of settings
 CASES = {
     f"{name}-{micro}-{'packed' if pack else 'padded'}": (sizes, micro, pack)
     for name, sizes in MESHES.items()
     for micro in (1, 2, 4)
     for pack in (False, True)
-} | {"fsdp-8-packed": ((1, 8, 1), 2, True), "tensor-4-packed": ((2, 1, 4), 2, True)}
+}
+MORE = {"fsdp-8-packed": ((1, 8, 1), 2, True), "tensor-4-packed": ((2, 1, 4), 2, True)}
 
 
-@pytest.mark.parametrize(("sizes", "micro", "pack"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("sizes", "micro", "pack"),
+    [
+        pytest.param(*case, id=name, marks=() if name in (*OFTEN, *MORE) else pytest.mark.slow)
+        for name, case in (CASES | MORE).items()
+    ],
+)
 def test_four_plans(sizes, micro, pack):
     spec = json.loads(reference("golden", "step", "step.json").read_text())
     golden = np.load(reference("golden", "step", "step.npz"))

@@ -5,7 +5,7 @@ config.py files/       the config file and the task files that it was started wi
 model/                 tokenizer and config.json in Hugging Face format
 metrics.jsonl tensorboard/ samples/ curves.png
 checkpoints/ reference/
-lock                   while a trainer works in it
+lock/                  who works in it, if anybody does
 
 Of a run in a bucket all but checkpoints/ and reference/ is written in a folder of this machine first, and stored
 with every checkpoint and at the end.
