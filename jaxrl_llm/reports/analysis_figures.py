@@ -7,6 +7,12 @@ from typing import Any
 from jaxrl_llm import files
 
 GREY = "0.45"
+PLAIN: dict[str, Any] = {
+    "fontsize": 8,
+    "frameon": False,
+    "handlelength": 1,
+    "columnspacing": 1,
+}  # legends, beside what they explain
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> None:
@@ -60,7 +66,7 @@ def _bins(found: Mapping[str, Any]) -> Any:
     figure, axes = _figure(2, 5, (16, 5.6))
     moved = "mean |change of log-prob|"
     titles = ("share of tokens", "mean advantage", "gradient norm of the bin",
-              f"{moved}\nby the run's optimizer", f"{moved}\nby the gradient alone")  # fmt: skip
+              f"{moved}\nby the run's optimizer on", f"{moved}\nby the gradient alone on")  # fmt: skip
     for row, kind in zip(axes, ("probability", "share"), strict=True):
         part = found["updates"][kind]
         names = [b["name"] for b in part["bins"]]
@@ -70,12 +76,12 @@ def _bins(found: Mapping[str, Any]) -> Any:
         _side_by_side(row[1], places, {"signed": get("advantage"), "size": get("advantage_size")})
         _side_by_side(row[2], places, {"": get("gradient_norm")})
         for axis, by in ((row[3], "optimizer"), (row[4], "gradient")):
-            kinds = {"all": "all tokens", names[0]: names[0], names[-1]: names[-1]}
+            kinds = {"all": "all tokens", names[0]: "lowest bin", names[-1]: "highest bin"}
             tried = part["updates"][by]
             heights = {kinds[on]: tried[on]["logp_size"] for on in kinds if on in tried}
             _side_by_side(axis, places, heights)
-        row[4].legend(title="update on", fontsize=7, title_fontsize=7)
-        row[1].legend(fontsize=7)
+        for axis in (row[1], row[3], row[4]):
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, **PLAIN)
         row[1].axhline(0.0, color=GREY, linewidth=0.8)
     for axis in axes[:, 2:].ravel():
         axis.set_yscale("log")
@@ -132,7 +138,8 @@ def _directions(found: Mapping[str, Any]) -> Any:
             axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
             axis.set_ylim(0, 1)
             axis.set_title(title)
-    axes[0][0].legend(fontsize=7, ncols=4, loc="lower left")
+    of_one = axes[0][0].get_legend_handles_labels()
+    figure.legend(*of_one, loc="outside upper center", ncols=4, **PLAIN)
     return figure
 
 
@@ -152,7 +159,7 @@ def _sources(found: Mapping[str, Any]) -> Any:
     axis.grid(visible=False)
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the tokens, and of the sum of the groups' squared gradient norms")
-    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, **PLAIN)
     return figure
 
 
