@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, of which one is lost or leaves.
+"""`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, one of which is lost.
 
 At a random moment one process, each in its turn, is killed, told to leave, or stands still; with --bucket the run
 lies in a bucket, whose network may be cut for half a minute. All must end within the bound, with a line that says
