@@ -163,8 +163,8 @@ class Sidecar:
         plugins.mkdir(exist_ok=True)
         self.launch.socket.unlink(missing_ok=True)
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
-        for module in (guard.__file__, receiver.__file__):
-            shutil.copy(module, plugins)
+        shutil.copy(guard.__file__, plugins)
+        shutil.copy(receiver.__file__, plugins)
         kept = [sys.executable, keeper.__file__, str(os.getpid()), str(self.root)]
         with self.launch.log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603
