@@ -37,10 +37,10 @@ def brought(server: Server, folder: Path, again: Again) -> str:
 
 
 def _send(server: Server, path: Path, name: str, again: Again) -> None:
-    """All parts of a file, which holds one at least."""
+    """All parts of a file."""
     with path.open("rb") as file:
         offset = 0
-        while (part := file.read(PART_BYTES)) or not offset:
+        while part := file.read(PART_BYTES):
             asks = {"name": name, "file": path.name, "offset": offset, "sum": zlib.crc32(part)}
             route = f"/weights/part?{urllib.parse.urlencode(asks)}"
             again(lambda route=route, part=part: server.send(route, part))

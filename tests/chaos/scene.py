@@ -216,10 +216,12 @@ class Scene:
         return found
 
     def kill_all(self) -> None:
-        for pid in [self.pid, *self.processes()]:
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.until(lambda: False)
+        if self.pid:
+            self.signal(signal.SIGKILL)
+            self.until(lambda: False)
 
     def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
         """What is left besides the folder, after so long at the most; a killed run leaves its lock."""

@@ -117,11 +117,12 @@ class Job:
         desks = [p for one in self.members for p in one.folder.glob("jaxrl-llm-desk-*")]
         return f"desks are left: {desks}" if desks else ""
 
-    def close(self) -> None:
-        """Ends what still runs, and removes the run."""
+    def close(self, *, keep: bool = False) -> None:
+        """Ends what still runs, and removes the run, unless somebody wants to look at it."""
         for one in self.members:
             one.kill_all()
-        shutil.rmtree(self.members[0].folder.parent)
+        if not keep:
+            shutil.rmtree(self.members[0].folder.parent)
 
 
 def ended(one: Scene) -> str:
@@ -198,11 +199,10 @@ def trial(stage: Stage, seed: int) -> Trial:
         ends = ACTS[kind](job, victim)
         one.said = said(job, victim)
         one.end = settled(stage, job, ends)
-        job.close()
     except Finding as found:
         one.finding = str(found)
-        for member in job.members:
-            member.kill_all()
+    finally:
+        job.close(keep=bool(one.finding))
     one.seconds = time.monotonic() - start
     return one
 
