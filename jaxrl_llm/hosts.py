@@ -45,6 +45,7 @@ class _Job:
     names: list[str] = field(default_factory=list)
     round: int = 0
     meeting: bool = False  # in a round, which must not be broken off
+    heard: int = 0  # how often the store has answered the watch
 
 
 _JOB = _Job()
@@ -83,21 +84,16 @@ def joined(
         yield
         return
     _join(process)
-    done = threading.Event()
-    watch = threading.Thread(target=_watch, args=(done, lost, asked), daemon=True)
-    watch.start()
-    try:
-        yield
-        agree()
-    except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            # of a program that one of us is missing from: the watch will say who
-            time.sleep(lost + 2 * BEAT)
-        _put(f"ended/{_JOB.index}", "" if getattr(error, "agreed", False) else _line(error))
-        raise
-    finally:
-        done.set()
-        watch.join()
+    with _watched(lost, asked):
+        try:
+            yield
+            agree()
+        except BaseException as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                # of a program that one of us is missing from: the watch will say who
+                time.sleep(lost + 2 * BEAT)
+            _put(f"ended/{_JOB.index}", "" if getattr(error, "agreed", False) else _line(error))
+            raise
 
 
 def agree(word: str = "") -> list[str]:
@@ -259,16 +255,41 @@ def _wait(key: str) -> str:
                 raise
 
 
+@contextmanager
+def _watched(lost: float, asked: Callable[[], bool]) -> Iterator[None]:
+    """A block during which the others are watched, and the watch: what it asks may never be answered."""
+    done, over = threading.Event(), threading.Event()
+    watch = threading.Thread(target=_watch, args=(done, lost, asked), daemon=True)
+    watch.start()
+    threading.Thread(target=_watch_the_watch, args=(over, lost), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        watch.join()
+        over.set()
+
+
+def _watch_the_watch(over: threading.Event, lost: float) -> None:
+    """Ends this process if the first no longer answers; seconds count in which this one was awake."""
+    heard, silent = -1, 0
+    while not over.wait(BEAT):
+        heard, silent = _JOB.heard, silent + 1 if _JOB.heard == heard else 0
+        if silent * BEAT > lost:
+            _end(f"{_JOB.names[0]}, through which all meet, has not answered for {lost:g} s")
+
+
 def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> None:
     """Gives signs of life and looks at those of the others, until the block is over."""
     seen: dict[int, tuple[str, float]] = {}
-    beat, told_to_leave = 0, False
+    told_to_leave = False
     while not done.wait(BEAT):
-        beat += 1
         try:
-            _put(f"alive/{_JOB.index}", f"{beat} leaving" if asked() else f"{beat}")
+            beat = str(_JOB.heard)
+            _put(f"alive/{_JOB.index}", f"{beat} leaving" if asked() else beat)
             alive = dict(_JOB.store.key_value_dir_get("alive/"))
             ended = dict(_JOB.store.key_value_dir_get("ended/"))
+            _JOB.heard += 1
         except jax.errors.JaxRuntimeError:
             _end(f"{_JOB.names[0]}, through which all meet, cannot be reached")
         now = time.monotonic()

@@ -65,11 +65,12 @@ class Vllm:
 
     `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
     each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is). Or `servers` are the addresses of
-    running ones (jaxrl-llm serve), that see the same `memory`; the processes of a run share them out. Their
-    key is in `key_file`, or the environment's VLLM_API_KEY; over http it stays on this machine unless
-    `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync (None: what
-    the dtype allows), `patience` how long to wait for one that starts or is away, and `timeout` for one
-    answer without its tokens, in seconds.
+    running ones (jaxrl-llm serve), which the processes of a run share out. Weights go through a folder in
+    `memory`, and over the network to a server whose host does not see that. The servers' key is in `key_file`,
+    or the environment's VLLM_API_KEY; over http it stays on this machine unless `plain_http`. `tolerance` is
+    how far a server's log-probs may be from the trainer's after a sync (None: what the dtype allows),
+    `patience` how long to wait for one that starts or is away, and `timeout` for one answer without its
+    tokens, in seconds.
     """
 
     python: str = "python3"
@@ -114,7 +115,9 @@ class Vllm:
                     car.check()
 
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
-            transport = weight_sync.Folders(root, publish, check, self.patience)
+            transport = weight_sync.Folders(
+                root, publish, check, self.patience, carry=bool(self.servers)
+            )
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
             yield VllmSampler(
                 [car.server for car in cars] or running,

@@ -76,7 +76,7 @@ class Link:
         self,
         method: str,
         path: str,
-        body: str | None,
+        body: str | bytes | None,
         headers: dict[str, str],
         *,
         deadline: float,

@@ -28,6 +28,10 @@ class NoAnswer(Exception):  # noqa: N818
     """Nothing usable came back, and the same request may do better later or elsewhere."""
 
 
+class NoRoute(NoAnswer):
+    """The server has nothing at this path."""
+
+
 class Response(NamedTuple):
     """A sampled response; `finished` if it ends on a stop token."""
 
@@ -95,6 +99,10 @@ class Server:
         """The JSON that answers this one, which asks for so many tokens."""
         return self._exchange("POST", path, None if body is None else json.dumps(body), tokens)
 
+    def send(self, path: str, content: bytes) -> dict[str, Any]:
+        """The JSON that answers some bytes."""
+        return self._exchange("POST", path, content, 0)
+
     def close(self) -> None:
         """Closes all connections; requests under way on other threads end with NoAnswer."""
         with self._lock:
@@ -105,7 +113,9 @@ class Server:
                 with contextlib.suppress(OSError):
                     link.cut()
 
-    def _exchange(self, method: str, path: str, body: str | None, tokens: int) -> dict[str, Any]:
+    def _exchange(
+        self, method: str, path: str, body: str | bytes | None, tokens: int
+    ) -> dict[str, Any]:
         """An answer. That a kept connection is dead says nothing, so the next one is tried, at last a new one."""
         deadline = time.monotonic() + self.timeout + TOKEN_SECONDS * tokens
         limit = ANSWER_BYTES + TOKEN_BYTES * tokens
@@ -153,7 +163,7 @@ class Server:
         if status in (401, 403):
             raise UserError(f"{self.url} refused the key: give the one that it was started with")
         if status == 404:
-            raise NoAnswer(
+            raise NoRoute(
                 f"status 404, {self.url} knows no {path}: if that stays, start it with VLLM_SERVER_DEV_MODE=1 "
                 f"and --served-model-name {MODEL}, or use a newer vLLM"
             )

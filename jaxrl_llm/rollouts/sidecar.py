@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import guard, keeper
+from jaxrl_llm.rollouts import guard, keeper, receiver
 from jaxrl_llm.rollouts.server import MODEL, NoAnswer, Server
 
 POLL = 0.5  # seconds
@@ -68,6 +68,7 @@ class Launch:
             "VLLM_SERVER_DEV_MODE": "1",  # which is what the sync's routes need
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),
+            "JAXRL_WEIGHTS": str(self.socket.with_suffix(".weights")),
             **self.environment,
             "VLLM_API_KEY": self.key,
         }
@@ -163,6 +164,7 @@ class Sidecar:
         self.launch.socket.unlink(missing_ok=True)
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(guard.__file__, plugins)
+        shutil.copy(receiver.__file__, plugins)
         kept = [sys.executable, keeper.__file__, str(os.getpid()), str(self.root)]
         with self.launch.log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.carry import brought
 from jaxrl_llm.rollouts.server import NoAnswer, Server
 
 SHARD_BYTES = 2**28
@@ -62,13 +64,15 @@ class Folders:
     """A transport through model folders under `root`, of which only the newest is kept.
 
     `publish(folder)` is told of a folder before any server loads it: what restarts servers has to know.
-    `check` raises if the servers will not come back; `patience` is how long to wait for one.
+    `check` raises if the servers will not come back; `patience` is how long to wait for one. With `carry` servers
+    may be on hosts that do not see the folder: then it is sent there.
     """
 
     root: Path
     publish: Callable[[Path], None] = lambda folder: None
     check: Callable[[], None] = lambda: None
     patience: float = 600.0
+    carry: bool = False
     _serial: int = 0
     _newest: Path | None = None
 
@@ -82,8 +86,10 @@ class Folders:
         start = time.monotonic()
         self._newest = folder
         self.publish(folder)
+        for server in servers:  # one by one: a host with several of them gets one copy
+            self._persist(server, label, partial(self._brought, server, True))
         with ThreadPoolExecutor(len(servers)) as pool:
-            jobs = [pool.submit(self._load, server, folder, label) for server in servers]
+            jobs = [pool.submit(self._load, server, label) for server in servers]
             for job in jobs:
                 job.result()
         for old in self.root.glob("weights-*"):
@@ -93,13 +99,24 @@ class Folders:
 
     def renew(self, server: Server, label: str) -> None:
         """Brings the newest weights into a server that has started again."""
-        assert self._newest is not None
-        load(server, self._newest, label)
+        load(server, self._brought(server), label)
 
-    def _load(self, server: Server, folder: Path, label: str) -> None:
+    def _load(self, server: Server, label: str) -> None:
         """Loads, and does so again if the server dies over it."""
-        what = f"{server.url} did not load the weights {label}"
-        persist(lambda: load(server, folder, label), what, self.check, self.patience)
+        self._persist(server, label, partial(self.renew, server, label))
+
+    def _brought(self, server: Server, persistently: bool = False) -> str:
+        """Where the server reads the newest weights, once they are there; each part may be sent more than once."""
+        assert self._newest is not None
+        if not self.carry:
+            return str(self._newest)
+        once: Callable[[Callable[[], Any]], Any] = lambda attempt: attempt()
+        again = partial(self._persist, server, self._newest.name) if persistently else once
+        return brought(server, self._newest, again)
+
+    def _persist(self, server: Server, what: str, attempt: Callable[[], T]) -> T:
+        said = f"{server.url} did not load the weights {what}"
+        return persist(attempt, said, self.check, self.patience)
 
 
 def persist(attempt: Callable[[], T], what: str, check: Callable[[], None], patience: float) -> T:
@@ -117,16 +134,14 @@ def persist(attempt: Callable[[], T], what: str, check: Callable[[], None], pati
             time.sleep(RETRY)
 
 
-def load(server: Server, folder: Path, label: str) -> None:
+def load(server: Server, folder: str, label: str) -> None:
     """One server: pause, reload, forget what was computed with the old weights, resume, label.
 
     Until then it bears a label that nobody waits for, and that tells whether somebody else loads as well.
     """
     server.post("/pause?mode=abort")
     server.post("/update_weight_version", {"new_version": loading(label)})
-    server.post(
-        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    )
+    server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
     if server.post("/reset_prefix_cache").get("success") is not True:
         raise NoAnswer("its prefix cache was not cleared")
     meanwhile = server.label()
@@ -153,20 +168,20 @@ def write_folder(
 
     What has `changed` is counted against the folder of the sync `before`.
     """
-    partial = folder.with_name(f"partial-{folder.name}")
+    beside = folder.with_name(f"partial-{folder.name}")
     start, count = time.monotonic(), _Count()
     dtype, changed = jnp.dtype(config["dtype"]), 0
     try:
         _require_ours(folder.parent)
-        partial.mkdir(mode=0o700)
-        (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+        beside.mkdir(mode=0o700)
+        (beside / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
         for i, shard in enumerate(_shards(count.through(tensors, dtype))):
-            path = partial / f"model-{i:05d}.safetensors"
+            path = beside / f"model-{i:05d}.safetensors"
             safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
             changed += _changed(path, before and before / path.name, dtype.itemsize)
-        partial.rename(folder)
+        beside.rename(folder)
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(beside, ignore_errors=True)
         full = os.strerror(errno.ENOSPC) in str(error)
         raise UserError(
             f"cannot write the weights to {folder.parent}: {error} after "

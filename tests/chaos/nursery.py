@@ -31,11 +31,12 @@ def _import_all() -> None:
 def _watch(moments: str) -> None:
     """Notes each moment as the run comes to it."""
     from jaxrl_llm.learning import evaluate, imitate, reinforce, update
-    from jaxrl_llm.runs import checkpoint, folder, lock
+    from jaxrl_llm.runs import assemble, checkpoint, folder, lock
     from jaxrl_llm.runs import train as training
 
     noted = os.open(moments, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for owner, name, moment in (
+        (assemble, "parts", "data"),  # processes have met by then
         (lock, "hold", "start"),
         (folder, "_continue", "resume"),
         (imitate, "demonstrations", "warm_start"),

@@ -34,19 +34,23 @@ class Finding(Exception):
 class Nursery:
     """The process whose children the runs are."""
 
-    def __init__(self, scratch: Path):
+    def __init__(self, scratch: Path, **environment: str):
         shim = scratch / "shim.so"
         source = Path(__file__).with_name("shim.c")
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-        environment = os.environ | {
-            "LD_PRELOAD": str(shim),
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of compiling
-            "JAXRL_WANDB": "0",
-        }
+        environment = (
+            os.environ
+            | environment
+            | {
+                "LD_PRELOAD": str(shim),
+                "PYTHONPATH": str(ROOT),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of compiling
+                "JAXRL_WANDB": "0",
+            }
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.nursery"],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -213,10 +217,12 @@ class Scene:
         return found
 
     def kill_all(self) -> None:
-        for pid in [self.pid, *self.processes()]:
+        for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.until(lambda: False)
+        if self.pid:
+            self.signal(signal.SIGKILL)
+            self.until(lambda: False)
 
     def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
         """What is left besides the folder, after so long at the most; a killed run leaves its lock."""
@@ -237,10 +243,15 @@ class Scene:
 
     def record(self) -> Record:
         """What the run has left."""
-        newest = checkpoints(self.out)[-1]
-        note = json.loads((newest / "notes" / "metadata").read_bytes())
-        samples = {p.name: p.read_text() for p in sorted((self.out / "samples").glob("step*"))}
-        return Record(metrics(self.out), {newest.name: note["arrays"]}, samples)
+        return recorded(self.out)
+
+
+def recorded(out: Path) -> Record:
+    """What a run has left in its folder."""
+    newest = checkpoints(out)[-1]
+    note = json.loads((newest / "notes" / "metadata").read_bytes())
+    samples = {p.name: p.read_text() for p in sorted((out / "samples").glob("step*"))}
+    return Record(metrics(out), {newest.name: note["arrays"]}, samples)
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -28,14 +28,14 @@ class Trial:
     finding: str
     seconds: float
 
-    def line(self) -> str:
+    def line(self, command: str = "") -> str:
         """For people; a finding names the command that makes it again."""
         text = f"seed {self.seed}  {self.kind}  [{self.moment}]  {self.end}  {self.seconds:.0f} s"
         if self.said:
             text += f"  ({self.said[:160]})"
         if self.finding:
-            again = f"python -m tests.chaos --only '{self.kind}' --seed {self.seed} --count 1"
-            text += f"\n  FINDING {self.finding}\n  again: {again}"
+            command = command or f"tests.chaos --only '{self.kind}' --seed {self.seed} --count 1"
+            text += f"\n  FINDING {self.finding}\n  again: python -m {command}"
         return text
 
 

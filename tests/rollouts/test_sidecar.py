@@ -20,7 +20,7 @@ from jaxrl_llm.cli import main as cli
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.rollouts import guard, keeper, keys, sidecar
+from jaxrl_llm.rollouts import guard, keeper, keys, receiver, sidecar
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.server import Server
@@ -423,6 +423,8 @@ def run(awaitable):
 )
 def test_the_guard(monkeypatch, path, headers, passes):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("JAXRL_WEIGHTS", "/nowhere")
+    monkeypatch.setitem(sys.modules, "receiver", receiver)  # as where the server runs
     seen, sent = [], []
 
     async def app(scope, receive, send):
@@ -436,6 +438,22 @@ def test_the_guard(monkeypatch, path, headers, passes):
     run(guard.Guard(app)(scope, None, send))
     assert bool(seen) == passes
     assert [m.get("status") for m in sent] == ([] if passes else [401, None])
+
+
+@pytest.mark.parametrize(("key", "status"), [("wrong", 401), ("secret", 404)])
+def test_weights_are_taken_with_the_key_by_the_receiver(monkeypatch, key, status):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("JAXRL_WEIGHTS", "/nowhere")
+    monkeypatch.setitem(sys.modules, "receiver", receiver)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": "/weights/other", "headers": headers}
+    run(guard.Guard(None)(scope, None, send))
+    assert sent[0]["status"] == status
 
 
 def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, memory, python):

@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.rollouts import weight_sync
+from jaxrl_llm.rollouts import carry, weight_sync
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.link import Link, address
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -240,6 +241,40 @@ def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
             after = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
     assert after.version == 30
     assert worst(params(30), after, 1.0) <= 1e-4
+
+
+def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkeypatch):
+    sampler.push(params(30), 30)
+    server, weights = sampler.servers[0], params(4)
+    post, send, loaded, sent = type(server).post, type(server).send, [], []
+
+    def elsewhere(server, path, body: Any = None, tokens=0):
+        if path == "/weights/find":
+            body = {**body, "path": "/elsewhere"}
+        if path == "/collective_rpc":
+            loaded.append(Path(body["kwargs"]["weights_path"]))
+        return post(server, path, body, tokens)
+
+    def counted(server, path, content):
+        sent.append(len(content))
+        return send(server, path, content)
+
+    monkeypatch.setattr(type(server), "post", elsewhere)
+    monkeypatch.setattr(type(server), "send", counted)
+    monkeypatch.setattr(carry, "PART_BYTES", 100_000)
+    monkeypatch.setenv("VLLM_API_KEY", server._headers["Authorization"].removeprefix("Bearer "))
+    outside = dataclasses.replace(ENGINE, servers=(server.url,))
+    with outside.start(Policy(DEFINITION), tiny.mesh_of()) as trainer:
+        for version in (4, 5):
+            trainer.push(weights, version)
+            rollout = trainer.generate(prompts(4), n=2, sampling=SAMPLING)
+            assert rollout.version == version
+            assert worst(weights, rollout, 1.0) <= 1e-4
+            assert sum(sent) > trainer.sync["sync/bytes"]
+            weights, sent = params(5), []
+    assert len(set(loaded)) == 2
+    assert not loaded[0].exists()  # one copy stays
+    assert loaded[1].parent.suffix == ".weights"
 
 
 def test_a_kill_during_a_reload(sampler, monkeypatch):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -176,6 +177,39 @@ def test_a_bucket_serves_processes_that_share_no_folder(environment, pair, url, 
     start(1, "--resume").finished()
     forget()
     assert close(metrics(folder.at_hand(Path(url))), metrics(pair))
+
+
+class Frozen:
+    """The store of a first process that stands still: what it is asked is never answered."""
+
+    def __init__(self, answers):
+        self.answers, self.free = answers, threading.Event()
+
+    def key_value_set(self, *_, **__):
+        self.answers -= 1
+        if self.answers < 0:
+            self.free.wait()
+
+    def key_value_dir_get(self, name):
+        return [("alive/0", str(self.answers))] if name == "alive/" else []
+
+
+def test_a_first_process_that_does_not_answer_is_given_up(monkeypatch):
+    """As that of a host without power, whose connections nobody closes."""
+    store, said, ended = Frozen(answers=10), [], threading.Event()
+
+    def end(reason):
+        said.append((store.answers, reason))
+        ended.set()
+
+    monkeypatch.setattr(hosts, "BEAT", 0.02)
+    monkeypatch.setattr(hosts, "_end", end)
+    job = hosts._Job(index=1, count=2, store=store, names=["process 0 on a", "process 1 on b"])
+    monkeypatch.setattr(hosts, "_JOB", job)
+    with hosts._watched(0.2, lambda: False):
+        assert ended.wait(5)
+        store.free.set()
+    assert said[0] == (-1, "process 0 on a, through which all meet, has not answered for 0.2 s")
 
 
 def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path):
