@@ -26,6 +26,7 @@ SHAPE = qwen2.Shape(
     num_kv_heads=2,
     tied=True,
 )
+OFFLOADED = "offloaded"  # what a case with this in its name does with optimizer and reference
 CASES = {  # machine, mesh (data, fsdp, tensor), packed, programs
     "h100x4, fsdp 4, padded": ("h100x4", (1, 4, 1), False, ("update",)),
     "h100x4, fsdp 4, packed": ("h100x4", (1, 4, 1), True, ("score", "update")),
@@ -33,6 +34,8 @@ CASES = {  # machine, mesh (data, fsdp, tensor), packed, programs
     "2xh100x2, data 2 x fsdp 2, packed": ("2xh100x2", (2, 2, 1), True, ("update",)),
     "h100x4, fsdp 4, sampling": ("h100x4", (1, 4, 1), True, ("prefill", "decode")),
     "v5e-4, fsdp 4, packed": ("v5e-4", (1, 4, 1), True, ("update",)),
+    "h100x4, fsdp 4, offloaded": ("h100x4", (1, 4, 1), True, ("score", "update")),
+    "v5e-4, fsdp 4, offloaded": ("v5e-4", (1, 4, 1), True, ("update",)),
     "v5e-4, fsdp 2 x tensor 2, padded": ("v5e-4", (1, 2, 2), False, ("update",)),
     "v5e-4, fsdp 4, sampling": ("v5e-4", (1, 4, 1), True, ("prefill", "decode")),
 }
@@ -46,6 +49,7 @@ def compiled(name: str) -> dict[str, dict[str, int]]:
         made,
         model=replace(made.model, shape=SHAPE),
         mesh=Mesh(*mesh),
+        offload="both" if OFFLOADED in name else "none",
         collate=replace(
             made.collate, pack=pack, microbatches=2, prompt_length=100, response_length=411
         ),
