@@ -90,7 +90,7 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator
 
 
 def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
-    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over the tensor axis."""
+    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over tensor, offload."""
     chip, limit = machine.chip, config.collate
     rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
     work = seconds.arithmetic("update", layout.of(config), shape, limit.response_length)
@@ -100,10 +100,11 @@ def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machin
         (2 + layout.recompute) * visits * qwen2.parameter_count(shape) * width / layout.tensor
     )
     sums = (4 + 2 * layout.recompute) * shape.num_layers * rows * length * shape.hidden_size * width
-    moved = gathered * (1 - 1 / layout.fsdp)
-    moved += 2 * sums * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
-    moved *= config.objective.stages
-    out = work / len(machine.devices) / chip.flops + moved / chip.link
+    sums *= 2 * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
+    within = layout.fsdp * layout.tensor <= machine.together
+    waited = gathered * (1 - 1 / layout.fsdp) / (chip.link if within else chip.network)
+    waited += sums / chip.link
+    out = work / len(machine.devices) / chip.flops + config.objective.stages * waited
     if layout.offload != "none":
         kept = MOMENTS * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
         out += limit.minibatches * config.objective.stages * 2 * kept / chip.host
