@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 import numpy as np
 import optax
@@ -55,6 +55,9 @@ class Mesh:
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+
+
+Offload = Literal["none", "optimizer", "reference", "both"]
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,11 @@ class Config:
     whose log-probs of the sampled tokens the policy's are compared to: the trainer's own, recomputed, or
     the sampler's. With `look_ahead` an engine with weights of its own samples a step's responses while the
     step before it is being learned from, hence with the weights before that. A prompt over
-    `collate.prompt_length` tokens is not learned from: skipped and counted, or refused. With
-    `drop_even_groups` a group whose rewards are all equal is not learned from. A response whose reward raises,
-    or takes `reward_seconds`, is unchecked: it is neither learned from nor counted as right or wrong; the
-    run ends where more than `most_unchecked` of the last steps' are.
+    `collate.prompt_length` tokens is not learned from: skipped and counted, or refused. What
+    `offload` names, what the optimizer keeps or the reference policy, lies in the memory of the hosts while no
+    program needs it. With `drop_even_groups` a group whose rewards are all equal is not learned from. A response
+    whose reward raises, or takes `reward_seconds`, is unchecked: it is neither learned from nor counted as right
+    or wrong; the run ends where more than `most_unchecked` of the last steps' are.
     """
 
     task: Callable[[Path], Task]
@@ -122,6 +126,7 @@ class Config:
     evaluation: Evaluation = field(default_factory=Evaluation)
     compute: qwen2.Compute = field(default_factory=qwen2.Compute)
     mesh: Mesh = field(default_factory=Mesh)
+    offload: Offload = "none"
     order: Callable[[int, int], np.ndarray] = update.interleaved
     reference: bool | None = None
     ratios: Literal["trainer", "sampler"] = "trainer"
@@ -148,6 +153,7 @@ class Config:
         for name, chosen, known in (
             ("ratios", self.ratios, ("trainer", "sampler")),
             ("long_prompts", self.long_prompts, ("skip", "refuse")),
+            ("offload", self.offload, get_args(Offload)),
         ):
             if chosen not in known:
                 raise UserError(f"config: {name} = {chosen!r} is none of {', '.join(known)}")
@@ -168,6 +174,10 @@ class Config:
     def keeps_reference(self) -> bool:
         """Whether the policy as it is before reinforcement is kept."""
         return self.objective.reads("ref_logp") if self.reference is None else self.reference
+
+    def offloads(self, what: Literal["optimizer", "reference"]) -> bool:
+        """Whether it waits in the memory of the hosts."""
+        return self.offload in (what, "both")
 
 
 _PARTS = {

@@ -58,11 +58,14 @@ def stage_major(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
     return np.asarray([(m, s) for s in range(stages) for m in range(minibatches)], np.int32)
 
 
-def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
+def state_like(
+    params, optimizer: optax.GradientTransformation, *, offload: bool = False
+) -> TrainState:
     """The shapes and places of the state for parameters (or shapes with shardings), nothing allocated.
 
-    What the optimizer keeps per parameter lies where the parameter lies.
+    What the optimizer keeps per parameter lies where the parameter lies, or with `offload` on the hosts.
     """
+    beside = sharding.in_host_memory if offload else lambda place: place
     like = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     everywhere = jax.tree.leaves(params)[0].sharding
     if isinstance(everywhere, NamedSharding):
@@ -71,7 +74,7 @@ def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
     masked = lambda x: isinstance(x, optax.MaskedNode)  # where an optimizer leaves a parameter out
     opt_state = optax.tree_map_params(
         optimizer,
-        lambda x, p: x if masked(x) else like(x, p.sharding),
+        lambda x, p: x if masked(x) else like(x, beside(p.sharding)),
         jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda x: like(x, everywhere),
@@ -81,9 +84,12 @@ def state_like(params, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(params, opt_state, count, count)
 
 
-def init_state(params, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state, committed to where the parameters lie."""
-    places = jax.tree.map(lambda x: x.sharding, state_like(params, optimizer))
+def init_state(
+    params, optimizer: optax.GradientTransformation, *, offload: bool = False
+) -> TrainState:
+    """A fresh state, committed to where `state_like` says."""
+    like = state_like(params, optimizer, offload=offload)
+    places = jax.tree.map(lambda x: x.sharding, like)
     params = jax.device_put(params, places.params)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
     step, skipped = (sharding.put(np.zeros((), np.int32), places.step) for _ in range(2))
@@ -110,6 +116,7 @@ def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
 
     @jax.jit
     def score(params, inputs):
+        params = sharding.on_devices(params)
         lead = inputs.tokens.shape[:2]
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
         shapes = jax.eval_shape(policy_logp, params, jax.tree.map(lambda x: x[0], flat))
@@ -160,12 +167,12 @@ def make_train_step(
     """`(state, credited) -> (state, metrics)`, jitted, the state donated; one metric row an optimizer step.
 
     A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
-    `shardings` pins the state to where it lies.
+    `shardings` pins the state to where it lies; what lies in the memory of the hosts comes over for each update.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     pinned = lambda state: state
     if shardings is not None:
-        pinned = partial(jax.lax.with_sharding_constraint, shardings=shardings)
+        pinned = partial(sharding.pinned, places=shardings)
 
     whole = objective.whole_responses
 
@@ -185,12 +192,16 @@ def make_train_step(
         rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
         (loss, sums), grads = accumulate(sums_and_loss, state.params, rest._replace(weight=weight))
         norm = optax.tree.norm(grads)
+        opt_state, norm = sharding.brought(state.opt_state, after=norm)
+        state = state._replace(opt_state=opt_state)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
         params = optax.apply_updates(state.params, updates)
-        stepped = pinned(state._replace(params=params, opt_state=opt_state))
+        stepped = state._replace(params=params, opt_state=opt_state)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # not by `lax.cond`, for which the compiler keeps a second copy of the state
-        state = jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
+        state = pinned(
+            jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
+        )
         state = state._replace(skipped=state.skipped + ~finite)
         more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
         return state, metrics.as_means(sums) | more

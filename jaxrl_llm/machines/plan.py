@@ -5,8 +5,8 @@ were counted, at the rates of a data sheet.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.machines import hlo, seconds, topologies
-from jaxrl_llm.machines.programs import Planned, local_bytes
+from jaxrl_llm.machines.programs import Planned, local_bytes, on_hosts
 from jaxrl_llm.machines.seconds import Seconds
 from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding
@@ -47,7 +47,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it, for one machine and mesh."""
+    """All of it, for one machine and mesh; `waiting` is in the memory of the hosts, in bytes a device."""
 
     machine: str
     mesh: Mapping[str, int]
@@ -56,6 +56,8 @@ class Plan:
     parts: Mapping[str, int]
     programs: list[Program]
     timed: bool = True
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    left_whole: Sequence[str] = ()
 
     @property
     def peak(self) -> int:
@@ -102,26 +104,21 @@ def plan(
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
     planned, programs = Planned(config, shape or shape_of(config), mesh, memory), []
     with topologies.compiling_for(mesh):
-        parts = parts_of(planned)
-        for name, lower in planned.programs().items():
+        parts, waiting = parts_of(planned), waiting_of(planned)
+        for name, compile_it in planned.programs().items():
             if only and name not in only:
                 continue
             say(f"compiling {name}")
             start = time.perf_counter()
-            compiled: Any = lower().compile()
+            compiled: Any = compile_it()
             took = time.perf_counter() - start
             module = hlo.Module(compiled.as_text())
             collectives = module.collectives()
-            held = (
-                HELD[name]
-                if planned.native and planned.copies_weights
-                else HELD[name] - {"parameters"}
-            )
             program = Program(
                 name,
                 peak=_peak(compiled.memory_analysis(), machine.chip.platform),
                 live=compiled.memory_analysis().peak_memory_in_bytes,
-                beside=sum(parts.get(part, 0) for part in held),
+                beside=_beside(name, planned, parts, waiting),
                 collectives=collectives,
                 kernels=module.kernels(),
                 cycles=module.cycles(),
@@ -129,7 +126,11 @@ def plan(
                 seconds=seconds.of(name, planned, machine, collectives, tokens),
             )
             programs.append(program)
-    return Plan(machine.name, dict(mesh.shape), mesh.size, memory, parts, programs, chip.flops > 0)
+    whole = sharding.left_whole(planned.state.params, mesh)
+    shape_of_mesh, timed = dict(mesh.shape), chip.flops > 0
+    return Plan(
+        machine.name, shape_of_mesh, mesh.size, memory, parts, programs, timed, waiting, whole
+    )
 
 
 HELD = {  # on the device, and no arguments of the program; parameters where the sampler has a copy
@@ -148,6 +149,9 @@ def parts_of(planned: Planned) -> dict[str, int]:
     parts = {"parameters": local_bytes(state.params), "optimizer": local_bytes(state.opt_state)}
     if config.keeps_reference:
         parts["reference"] = local_bytes(planned.reference)
+    for part, size in waiting_of(planned).items():
+        parts[part] -= size
+    parts = {part: size for part, size in parts.items() if size}
     if planned.native:
         parts["cache"] = local_bytes(planned.cache)
         if planned.copies_weights:
@@ -161,6 +165,26 @@ def parts_of(planned: Planned) -> dict[str, int]:
         parts["inputs of layers"] = planned.shape.num_layers * rows * length * width
     parts["logits at a time"] = logprobs.logit_bytes()
     return parts
+
+
+def waiting_of(planned: Planned) -> dict[str, int]:
+    """Bytes that the hosts keep for each device."""
+    trees = {"optimizer": planned.state.opt_state}
+    if planned.config.keeps_reference:
+        trees["reference"] = planned.reference
+    found = {part: local_bytes(on_hosts(tree)) for part, tree in trees.items()}
+    return {part: size for part, size in found.items() if size}
+
+
+def _beside(
+    name: str, planned: Planned, parts: Mapping[str, int], waiting: Mapping[str, int]
+) -> int:
+    """Bytes that a device holds for others while a program runs."""
+    held = HELD[name]
+    if not (planned.native and planned.copies_weights):
+        held = held - {"parameters"}
+    brought = waiting.get("reference", 0) if name == "score" else 0
+    return brought + sum(parts.get(part, 0) for part in held)
 
 
 def _peak(memory: Any, platform: str) -> int:

@@ -16,7 +16,7 @@ WAYS_OUT = {
     "decode": "fewer slots of the engine",
     "score": "more collate.microbatches",
     "credit": "more devices on the axes data and fsdp",
-    "update": "more collate.microbatches, compute.remat, or more devices on the axes fsdp and tensor",
+    "update": "more collate.microbatches, compute.remat, offload, or more devices on the axes fsdp and tensor",
 }
 
 
@@ -24,6 +24,7 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
     """Memory, traffic and time, and what they come to."""
     yield _memory(plan)
     yield verdict(plan)
+    yield from plan.left_whole
     if plan.devices > 1:
         yield _traffic(plan)
     if plan.timed:
@@ -54,6 +55,8 @@ def _memory(plan: Plan) -> rich.table.Table:
     table.columns[1].justify = "right"
     for part, size in plan.parts.items():
         table.add_row(part, _size(size))
+    for part, size in plan.waiting.items():
+        table.add_row(f"{part}, in the memory of the host", _size(size))
     table.add_section()
     for program in plan.programs:
         note = f" ({_size(program.beside)} of it held beside)" if program.beside else ""
@@ -79,7 +82,7 @@ def _traffic(plan: Plan) -> rich.table.Table:
 
 
 def _time(plan: Plan) -> rich.table.Table:
-    columns = ("arithmetic", "memory", "links", "network")
+    columns = ("arithmetic", "memory", "links", "network", "host")
     cycles = any(program.cycles for program in plan.programs)
     more = ["compiler's Mcycles"] if cycles else []
     header = ("program", *columns, *more, "compiled in")
@@ -101,6 +104,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "peak": plan.peak,
         "fits": plan.fits,
         "parts": dict(plan.parts),
+        "waiting": dict(plan.waiting),
+        "left_whole": list(plan.left_whole),
         "seconds": dict(zip(("least", "most"), plan.seconds, strict=True)),
         "programs": {program.name: _program(program) for program in plan.programs},
     }

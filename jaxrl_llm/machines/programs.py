@@ -1,9 +1,9 @@
 """The programs of a run's step, lowered for a mesh from shapes alone: what a machine will be asked to do."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -38,10 +38,9 @@ class Planned:
     @cached_property
     def state(self) -> update.TrainState:
         """Parameters and what the optimizer keeps."""
-        shapes = qwen2.graph(self.shape)[1]
-        places = sharding.param_shardings(shapes, self.mesh)
-        params = jax.tree.map(partial(like, dtype="float32"), shapes, places)
-        return update.state_like(params, self.config.optimizer)
+        params = sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
+        offload = self.config.offloads("optimizer")
+        return update.state_like(params, self.config.optimizer, offload=offload)
 
     @cached_property
     def batch(self) -> Any:
@@ -59,7 +58,8 @@ class Planned:
     def reference(self) -> Any:
         """The parameters of the reference policy."""
         shapes = jax.eval_shape(self.policy.narrowed, self.state.params)
-        return jax.tree.map(lambda x, p: like(x, p.sharding), shapes, self.state.params)
+        beside = sharding.in_host_memory if self.config.offloads("reference") else lambda x: x
+        return jax.tree.map(lambda x, p: like(x, beside(p.sharding)), shapes, self.state.params)
 
     @cached_property
     def weights(self) -> Any:
@@ -82,28 +82,28 @@ class Planned:
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
         with topologies.compiling_for(self.decoder.mesh):
-            return _results(lambda weights: self.decoder.empty(weights, *size), self.weights)
+            empty = jax.jit(lambda weights: self.decoder.empty(weights, *size), keep_unused=True)
+            shapes = jax.eval_shape(empty, self.weights)
+            places = empty.lower(self.weights).compile().output_shardings
+            return jax.tree.map(like, shapes, places)
 
     @property
     def native(self) -> bool:
         """Whether the responses are sampled on the same devices."""
         return isinstance(self.config.engine, Native)
 
-    def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """Each program by its name, in the order of a step."""
+    def programs(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+        """What compiles each program, by its name, in the order of a step."""
         sampling = {"prefill": self._prefill, "decode": self._decode} if self.native else {}
         if self.native and self.decoder.static:
             sampling = {"gather": self._gather, **sampling}
-        learning = {"score": self._score, "credit": self._lower_credit, "update": self._update}
+        learning = {"score": self._score, "credit": lambda: self._credit, "update": self._update}
         return {**sampling, **learning}
 
-    def _lower_credit(self) -> jax.stages.Lowered:
-        return jax.jit(self._credit).lower(self.batch, self._reward, self._scores)
-
-    def _score(self) -> jax.stages.Lowered:
+    def _score(self) -> jax.stages.Compiled:
         config = self.config
         program: Any = reinforce.scoring(self.policy, config.objective, config.sampling.temperature)
-        return program.lower(self.state.params, self.batch.inputs)
+        return program.lower(self.state.params, self.batch.inputs).compile()
 
     @property
     def _scores(self) -> dict[str, Any]:
@@ -119,12 +119,14 @@ class Planned:
         shape = (self.config.prompts, self.config.group_size)
         return like(np.zeros(shape, np.float32), NamedSharding(self.mesh, P()))
 
-    def _credit(self, batch: Any, reward: Any, scores: Mapping[str, Any]) -> update.Credited:
-        return update.make_credit(self.config.objective)(batch, reward, **scores)
+    @cached_property
+    def _credit(self) -> jax.stages.Compiled:
+        program: Any = update.make_credit(self.config.objective)
+        return program.lower(self.batch, self._reward, **self._scores).compile()
 
-    def _update(self) -> jax.stages.Lowered:
+    def _update(self) -> jax.stages.Compiled:
         config = self.config
-        credited = _results(self._credit, self.batch, self._reward, self._scores)
+        credited = jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
         program: Any = update.make_train_step(
             self.policy.logp(config.sampling.temperature),
             config.objective,
@@ -132,7 +134,7 @@ class Planned:
             order=config.order,
             shardings=jax.tree.map(lambda x: x.sharding, self.state),
         )
-        return program.lower(self.state, credited)
+        return program.lower(self.state, credited).compile()
 
     @property
     def engine(self) -> Native:
@@ -153,17 +155,17 @@ class Planned:
         """Tokens that the decoding program makes before it asks whether to go on."""
         return native.STRIDE if self.decoder.static else 1
 
-    def _gather(self) -> jax.stages.Lowered:
+    def _gather(self) -> jax.stages.Compiled:
         with topologies.compiling_for(self.decoder.mesh):
-            return jax.jit(self.decoder.weights).lower(self.state.params)
+            return jax.jit(self.decoder.weights).lower(self.state.params).compile()
 
-    def _prefill(self) -> jax.stages.Lowered:
+    def _prefill(self) -> jax.stages.Compiled:
         shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
         with topologies.compiling_for(self.decoder.mesh):
             tokens = self._everywhere(np.zeros(shape, np.int32))
-            return jax.jit(self.decoder.prefill).lower(self.weights, tokens)
+            return jax.jit(self.decoder.prefill).lower(self.weights, tokens).compile()
 
-    def _decode(self) -> jax.stages.Lowered:
+    def _decode(self) -> jax.stages.Compiled:
         sampling = self.config.sampling
         idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
         one = np.zeros((), np.int32)
@@ -171,7 +173,7 @@ class Planned:
         program = slots.program(self.decoder.decode, self.stride)
         ways = slots.ways_of(sampling) if self.decoder.static else None
         with topologies.compiling_for(self.decoder.mesh):
-            return program.lower(self.weights, self.cache, *host, ways=ways)
+            return program.lower(self.weights, self.cache, *host, ways=ways).compile()
 
     def _everywhere(self, x: np.ndarray) -> Any:
         return like(x, NamedSharding(self.decoder.mesh if self.native else self.mesh, P()))
@@ -182,15 +184,13 @@ def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
 
-def _results(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function would give, by shapes and places."""
-    program = jax.jit(function, keep_unused=True)
-    places = program.lower(*arguments).compile().output_shardings
-    return jax.tree.map(like, jax.eval_shape(program, *arguments), places)
-
-
 def local_bytes(tree: Any) -> int:
-    """What the first device holds of arrays or shapes."""
+    """What the first device holds of arrays or shapes, or its host for it."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
+
+
+def on_hosts(tree: Any) -> list[Any]:
+    """Those of arrays or shapes that lie in the memory of the hosts."""
+    return [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == sharding.HOST]

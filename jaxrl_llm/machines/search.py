@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config import Config, Mesh
+from jaxrl_llm.config import Config, Mesh, Offload
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machines import seconds
 from jaxrl_llm.machines.plan import plan, shape_of
@@ -15,7 +15,8 @@ from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import qwen2
 
 TRIALS = 12  # compilations before it is given up
-BYTES = 4 + 8 + 4 + 4  # a parameter, Adam's moments, two gradients in float32
+MOMENTS = 8  # Adam's, in float32
+BYTES = 4 + MOMENTS + 4 + 4  # with the parameter and two gradients
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Layout:
     data: int
     microbatches: int
     recompute: bool
+    offload: Offload = "none"
 
     def of(self, config: Config) -> Config:
         """The config laid out so."""
@@ -36,12 +38,14 @@ class Layout:
             mesh=Mesh(self.data, self.fsdp, self.tensor),
             collate=replace(config.collate, microbatches=self.microbatches),
             compute=replace(config.compute, remat=remat),
+            offload=self.offload,
         )
 
     def __str__(self) -> str:
         again = "recomputing layers" if self.recompute else "keeping everything"
         mesh = f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
-        return f"{mesh}, {self.microbatches} micro-batches, {again}"
+        out = f"{mesh}, {self.microbatches} micro-batches, {again}"
+        return out if self.offload == "none" else f"{out}, offload {self.offload}"
 
 
 def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Config:
@@ -68,6 +72,7 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator
     """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis."""
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
+    offloads: tuple[Offload, ...] = ("none", "both" if config.keeps_reference else "optimizer")
     for tensor in (
         size for size in (1, 2, 4, 8) if devices % size == 0 and shape.num_heads % size == 0
     ):
@@ -78,12 +83,14 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator
         shared = [
             fsdp for fsdp in _divisors(shards) if fsdp in (1, shards, machine.together // tensor)
         ]
-        for micro, fsdp, again in itertools.product(bins, dict.fromkeys(shared), (False, True)):
-            yield Layout(tensor, fsdp, shards // fsdp, micro, again)
+        for micro, fsdp, again, offload in itertools.product(
+            bins, dict.fromkeys(shared), (False, True), offloads
+        ):
+            yield Layout(tensor, fsdp, shards // fsdp, micro, again, offload)
 
 
 def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
-    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over the tensor axis."""
+    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over tensor, offload."""
     chip, limit = machine.chip, config.collate
     rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
     work = seconds.arithmetic("update", layout.of(config), shape, limit.response_length)
@@ -93,14 +100,20 @@ def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machin
         (2 + layout.recompute) * visits * qwen2.parameter_count(shape) * width / layout.tensor
     )
     sums = (4 + 2 * layout.recompute) * shape.num_layers * rows * length * shape.hidden_size * width
-    moved = gathered * (1 - 1 / layout.fsdp)
-    moved += 2 * sums * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
-    moved *= config.objective.stages
-    return work / len(machine.devices) / chip.flops + moved / chip.link
+    sums *= 2 * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
+    within = layout.fsdp * layout.tensor <= machine.together
+    waited = gathered * (1 - 1 / layout.fsdp) / (chip.link if within else chip.network)
+    waited += sums / chip.link
+    out = work / len(machine.devices) / chip.flops + config.objective.stages * waited
+    if layout.offload != "none":
+        kept = MOMENTS * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
+        out += limit.minibatches * config.objective.stages * 2 * kept / chip.host
+    return out
 
 
 def _least(layout: Layout, shape: qwen2.Shape) -> float:
-    return BYTES * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
+    each = BYTES if layout.offload == "none" else BYTES - MOMENTS
+    return each * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
 
 
 def _divisors(n: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxrl_llm.config import Config
 from jaxrl_llm.machines import flops
 from jaxrl_llm.machines.hlo import Collective
-from jaxrl_llm.machines.programs import Planned, local_bytes
+from jaxrl_llm.machines.programs import Planned, local_bytes, on_hosts
 from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models.qwen2 import Shape
 
@@ -19,16 +19,17 @@ class Seconds:
     memory: float = 0.0
     links: float = 0.0
     network: float = 0.0
+    host: float = 0.0
 
     @property
     def least(self) -> float:
         """All at the same time."""
-        return max(self.arithmetic, self.memory, self.links, self.network)
+        return max(self.arithmetic, self.memory, self.links, self.network, self.host)
 
     @property
     def most(self) -> float:
         """One after the other."""
-        return self.arithmetic + self.memory + self.links + self.network
+        return self.arithmetic + self.memory + self.links + self.network + self.host
 
 
 def of(
@@ -52,6 +53,7 @@ def of(
         memory=times * share * moved(name, planned, tokens) / chip.bandwidth,
         links=sent[False] / chip.link,
         network=sent[True] / chip.network,
+        host=from_host(name, planned) / chip.host,
     )
 
 
@@ -82,6 +84,14 @@ def arithmetic(name: str, config: Config, shape: Shape, tokens: int) -> float:
         again = flops.forward(shape, **size) if config.compute.remat else 0
         return config.objective.stages * (flops.update(shape, **size) + again)
     return 0.0
+
+
+def from_host(name: str, planned: Planned) -> float:
+    """Bytes of a step between a device and the memory of its host, either way."""
+    if name == "score" and planned.config.keeps_reference:
+        return local_bytes(on_hosts(planned.reference))
+    visits = planned.config.collate.minibatches * planned.config.objective.stages
+    return visits * 2 * local_bytes(on_hosts(planned.state)) if name == "update" else 0.0
 
 
 def moved(name: str, planned: Planned, tokens: int) -> float:

@@ -26,7 +26,8 @@ class Chip:
     """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s.
 
     `bandwidth` is that of the memory, `link` what a device sends to the others of its slice or node,
-    `network` what it sends beyond; 0 is not known.
+    `network` what it sends beyond, `host` what it exchanges with the memory of its host (for TPUs not published:
+    a guess); 0 is not known.
     """
 
     platform: Literal["tpu", "cuda", "here"]
@@ -35,14 +36,15 @@ class Chip:
     bandwidth: float
     link: float
     network: float
+    host: float = 0.0
 
 
 CHIPS = {
-    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9),
-    "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9),
-    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9),
-    "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9),
-    "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9),
+    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9, 16e9),
+    "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9, 16e9),
+    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9, 16e9),
+    "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9),
+    "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9, 64e9),
 }
 SLICES = {  # chips: how they lie
     "v5e": {

@@ -16,6 +16,7 @@ from jaxrl_llm.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
+HOST = "pinned_host"  # the memory of a host, as JAX names it
 PIECE = 2**28  # bytes of an array that travel to a host at a time
 VOCAB = ("tensor", "fsdp")  # hidden states travel to the vocabulary, which is the larger of the two
 
@@ -55,6 +56,55 @@ def param_shardings(shapes, mesh: Mesh, rules=RULES):
         return NamedSharding(mesh, fit(_place(path, leaf, mesh, rules), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def params_like(shapes, mesh: Mesh, dtype="float32"):
+    """The shapes and places of parameters, nothing allocated."""
+    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+    return jax.tree.map(like, shapes, param_shardings(shapes, mesh))
+
+
+def in_host_memory(place: NamedSharding) -> NamedSharding:
+    """The same place, in the memory of the hosts."""
+    device = next(iter(place.device_set))
+    known = [memory.kind for memory in device.addressable_memories()]
+    if HOST in known:
+        return place.with_memory_kind(HOST)
+    if known:
+        raise UserError(
+            f"offload: a {device.device_kind} has no {HOST} memory in this JAX: set offload to 'none'"
+        )
+    # GPUs that are only compiled for do not know their memories, and would drop the name
+    return NamedSharding(place.mesh.abstract_mesh, place.spec, memory_kind=HOST)
+
+
+def to_hosts(tree):
+    """Arrays, moved to the memory of the hosts."""
+    return jax.device_put(tree, jax.tree.map(lambda x: in_host_memory(x.sharding), tree))
+
+
+def on_devices(tree):
+    """Within a program: what came from the memory of the hosts, brought over; the rest as it is."""
+    device = jax.memory.Space.Device
+    return jax.tree.map(lambda x: jax.device_put(x, device) if _waits(x) else x, tree)
+
+
+def brought(tree, after):
+    """`on_devices`, and a value before which nothing comes over: left to itself, the compiler begins with it."""
+    if any(map(_waits, jax.tree.leaves(tree))):
+        tree, after = jax.lax.optimization_barrier((tree, after))
+    return on_devices(tree), after
+
+
+def pinned(tree, places):
+    """Within a program: every array where it lies, those in the memory of the hosts sent back there."""
+
+    def one(x, place):
+        if place.memory_kind == HOST:
+            return jax.device_put(x, jax.memory.Space.Host)
+        return jax.lax.with_sharding_constraint(x, place)
+
+    return jax.tree.map(one, tree, places)
 
 
 def gathered(layer, dtype, rules=RULES):
@@ -226,6 +276,10 @@ def constrain(x, *spec):
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, fit(P(*spec), x.shape, mesh))
+
+
+def _waits(x) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _shards(axes, mesh):

@@ -93,11 +93,7 @@ def fresh_params(config: Config, made: Parts) -> Any:
 
 def like_params(made: Parts) -> Any:
     """The shapes and places of the parameters, nothing allocated."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, "float32", sharding=sharding),
-        qwen2.graph(made.shape)[1],
-        made.shardings,
-    )
+    return sharding.params_like(qwen2.graph(made.shape)[1], made.mesh)
 
 
 def stream(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import sharding
 
 _PIECE = 1 << 22  # elements that are looked at together on the host
 
@@ -69,7 +70,7 @@ def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             index, stride = index + place * np.uint32(stride % 2**32), stride * x.shape[axis]
         return jnp.sum(words * _mixed(index), dtype=jnp.uint32)
 
-    return [one(x) for x in arrays]
+    return [one(x) for x in sharding.on_devices(arrays)]
 
 
 def _mixed(index: Any) -> Any:

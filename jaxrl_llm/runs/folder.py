@@ -233,11 +233,8 @@ def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, An
     """`(step, shape, parameters)`, spread over all devices; nothing of the run's is executed."""
     record.read(folder)
     shape = hf.load_shape(folder / "model")
-    shapes = qwen2.graph(shape)[1]
-    places = sharding.param_shardings(shapes, sharding.make_mesh(1, -1, 1, jax.devices()))
-    like = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, "float32", sharding=place), shapes, places
-    )
+    mesh = sharding.make_mesh(1, -1, 1, jax.devices())
+    like = sharding.params_like(qwen2.graph(shape)[1], mesh)
     read = lambda there, chosen: there.restore(chosen, like, part="params")
     chosen, found = _restored(folder, step, read)
     return chosen, shape, found

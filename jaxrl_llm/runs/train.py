@@ -19,6 +19,7 @@ from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.learning.step import Step
 from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.learning.token_task import Answers, remark
+from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.runs import anchor, assemble, journal
 from jaxrl_llm.runs.assemble import Parts
@@ -119,7 +120,8 @@ def _warm_start(
     )
     clock, every = Clock(), warm.evaluate_every or warm.steps
     if state is None:
-        state = update.init_state(assemble.fresh_params(config, parts), warm.optimizer)
+        params = assemble.fresh_params(config, parts)
+        state = update.init_state(params, warm.optimizer, offload=config.offloads("optimizer"))
     elif start % every == 0 and start < warm.steps:
         _catch_up(run, start, WARM_START, state.params, clock)
     steps = imitate.imitate(
@@ -153,7 +155,8 @@ def _begin(run: Run, start: int, params: Any, cursor: Cursor) -> update.TrainSta
     """The first state of reinforcement: the reference is kept, the policy saved and evaluated as it is."""
     if run.config.keeps_reference:
         anchor.write(run.journal.folder / REFERENCE, params)
-    state = update.init_state(params, run.config.optimizer)
+    offload = run.config.offloads("optimizer")
+    state = update.init_state(params, run.config.optimizer, offload=offload)
     if run.saved != start:
         _save(run, start, REINFORCE, state, cursor)
     run.sampler.push(state.params, start)
@@ -182,8 +185,9 @@ def _reinforce(
     reference = None
     if config.keeps_reference:
         kept = run.journal.folder / REFERENCE
-        reference = anchor.read(kept, assemble.like_params(parts))
-        reference = parts.policy.narrowed(reference)
+        reference = parts.policy.narrowed(anchor.read(kept, assemble.like_params(parts)))
+        if config.offloads("reference"):
+            reference = sharding.to_hosts(reference)
 
     def show(step: Step) -> None:
         if step.answers and (step.number - 1 - whole.start) % config.show_samples_every == 0:
@@ -325,8 +329,8 @@ def _save(
 def _state_like(config: Config, parts: Parts, phase: str) -> update.TrainState:
     """The form of the state in a phase."""
     warm = config.warm_start if phase == WARM_START else None
-    optimizer = warm.optimizer if warm else config.optimizer
-    return update.state_like(assemble.like_params(parts), optimizer)
+    optimizer, like = warm.optimizer if warm else config.optimizer, assemble.like_params(parts)
+    return update.state_like(like, optimizer, offload=config.offloads("optimizer"))
 
 
 def _demonstration(task: Any) -> Callable[[Any], str]:

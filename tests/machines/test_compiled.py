@@ -7,11 +7,10 @@ import subprocess
 
 import pytest
 
-from tests.machines.programs import CASES, RECORDED
+from tests.machines.programs import CASES, FUSED, RECORDED, worse
 from tests.reference.peer import needed
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOM = 1.02  # what memory may grow by before it is said
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +31,24 @@ def found():
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_does_not_grow(found, name):
     recorded = json.loads(RECORDED.read_text())[name]
-    worse = []
-    for program, figures in found[name].items():
-        before = recorded[program]
-        if figures["KiB"] > ROOM * before["KiB"]:
-            worse.append(f"{program}: {before['KiB']} KiB a device before, {figures['KiB']} now")
-        for what in {*figures, *before} - {"KiB"}:
-            old, new = before.get(what, 0), figures.get(what, 0)
-            fused = "fmha" in what or "triton" in what or "custom" in what
-            if new > old or (fused and new != old):
-                worse.append(f"{program}: {what} {old} times before, {new} now")
-    assert not worse, "; ".join(worse) + " (python -m tests.machines.programs --write records it)"
+    said = "; ".join(worse(recorded, found[name]))
+    assert not said, f"{said} (python -m tests.machines.programs --write records it)"
 
 
 def test_attention_is_fused_and_packed_rows_make_no_square(found):
     for name, programs in found.items():
         for program in ("score", "update", "prefill"):
             if program in programs:
-                kernels = [
-                    k
-                    for k in programs[program]
-                    if "fmha" in k or "triton" in k or "tpu_custom" in k
-                ]
+                kernels = [k for k in programs[program] if any(word in k for word in FUSED)]
                 assert kernels, f"{name}: {program} has no fused attention"
+
+
+def test_what_has_grown_is_said():
+    before = {"update": {"KiB": 1000, "all-gather": 4, "all-reduce": 2, "triton": 3}}
+    assert worse(before, before) == []
+    assert worse(before, {"update": {"KiB": 1010, "all-gather": 3, "triton": 3}}) == []
+    said = worse(before, {"update": {"KiB": 1030, "all-gather": 5, "all-to-all": 1}})
+    assert len(said) == 4
+    assert said[0] == "update: 1000 KiB a device before, 1030 now"
+    assert "update: all-gather 4 times before, 5 now" in said
+    assert "update: triton 3 times before, 0 now" in said

@@ -117,7 +117,7 @@ def test_what_a_collective_sends():
 
 
 MACHINE = topologies.Machine(
-    "toy", tuple(range(8)), 4, topologies.Chip("cuda", 10**9, 1e12, 1e11, 1e10, 1e9)
+    "toy", tuple(range(8)), 4, topologies.Chip("cuda", 10**9, 1e12, 1e11, 1e10, 1e9, 1e10)
 )
 
 
@@ -132,6 +132,17 @@ def test_candidates_divide_evenly():
         assert rows % (layout.microbatches * layout.fsdp * layout.data) == 0
         made = layout.of(config)
         assert made.mesh == Mesh(layout.data, layout.fsdp, layout.tensor)
+
+
+def test_weights_that_are_gathered_over_the_network_take_longer():
+    config = quick.config()
+    shape, micro = config.model.shape, config.collate.microbatches
+    within = search.Layout(1, 4, 2, micro, True)
+    across = search.Layout(1, 8, 1, micro, True)
+    offloaded = search.Layout(1, 4, 2, micro, True, "both")
+    assert offloaded.of(config).offload == "both"
+    times = [search.estimate(x, config, shape, MACHINE) for x in (within, offloaded, across)]
+    assert times[2] > 5 * times[0] < 5 * times[1]
 
 
 def test_the_search_takes_the_fastest_that_fits(monkeypatch):

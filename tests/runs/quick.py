@@ -4,7 +4,7 @@ from functools import partial
 from itertools import islice
 from typing import Literal
 
-from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
+from jaxrl_llm.config import Config, Evaluation, Offload, Scratch, WarmStart
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import qwen2
@@ -34,6 +34,7 @@ def config(
     long_prompts: Literal["skip", "refuse"] = "skip",
     drop_even_groups: bool = False,
     ratios: Literal["trainer", "sampler"] = "trainer",
+    offload: Offload = "none",
     seed: int = 0,
 ) -> Config:
     """For tests.
@@ -58,6 +59,7 @@ def config(
         steps=steps,
         prompts=4,
         group_size=2,
+        offload=offload,
         engine=Native(slots=8, prefill_prompts=4, block=32),
         warm_start=WarmStart(
             warm_steps,

@@ -31,6 +31,15 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, environment, whole, tmp_path):
     assert "mean of the last 2:" in done.stdout  # those before the kill count too
 
 
+def test_what_waits_in_the_memory_of_the_host_changes_no_number(environment, whole, tmp_path):
+    out, program = tmp_path / "run", ("-m", "tests.runs.killed", "save", "3", "0.02")
+    done = train(environment, out, "--offload", "both", program=program)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = train(environment, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert metrics(out) == metrics(whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_random_moments(seed, environment, whole, tmp_path):
