@@ -110,7 +110,7 @@ class Job:
         if not finished:
             return ""
         if self.wire is None:
-            return "the lock is left" if (Path(self.out) / "lock").exists() else ""
+            return "the lock is left" if self.members[0].locked() else ""
         locks = {name: Place(self.out).read(name) for name in Place(self.out).names("lock")}
         if any(content != b"{}" for content in locks.values()):
             return f"locks are left: {locks}"
