@@ -336,6 +336,6 @@ def _state_like(config: Config, parts: Parts, phase: str) -> update.TrainState:
 def _demonstration(task: Any) -> Callable[[Any], str]:
     if not isinstance(task, Demonstrator):
         raise UserError(
-            f"task {task.name} has no demonstration(example): drop warm_start, or give one in it"
+            f"task {task.name} has no demonstration(example): add it, or drop warm_start"
         )
     return task.demonstration
