@@ -335,7 +335,5 @@ def _state_like(config: Config, parts: Parts, phase: str) -> update.TrainState:
 
 def _demonstration(task: Any) -> Callable[[Any], str]:
     if not isinstance(task, Demonstrator):
-        raise UserError(
-            f"task {task.name} has no demonstration(example): add it, or drop warm_start"
-        )
+        raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
     return task.demonstration
