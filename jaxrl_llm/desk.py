@@ -9,6 +9,7 @@ bucket is changed its guard is called: it raises where the place is no longer ou
 import atexit
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class _Desk:
         self._held = beside.open("wb")  # for as long as this process lives
         fcntl.flock(self._held, fcntl.LOCK_EX)
         beside.rename(beside.with_name(_HELD))
-        self.folder = Path(self.root.name).resolve() / url.rpartition("/")[2]
+        name = re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
+        self.folder = Path(self.root.name).resolve() / name
         self.folder.mkdir()
         self.stored: dict[str, tuple[int, int]] = {}
         self.guard: Callable[[], None] = lambda: None

@@ -58,7 +58,10 @@ def main(
             f"--prompts {prompts} --tokens {tokens}: they are counts, the latter from 1 on"
         )
     run = folder.at_hand(run)
-    console, target = rich.console.Console(soft_wrap=True), desk.at_hand(out or run / "analysis")
+    console, target = (
+        rich.console.Console(markup=False, soft_wrap=True),
+        desk.at_hand(out or run / "analysis"),
+    )
     with opened(run, data, step) as (config, parts, sampler, chosen):
         try:
             target.mkdir(parents=True, exist_ok=True)

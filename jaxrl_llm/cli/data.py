@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import rich.console
+import rich.markup
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.runs import assemble, folder
@@ -23,8 +24,9 @@ class Options:
 
 def main(options: Options, config: Config) -> None:
     """Builds the data sets of a config unless they are there, and shows what is in them."""
-    console = rich.console.Console(soft_wrap=True)
-    with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
+    console = rich.console.Console(markup=False, soft_wrap=True)
+    where = rich.markup.escape(str(options.data))
+    with console.status(f"data sets, in {where}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
     train_set = assemble.readable(parts, parts.task.train, config, "training")
     test_set = assemble.askable(parts, parts.task.test, config)
@@ -37,6 +39,6 @@ def main(options: Options, config: Config) -> None:
         )
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
-            console.print(parts.task.prompt(source[i]), markup=False, highlight=False)
+            console.print(parts.task.prompt(source[i]), highlight=False)
             if isinstance(parts.task, Demonstrator):
-                console.print(parts.task.demonstration(source[i]), style="dim", markup=False)
+                console.print(parts.task.demonstration(source[i]), style="dim")

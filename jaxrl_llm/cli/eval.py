@@ -57,7 +57,7 @@ def main(
         temperature: at which they are drawn.
         data: where data sets are kept.
     """
-    console = rich.console.Console(soft_wrap=True)
+    console = rich.console.Console(markup=False, soft_wrap=True)
     run = folder.at_hand(run)
     if last and step is not None:
         raise UserError("eval: give either --step or --last")

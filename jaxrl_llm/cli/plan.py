@@ -27,7 +27,7 @@ class Options:
 
 def main(options: Options, config: Config) -> None:
     """Compiles a config for a machine, nothing allocated: memory, traffic, time, and what to change."""
-    console = rich.console.Console(soft_wrap=True, stderr=options.json)
+    console = rich.console.Console(markup=False, soft_wrap=True, stderr=options.json)
     machine = topologies.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
         limit = config.collate.response_length

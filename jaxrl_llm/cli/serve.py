@@ -36,7 +36,7 @@ def main(options: Options, config: Config) -> None:
     if not isinstance(engine, Vllm) or engine.servers:
         raise UserError("serve starts the servers of engine=Vllm(python=...): the config has none")
     jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
-    console, stop = rich.console.Console(soft_wrap=True), Stop()
+    console, stop = rich.console.Console(markup=False, soft_wrap=True), Stop()
     parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
     with (
         leaving_gracefully(stop),
@@ -75,7 +75,7 @@ def _watch(cars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Co
             urls = ", ".join(repr(car.launch.url) for car in cars)
             console.print(f"ready; logs in {logs}. In the config of the trainer:")
             servers = f"servers=({urls},), key_file={str(cars[0].root / keys.FILE)!r}"
-            console.print(f"  engine=Vllm({servers})", highlight=False, markup=False)
+            console.print(f"  engine=Vllm({servers})", highlight=False)
         if (now := sum(car.restarts for car in cars)) > restarts:
             restarts = now
             console.print(f"a server ended and was started again ({restarts} so far)")

@@ -105,7 +105,7 @@ def main(
         raise UserError(f"--out {url_of(out)}: a study's folder lies in a file system")
     text = (module.__doc__ or "").strip()
     grid = Grid(study, file.stem, text, config, out or Path("runs") / "studies" / file.stem)
-    console, runs = rich.console.Console(soft_wrap=True), study.runs(seeds)
+    console, runs = rich.console.Console(markup=False, soft_wrap=True), study.runs(seeds)
     lengths, kept = _lengths(grid, runs), grid.kept(runs)
     failed: list[str] = []
     if not report:
@@ -296,7 +296,7 @@ def _report(
     (grid.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (grid.out / "results.md").write_text(study_text.markdown(results))
     study_figures.draw(results, grid.out)
-    console.print(study_text.markdown(results), markup=False, highlight=False)
+    console.print(study_text.markdown(results), highlight=False)
     console.print(f"written to {grid.out / 'results.md'}, results.json, and pictures beside them")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import rich.console
+import rich.markup
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -85,8 +86,9 @@ def _train(
     options: Options, config: Config, made_by: Path, flags: dict[str, Any], stop: Stop
 ) -> bool:
     """Whether the run has come to its end."""
-    console = rich.console.Console(soft_wrap=True, quiet=not hosts.first())
-    with console.status(f"data sets, in {options.data}; they are made if they are not there yet"):
+    console = rich.console.Console(markup=False, soft_wrap=True, quiet=not hosts.first())
+    where = rich.markup.escape(str(options.data))
+    with console.status(f"data sets, in {where}; they are made if they are not there yet"):
         parts = assemble.parts(config, options.data)
         train_set = assemble.readable(parts, parts.task.train, config, "training")
         test_set = assemble.askable(parts, parts.task.test, config)

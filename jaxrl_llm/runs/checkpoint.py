@@ -93,7 +93,7 @@ class Checkpoints:
         self._settling = _Settling(step, lambda: self._settle(step, like, arrays))
 
     def judge(self, step: int, score: float) -> None:
-        """Gives a score to a step that was saved before it had one."""
+        """Gives a score to a step that was saved before it had one, and was restored since: older ones may go."""
         if self._scores.get(step) is None:
             self.wait()
             with hosts.together(), self._writing():
@@ -103,6 +103,8 @@ class Checkpoints:
                     files.write(there, json.dumps(sealed({"score": score})))
                     desk.store(there)
             self._scores[step] = score
+            with self._writing():
+                self._prune()
 
     def wait(self) -> None:
         """Returns when everything is on disk and was read back; an error of the writing is raised here.

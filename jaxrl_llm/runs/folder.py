@@ -33,6 +33,7 @@ from jaxrl_llm.runs.disk import DamageError, first_line
 from jaxrl_llm.runs.notes import REINFORCE, Notes
 from jaxrl_llm.runs.record import CONFIG
 
+WILD = "[]*?\\"  # in a path orbax takes them for a pattern, and misses its own files
 SHARED = 60.0  # seconds until all processes see what the first has written
 DATA = Path("~/.cache/jaxrl_llm").expanduser()
 _BROUGHT = (record.NAME, CONFIG, journal.METRICS, journal.DAMAGED, "reference.json")
@@ -97,6 +98,10 @@ def _held(
 ) -> Iterator[Callable[[], None]]:
     if resume and not resumable(folder):
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
+    if wild := sorted({*WILD} & {*str(folder.absolute())}):
+        raise UserError(
+            f"{folder}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -145,11 +145,8 @@ def ended(one: Scene) -> str:
 class Stage:
     """What trials share: the process that runs are forked from, the bucket, the undisturbed job."""
 
-    def __init__(self, scratch: Path, processes: int, port: int | None):
-        self.scratch, self.processes = scratch.absolute(), processes
-        self.wire = None if port is None else s3.Wire(port)
-        if self.wire is not None:
-            os.environ.update(s3.credentials(self.wire.port))
+    def __init__(self, scratch: Path, processes: int, wire: s3.Wire | None = None):
+        self.scratch, self.processes, self.wire = scratch.absolute(), processes, wire
         self.nursery = Nursery(self.scratch, JAX_NUM_CPU_DEVICES=str(DEVICES // processes))
         whole = self.job("whole", in_bucket=False)
         start = time.monotonic()
@@ -182,8 +179,6 @@ class Stage:
     def close(self) -> None:
         """Ends them."""
         self.nursery.close()
-        if self.wire is not None:
-            self.wire.close()
 
 
 def trial(stage: Stage, seed: int) -> Trial:
@@ -289,7 +284,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     scratch, done = Path(tempfile.mkdtemp(prefix="several-")), []
     with s3.served() if given.bucket else contextlib.nullcontext() as port:
-        stage = Stage(scratch, given.processes, port)
+        wire = None if port is None else s3.Wire(port)
+        os.environ.update({} if wire is None else s3.credentials(wire.port))
+        stage = Stage(scratch, given.processes, wire)
         try:
             for seed in range(given.seed, given.seed + given.count):
                 done.append(one := trial(stage, seed))

@@ -26,7 +26,7 @@ from jaxrl_llm.storage import Place
 from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
-from tests.runs import quick
+from tests.runs import quick, test_analyze
 from tests.runs.conftest import forget
 from tests.runs.process import QUICK, ROOT, metrics, train
 
@@ -65,6 +65,7 @@ def stored(environment, url):
 
 
 def test_a_run_in_a_bucket_is_the_same_as_in_a_folder(environment, whole, url):
+    url = f"{url}/lr=[1e-4] [b]*"
     done = trained(environment, url)
     assert recorded(url) == metrics(whole)
     assert f"talk to it: jaxrl-llm sample {url}" in done.stdout
@@ -172,6 +173,17 @@ def test_other_commands_read_a_run_in_a_bucket(environment, stored, tmp_path, ca
     picture = f"{url}/pictures/both.png"
     assert f"written to {picture}" in said("plot", stored, "--out", picture)
     assert Place(picture.rpartition("/")[0]).read("both.png").startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_an_analysis_lies_beside_the_run(url, tmp_path, capsys):
+    (tmp_path / "config.py").write_text(test_analyze.CONFIG)
+    cli.main(["train", str(tmp_path / "config.py"), "--out", url])
+    forget()
+    cli.main(["analyze", url, "--step", "1", "--prompts", "6", "--tokens", "4"])
+    assert f"written to {url}/analysis" in capsys.readouterr().out
+    names = {name.partition("/")[2] for name in Place(url).names("analysis")}
+    assert names == test_analyze.FIGURES | {"analysis.json"}
 
 
 def test_a_run_begins_with_the_warm_start_of_one_in_a_bucket(environment, url, tmp_path):

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from tests.chaos import proxy
+from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
 from tests.chaos.scene import checkpoints, difference
 from tests.chaos.trial import Stage, trial
+from tests.runs import s3
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
@@ -38,6 +39,26 @@ def stage(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_changes_no_number(stage, kind):
     one = trial(stage, kind, 6)
+    assert not one.finding, one.line()
+
+
+@pytest.fixture(scope="module")
+def jobs(s3_port, tmp_path_factory):
+    """Of two processes, whose runs lie in a bucket."""
+    with pytest.MonkeyPatch.context() as patch:
+        wire = s3.Wire(s3_port)
+        for name, value in s3.credentials(wire.port).items():
+            patch.setenv(name, value)
+        made = several.Stage(tmp_path_factory.mktemp("j"), 2, wire)
+        yield made
+        made.close()
+        wire.close()
+
+
+@pytest.mark.parametrize("seed", [1, 4])  # a process killed, the network cut
+def test_a_fault_in_a_job_of_two_changes_no_number(jobs, seed, monkeypatch):
+    monkeypatch.setattr(several, "CUT", 3.0)
+    one = several.trial(jobs, seed)
     assert not one.finding, one.line()
 
 

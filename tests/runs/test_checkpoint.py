@@ -210,6 +210,7 @@ def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
     checkpoints.judge(8, 2.0)
     checkpoints.judge(4, 3.0)  # it has a score
     assert checkpoints.best == 8
+    assert checkpoints.steps == [8]  # which was the best before
     checkpoints.close()
     again = Checkpoints(three, keep=1)
     assert again.best == 8

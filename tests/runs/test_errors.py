@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.runs import assemble
 from tests.runs import quick
-from tests.runs.process import metrics, train
+from tests.runs.process import QUICK, metrics, train
 
 HEAD = "from tests.runs.quick import *\nimport dataclasses\n"
 
@@ -58,6 +58,14 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
 )  # fmt: skip
 def test_a_wrong_config(text, message, written, capsys):
     assert message in fails(capsys, "train", written(text))
+
+
+@pytest.mark.parametrize("name", ["lr=[1e-4]", "a*/run"])
+def test_a_folder_that_is_a_pattern_of_others(name, capsys, tmp_path):
+    """Orbax would look for its own files by it, and find none, or those of another run."""
+    said = fails(capsys, "train", QUICK, "--out", tmp_path / name)
+    assert "no checkpoint can be kept under" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_config(capsys):

@@ -37,8 +37,9 @@ def test_without_the_package_of_a_scheme_it_is_named(monkeypatch):
         Place("gs://bucket/a")
 
 
-def test_objects_come_back_as_they_were_put(url, tmp_path):
-    place, file = Place(url), tmp_path / "f"
+@pytest.mark.parametrize("name", ["a", "lr=[1e-4, *] a?", "100%/#é"])
+def test_objects_come_back_as_they_were_put(url, tmp_path, name):
+    place, file = Place(f"{url}/{name}"), tmp_path / "f"
     assert place.names() == {}
     assert place.read("a") is None
     file.write_bytes(bytes(range(256)) * 1000)

@@ -81,7 +81,7 @@ def main(
     """
     if unknown := [name for name in models if name not in (*qwen2.PRESETS, "small")]:
         raise UserError(f"--models {unknown[0]}: known are small, {', '.join(qwen2.PRESETS)}")
-    console, begun = rich.console.Console(soft_wrap=True), time.monotonic()
+    console, begun = rich.console.Console(markup=False, soft_wrap=True), time.monotonic()
     device = jax.devices()[0]
     chip = _chip(device)
     table = rich.table.Table("", "measured", "limit", "", title=device.device_kind, box=SIMPLE)

@@ -25,7 +25,7 @@ def main(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
         layers: depths, taken in turn; ratios are against the first.
         repeats: compilations of each depth; the median is shown.
     """
-    console = rich.console.Console()
+    console = rich.console.Console(markup=False)
     seconds: dict[int, list[float]] = {depth: [] for depth in layers}
     with console.status("compiling") as status:
         for repeat in range(repeats):

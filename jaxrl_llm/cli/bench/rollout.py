@@ -47,7 +47,7 @@ def main(
     """
     if peer_python and not model:
         raise UserError("the peer needs a model folder: give one before --peer-python")
-    console = rich.console.Console()
+    console = rich.console.Console(markup=False)
     dtype = jnp.bfloat16 if bfloat16 else jnp.float32
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     shape = hf.load_shape(hf.resolve(model)) if model else SMALL

@@ -55,7 +55,7 @@ def main(
         raise UserError(f"{rows} rows do not divide into {microbatches} micro-batches")
     if peer_python and not model:
         raise UserError("the peer needs a model folder: give one before --peer-python")
-    console = rich.console.Console()
+    console = rich.console.Console(markup=False)
     dtype = jnp.bfloat16 if bfloat16 else jnp.float32
     if devices > 1:
         jax.config.update("jax_num_cpu_devices", devices)
