@@ -116,7 +116,7 @@ def plan(
             collectives = module.collectives()
             program = Program(
                 name,
-                peak=_peak(compiled.memory_analysis(), machine.chip.platform),
+                peak=peak_of(compiled.memory_analysis(), machine.chip.platform),
                 live=compiled.memory_analysis().peak_memory_in_bytes,
                 beside=_beside(name, planned, parts, waiting),
                 collectives=collectives,
@@ -187,7 +187,7 @@ def _beside(
     return brought + sum(parts.get(part, 0) for part in held)
 
 
-def _peak(memory: Any, platform: str) -> int:
+def peak_of(memory: Any, platform: str) -> int:
     """Bytes of arguments, results and what is in between, as much of them as there is at a time.
 
     A TPU's compiler says when each is alive; elsewhere what is in between is allocated as one piece.
