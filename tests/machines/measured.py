@@ -1,4 +1,4 @@
-"""What a plan says of an update and what a process really uses: `python -m tests.machines.measured`, on CPU devices.
+"""What a plan says of an update and what a process on CPUs really uses: `python -m tests.machines.measured`.
 
 Prints bytes of all devices: `planned`, and `used`, by which the memory of this process grows from before there was
 an array to the peak of a step. Wants XLA_FLAGS=--xla_force_host_platform_device_count=N for more than one device.
