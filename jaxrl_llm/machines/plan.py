@@ -117,7 +117,7 @@ def plan(
             program = Program(
                 name,
                 peak=peak_of(compiled.memory_analysis(), machine.chip.platform),
-                live=compiled.memory_analysis().peak_memory_in_bytes,
+                live=_live(compiled.memory_analysis()),
                 beside=_beside(name, planned, parts, waiting),
                 collectives=collectives,
                 kernels=module.kernels(),
@@ -194,4 +194,10 @@ def peak_of(memory: Any, platform: str) -> int:
     """
     together = memory.argument_size_in_bytes + memory.output_size_in_bytes
     together += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    return memory.peak_memory_in_bytes if platform == "tpu" else together
+    return _live(memory) if platform == "tpu" else together
+
+
+def _live(memory: Any) -> int:
+    """The compiler's own account of the peak, less what lies in the memory of the host."""
+    waiting = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    return memory.peak_memory_in_bytes - waiting
