@@ -6,7 +6,8 @@
 
 128 prompts x 8 responses a step in 2 mini-batches, temperature 1, up to 400 + 4096 tokens; AdamW at 1e-6; five
 epochs of DSR-Uniform, one of ORZ. The paper reports the mean of the last three checkpoints, one every 20 steps.
-`--algo`, `--alpha` and `--eta` are its eight variants. Meant for a host of eight GPUs with 80 GB or more.
+`--algo`, `--alpha` and `--eta` are its eight variants. By the plan of `kk.py` with 7B, whose programs differ in
+the number of micro-batches alone, the worst moment of a step holds 34.4 GiB on each of eight H100 (not run).
 
 500 problems are set aside for validation; those of MATH-500 are not learned from, and are the test at the end.
 """

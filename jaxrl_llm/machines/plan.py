@@ -116,8 +116,8 @@ def plan(
             collectives = module.collectives()
             program = Program(
                 name,
-                peak=_peak(compiled.memory_analysis(), machine.chip.platform),
-                live=compiled.memory_analysis().peak_memory_in_bytes,
+                peak=peak_of(compiled.memory_analysis(), machine.chip.platform),
+                live=_live(compiled.memory_analysis()),
                 beside=_beside(name, planned, parts, waiting),
                 collectives=collectives,
                 kernels=module.kernels(),
@@ -187,11 +187,17 @@ def _beside(
     return brought + sum(parts.get(part, 0) for part in held)
 
 
-def _peak(memory: Any, platform: str) -> int:
+def peak_of(memory: Any, platform: str) -> int:
     """Bytes of arguments, results and what is in between, as much of them as there is at a time.
 
     A TPU's compiler says when each is alive; elsewhere what is in between is allocated as one piece.
     """
     together = memory.argument_size_in_bytes + memory.output_size_in_bytes
     together += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    return memory.peak_memory_in_bytes if platform == "tpu" else together
+    return _live(memory) if platform == "tpu" else together
+
+
+def _live(memory: Any) -> int:
+    """The compiler's own account of the peak, less what lies in the memory of the host."""
+    waiting = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    return memory.peak_memory_in_bytes - waiting

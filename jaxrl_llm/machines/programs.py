@@ -124,9 +124,13 @@ class Planned:
         program: Any = update.make_credit(self.config.objective)
         return program.lower(self.batch, self._reward, **self._scores).compile()
 
+    @cached_property
+    def credited(self) -> update.Credited:
+        """A batch that is ready to learn from."""
+        return jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
+
     def _update(self) -> jax.stages.Compiled:
         config = self.config
-        credited = jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
         program: Any = update.make_train_step(
             self.policy.logp(config.sampling.temperature),
             config.objective,
@@ -134,7 +138,7 @@ class Planned:
             order=config.order,
             shardings=jax.tree.map(lambda x: x.sharding, self.state),
         )
-        return program.lower(self.state, credited).compile()
+        return program.lower(self.state, self.credited).compile()
 
     @property
     def engine(self) -> Native:

@@ -97,4 +97,5 @@ if __name__ == "__main__":
         everything[name] = compiled(name)
         print(json.dumps({name: everything[name]}), flush=True)
     if given.write:
-        RECORDED.write_text(json.dumps(everything, indent=1) + "\n")
+        recorded = json.loads(RECORDED.read_text()) | everything
+        RECORDED.write_text(json.dumps({name: recorded[name] for name in CASES}, indent=1) + "\n")
