@@ -95,6 +95,8 @@ def hidden(definition, params, tokens):
         ("replica_groups=[4,2]<=[2,4]T(1,0), x", (2, 5)),
         ("replica_groups=mesh['data'=4,'fsdp'=8] {'fsdp'}, x", (8, 8)),
         ("replica_groups=mesh['data'=4,'fsdp'=8] {'data'}, x", (4, 25)),
+        ("replica_groups=mesh['a'=1,'b'=8,'c'=4], device_ids=([4,8]T(1,0)) {'b'}, x", (8, 8)),
+        ("replica_groups=mesh['a'=1,'b'=8,'c'=4], device_ids=([4,8]T(1,0)) {'c'}, x", (4, 25)),
         ("source_target_pairs={{0,8},{8,0}}, x", (2, 9)),
     ],
 )
