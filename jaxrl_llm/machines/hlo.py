@@ -83,7 +83,9 @@ class Module:
     def collectives(self) -> list[Collective]:
         """Those that are alike together, the largest traffic first; clones of one in the same loop count once."""
         found: dict[Collective, int] = defaultdict(int)
-        seen: set[tuple[str, int]] = set()
+        seen: dict[
+            tuple[str, int], str
+        ] = {}  # a sum of many arrays is one channel, and clones are elsewhere
         for computation, times, loop in self._reached(into_fusions=True):
             operands = {i.name: i for i in self.computations[computation]}
             for i in self.computations[computation]:
@@ -91,10 +93,8 @@ class Module:
                 if kind not in KINDS:
                     continue
                 channel = re.search(r"channel_id=(\d+)", i.rest)
-                if channel:
-                    if (channel[1], times) in seen:
-                        continue
-                    seen.add((channel[1], times))
+                if channel and seen.setdefault((channel[1], times), computation) != computation:
+                    continue
                 devices, span = _group(i.rest)
                 size, array = _size(i, devices)
                 line = self._line(i, operands) or self._line_of_loop(loop)

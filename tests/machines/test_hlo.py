@@ -86,6 +86,23 @@ def hidden(definition, params, tokens):
     return nnx.merge(definition, params)(tokens, positions)
 
 
+SPLIT = """HloModule split
+%branch (p: f32[4,8]) -> f32[4,8] {
+  ROOT %r = f32[4,8] all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+}
+ENTRY %main (a: f32[4,8], b: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8] all-reduce(%a), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %y = f32[4,8] all-reduce(%b), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %z = f32[4,8] call(%x), to_apply=%branch
+}
+"""
+
+
+def test_one_sum_of_many_arrays_counts_all_of_them_and_its_clone_elsewhere_not():
+    (found,) = hlo.Module(SPLIT).collectives()
+    assert (found.size, found.times) == (128, 2)
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
