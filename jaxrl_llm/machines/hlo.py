@@ -22,7 +22,9 @@ PLACING = "models/sharding.py"  # who asked for it is the better line
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_MESH = re.compile(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? ?\{(.*?)\}"
+)
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
@@ -81,7 +83,9 @@ class Module:
     def collectives(self) -> list[Collective]:
         """Those that are alike together, the largest traffic first; clones of one in the same loop count once."""
         found: dict[Collective, int] = defaultdict(int)
-        seen: set[tuple[str, int]] = set()
+        seen: dict[
+            tuple[str, int], str
+        ] = {}  # a sum of many arrays is one channel, and clones are elsewhere
         for computation, times, loop in self._reached(into_fusions=True):
             operands = {i.name: i for i in self.computations[computation]}
             for i in self.computations[computation]:
@@ -89,10 +93,8 @@ class Module:
                 if kind not in KINDS:
                     continue
                 channel = re.search(r"channel_id=(\d+)", i.rest)
-                if channel:
-                    if (channel[1], times) in seen:
-                        continue
-                    seen.add((channel[1], times))
+                if channel and seen.setdefault((channel[1], times), computation) != computation:
+                    continue
                 devices, span = _group(i.rest)
                 size, array = _size(i, devices)
                 line = self._line(i, operands) or self._line_of_loop(loop)
@@ -241,15 +243,11 @@ def _group(rest: str) -> tuple[int, int]:
     if found := _MESH.search(rest):
         axes = re.findall(r"'([^']+)'=(\d+)", found[1])
         sizes = [int(size) for _, size in axes]
-        named = [n for n, (axis, _) in enumerate(axes) if f"'{axis}'" in found[2]]
-        ids = np.arange(math.prod(sizes)).reshape(sizes)
+        named = [n for n, (axis, _) in enumerate(axes) if f"'{axis}'" in found[4]]
+        ids = _ids(found[2] or str(math.prod(sizes)), found[3]).reshape(sizes)
         first = ids[tuple(slice(None) if n in named else 0 for n in range(len(sizes)))]
     elif found := _IOTA.search(rest):
-        dims = [int(d) for d in found[3].split(",")]
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        if found[4]:
-            ids = ids.transpose([int(d) for d in found[4].split(",")])
-        first = ids.reshape(int(found[1]), int(found[2]))[0]
+        first = _ids(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0]
     elif found := _LISTS.search(rest):
         first = np.asarray([int(d) for d in found[1].split("}")[0].strip("{").split(",") if d])
     else:
@@ -257,3 +255,10 @@ def _group(rest: str) -> tuple[int, int]:
         one = re.findall(r"(\d+),(\d+)", pairs[1])[0] if pairs else ("0", "0")
         first = np.asarray([int(d) for d in one])
     return max(first.size, 1), int(first.max() - first.min()) + 1 if first.size else 1
+
+
+def _ids(dims: str, order: str | None) -> np.ndarray:
+    """Numbers of devices as `[4,8]T(1,0)` has them: counted up in these dimensions, then transposed."""
+    sizes = [int(d) for d in dims.split(",")]
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose([int(d) for d in order.split(",")]) if order else ids

@@ -19,6 +19,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
+from jaxrl_llm.runs import anchor
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Source, Task
 
@@ -94,6 +95,12 @@ def fresh_params(config: Config, made: Parts) -> Any:
 def like_params(made: Parts) -> Any:
     """The shapes and places of the parameters, nothing allocated."""
     return sharding.params_like(qwen2.graph(made.shape)[1], made.mesh)
+
+
+def reference(config: Config, made: Parts, kept: Path) -> Any:
+    """The parameters of the reference policy, in the precision of the model, where they wait."""
+    params = made.policy.narrowed(anchor.read(kept, like_params(made)))
+    return sharding.to_hosts(params) if config.offloads("reference") else params
 
 
 def stream(

@@ -19,7 +19,6 @@ from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.learning.step import Step
 from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.learning.token_task import Answers, remark
-from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.runs import anchor, assemble, journal
 from jaxrl_llm.runs.assemble import Parts
@@ -153,10 +152,10 @@ def _warm_start(
 
 def _begin(run: Run, start: int, params: Any, cursor: Cursor) -> update.TrainState:
     """The first state of reinforcement: the reference is kept, the policy saved and evaluated as it is."""
-    if run.config.keeps_reference:
+    config = run.config
+    if config.keeps_reference:
         anchor.write(run.journal.folder / REFERENCE, params)
-    offload = run.config.offloads("optimizer")
-    state = update.init_state(params, run.config.optimizer, offload=offload)
+    state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
     if run.saved != start:
         _save(run, start, REINFORCE, state, cursor)
     run.sampler.push(state.params, start)
@@ -184,10 +183,7 @@ def _reinforce(
         run.sampler.push(state.params, start)
     reference = None
     if config.keeps_reference:
-        kept = run.journal.folder / REFERENCE
-        reference = parts.policy.narrowed(anchor.read(kept, assemble.like_params(parts)))
-        if config.offloads("reference"):
-            reference = sharding.to_hosts(reference)
+        reference = assemble.reference(config, parts, run.journal.folder / REFERENCE)
 
     def show(step: Step) -> None:
         if step.answers and (step.number - 1 - whole.start) % config.show_samples_every == 0:
@@ -328,8 +324,8 @@ def _save(
 
 def _state_like(config: Config, parts: Parts, phase: str) -> update.TrainState:
     """The form of the state in a phase."""
-    warm = config.warm_start if phase == WARM_START else None
-    optimizer, like = warm.optimizer if warm else config.optimizer, assemble.like_params(parts)
+    warm, like = config.warm_start, assemble.like_params(parts)
+    optimizer = warm.optimizer if warm and phase == WARM_START else config.optimizer
     return update.state_like(like, optimizer, offload=config.offloads("optimizer"))
 
 

@@ -86,6 +86,23 @@ def hidden(definition, params, tokens):
     return nnx.merge(definition, params)(tokens, positions)
 
 
+SPLIT = """HloModule split
+%branch (p: f32[4,8]) -> f32[4,8] {
+  ROOT %r = f32[4,8] all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+}
+ENTRY %main (a: f32[4,8], b: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8] all-reduce(%a), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  %y = f32[4,8] all-reduce(%b), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %z = f32[4,8] call(%x), to_apply=%branch
+}
+"""
+
+
+def test_one_sum_of_many_arrays_counts_all_of_them_and_its_clone_elsewhere_not():
+    (found,) = hlo.Module(SPLIT).collectives()
+    assert (found.size, found.times) == (128, 2)
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -95,6 +112,8 @@ def hidden(definition, params, tokens):
         ("replica_groups=[4,2]<=[2,4]T(1,0), x", (2, 5)),
         ("replica_groups=mesh['data'=4,'fsdp'=8] {'fsdp'}, x", (8, 8)),
         ("replica_groups=mesh['data'=4,'fsdp'=8] {'data'}, x", (4, 25)),
+        ("replica_groups=mesh['a'=1,'b'=8,'c'=4], device_ids=([4,8]T(1,0)) {'b'}, x", (8, 8)),
+        ("replica_groups=mesh['a'=1,'b'=8,'c'=4], device_ids=([4,8]T(1,0)) {'c'}, x", (4, 25)),
         ("source_target_pairs={{0,8},{8,0}}, x", (2, 9)),
     ],
 )
