@@ -8,9 +8,11 @@ import dataclasses
 import functools
 import inspect
 import io
+import os
 import re
+import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +27,28 @@ WITH_CONFIG = ("train", "plan", "data", "serve")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
-    given = sys.argv[1:] if arguments is None else arguments
+    with _read_as_far_as_anybody_likes():
+        _run(sys.argv[1:] if arguments is None else arguments)
+
+
+@contextlib.contextmanager
+def _read_as_far_as_anybody_likes() -> Iterator[None]:
+    """A block whose output may go unread from somewhere on, as `| head` leaves it."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # another pipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from error
+
+
+def _run(given: list[str]) -> None:
     try:
         if len(given) > 1 and given[0] in WITH_CONFIG and not given[1].startswith("-"):
             command = _with_config(given[0], Path(given[1]), given[2:])
@@ -110,6 +133,8 @@ def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
     from jaxrl_llm.cli.launch import command
 
     words = [kind, *arguments]
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["CONFIG", *arguments]
     command.check(kind, arguments)
     path, *arguments = Path(arguments[0]), *arguments[1:]
     options, left = _parse(

@@ -566,6 +566,10 @@ def test_help_is_of_the_kind(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "--nodes" in out
     assert "jaxrl-llm train configs/kk.py --help" in out
+    with pytest.raises(SystemExit) as stop:
+        main(["launch", "slurm", "--help"])
+    assert stop.value.code == 0
+    assert "--nodes" in capsys.readouterr().out
 
 
 if __name__ == "__main__":
