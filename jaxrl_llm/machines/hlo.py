@@ -83,9 +83,7 @@ class Module:
     def collectives(self) -> list[Collective]:
         """Those that are alike together, the largest traffic first; clones of one in the same loop count once."""
         found: dict[Collective, int] = defaultdict(int)
-        seen: dict[
-            tuple[str, int], str
-        ] = {}  # a sum of many arrays is one channel, and clones are elsewhere
+        home: dict[tuple[str, int], str] = {}  # of a channel; its clones are elsewhere
         for computation, times, loop in self._reached(into_fusions=True):
             operands = {i.name: i for i in self.computations[computation]}
             for i in self.computations[computation]:
@@ -93,7 +91,7 @@ class Module:
                 if kind not in KINDS:
                     continue
                 channel = re.search(r"channel_id=(\d+)", i.rest)
-                if channel and seen.setdefault((channel[1], times), computation) != computation:
+                if channel and home.setdefault((channel[1], times), computation) != computation:
                     continue
                 devices, span = _group(i.rest)
                 size, array = _size(i, devices)

@@ -41,13 +41,11 @@ from tests.runs.conftest import forget
 DEVICES = 4  # of a job, shared out
 LOST = 15.0
 SLACK = 20.0  # seconds to end in, once it is known that one is lost
-MEETING, GRACE = (
-    300.0,
-    60.0,
-)  # seconds that processes wait for one another, and that leaving may take
+MEETING = 300.0  # seconds that processes wait for one another
+GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
 LEADER = (
-    "the leader (usually slice 0 task 0)"  # so JAX names process 0, without which nothing works
+    "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
 )
 KILLED, TOLD, STILL, OFFLINE = "kill -9", "SIGTERM", "stands still", "network cut"
 FOLDER, BUCKET = (KILLED, TOLD, KILLED, TOLD, STILL), (KILLED, TOLD, OFFLINE)
