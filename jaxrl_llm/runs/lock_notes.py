@@ -89,8 +89,12 @@ class Lock:
     def release(self, mine: Holder) -> None:
         """Gives it back, if it is still ours."""
         with suppress(OSError):  # on a broken disk the end of this process says so
-            if self.lost_to(mine) is None:
+            if self.lost_to(mine) is not None:
+                return
+            try:
                 self._notes.write(self._mine, FREE)
+            except OSError:  # what is full lets go of a name
+                self._notes.remove(self._mine)
 
 
 def holder_of(said: bytes) -> Holder | None:

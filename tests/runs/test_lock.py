@@ -1,5 +1,6 @@
 """One trainer a folder."""
 
+import errno
 import json
 import os
 import signal
@@ -138,6 +139,15 @@ def test_it_beats_in_place(tmp_path):
             assert time.monotonic() < until
             time.sleep(0.01)
         assert note(tmp_path).stat().st_size == len(before)
+
+
+def test_on_a_full_disk_it_is_given_back_too(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with lock.hold(tmp_path):
+        monkeypatch.setattr(Files, "write", write)
+    assert Lock(Files(tmp_path)).latest()[1] == FREE
 
 
 def one_of_many_holds(folder):
