@@ -142,7 +142,7 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
     assert the_same_samples(job.out, pair)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     environment, pair, tmp_path, victim
 ):
