@@ -1,7 +1,7 @@
 """Math with Qwen2.5-7B: the setting of arXiv:2505.12929 on DSR-Uniform and on ORZ, and its variants.
 
     jaxrl-llm train configs/math.py --problems dsr_uniform.parquet
-    jaxrl-llm train configs/math.py --on orz --problems orz_math_57k_collected.json --out runs/orz
+    jaxrl-llm train configs/math.py --collection orz --problems orz_math_57k_collected.json --out runs/orz
     jaxrl-llm eval runs/math --suite math500 minerva olympiad amc aime24 --last 3
 
 128 prompts x 8 responses a step in 2 mini-batches, temperature 1, up to 400 + 4096 tokens; AdamW at 1e-6; five
@@ -35,17 +35,17 @@ from jaxrl_llm.tasks.math.task import MathTask
 STEPS = {"dsr_uniform": 371, "orz": 440}  # epochs of what is left of 10,000 and 57,000 problems
 
 
-def task(data: Path, on: str, problems: str, test: str) -> MathTask:
+def task(data: Path, collection: str, problems: str, test: str) -> MathTask:
     """The problems of a training set, and MATH-500 to test on."""
     held_out = suite("math500").load(test)
-    train = without(suite(on).load(problems), held_out)
+    train = without(suite(collection).load(problems), held_out)
     return MathTask(*builders.math_problems(train, held_out, data), AnswerChecker(workers=4))
 
 
 def config(
     algo: Literal["grpo", "reinforce_plus_plus"] = "grpo",
     *,
-    on: Literal["dsr_uniform", "orz"] = "dsr_uniform",
+    collection: Literal["dsr_uniform", "orz"] = "dsr_uniform",
     problems: str = "",
     test: str = "",
     alpha: float = 0.1,
@@ -60,7 +60,7 @@ def config(
 
     Args:
         algo: how rewards become advantages.
-        on: what is learned from, and for how long.
+        collection: what is learned from, and for how long.
         problems: its parquet, JSONL or JSON file, or a hub name.
         test: the same for MATH-500 (default: its own hub name).
         alpha: strength of Advantage Reweighting; 0 switches it off.
@@ -76,7 +76,7 @@ def config(
         "reinforce_plus_plus": partial(advantages.reinforce_plus_plus, kl_coef=1e-3, gamma=1.0),
     }
     return Config(
-        task=partial(task, on=on, problems=problems, test=test),
+        task=partial(task, collection=collection, problems=problems, test=test),
         model=Pretrained(model),
         objective=Objective(
             advantage=advantage[algo],
@@ -87,7 +87,7 @@ def config(
         ),
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(400, 4096, minibatches=2, microbatches=64, pack=True),
-        steps=steps or STEPS[on],
+        steps=steps or STEPS[collection],
         prompts=128,
         group_size=8,
         sampling=Sampling(temperature=1.0),

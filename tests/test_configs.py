@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.objectives import Seen, partition
@@ -57,8 +58,8 @@ def test_the_sizes_of_the_paper():
         assert (made.collate.prompt_length, made.collate.response_length) == (400, 4096)
         assert made.sampling.temperature == temperature
         assert (made.save_every, made.evaluation.every, made.keep_checkpoints) == (20, 20, 3)
-    assert load("math").config(on="orz").steps == 440
-    assert load("math").config(on="orz", steps=3).steps == 3
+    assert load("math").config(collection="orz").steps == 440
+    assert load("math").config(collection="orz", steps=3).steps == 3
 
 
 def test_math_keeps_the_test_problems_out_of_training(tmp_path):
@@ -83,8 +84,8 @@ def test_math_keeps_the_test_problems_out_of_training(tmp_path):
     listed.write_text(json.dumps(turns))
     plain = [{"problem": f"What is $1+{i}$?", "answer": str(1 + i)} for i in (3, 4, 11)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), test)
-    for on, problems in (("dsr_uniform", train), ("orz", listed)):
-        made = load("math").config(on=on, problems=str(problems), test=str(test))
+    for collection, problems in (("dsr_uniform", train), ("orz", listed)):
+        made = load("math").config(collection=collection, problems=str(problems), test=str(test))
         task = made.task(tmp_path / "data")
         assert (len(task.train), len(task.test)) == (8, 3)
         assert {task.train[i].truths for i in range(8)} == {
@@ -175,3 +176,21 @@ def test_the_ablations_of_kk_tiny(stages, eta, first):
     old_logp, mask = jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]])), jnp.ones((1, 4), bool)
     seen = Seen(mask=mask, old_logp=old_logp)
     assert objective.partition(seen)[0, 0].tolist() == [bool(x) for x in first]
+
+
+@pytest.mark.parametrize("name", ["kk", "kk_tiny", "math"])
+@pytest.mark.parametrize("command", ["train", "plan", "data", "serve"])
+def test_every_command_takes_every_config(name, command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, f"configs/{name}.py", "--help"])
+    assert stop.value.code == 0
+    assert "--seed" in capsys.readouterr().out
+
+
+def test_a_flag_that_a_command_has_too_is_one_line(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def config(on: str = ''):\n    raise AssertionError\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", str(file), "--help"])
+    assert stop.value.code == 2
+    assert f"--on is a flag of both plan and {file}: rename" in capsys.readouterr().err

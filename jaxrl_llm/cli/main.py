@@ -116,6 +116,12 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
         "data": (data.Options, data.main),
         "serve": (serve.Options, serve.main),
     }[name]
+    both = {*inspect.signature(make).parameters} & {one.name for one in dataclasses.fields(options)}
+    if both:
+        flag = "--" + min(both).replace("_", "-")
+        raise UserError(
+            f"{flag} is a flag of both {name} and {path}: rename the parameter of config()"
+        )
 
     def parsed(
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]

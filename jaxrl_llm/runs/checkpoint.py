@@ -194,6 +194,8 @@ class Checkpoints:
                 damaged[step] = found[0]
                 continue
             self._set_aside(damaged)
+            with self._writing():
+                self._prune()  # who wrote it may have ended before
             return step, state, notes
         said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
         raise UserError(

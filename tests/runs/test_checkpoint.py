@@ -176,6 +176,19 @@ def test_older_ones_go_only_after_the_newer_was_read_back(tmp_path, monkeypatch,
     assert checkpoints.newest(like)[2] == {"at": 3}
 
 
+def test_who_reads_the_newest_removes_what_its_writer_did_not_live_to(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_prune", lambda: None)
+        for step in (1, 2):
+            checkpoints.save(step, state(step), {"at": step})
+        checkpoints.close()
+    resumed = Checkpoints(tmp_path / "c", keep=1)
+    assert resumed.steps == [1, 2]
+    assert resumed.newest(like)[0] == 2
+    assert resumed.steps == [2]
+
+
 def test_a_disk_that_does_not_answer_keeps_the_older_ones(tmp_path, monkeypatch, caplog):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     checkpoints.save(1, state(1), {})
