@@ -6,8 +6,8 @@
 
 128 prompts x 8 responses a step in 2 mini-batches, temperature 1, up to 400 + 4096 tokens; AdamW at 1e-6; five
 epochs of DSR-Uniform, one of ORZ. The paper reports the mean of the last three checkpoints, one every 20 steps.
-`--algo`, `--alpha` and `--eta` are its eight variants. By the plan of `kk.py` with 7B, whose programs differ in
-the number of micro-batches alone, the worst moment of a step holds 34.4 GiB on each of eight H100 (not run).
+`--algo`, `--alpha` and `--eta` are its eight variants. By its plan (`jaxrl-llm plan`: compiled, not run) the worst
+moment of a step holds 34.4 GiB on each of eight H100, and a step of responses of full length takes 3 to 4 minutes.
 
 500 problems are set aside for validation; those of MATH-500 are not learned from, and are the test at the end.
 """
