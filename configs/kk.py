@@ -9,7 +9,7 @@
 epochs. The paper reports, on 8 GPUs, 0.39 for GRPO and 0.57 for GRPO with both methods (3B), each the mean of
 the last three checkpoints, one every 20 steps. By its plans (`jaxrl-llm plan`: compiled, not run) the worst
 moment of a step holds 25.8 GiB on each of four H100, 15.8 on each of eight, 85.9 on one H200, 14.0 on each chip of
-v5e-16; with 7B 34.4 on each of eight H100 and 34.3 on each chip of v5p:2x2x2.
+v5e-16, 26.1 of v5p-8; with 7B 34.4 on each of eight H100 and 34.3 on each chip of v5p:2x2x2.
 
 The puzzles here are our own (the published ones: `knights_knaves.read_published`). Of 5,000 to train on 500 are
 set aside for validation.
