@@ -225,7 +225,7 @@ class Scene:
             self.until(lambda: False)
 
     def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
-        """What is left besides the folder, after so long at the most; a killed run leaves its lock."""
+        """What is left besides the folder, after so long at the most; a lock only where a run ended at once."""
         end = time.monotonic() + seconds
         while found := self.processes():
             if time.monotonic() > end:
@@ -233,7 +233,8 @@ class Scene:
                 self.kill_all()
                 return f"processes are left: {names}"
             time.sleep(0.1)
-        if not killed and self.locked():
+        at_once = killed or "(--grace) and is lost" in self.log.read_text(errors="replace")
+        if not at_once and self.locked():
             return "the lock is left"
         return ""
 
