@@ -33,6 +33,7 @@ class Recorder:
         self._before = len(self._records)
         self._said: set[str] = set()
         self._held: Step | None = None
+        self._unshown: Step | None = None
         self.last: Step | None = None
 
     def hold(self, step: Step) -> None:
@@ -40,10 +41,16 @@ class Recorder:
         self._held = self.last = step
 
     def flush(self) -> None:
-        """Records it now, if it has not been yet."""
+        """Records and shows it now, as far as it has not been yet."""
         step, self._held = self._held, None
-        if step is None:
-            return
+        if step is not None:
+            self._record(step)
+            self._unshown = step
+        if self._unshown is not None:
+            self._show(self._unshown)
+            self._unshown = None
+
+    def _record(self, step: Step) -> None:
         values = step.metrics()
         self._records.append({name: float(value) for name, value in values.items()})
         found = alarms.alarms(self._records)
@@ -54,7 +61,6 @@ class Recorder:
             if kind not in self._said:
                 self._said.add(kind)
                 self._journal.say(f"  step {step.number}: warning: {text}")
-        self._show(step)
 
     def check(self) -> None:
         """A UserError where the steps recorded by this process give no reason to go on."""
