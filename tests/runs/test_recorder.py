@@ -21,6 +21,7 @@ def test_what_could_not_be_shown_is_shown_before_its_step_is_saved(tmp_path):
             raise UserError("cannot write samples")
 
     journal = Journal(tmp_path, rich.console.Console(quiet=True))
+    journal.start()
     recorder = Recorder(journal, "reinforce", lambda *_: None, most_unchecked=1.0, show=show)
     recorder.hold(Step(3, None, None, lambda: {"reward": 0.5}))  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError):
