@@ -116,9 +116,7 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
         "data": (data.Options, data.main),
         "serve": (serve.Options, serve.main),
     }[name]
-    both = {*inspect.signature(make).parameters} & {one.name for one in dataclasses.fields(options)}
-    if both:
-        flag = "--" + min(both).replace("_", "-")
+    for flag in _flags_of_both(make, options):
         raise UserError(
             f"{flag} is a flag of both {name} and {path}: rename the parameter of config()"
         )
@@ -149,16 +147,19 @@ def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
         prog=f"jaxrl-llm launch {kind} {path}",
         description=f"{command.KINDS[kind].__doc__}\n\nAll others are flags of: jaxrl-llm train {path} --help",
     )
-    both = {*inspect.signature(configs.load(path)).parameters} & {
-        one.name for one in dataclasses.fields(options)
-    }
-    for flag in ("--" + name.replace("_", "-") for name in sorted(both)):
+    for flag in _flags_of_both(configs.load(path), options):
         if flag in {word.partition("=")[0] for word in arguments}:
             raise UserError(
                 f"{flag} is a flag of both launch {kind} and {path}: rename that of the config"
             )
     trainer = command.Trainer(path, tuple(left), *_with_config("train", path, left).args)
     return partial(command.main, options, trainer, words)
+
+
+def _flags_of_both(make: Callable[..., Any], options: Any) -> list[str]:
+    """Flags of a config that a command has too."""
+    both = {*inspect.signature(make).parameters} & {one.name for one in dataclasses.fields(options)}
+    return ["--" + name.replace("_", "-") for name in sorted(both)]
 
 
 def _resumed_folder(path: Path, arguments: list[str]) -> Path | None:

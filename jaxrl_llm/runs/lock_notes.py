@@ -65,12 +65,11 @@ class Lock:
         """Whether it is ours, now that the number before is free or of a dead holder."""
         if not self._notes.create(number, _content(mine, 0)):
             return False
-        if (
-            self._notes.numbers()[-1] != number
-        ):  # free once, but we stood still and others took more
+        there = self._notes.numbers()
+        if there[-1:] != [number]:  # free once, but we stood still and others took more
             self._notes.remove(number)
             return False
-        for older in self._notes.numbers()[:-1]:
+        for older in there[:-1]:
             self._notes.remove(older)
         self._mine = number
         return True
