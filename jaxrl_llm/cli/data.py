@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import rich.console
 import rich.markup
+import rich.status
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.runs import assemble, folder
@@ -25,8 +26,7 @@ class Options:
 def main(options: Options, config: Config) -> None:
     """Builds the data sets of a config unless they are there, and shows what is in them."""
     console = rich.console.Console(markup=False, soft_wrap=True)
-    where = rich.markup.escape(str(options.data))
-    with console.status(f"data sets, in {where}; they are made if they are not there yet"):
+    with building(console, options.data):
         parts = assemble.parts(config, options.data)
     train_set = assemble.readable(parts, parts.task.train, config, "training")
     test_set = assemble.askable(parts, parts.task.test, config)
@@ -42,3 +42,9 @@ def main(options: Options, config: Config) -> None:
             console.print(parts.task.prompt(source[i]), highlight=False)
             if isinstance(parts.task, Demonstrator):
                 console.print(parts.task.demonstration(source[i]), style="dim")
+
+
+def building(console: rich.console.Console, where: Path) -> rich.status.Status:
+    """What is shown while data sets are looked for and made."""
+    said = rich.markup.escape(str(where))
+    return console.status(f"data sets, in {said}; they are made if they are not there yet")

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import jax
 import rich.console
-import rich.markup
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jaxrl_llm import desk, hosts
+from jaxrl_llm.cli.data import building
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
@@ -87,8 +87,7 @@ def _train(
 ) -> bool:
     """Whether the run has come to its end."""
     console = rich.console.Console(markup=False, soft_wrap=True, quiet=not hosts.first())
-    where = rich.markup.escape(str(options.data))
-    with console.status(f"data sets, in {where}; they are made if they are not there yet"):
+    with building(console, options.data):
         parts = assemble.parts(config, options.data)
         train_set = assemble.readable(parts, parts.task.train, config, "training")
         test_set = assemble.askable(parts, parts.task.test, config)

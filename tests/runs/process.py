@@ -30,3 +30,9 @@ def metrics(out):
         {name: value for name, value in record.items() if not name.startswith("time/")}
         for record in journal.read(out)
     ]
+
+
+def contents(out):
+    """Every file of a run and what it holds, but who works in it."""
+    files = (p for p in out.rglob("*") if p.is_file() and p.parent.name != "lock")
+    return {p: p.read_bytes() for p in files}

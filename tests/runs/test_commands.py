@@ -16,7 +16,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from tests.runs import quick
-from tests.runs.process import metrics, train
+from tests.runs.process import contents, metrics, train
 
 
 def test_a_run_leaves_what_it_promises(whole):
@@ -100,10 +100,7 @@ def test_help_explains_the_flags_of_a_config(capsys):
 def test_a_run_is_not_overwritten_nor_another_model_resumed(whole, environment, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
-    contents = lambda: {
-        p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.parent.name != "lock"
-    }
-    before = contents()
+    before = contents(out)
     wrong = {
         (): "already holds a run",
         ("--resume", "--hidden", "16"): "was started with --hidden 32",
@@ -113,7 +110,7 @@ def test_a_run_is_not_overwritten_nor_another_model_resumed(whole, environment, 
         assert done.returncode == 2
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
-    assert contents() == before
+    assert contents(out) == before
 
 
 def test_a_full_disk_during_a_save_keeps_the_last_checkpoint(environment, whole, tmp_path):

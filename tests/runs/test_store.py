@@ -23,7 +23,7 @@ from jaxrl_llm.reports import curves
 from jaxrl_llm.runs import folder, journal, record, seal
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.journal import DAMAGED, METRICS, Journal
-from tests.runs.process import QUICK, metrics, train
+from tests.runs.process import QUICK, contents, metrics, train
 from tests.runs.test_errors import fails
 
 
@@ -249,12 +249,9 @@ def resume(out, *flags, config=QUICK):
 
 
 def refused(capsys, out, *flags, config=QUICK):
-    contents = lambda: {
-        p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.parent.name != "lock"
-    }
-    before = contents()
+    before = contents(out)
     said = fails(capsys, "train", config, "--out", out, "--resume", *flags)
-    assert contents() == before
+    assert contents(out) == before
     return said
 
 
