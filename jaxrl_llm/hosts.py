@@ -46,6 +46,7 @@ class _Job:
     round: int = 0
     meeting: bool = False  # in a round, which must not be broken off
     heard: int = 0  # how often the store has answered the watch
+    failure: str = ""  # what ends this process, once it is known
 
 
 _JOB = _Job()
@@ -143,6 +144,9 @@ def announce(error: BaseException) -> None:
     if _JOB.count > 1 and not getattr(error, "agreed", False):
         error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
         kind = "leaving" if isinstance(error, Leaving) else "failed"
+        if kind == "failed":
+            _JOB.failure = _line(error)
+            _put(f"failed/{_JOB.index}", json.dumps([_JOB.round + 1, _JOB.failure]))
         _meet({"word": "", kind: _line(error)}, own=error)
 
 
@@ -282,6 +286,7 @@ def _watch_the_watch(over: threading.Event, lost: float) -> None:
 def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> None:
     """Gives signs of life and looks at those of the others, until the block is over."""
     seen: dict[int, tuple[str, float]] = {}
+    expected: dict[str, float] = {}
     told_to_leave = False
     while not done.wait(BEAT):
         try:
@@ -289,6 +294,7 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
             _put(f"alive/{_JOB.index}", f"{beat} leaving" if asked() else beat)
             alive = dict(_JOB.store.key_value_dir_get("alive/"))
             ended = dict(_JOB.store.key_value_dir_get("ended/"))
+            failed = dict(_JOB.store.key_value_dir_get("failed/"))
             _JOB.heard += 1
         except jax.errors.JaxRuntimeError:
             _end(f"{_JOB.names[0]}, through which all meet, cannot be reached")
@@ -305,11 +311,20 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
             if value.endswith("leaving") and not (asked() or told_to_leave):
                 told_to_leave = True
                 os.kill(os.getpid(), signal.SIGUSR1)
+        for (
+            key,
+            value,
+        ) in failed.items():  # in a program that waits for it, we would never hear of it
+            meeting, reason = json.loads(value)
+            if _JOB.round < meeting and now - expected.setdefault(key, now) > lost:
+                _end(f"{_JOB.names[int(key.removeprefix('failed/'))]}: {reason}")
 
 
 def _end(reason: str) -> NoReturn:
     """Ends this process, whose main thread may wait in a program for one that is gone."""
     said = f"jaxrl-llm: {reason}; this process ends too: start all again with --resume"
+    if _JOB.failure:
+        said = f"jaxrl-llm: {_JOB.failure}"
     print(said, file=sys.stderr, flush=True)
     os._exit(2)
 

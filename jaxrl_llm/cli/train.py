@@ -120,7 +120,8 @@ def _train(
         jax.set_mesh(parts.mesh),
         ExitStack() as stack,
     ):
-        checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints, check=check)
+        with hosts.together():
+            checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints, check=check)
         written = (Journal if hosts.first() else Unwritten)(out, console, check=check)
         try:
             with stop.droppable():

@@ -33,6 +33,7 @@ from jaxrl_llm.runs.seal import sealed, unsealed
 
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
+WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 
 
 class Checkpoints:
@@ -63,6 +64,7 @@ class Checkpoints:
             read_only=read_only,
             create=False,
             multiprocessing_options=writers.of(folder),
+            async_options=ocp.AsyncOptions(timeout_secs=WRITTEN),
         )
         stored.bring(folder, read_only=read_only or not hosts.first())
         try:
@@ -81,7 +83,8 @@ class Checkpoints:
         arrays = describe(state)
         note = sealed({"notes": notes, "score": score, "arrays": arrays})
         self.wait()
-        self._check()
+        with hosts.together():
+            self._check()
         if self._gathers:
             state = jax.tree.map(sharding.on_first_host, state)
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), notes=ocp.args.JsonSave(note))
@@ -102,8 +105,7 @@ class Checkpoints:
                     there = self.folder / str(step) / SCORE
                     files.write(there, json.dumps(sealed({"score": score})))
                     desk.store(there)
-            self._scores[step] = score
-            with self._writing():
+                self._scores[step] = score
                 self._prune()
 
     def wait(self) -> None:
@@ -111,11 +113,10 @@ class Checkpoints:
 
         Older checkpoints go now, if the newest was read back as it was written.
         """
-        with self._writing():
+        with hosts.together(), self._writing():
             settling, self._settling = self._settling, None
             if settling is not None:
-                with hosts.together():
-                    settling.join()
+                settling.join()
                 fault, verified = hosts.told(lambda: (settling.fault, settling.verified))
                 if fault is not None:
                     said = f"it was not read back as it was written: {fault}"
@@ -194,7 +195,7 @@ class Checkpoints:
                 damaged[step] = found[0]
                 continue
             self._set_aside(damaged)
-            with self._writing():
+            with hosts.together(), self._writing():
                 self._prune()  # who wrote it may have ended before
             return step, state, notes
         said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
@@ -242,12 +243,13 @@ class Checkpoints:
         return verified
 
     def _prune(self) -> None:
+        with hosts.together():
+            self._check()
         if self._keep is None or (self._gathers and not hosts.first()):
             return
         kept = {*self.steps[-self._keep :], self.best}
         for step in self.steps:
             if step not in kept:
-                self._check()
                 self._manager.delete(step)
                 desk.drop(self.folder / str(step))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxrl_llm import hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.step import Step
 from jaxrl_llm.runs import alarms, journal
@@ -41,14 +42,15 @@ class Recorder:
         self._held = self.last = step
 
     def flush(self) -> None:
-        """Records and shows it now, as far as it has not been yet."""
-        step, self._held = self._held, None
-        if step is not None:
-            self._record(step)
-            self._unshown = step
-        if self._unshown is not None:
-            self._show(self._unshown)
-            self._unshown = None
+        """Records and shows it now, as far as it has not been yet; all processes know whether that went well."""
+        with hosts.together():
+            step, self._held = self._held, None
+            if step is not None:
+                self._record(step)
+                self._unshown = step
+            if self._unshown is not None:
+                self._show(self._unshown)
+                self._unshown = None
 
     def _record(self, step: Step) -> None:
         values = step.metrics()

@@ -74,7 +74,8 @@ def train(run: Run, *, resume: bool, warmed: Any = None) -> None:
         start, state, found = run.checkpoints.newest(like)
         notes, run.saved = Notes.from_json(found), start
     run.best = notes.best
-    run.journal.start(after=-1 if state is None else start)
+    with hosts.together():
+        run.journal.start(after=-1 if state is None else start)
     params = warmed
     if notes.phase == WARM_START:
         assert config.warm_start
@@ -97,9 +98,10 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
         run, assemble.first(run.splits.test, run.config.evaluation.examples)
     )
     values = {f"test/{name}": value for name, value in result.metrics().items()}
-    run.journal.record(
-        run.last_step, REINFORCE, values | {"test/step": step, "time/evaluation": seconds}
-    )
+    with hosts.together():
+        run.journal.record(
+            run.last_step, REINFORCE, values | {"test/step": step, "time/evaluation": seconds}
+        )
     return step, result
 
 
@@ -267,7 +269,8 @@ def _evaluate(run: Run, step: int, phase: str, clock: Clock | None = None) -> fl
     if clock is not None:
         clock.pause(seconds)
     values = {f"eval/{name}": value for name, value in result.metrics().items()}
-    run.journal.record(step, phase, values | {"time/evaluation": seconds})
+    with hosts.together():
+        run.journal.record(step, phase, values | {"time/evaluation": seconds})
     total = result.total
     low, high = (100 * bound for bound in total.interval)
     run.journal.say(
@@ -317,7 +320,8 @@ def _save(
     """Writes a checkpoint in the background; the best `score` is kept."""
     if score is not None:
         run.best = score if run.best is None else max(run.best, score)
-    run.journal.sync()
+    with hosts.together():
+        run.journal.sync()
     run.checkpoints.save(step, state, Notes(phase, run.best, cursor).to_json(), score)
     run.saved = step
 

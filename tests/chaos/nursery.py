@@ -34,6 +34,7 @@ def _watch(moments: str) -> None:
     from jaxrl_llm.runs import assemble, checkpoint, folder, lock
     from jaxrl_llm.runs import train as training
 
+    checkpoint.WRITTEN = 20  # seconds: a checkpoint is small here
     noted = os.open(moments, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for owner, name, moment in (
         (assemble, "parts", "data"),  # processes have met by then

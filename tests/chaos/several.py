@@ -1,13 +1,14 @@
 """`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, one of which is lost.
 
-At a random moment one process, each in its turn, is killed, told to leave, or stands still; with --bucket the run
-lies in a bucket, whose network may be cut for half a minute. All must end within the bound, with a line that says
+At a random moment one process, each in its turn, is killed, told to leave, stands still, or finds its disk full;
+with --bucket the run lies in a bucket, whose network may be cut for half a minute. All must end within the bound, with a line that says
 why, and a restart must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides
 its kind and its victim.
 """
 
 import argparse
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ from jaxrl_llm import desk
 from jaxrl_llm.runs.leaving import UNFINISHED
 from jaxrl_llm.storage import Place
 from tests.chaos.__main__ import table
+from tests.chaos.faults import FOREVER
 from tests.chaos.scene import (
     Finding,
     Nursery,
@@ -48,7 +50,8 @@ LEADER = (
     "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
 )
 KILLED, TOLD, STILL, OFFLINE = "kill -9", "SIGTERM", "stands still", "network cut"
-FOLDER, BUCKET = (KILLED, TOLD, KILLED, TOLD, STILL), (KILLED, TOLD, OFFLINE)
+FULL, FULL_ONCE = "disk full", "disk full once"
+FOLDER, BUCKET = (KILLED, TOLD, FULL, KILLED, TOLD, STILL, FULL_ONCE), (KILLED, TOLD, OFFLINE)
 
 
 @dataclass
@@ -59,13 +62,13 @@ class Job:
     out: str
     wire: s3.Wire | None
 
-    def start(self) -> None:
-        """Starts all, or resumes them."""
+    def start(self, victim: int = 0, arm: tuple[int, ...] = ()) -> None:
+        """Starts all, or resumes them; `arm` is what shim.c is to do to one."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             where = f"127.0.0.1:{free.getsockname()[1]}"
         for i, one in enumerate(self.members):
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
-            one.start()
+            one.start(*(arm if i == victim else ()))
 
     def ends(self, within: float, but: int | None = None) -> list[str]:
         """How each has ended but one; a Finding if some do not within so many seconds."""
@@ -123,6 +126,11 @@ class Job:
             shutil.rmtree(self.members[0].folder.parent)
 
 
+def operations(one: Scene) -> int:
+    """On the files of the run, as its process has counted them."""
+    return int((one.folder / "count").read_text())
+
+
 def ended(one: Scene) -> str:
     """How a process that has ended did so; a Finding if it should not."""
     status, text = one.status, one.log.read_text(errors="replace") if one.log.exists() else ""
@@ -153,10 +161,15 @@ class Stage:
             raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].log.read_text()}")
         seconds, self.entries = time.monotonic() - start, whole.entries()
         self.whole = [
-            Undisturbed(whole.record(), seconds, one.moments(), 0) for one in whole.members
+            Undisturbed(whole.record(), seconds, one.moments(), operations(one))
+            for one in whole.members
         ]
         moments = [len(one.moments) for one in self.whole]
-        print(f"undisturbed: {seconds:.1f} s, moments of each {moments}", flush=True)
+        print(
+            f"undisturbed: {seconds:.1f} s, moments of each {moments}, operations on files "
+            f"{[one.operations for one in self.whole]}",
+            flush=True,
+        )
         whole.close()
 
     def job(self, name: str, *, in_bucket: bool | None = None) -> Job:
@@ -179,17 +192,20 @@ class Stage:
         self.nursery.close()
 
 
-def trial(stage: Stage, seed: int) -> Trial:
+def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
     """One fault, from the start of its job to the comparison."""
-    kinds = FOLDER if stage.wire is None else BUCKET
+    kinds = (only,) if only else FOLDER if stage.wire is None else BUCKET
     kind, victim = kinds[seed // stage.processes % len(kinds)], seed % stage.processes
     draw, job = random.Random(digest(f"several {stage.processes} {seed}")), stage.job(f"t{seed}")
     one = Trial(f"{kind}, process {victim}", seed, "", "finding", "", "", 0.0)
     start = time.monotonic()
     try:
-        job.start()
-        one.moment = job.members[victim].wait_for(draw, stage.whole[victim])
-        ends = ACTS[kind](job, victim)
+        if kind in (FULL, FULL_ONCE):
+            one.moment, ends = full(job, victim, kind, draw, stage.whole[victim])
+        else:
+            job.start()
+            one.moment = job.members[victim].wait_for(draw, stage.whole[victim])
+            ends = ACTS[kind](job, victim)
         one.said = said(job, victim)
         one.end = settled(stage, job, ends)
     except Finding as found:
@@ -225,6 +241,16 @@ def still(job: Job, victim: int) -> list[str]:
     finally:
         job.members[victim].signal(signal.SIGCONT)
     return job.ends(LOST + SLACK)
+
+
+def full(
+    job: Job, victim: int, kind: str, draw: random.Random, whole: Undisturbed
+) -> tuple[str, list[str]]:
+    """From a random operation on, or for one, there is no room for what a process writes."""
+    first = draw.randrange(whole.operations)
+    last = first if kind == FULL_ONCE else FOREVER
+    job.start(victim, (first, last, errno.ENOSPC, -1, 0))
+    return f"operation {first}", job.ends(3 * whole.seconds + 60 + LOST + SLACK)
 
 
 def offline(job: Job, victim: int) -> list[str]:
@@ -278,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--bucket", action="store_true", help="the run lies in one, on this machine"
     )
+    parser.add_argument("--only", choices=[*ACTS, FULL, FULL_ONCE], help="a kind of fault")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     scratch, done = Path(tempfile.mkdtemp(prefix="several-")), []
@@ -287,8 +314,9 @@ def main() -> None:
         stage = Stage(scratch, given.processes, wire)
         try:
             for seed in range(given.seed, given.seed + given.count):
-                done.append(one := trial(stage, seed))
+                done.append(one := trial(stage, seed, given.only))
                 how = f"--processes {given.processes}{' --bucket' if given.bucket else ''}"
+                how += f" --only '{given.only}'" if given.only else ""
                 print(one.line(f"tests.chaos.several {how} --seed {seed} --count 1"), flush=True)
         finally:
             stage.close()

@@ -48,21 +48,28 @@ class Job:
                     stdout=file, stderr=subprocess.STDOUT,
                 ))  # fmt: skip
 
-    def wait_for_words(self, words):
-        """Until the first process has said them."""
-        while words not in self.said(0):
+    def wait_until(self, condition):
+        """While the first process lives."""
+        while not condition():
             assert self.processes[0].poll() is None, self.said(0)
-            time.sleep(0.05)
+            time.sleep(0.02)
 
     def wait_for(self, step):
         """Until a step of reinforcement is recorded."""
-        while not any(r["step"] >= step and r["phase"] == "reinforce" for r in metrics(self.out)):
-            assert self.processes[0].poll() is None, self.said(0)
-            time.sleep(0.05)
+        self.wait_until(lambda: any(
+            r["step"] >= step and r["phase"] == "reinforce" for r in metrics(self.out)
+        ))  # fmt: skip
 
     def ends(self):
-        """The exit codes."""
-        return [process.wait(timeout=240) for process in self.processes]
+        """The exit codes; none waits for ever, and where they stood is said."""
+        until = time.monotonic() + 240
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > until:
+                for process in self.processes:
+                    process.kill()
+                pytest.fail("\n".join(map(self.said, range(len(self.processes)))))
+            time.sleep(0.05)
+        return [process.returncode for process in self.processes]
 
     def said(self, i):
         """What the product itself said on the terminal of process `i`."""
@@ -212,9 +219,47 @@ def test_a_first_process_that_does_not_answer_is_given_up(monkeypatch):
     assert said[0] == (-1, "process 0 on a, through which all meet, has not answered for 0.2 s")
 
 
-def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path):
+class Failed:
+    """A store that knows of the failure of a process, in a round that this one has or has not come to."""
+
+    def __init__(self):
+        self.beats = 0
+
+    def key_value_set(self, *_, **__):
+        self.beats += 1
+
+    def key_value_dir_get(self, name):
+        known = {
+            "alive/": ("alive/1", str(self.beats)),
+            "failed/": ("failed/1", '[5, "disk full"]'),
+        }
+        return [known[name]] if name in known else []
+
+
+@pytest.mark.parametrize(("round_", "ends"), [(4, ["process 1 on b: disk full"]), (5, [])])
+def test_a_failure_that_a_program_keeps_one_from_hearing_ends_it(monkeypatch, round_, ends):
+    """It waits there for the one that failed, which waits for it in a round."""
+    said, ended = [], threading.Event()
+
+    def end(reason):
+        said[:] = [reason]
+        ended.set()
+
+    monkeypatch.setattr(hosts, "BEAT", 0.02)
+    monkeypatch.setattr(hosts, "_end", end)
+    names = ["process 0 on a", "process 1 on b"]
+    job = hosts._Job(index=0, count=2, store=Failed(), names=names, round=round_)
+    monkeypatch.setattr(hosts, "_JOB", job)
+    with hosts._watched(0.2, lambda: False):
+        assert ended.wait(5 if ends else 1) == bool(ends)
+    assert said == ends
+
+
+@pytest.mark.parametrize("shown", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, shown):
+    """Whether an evaluation comes after it, as after step 4, or a checkpoint, as after step 5."""
     job = Job(environment, tmp_path / "run", 2, 1)
-    job.wait_for(3)
+    job.wait_until((job.out / "samples" / f"step-{shown:06d}.md").exists)
     (job.out / "samples").rename(job.out / "moved")
     (job.out / "samples").write_text("in the way")
     assert job.ends() == [2, 2]
