@@ -121,4 +121,6 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "Barrier timed out" in lines[0]:
+        return "another process has not written its part, and may say why"
     return lines[0][:200]
