@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import print_exception
 from typing import Any, NoReturn
 
 import jax
@@ -47,6 +48,7 @@ class _Job:
     meeting: bool = False  # in a round, which must not be broken off
     heard: int = 0  # how often the store has answered the watch
     failure: str = ""  # what ends this process, once it is known
+    lost: float = LOST
 
 
 _JOB = _Job()
@@ -85,15 +87,16 @@ def joined(
         yield
         return
     _join(process)
+    _JOB.lost = lost
     with _watched(lost, asked):
         try:
             yield
             agree()
         except BaseException as error:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                # of a program that one of us is missing from: the watch will say who
-                time.sleep(lost + 2 * BEAT)
-            _put(f"ended/{_JOB.index}", "" if getattr(error, "agreed", False) else _line(error))
+            agreed = getattr(error, "agreed", False)
+            if not agreed:
+                _outwait(error)
+            _put(f"ended/{_JOB.index}", "" if agreed else _line(error))
             raise
 
 
@@ -145,9 +148,19 @@ def announce(error: BaseException) -> None:
         error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
         kind = "leaving" if isinstance(error, Leaving) else "failed"
         if kind == "failed":
-            _JOB.failure = _line(error)
+            _outwait(error)
+            known = isinstance(error, UserError)
+            _JOB.failure = _line(error) if known else f"{type(error).__name__}: {_line(error)}"
+            if not known:
+                print_exception(error)  # now: the others may not come
             _put(f"failed/{_JOB.index}", json.dumps([_JOB.round + 1, _JOB.failure]))
         _meet({"word": "", kind: _line(error)}, own=error)
+
+
+def _outwait(error: BaseException) -> None:
+    """If it is of a program that one of us is missing from, the watch will say who."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        time.sleep(_JOB.lost + 2 * BEAT)
 
 
 def exchange(payload: bytes) -> list[bytes]:
@@ -323,9 +336,7 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
 def _end(reason: str) -> NoReturn:
     """Ends this process, whose main thread may wait in a program for one that is gone."""
     said = f"jaxrl-llm: {reason}; this process ends too: start all again with --resume"
-    if _JOB.failure:
-        said = f"jaxrl-llm: {_JOB.failure}"
-    print(said, file=sys.stderr, flush=True)
+    print(f"jaxrl-llm: {_JOB.failure}" if _JOB.failure else said, file=sys.stderr, flush=True)
     os._exit(2)
 
 

@@ -135,6 +135,9 @@ def _train(
             finished = True
         except Leaving:
             finished = False
+        except Exception as error:
+            hosts.announce(error)  # before closing, which waits for the others
+            raise
         finally:
             checkpoints.close()
         if run is not None:

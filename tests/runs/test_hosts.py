@@ -268,6 +268,32 @@ def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, sho
         assert "Traceback" not in job.said(i)
 
 
+BUG = """
+from tests.chaos.small import *
+from jaxrl_llm import hosts
+from jaxrl_llm.learning import reinforce
+
+sound = reinforce.learned_from
+
+def learned_from(*arguments):
+    if hosts.index() == 1:
+        raise ZeroDivisionError("a bug")
+    return sound(*arguments)
+
+reinforce.learned_from = learned_from
+"""
+
+
+def test_a_bug_that_one_meets_ends_all_and_is_shown(environment, tmp_path):
+    """The first is by then in a program that waits for the other."""
+    (tmp_path / "buggy.py").write_text(BUG)
+    job = Job(environment, tmp_path / "run", 2, 1, config=str(tmp_path / "buggy.py"))
+    assert 0 not in job.ends()
+    assert "process 1 on " in job.said(0)
+    assert "ZeroDivisionError: a bug" in job.said(0)
+    assert "in learned_from" in job.said(1)
+
+
 def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
     outs = [tmp_path / "a", tmp_path / "b"]
     shutil.copytree(pair, outs[1])
