@@ -6,7 +6,6 @@ all of them see. A process that ends without a word is missed by a thread of eve
 with a line. Alone, a process agrees with itself.
 """
 
-import io
 import json
 import os
 import re
@@ -177,19 +176,6 @@ def exchange(payload: bytes) -> list[bytes]:
     finally:
         _JOB.meeting = False
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-
-def packed(**arrays: Any) -> bytes:
-    """Arrays as bytes; `unpacked` gives them back."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    return buffer.getvalue()
-
-
-def unpacked(payload: bytes) -> dict[str, np.ndarray]:
-    """What `packed` was given."""
-    with np.load(io.BytesIO(payload), allow_pickle=False) as found:
-        return dict(found)
 
 
 def _join(process: str) -> None:

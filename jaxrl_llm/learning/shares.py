@@ -1,5 +1,6 @@
 """Prompts shared out over the processes of a run; what each makes of its own comes together in all of them."""
 
+import io
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ def whole(part: Rollout, prompts: Sequence[Sequence[int]]) -> Rollout:
     """The responses of all processes to these prompts, of which `part` are this one's."""
     if hosts.count() == 1:
         return part
-    parts = [hosts.unpacked(payload) for payload in hosts.exchange(_payload(part))]
+    parts = [_unpacked(payload) for payload in hosts.exchange(_payload(part))]
     rows = merged(prompts, [_rows(one) for one in parts])
     responses, logps, finished = zip(*rows, strict=True)
     tolerance = max(float(one["tolerance"]) for one in parts)
@@ -65,7 +66,7 @@ def merged(prompts: Sequence[Sequence[int]], parts: Sequence[Sequence[T]]) -> li
 def _payload(part: Rollout) -> bytes:
     flat = lambda rows, dtype: np.asarray([x for row in rows for x in row], dtype)
     nothing = not part.responses
-    return hosts.packed(
+    return _packed(
         lengths=np.asarray([len(row) for row in part.responses], np.int32),
         tokens=flat(part.responses, np.int32),
         logps=flat(part.logps, np.float32),
@@ -80,3 +81,16 @@ def _rows(part: dict[str, Any]) -> list[tuple[list[int], list[float], bool]]:
     tokens, logps = (np.split(part[name], ends) for name in ("tokens", "logps"))
     rows = zip(tokens, logps, part["finished"], strict=False)
     return [(t.tolist(), p.tolist(), bool(done)) for t, p, done in rows]
+
+
+def _packed(**arrays: Any) -> bytes:
+    """Arrays as bytes; `_unpacked` gives them back."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
+
+
+def _unpacked(payload: bytes) -> dict[str, np.ndarray]:
+    """What `_packed` was given."""
+    with np.load(io.BytesIO(payload), allow_pickle=False) as found:
+        return dict(found)
