@@ -310,10 +310,8 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
             if value.endswith("leaving") and not (asked() or told_to_leave):
                 told_to_leave = True
                 os.kill(os.getpid(), signal.SIGUSR1)
-        for (
-            key,
-            value,
-        ) in failed.items():  # in a program that waits for it, we would never hear of it
+        for key, value in failed.items():
+            # one that failed waits in a round; in a program that waits for it we never come to that
             meeting, reason = json.loads(value)
             if _JOB.round < meeting and now - expected.setdefault(key, now) > lost:
                 _end(f"{_JOB.names[int(key.removeprefix('failed/'))]}: {reason}")
