@@ -1,7 +1,7 @@
 """The presets on whole machines: `python -m tests.machines.matrix` compiles all their programs, about an hour.
 
-Prints the worst moment and the step of each, and fails if a program needs more memory or collectives than is
-recorded in matrix.json; `--write` records. Names pick cases: `python -m tests.machines.matrix 3B`.
+Prints the worst moment of each, its step and what its updates send, and fails if a program needs more memory or
+collectives than is recorded in matrix.json; `--write` records. Names pick cases: `python -m tests.machines.matrix 3B`.
 """
 
 import argparse
@@ -78,7 +78,11 @@ def main() -> int:
         made = case.plan()
         found, (least, most) = figures(made), made.seconds
         room = f"{made.peak / 2**30:6.1f} of {made.memory / 2**30:5.1f} GiB"
-        print(f"{name:34} {room}, a step {least:.0f} to {most:.0f} s", flush=True)
+        sent = sum(c.sent for p in made.programs if p.name == "update" for c in p.collectives)
+        print(
+            f"{name:34} {room}, a step {least:.0f} to {most:.0f} s, updates send {sent / 1e9:,.0f} GB",
+            flush=True,
+        )
         if not made.fits:
             faults.append(f"{name}: it does not fit")
         if given.write:
