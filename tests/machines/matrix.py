@@ -1,7 +1,7 @@
 """The presets on whole machines: `python -m tests.machines.matrix` compiles all their programs, about an hour.
 
 Prints the worst moment of each, its step and what its updates send, and fails if a program needs more memory or
-collectives than is recorded in matrix.json; `--write` records. Names pick cases: `python -m tests.machines.matrix 3B`.
+collectives than is recorded in matrix.json; `--write` records. Words pick cases: `... tests.machines.matrix 3B`.
 """
 
 import argparse
