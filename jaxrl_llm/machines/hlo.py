@@ -149,9 +149,10 @@ class Module:
         """How often a loop runs, at most; None if the text does not say."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
-        condition = re.search(r"condition=%([\w.\-]+)", loop.rest)
-        if condition and (limit := _compared_to(self.computations.get(condition[1], []))):
-            return limit
+        parts = [re.search(rf"{part}=%([\w.\-]+)", loop.rest) for part in ("condition", "body")]
+        condition, body = ([] if not p else self.computations.get(p[1], []) for p in parts)
+        if limit := _compared_to(condition):
+            return -(-limit // _stride(condition, body))
         name = re.search(r'op_name="([^"]*)"', loop.rest)
         tail = name[1].rsplit("/while/", 1)[-1] if name else ""
         if limit := re.findall(r"at_most_(\d+)", tail):
@@ -204,13 +205,34 @@ def _compared_to(condition: list[Instruction]) -> int:
     constants = {
         i.name: int(i.rest.split(")")[0])
         for i in condition
-        if i.op == "constant" and i.type.startswith("s32[]")
+        if i.op == "constant" and i.type.startswith(("s32[]", "u32[]"))
     }
     for i in condition:
         if i.op == "compare" and "direction=LT" in i.rest:
-            named = re.findall(r"%([\w.\-]+)", i.rest.split(")")[0])
-            return next((constants[name] for name in named if name in constants), 0)
+            return next((constants[name] for name in _operands(i) if name in constants), 0)
     return 0
+
+
+def _stride(condition: list[Instruction], body: list[Instruction]) -> int:
+    """The constant that a loop's counter grows by a turn; 1 if the text is not that plain."""
+    read = {i.name: i for i in condition + body}
+    compared = [name for i in condition if i.op == "compare" for name in _operands(i)]
+    places = [
+        int(place[1])
+        for name in compared
+        if name in read and (place := re.search(r"index=(\d+)", read[name].rest))
+    ]
+    if not places or not body or body[-1].op != "tuple":
+        return 1
+    counted = read.get(_operands(body[-1])[places[0]])
+    grown = _operands(counted) if counted and counted.op == "add" else []
+    by = [read[name] for name in grown if name in read and read[name].op == "constant"]
+    return int(by[0].rest.split(")")[0]) if by else 1
+
+
+def _operands(i: Instruction) -> list[str]:
+    """The names of what an instruction reads."""
+    return re.findall(r"%([\w.\-]+)", i.rest.split(")")[0])
 
 
 def _called(i: Instruction) -> list[str]:

@@ -62,6 +62,42 @@ def test_a_loop_that_ends_with_its_data_says_its_limit():
     assert module.unbounded
 
 
+WINDOWED = """HloModule windowed
+
+%below (at: (f32[8], u32[])) -> pred[] {
+  %end = u32[] constant(16)
+  %at = (f32[8], u32[]) parameter(0)
+  %count = u32[] get-tuple-element(%at), index=1
+  ROOT %less = pred[] compare(%count, %end), direction=LT
+}
+
+%piece (now: (f32[8], u32[])) -> (f32[8], u32[]) {
+  %now = (f32[8], u32[]) parameter(0)
+  %part = f32[8] get-tuple-element(%now), index=0
+  %sent = f32[8] collective-permute(%part), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  %done = u32[] get-tuple-element(%now), index=1
+  %stride = u32[] constant(STRIDE)
+  %next = u32[] add(%done, %stride)
+  ROOT %both = (f32[8], u32[]) tuple(%sent, %next)
+}
+
+ENTRY %main (x: f32[8]) -> (f32[8], u32[]) {
+  %x = f32[8] parameter(0)
+  %zero = u32[] constant(0)
+  %start = (f32[8], u32[]) tuple(%x, %zero)
+  ROOT %loop = (f32[8], u32[]) while(%start), condition=%below, body=%piece
+}
+"""
+
+
+@pytest.mark.parametrize(("stride", "times"), [(1, 16), (2, 8), (3, 6)])
+def test_a_product_in_pieces_runs_for_each(stride, times):
+    """As the TPU compiler writes it, two pieces at a time, and says nowhere how often."""
+    module = hlo.Module(WINDOWED.replace("STRIDE", str(stride)))
+    assert [c.times for c in module.collectives()] == [times]
+    assert not module.unbounded
+
+
 def test_weights_are_gathered_once_a_layer_at_a_line_of_the_model():
     definition, shapes = qwen2.graph(SHAPE)
     params = jax.tree.map(
