@@ -29,6 +29,7 @@ from jaxrl_llm.errors import Leaving, UserError
 AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one after which a process is given up
+MEETING = 300.0  # seconds in which all have to have been started
 LEAVE = 10.0  # seconds that one which knows of an end has for its own
 LEAST = 2**16  # bytes that an exchange has room for
 SLICE = 200  # milliseconds of a wait after which signals are looked at
@@ -189,14 +190,18 @@ def _join(process: str) -> None:
             )
         place = {"process_id": int(found[1]), "num_processes": int(found[2])}
         place |= {"coordinator_address": found[3], "cluster_detection_method": "deactivate"}
+    alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
+    met, late = threading.Event(), alone.format(process, f"not all came within {MEETING:g} s")
+    threading.Thread(target=_give_up_unless, args=(met, late), daemon=True).start()
     try:
-        jax.distributed.initialize(**place, heartbeat_timeout_seconds=_FOREVER)
+        jax.distributed.initialize(
+            **place, initialization_timeout=2 * int(MEETING), heartbeat_timeout_seconds=_FOREVER
+        )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"--process {process}: the processes did not find one another ({reason}): start all of them, with "
-            "the same address, which all can reach"
-        ) from error
+        raise UserError(alone.format(process, reason)) from error
+    finally:
+        met.set()
     from jax._src import distributed  # as orbax does: nothing public says what the processes share
 
     state = distributed.global_state
@@ -209,6 +214,13 @@ def _join(process: str) -> None:
         jax.default_backend() == "cpu"
     ):  # whose programs, read back, have lost the order of their collectives
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _give_up_unless(met: threading.Event, reason: str) -> None:
+    """JAX's own end of the waiting is a stack trace."""
+    if not met.wait(MEETING):
+        _JOB.failure = reason
+        _end(reason)
 
 
 def _meet(entry: dict[str, str], own: BaseException | None = None) -> list[dict[str, str]]:

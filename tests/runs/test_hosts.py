@@ -28,13 +28,18 @@ SMALL = "tests/chaos/small.py"
 LOST = 15.0
 
 
+def port():
+    """One that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 class Job:
     """Processes of one run on this machine, with so many devices each."""
 
     def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None):
         self.log = log or out
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            where = f"127.0.0.1:{free.getsockname()[1]}"
+        where = f"127.0.0.1:{port()}"
         self.out, self.processes = out, []
         for i in range(count):
             process = (
@@ -306,6 +311,20 @@ def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
 def test_a_place_among_processes_is_checked(given):
     with pytest.raises(UserError, match="I/N@HOST:PORT"), hosts.joined(given):
         pass
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_whose_others_are_never_started_says_so(environment, index):
+    lonely = "from jaxrl_llm import hosts; hosts.MEETING = 2.0; from jaxrl_llm.cli.main import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", lonely, "train", SMALL, "--process", f"{index}/2@127.0.0.1:{port()}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("jaxrl-llm: ")]
+    assert len(lines) == 1
+    assert "not all came within 2 s" in lines[0]
+    assert "stack trace" not in ended.stderr
 
 
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
