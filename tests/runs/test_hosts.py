@@ -179,11 +179,11 @@ def test_a_bucket_serves_processes_that_share_no_folder(environment, pair, url, 
     users = environment | {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
     start = lambda count, *flags: Job(users, url, count, 4 // count, *flags, log=tmp_path / "run")
     job = start(2)
-    job.wait_for_words("1/4 reinforce")
+    job.wait_until(lambda: "1/4 reinforce" in job.said(0))
     job.processes[1].send_signal(signal.SIGTERM)
     assert job.ends() == [UNFINISHED] * 2
     job = start(2, "--resume")
-    job.wait_for_words("2/4 reinforce")
+    job.wait_until(lambda: "2/4 reinforce" in job.said(0))
     job.processes[1].kill()
     assert job.ends() == [2, -signal.SIGKILL]
     start(1, "--resume").finished()
