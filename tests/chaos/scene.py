@@ -154,6 +154,11 @@ class Scene:
     def status(self) -> int | None:
         return self.nursery.status(self.pid)
 
+    @property
+    def operations(self) -> int:
+        """On the files of the run, as its process has counted them."""
+        return int((self.folder / "count").read_text())
+
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self.status is None:

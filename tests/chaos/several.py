@@ -126,11 +126,6 @@ class Job:
             shutil.rmtree(self.members[0].folder.parent)
 
 
-def operations(one: Scene) -> int:
-    """On the files of the run, as its process has counted them."""
-    return int((one.folder / "count").read_text())
-
-
 def ended(one: Scene) -> str:
     """How a process that has ended did so; a Finding if it should not."""
     status, text = one.status, one.log.read_text(errors="replace") if one.log.exists() else ""
@@ -161,7 +156,7 @@ class Stage:
             raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].log.read_text()}")
         seconds, self.entries = time.monotonic() - start, whole.entries()
         self.whole = [
-            Undisturbed(whole.record(), seconds, one.moments(), operations(one))
+            Undisturbed(whole.record(), seconds, one.moments(), one.operations)
             for one in whole.members
         ]
         moments = [len(one.moments) for one in self.whole]

@@ -93,7 +93,7 @@ class Stage:
         seconds = time.monotonic() - start
         if left := scene.left():
             raise SystemExit(f"the undisturbed run ({engine}): {left}")
-        operations = int((scene.folder / "count").read_text())
+        operations = scene.operations
         calls = dict(scene.proxy.calls) if scene.proxy else {}
         made = Undisturbed(scene.record(), seconds, scene.moments(), operations, calls)
         _clear(scene)
