@@ -73,13 +73,14 @@ def small(tmp_path):
 
 
 def fake(out, name, accuracies, *, warm=2, flags=None):
-    """The folder of a run that was evaluated at every step, from 0 on."""
+    """The folder of a run that was evaluated at every step, from 0 on; half as many sampled answers are right."""
     where = out / "runs" / name
     where.mkdir(parents=True)
     records = []
     for step, accuracy in enumerate(accuracies):
         if step:
-            records.append({"reward": 0.0, "rare_half": 0.25, "entropy": 0.5, "length": 30.0})
+            sampled = {"reward": 0.0, "accuracy": accuracy / 2}
+            records.append({**sampled, "rare_half": 0.25, "entropy": 0.5, "length": 30.0})
         records.append(
             {"eval/accuracy": accuracy, "eval/accuracy/2": 1.0, "eval/accuracy/3": accuracy}
         )
@@ -163,13 +164,14 @@ def test_the_report_reads_the_runs(small, tmp_path, capsys):
     assert "What does Lopti do?" in text
     found = json.loads((out / "results.json").read_text())
     entries = {(e["variant"], e["figure"]): e for e in found["summary"]}
-    plain, lopti = (entries[v, "plateau"] for v in ("plain", "Lopti"))
+    plain, lopti = (entries[v, "greedy"] for v in ("plain", "Lopti"))
     assert (plain["n"], plain["mean"]) == (2, pytest.approx(0.35))  # 0.3 and 0.4
     assert lopti["difference"] == {"n": 1, "mean": pytest.approx(0.1), "low": None, "high": None}
-    assert entries["Lopti", "plateau/2"]["mean"] == 1.0
-    # Plain at seed 0 gains 0.2: half of it is made at step 1; by the other after a third of a step.
-    assert entries["Lopti", "steps_to_level"]["mean"] == pytest.approx(1 / 3)
-    assert entries["Lopti", "steps_to_level"]["difference"]["mean"] == pytest.approx(-2 / 3)
+    assert entries["Lopti", "greedy/2"]["mean"] == 1.0
+    assert entries["plain", "sampled"]["mean"] == pytest.approx(0.175)  # 0.1, 0.2 and 0.15, 0.25
+    # Plain, seed 0: from 0.1 to 0.15 in the mean, half of it after 1.25 steps; Lopti begins above that.
+    assert entries["Lopti", "steps_to_level"]["mean"] == 1.0
+    assert entries["Lopti", "steps_to_level"]["difference"]["mean"] == pytest.approx(-0.25)
     assert (out / "results.md").read_text() in text
     pictures = {name: (out / name).read_bytes() for name in ("curves.svg", "differences.svg")}
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -18,14 +18,19 @@ class Estimate:
     high: float | None
 
 
+def mean(values: Sequence[float]) -> float:
+    """Of at least one value."""
+    return math.fsum(values) / len(values)
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of independent values."""
-    n, mean = len(values), math.fsum(values) / len(values)
+    n, middle = len(values), mean(values)
     if n == 1:
-        return Estimate(n, mean, None, None)
-    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1))
+        return Estimate(n, middle, None, None)
+    deviation = math.sqrt(math.fsum((x - middle) ** 2 for x in values) / (n - 1))
     half = float(stdtrit(n - 1, 0.975)) * deviation / math.sqrt(n)
-    return Estimate(n, mean, mean - half, mean + half)
+    return Estimate(n, middle, middle - half, middle + half)
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
@@ -37,19 +42,30 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estima
     return estimate(differences) if differences else None
 
 
-# Of a learning curve: (step, accuracy) pairs, the first before any step.
+# Of a learning curve: (step, accuracy) pairs.
 
 Curve = Sequence[tuple[float, float]]
 
 
+def smoothed(values: Sequence[float], parts: int) -> Curve:
+    """The curve of the means over equal parts of a run's steps, each at the middle of its part."""
+    cuts = [round(i * len(values) / parts) for i in range(parts + 1)]
+    return [
+        ((begin + 1 + end) / 2, mean(values[begin:end]))
+        for begin, end in pairwise(cuts)
+        if end > begin
+    ]
+
+
 def plateau(curve: Curve) -> float:
-    """The mean of the last three points, of fewer if there are no more after the first."""
-    last = [y for _, y in curve[1:]][-3:]
-    return math.fsum(last) / len(last)
+    """The mean of the last three points, of fewer if there are no more."""
+    return mean([y for _, y in curve[-3:]])
 
 
 def area(curve: Curve) -> float:
     """The mean height of the polygon, from the first step to the last."""
+    if len(curve) == 1:
+        return curve[0][1]
     total = math.fsum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve))
     return total / (curve[-1][0] - curve[0][0])
 

@@ -12,6 +12,7 @@ from jaxrl_llm.runs.notes import REINFORCE
 
 Flags = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]
+PARTS = 8  # of the steps of a run, each a point of its sampled curve
 TAIL = 10  # steps whose mean says how the policy was at the end
 
 
@@ -84,11 +85,16 @@ class Planned:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run reached: held-out accuracy by step of reinforcement, and figures."""
+    """What a run reached: accuracy by step of reinforcement, and figures.
+
+    Two curves: `sampled`, of the responses that a step samples and learns from, and `greedy`, of held-out examples.
+    The first is what reinforcement raises. The second sees only which answer is the likeliest: it leaps where two
+    ways of answering change places, and stands still while the better one gets more likely.
+    """
 
     run: Planned
-    curve: list[tuple[int, float]]
-    figures: dict[str, float]
+    curves: Mapping[str, statistics.Curve]
+    figures: Mapping[str, float]
 
 
 def outcome(run: Planned, records: Records) -> Outcome:
@@ -97,23 +103,32 @@ def outcome(run: Planned, records: Records) -> Outcome:
     begin = ours[0]["step"]
     evaluated = [r for r in ours if "eval/accuracy" in r]
     steps = [r for r in ours if "reward" in r]
-    curve = [(r["step"] - begin, r["eval/accuracy"]) for r in evaluated]
-    figures = {"plateau": statistics.plateau(curve), "area": statistics.area(curve)}
+    sampled = [r["accuracy"] for r in steps if "accuracy" in r]
+    curves = {
+        "sampled": statistics.smoothed(sampled, PARTS),
+        "greedy": [(r["step"] - begin, r["eval/accuracy"]) for r in evaluated],
+    }
+    figures = {
+        "sampled": statistics.plateau(curves["sampled"]),
+        "sampled_mean": statistics.mean(sampled),
+        "greedy": statistics.plateau(curves["greedy"][1:]),
+        "greedy_mean": statistics.area(curves["greedy"]),
+    }
     groups = [name for name in evaluated[0] if name.startswith("eval/accuracy/")]
     for name in groups if len(groups) > 1 else []:
-        group = statistics.plateau([(r["step"], r[name]) for r in evaluated])
-        figures[f"plateau/{name.rpartition('/')[2]}"] = group
+        group = statistics.plateau([(r["step"], r[name]) for r in evaluated[1:]])
+        figures[f"greedy/{name.rpartition('/')[2]}"] = group
     for name in ("rare_half", "entropy", "length"):
-        figures[name] = statistics.estimate([r[name] for r in steps[-TAIL:]]).mean
+        figures[name] = statistics.mean([r[name] for r in steps[-TAIL:]])
     figures["rare_half_first"] = steps[0]["rare_half"]
     figures["seconds"] = sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours)
-    return Outcome(run, curve, figures)
+    return Outcome(run, curves, figures)
 
 
 def kept(record: Mapping[str, Any]) -> Outcome:
     """The outcome that `results` wrote down."""
     run = Planned(record["panel"], record["variant"], record["seed"], record["flags"])
-    return Outcome(run, [(step, score) for step, score in record["curve"]], record["figures"])
+    return Outcome(run, record["curves"], record["figures"])
 
 
 def with_speed(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -122,13 +137,14 @@ def with_speed(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
     out = []
     for one in outcomes:
         of_seed, figures = baseline.get((one.run.panel, one.run.seed)), dict(one.figures)
-        if of_seed is not None and of_seed.figures["plateau"] > of_seed.curve[0][1]:
-            start = of_seed.curve[0][1]
-            level = start + study.level * (of_seed.figures["plateau"] - start)
-            steps = statistics.steps_to(one.curve, level)
-            figures["steps_to_level"] = one.curve[-1][0] if steps is None else steps
-            figures["reached"] = float(steps is not None)
-        out.append(Outcome(one.run, one.curve, figures))
+        if of_seed is not None:
+            (_, start), end = of_seed.curves["sampled"][0], of_seed.figures["sampled"]
+            if end > start:
+                level = start + study.level * (end - start)
+                steps = statistics.steps_to(one.curves["sampled"], level)
+                figures["steps_to_level"] = one.curves["greedy"][-1][0] if steps is None else steps
+                figures["reached"] = float(steps is not None)
+        out.append(Outcome(one.run, one.curves, figures))
     return out
 
 
@@ -156,7 +172,7 @@ def results(study: Study, outcomes: Sequence[Outcome], **made: Any) -> dict[str,
         "study": {**asdict(study), "seeds": [*study.seeds]},
         "summary": summary(study, outcomes),
         "runs": [
-            {**asdict(o.run), "name": o.run.name, "curve": o.curve, "figures": o.figures}
+            {**asdict(o.run), "name": o.run.name, "curves": o.curves, "figures": o.figures}
             for o in outcomes
         ],
     }

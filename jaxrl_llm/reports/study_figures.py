@@ -7,7 +7,12 @@ from typing import Any
 from jaxrl_llm.reports.statistics import estimate
 
 FEW = 4  # seeds below which an interval says less than the seeds themselves
-_DIFFERENCES = {"plateau": "plateau, points", "area": "mean of the curve, points"}
+_CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
+_DIFFERENCES = {
+    "sampled": "sampled at the end, points",
+    "sampled_mean": "mean of the curve, points",
+    "greedy": "greedy at the end, points",
+}
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
@@ -34,34 +39,39 @@ def _figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, An
 
 
 def _curves(results: Mapping[str, Any]) -> Any:
-    """A panel each: the mean over seeds of every variant, with its interval, or with the seeds if they are few."""
-    panels, variants = ([*results["study"][name]] for name in ("panels", "variants"))
-    figure, axes = _figure(len(panels), 1, (1.5 + 4.2 * len(panels), 4))
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for number, variant in enumerate(variants):
-            ours = [r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)]
-            heights: dict[int, list[float]] = {}
-            for run in ours:
-                for step, height in run["curve"]:
-                    heights.setdefault(step, []).append(100 * height)
-            means = [(step, estimate(values)) for step, values in sorted(heights.items())]
-            steps = [step for step, _ in means]
-            colour = f"C{number % 10}"
-            axis.plot(
-                steps, [m.mean for _, m in means], marker="o", ms=3, color=colour, label=variant
-            )
-            if len(ours) >= FEW and all(m.low is not None for _, m in means):
-                low, high = ([getattr(m, side) for _, m in means] for side in ("low", "high"))
-                axis.fill_between(steps, low, high, color=colour, alpha=0.1, linewidth=0)
-            for run in ours if 1 < len(ours) < FEW else ():
-                curve = [(step, 100 * height) for step, height in run["curve"]]
-                axis.plot(*zip(*curve, strict=True), color=colour, linewidth=0.6, alpha=0.5)
-        axis.set_ylim(bottom=0)
-        axis.set_title(panel)
+    """A column a panel, a row a kind of accuracy."""
+    panels = [*results["study"]["panels"]]
+    figure, axes = _figure(len(panels), len(_CURVES), (1.5 + 4.2 * len(panels), 7))
+    for row, (kind, title) in zip(axes, _CURVES.items(), strict=True):
+        for axis, panel in zip(row, panels, strict=True):
+            for number, variant in enumerate(results["study"]["variants"]):
+                mine = [
+                    r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)
+                ]
+                _curve(axis, [run["curves"][kind] for run in mine], f"C{number % 10}", variant)
+            axis.set_title(panel if kind == "sampled" else "")
+        row[0].set_ylabel(title)
+    for axis in axes[-1]:
         axis.set_xlabel("step of reinforcement")
-    axes[0][0].set_ylabel("held-out accuracy, %")
     axes[0][-1].legend(loc="lower right", fontsize=7)
     return figure
+
+
+def _curve(axis: Any, curves: list[Any], colour: str, label: str) -> None:
+    """The mean over seeds, with its interval, or with the seeds if they are few."""
+    heights: dict[float, list[float]] = {}
+    for curve in curves:
+        for step, height in curve:
+            heights.setdefault(step, []).append(100 * height)
+    means = [(step, estimate(values)) for step, values in sorted(heights.items())]
+    steps = [step for step, _ in means]
+    axis.plot(steps, [m.mean for _, m in means], marker="o", ms=3, color=colour, label=label)
+    if len(curves) >= FEW and all(m.low is not None for _, m in means):
+        low, high = ([getattr(m, side) for _, m in means] for side in ("low", "high"))
+        axis.fill_between(steps, low, high, color=colour, alpha=0.1, linewidth=0)
+    for curve in curves if 1 < len(curves) < FEW else ():
+        seed = [(step, 100 * height) for step, height in curve]
+        axis.plot(*zip(*seed, strict=True), color=colour, linewidth=0.6, alpha=0.5)
 
 
 def _differences(results: Mapping[str, Any]) -> Any:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 COLUMNS = {  # figure: its title, what it is multiplied by, digits
-    "plateau": ("plateau, %", 100, 1),
-    "area": ("mean of the curve, %", 100, 1),
+    "sampled": ("sampled, %", 100, 1),
+    "sampled_mean": ("mean of the curve, %", 100, 1),
+    "greedy": ("greedy, %", 100, 1),
     "steps_to_level": ("steps to the level", 1, 1),
     "rare_half": ("p < 0.5, %", 100, 1),
     "entropy": ("entropy, nats", 1, 3),
@@ -13,10 +14,11 @@ COLUMNS = {  # figure: its title, what it is multiplied by, digits
 }
 READING = """\
 Figures are means over seeds with their 95% interval (Student's t); Δ is the paired difference to **{baseline}**
-within a seed, with its own interval, of which none is corrected for the number of comparisons. Plateau: mean of
-the last three evaluations, greedy, held out. Steps to the level: until {level:.0%} of the gain of the same seed's
-**{baseline}** is made; a run that never gets there counts with all its steps. The last three columns are means
-over the last ten steps."""
+within a seed, with its own interval, of which none is corrected for the number of comparisons. Sampled: accuracy
+of the responses that a run learns from, in the last three eighths of its steps; the mean of the curve is that of all
+steps. Greedy: held-out examples, mean of the last three evaluations. Steps to the level: until {level:.0%} of what the
+same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there counts with all its steps.
+The last three columns are means over the last ten steps."""
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -33,9 +35,9 @@ def markdown(results: Mapping[str, Any]) -> str:
             continue
         parts += [f"## {panel}"] if panel else []
         parts.append(_table(entries, panel, [*study["variants"]], {f: COLUMNS[f] for f in figures}))
-        groups = sorted({f for p, _, f in entries if p == panel and f.startswith("plateau/")})
+        groups = sorted({f for p, _, f in entries if p == panel and f.startswith("greedy/")})
         if groups:
-            columns = {g: (f"plateau of {g.partition('/')[2]}, %", 100, 1) for g in groups}
+            columns = {g: (f"greedy of {g.partition('/')[2]}, %", 100, 1) for g in groups}
             parts.append(_table(entries, panel, [*study["variants"]], columns))
     parts += [reading, "![curves](curves.png)", "![differences](differences.png)"]
     if results["runs"]:

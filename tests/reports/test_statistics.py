@@ -2,7 +2,15 @@
 
 import pytest
 
-from jaxrl_llm.reports.statistics import Estimate, area, estimate, paired, plateau, steps_to
+from jaxrl_llm.reports.statistics import (
+    Estimate,
+    area,
+    estimate,
+    paired,
+    plateau,
+    smoothed,
+    steps_to,
+)
 
 
 def test_the_interval_is_students():
@@ -37,9 +45,15 @@ def test_what_a_seed_does_to_both_cancels():
 def test_figures_of_a_curve():
     curve = [(0, 0.0), (10, 1.0), (30, 1.0), (40, 0.4)]
     assert plateau(curve) == pytest.approx(0.8)
-    assert plateau(curve[:2]) == 1.0  # the first point is from before
+    assert plateau(curve[1:2]) == area(curve[1:2]) == 1.0
     assert area(curve) == pytest.approx((5 + 20 + 7) / 40)
     assert steps_to(curve, 0.25) == pytest.approx(2.5)
     assert steps_to(curve, 1.0) == 10
     assert steps_to(curve, 0.0) == 0
     assert steps_to(curve, 1.1) is None
+
+
+def test_a_curve_of_parts():
+    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [(1.5, 2.0), (3.5, 6.0)]
+    assert smoothed([1.0, 3.0, 5.0], 2) == [(1.5, 2.0), (3.0, 5.0)]
+    assert smoothed([1.0, 3.0], 8) == [(1.0, 1.0), (2.0, 3.0)]  # fewer steps than parts
