@@ -87,9 +87,9 @@ class Planned:
 class Outcome:
     """What a run reached: accuracy by step of reinforcement, and figures.
 
-    Two curves: `sampled`, of the responses that a step samples and learns from, and `greedy`, of held-out examples.
-    The first is what reinforcement raises. The second sees only which answer is the likeliest: it leaps where two
-    ways of answering change places, and stands still while the better one gets more likely.
+    Two curves: `sampled`, of the responses that a step samples and learns from, and `greedy`, of held-out
+    examples. The first is what reinforcement raises. The second sees only which answer is the likeliest: it
+    leaps where two ways of answering change places, and stands still while the better one gets more likely.
     """
 
     run: Planned

@@ -14,11 +14,11 @@ COLUMNS = {  # figure: its title, what it is multiplied by, digits
 }
 READING = """\
 Figures are means over seeds with their 95% interval (Student's t); Δ is the paired difference to **{baseline}**
-within a seed, with its own interval, of which none is corrected for the number of comparisons. Sampled: accuracy
-of the responses that a run learns from, in the last three eighths of its steps; the mean of the curve is that of all
-steps. Greedy: held-out examples, mean of the last three evaluations. Steps to the level: until {level:.0%} of what the
-same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there counts with all its steps.
-The last three columns are means over the last ten steps."""
+within a seed, with its own interval, of which none is corrected for the number of comparisons. Sampled:
+accuracy of the responses that a run learns from, in the last three eighths of its steps; the mean of the curve
+is that of all steps. Greedy: held-out examples, mean of the last three evaluations. Steps to the level: until
+{level:.0%} of what the same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there
+counts with all its steps. The last three columns are means over the last ten steps."""
 
 
 def markdown(results: Mapping[str, Any]) -> str:
