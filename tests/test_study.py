@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from jaxrl_llm import config, userfile
-from jaxrl_llm.cli import study as command
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.cli.study import command, grid
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.reports.study import Planned, Study
 from jaxrl_llm.runs import fleet, journal
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -193,8 +193,64 @@ def test_a_study_goes_on_elsewhere_from_its_results(small, tmp_path, monkeypatch
     assert [*jobs] == ["warm-warm_steps-2-seed1", "plain-seed1", "lopti-seed1"]
     after = json.loads((out / "results.json").read_text())
     assert after["runs"] == [run for run in before["runs"] if run["seed"] == 0]
+    assert after["others"] == [run for run in before["runs"] if run["seed"] == 1]  # not lost
     small.write_text(SMALL.replace('"eta": 0.5', '"eta": 0.4'))
     assert "plain-seed0" in planned(monkeypatch, small, "--out", out)
+    small.write_text(SMALL)
+    fake(out, "plain-seed5", [0.1, 0.2, 0.4])
+    main(["study", str(small), "--out", str(out), "--report", "--seeds", "5"])
+    main(["study", str(small), "--out", str(out), "--report"])
+    again = json.loads((out / "results.json").read_text())
+    assert again["runs"] == after["runs"]
+    assert {run["name"] for run in again["others"]} == {"plain-seed1", "plain-seed5"}
+
+
+def test_results_that_cannot_be_read(small, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"runs": [')
+    with pytest.raises(SystemExit) as left:
+        main(["study", str(small), "--out", str(tmp_path / "out"), "--report"])
+    assert left.value.code == 2
+    assert "results.json cannot be read: move it away" in capsys.readouterr().err
+
+
+def test_a_study_that_is_stopped_is_unfinished(small, tmp_path, monkeypatch):
+    """As a run is: what starts things again must not take it for done."""
+
+    def stopped(jobs, workers, threads, stop, *rest):
+        stop.ask()
+        return {job.name: fleet.STOPPED for job in jobs}
+
+    monkeypatch.setattr(fleet, "run", stopped)
+    with pytest.raises(SystemExit) as left:
+        main(["study", str(small), "--out", str(tmp_path / "out")])
+    assert left.value.code == 75
+
+
+@pytest.mark.parametrize("flags", [("--threads", "0"), ("--jobs", "-1")])
+def test_cores_are_counted_from_one(small, tmp_path, flags, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", str(small), "--out", str(tmp_path / "out"), *flags])
+    assert "--threads is at least 1" in capsys.readouterr().err
+
+
+def test_a_flag_of_several_values_is_several_words(tmp_path):
+    flags = {"layers": (1, 2), "fast": False, "rate": 0.1}
+    made = grid.Grid(Study("c.py", {"a": {}}, "a"), "", "", pathlib.Path("c.py"), tmp_path)
+    words = made.command(Planned("", "a", 0, flags))
+    assert words[2:8] == ["--layers", "1", "2", "--no-fast", "--rate", "0.1"]
+
+
+def test_a_figure_of_fewer_seeds_says_so(small, tmp_path, capsys):
+    """Where the baseline gains nothing there is no level to reach."""
+    out = tmp_path / "out"
+    for seed, last in ((0, 0.4), (1, 0.2)):
+        fake(out, f"plain-seed{seed}", [0.1, 0.3, last])
+        fake(out, f"lopti-seed{seed}", [0.1, 0.3, 0.5])
+    main(["study", str(small), "--out", str(out), "--report"])
+    rows = capsys.readouterr().out.splitlines()
+    lopti = next(row for row in rows if row.startswith("| Lopti"))
+    assert lopti.count("[1 seeds]") == 2
 
 
 def test_wrong_flags_are_found_before_anything_starts(small, tmp_path, capsys):

@@ -66,10 +66,11 @@ def _run(given: list[str]) -> None:
 
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
-    from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, study, train
+    from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, train
     from jaxrl_llm.cli import eval as evaluation
     from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
     from jaxrl_llm.cli.launch import command as launch
+    from jaxrl_llm.cli.study import command as study
 
     bench = tyro.extras.SubcommandApp()
     bench.command(name="update")(_later(update.main))

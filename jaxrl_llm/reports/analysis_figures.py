@@ -1,10 +1,12 @@
 """An analysis as pictures: one each for the figures of arXiv:2505.12929, and whose gradient it is."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import files
+from jaxrl_llm.reports import pictures
+from jaxrl_llm.reports.pictures import sheet
 
 GREY = "0.45"
 PLAIN: dict[str, Any] = {
@@ -16,9 +18,7 @@ PLAIN: dict[str, Any] = {
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> None:
-    """Each figure as .png and .svg; the same analysis makes the same files."""
-    import matplotlib as mpl
-
+    """Each figure as .png and .svg."""
     figures = {
         "bins": _bins,
         "single_tokens": _single_tokens,
@@ -27,26 +27,7 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
     }
     if found["words"]:
         figures["words"] = _words
-    with mpl.rc_context({"svg.hashsalt": "analysis", "svg.fonttype": "none", "font.size": 9}):
-        for name, figure_of in figures.items():
-            figure = figure_of(found)
-            for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-                with files.replacing(folder / f"{name}.{kind}") as file:
-                    figure.savefig(file, format=kind, dpi=130, metadata=metadata)
-
-
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.ravel():
-        axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    pictures.save({name: partial(one, found) for name, one in figures.items()}, folder)
 
 
 def _side_by_side(axis: Any, places: list[str], heights: Mapping[str, list]) -> None:
@@ -63,7 +44,7 @@ def _side_by_side(axis: Any, places: list[str], heights: Mapping[str, list]) -> 
 
 def _bins(found: Mapping[str, Any]) -> Any:
     """Fig. 1: a row for bins by probability and one for quarters of the tokens."""
-    figure, axes = _figure(2, 5, (16, 5.6))
+    figure, axes = sheet(2, 5, (16, 5.6))
     moved = "mean |change of log-prob|"
     titles = ("share of tokens", "mean advantage", "gradient norm of the bin",
               f"{moved}\nby the run's optimizer on", f"{moved}\nby the gradient alone on")  # fmt: skip
@@ -104,7 +85,7 @@ def _single_tokens(found: Mapping[str, Any]) -> Any:
         panels.append((f"at {name}", layers[i], correlation["at_layers"][i], i))
     over = (tokens["over_parameters"], correlation["over_parameters"])
     panels.append(("over all parameters", *over, None))
-    figure, axes = _figure(1, len(panels), (3.2 * len(panels), 3.4))
+    figure, axes = sheet(1, len(panels), (3.2 * len(panels), 3.4))
     ends = [min(v for v in x if v > 0), 1.0]
     for n, (axis, (title, norms, r, layer)) in enumerate(zip(axes[0], panels, strict=True)):
         axis.loglog(x, norms, "o", ms=3, alpha=0.5, markeredgewidth=0)
@@ -125,7 +106,7 @@ def _single_tokens(found: Mapping[str, Any]) -> Any:
 
 def _directions(found: Mapping[str, Any]) -> Any:
     """Fig. 3: the share of tokens that an update moves as their advantage says."""
-    figure, axes = _figure(2, 2, (11, 6))
+    figure, axes = sheet(2, 2, (11, 6))
     titles = {
         "rising": "advantage > 0: share that rises, of those that move",
         "falling": "advantage < 0: share that falls, of those that move",
@@ -148,7 +129,7 @@ def _sources(found: Mapping[str, Any]) -> Any:
     sources = dict(found["sources"])
     rows = {"tokens": sources.pop("tokens")}
     rows |= {name: part["share_of_squares"] for name, part in sources.items()}
-    figure, axes = _figure(1, 1, (7.5, 1.1 + 0.42 * len(rows)))
+    figure, axes = sheet(1, 1, (7.5, 1.1 + 0.42 * len(rows)))
     axis = axes[0][0]
     for n, group in enumerate(rows["tokens"]):
         left = [sum(list(row.values())[:n]) for row in rows.values()]
@@ -166,7 +147,7 @@ def _sources(found: Mapping[str, Any]) -> Any:
 def _words(found: Mapping[str, Any]) -> Any:
     """Fig. 5: categories of words, how frequent, and how they go with the reward."""
     names = [entry["name"] for entry in found["words"]]
-    figure, axes = _figure(1, 2, (9, 1.2 + 0.4 * len(names)))
+    figure, axes = sheet(1, 2, (9, 1.2 + 0.4 * len(names)))
     for axis, key, label in (
         (axes[0][0], "a_response", "words a response"),
         (axes[0][1], "correlation_with_reward", "correlation with the reward"),

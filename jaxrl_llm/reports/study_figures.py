@@ -1,9 +1,12 @@
 """The results of a study as pictures: mean curves, and differences to the baseline."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.reports import pictures
+from jaxrl_llm.reports.pictures import sheet
 from jaxrl_llm.reports.statistics import estimate
 
 FEW = 4  # seeds below which an interval says less than the seeds themselves
@@ -16,32 +19,15 @@ _DIFFERENCES = {
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """curves and differences, each as .png and .svg; the same results make the same files."""
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.hashsalt": "study", "svg.fonttype": "none", "font.size": 9}):
-        for name, figure in (("curves", _curves(results)), ("differences", _differences(results))):
-            figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-
-
-def _figure(columns: int, rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for one in axes.ravel():
-        one.grid(alpha=0.3)
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    """curves and differences, each as .png and .svg."""
+    figures = {"curves": _curves, "differences": _differences}
+    pictures.save({name: partial(one, results) for name, one in figures.items()}, folder)
 
 
 def _curves(results: Mapping[str, Any]) -> Any:
     """A column a panel, a row a kind of accuracy."""
     panels = [*results["study"]["panels"]]
-    figure, axes = _figure(len(panels), len(_CURVES), (1.5 + 4.2 * len(panels), 7))
+    figure, axes = sheet(len(_CURVES), len(panels), (1.5 + 4.2 * len(panels), 7))
     for row, (kind, title) in zip(axes, _CURVES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
             for number, variant in enumerate(results["study"]["variants"]):
@@ -80,7 +66,7 @@ def _differences(results: Mapping[str, Any]) -> Any:
     panels = [*study["panels"]]
     variants = [name for name in study["variants"] if name != study["baseline"]][::-1]
     size = (1.5 + 3.2 * len(panels), 1.5 + 0.6 * max(len(variants), 2))
-    figure, axes = _figure(len(panels), len(_DIFFERENCES), size)
+    figure, axes = sheet(len(_DIFFERENCES), len(panels), size)
     entries = {(e["panel"], e["variant"], e["figure"]): e["difference"] for e in results["summary"]}
     for row, (name, title) in zip(axes, _DIFFERENCES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):

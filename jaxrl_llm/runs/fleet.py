@@ -70,11 +70,23 @@ def run(
     return states
 
 
+def unfinished(states: Mapping[str, str]) -> bool:
+    """Whether jobs were told to stop, or never started."""
+    return not {WAITING, STOPPED}.isdisjoint(states.values())
+
+
+def available() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]  # macOS
+
+
 def cores(slot: int, threads: int) -> list[int]:
     """The cores of a worker, of those that this process may use; shared if there are too few."""
-    if not hasattr(os, "sched_getaffinity"):  # macOS
+    if not hasattr(os, "sched_setaffinity"):  # macOS
         return []
-    there = sorted(os.sched_getaffinity(0))
+    there = available()
     return [there[(slot * threads + i) % len(there)] for i in range(threads)]
 
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -40,7 +40,7 @@ def new(
 
     `origin` is the run whose warm start it begins with.
     """
-    flags = _plain(flags)
+    flags = plain(flags)
     copies = {str(path): f"files/{i}-{path.name}" for i, path in enumerate(used)}
     return {
         "id": uuid.uuid4().hex,
@@ -95,7 +95,7 @@ def write(folder: Path, run: dict[str, Any]) -> None:
 
 def continued(folder: Path, run: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     """The record with one more session; a UserError for the first flag that would make it another run."""
-    stored, given = run["flags"], _plain(flags)
+    stored, given = run["flags"], plain(flags)
     for name in sorted(stored.keys() | given.keys()):
         if name not in LENGTHS and stored.get(name) != given.get(name):
             flag = "--" + name.replace("_", "-")
@@ -138,7 +138,7 @@ def flags_for(make: Callable[..., Any], flags: dict[str, Any]) -> dict[str, Any]
     return {name: restored(name, value) for name, value in flags.items()}
 
 
-def _plain(flags: dict[str, Any]) -> dict[str, Any]:
+def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags as JSON gives them back."""
     out = {}
     for name, value in flags.items():

@@ -1,7 +1,12 @@
-"""The results of a study as a text to read, in Markdown."""
+"""The results of a study in its folder: to go on with, to read, and as pictures."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from jaxrl_llm import files
+from jaxrl_llm.reports import study_figures
 
 COLUMNS = {  # figure: its title, what it is multiplied by, digits
     "sampled": ("sampled, %", 100, 1),
@@ -18,7 +23,17 @@ within a seed, with its own interval, of which none is corrected for the number 
 accuracy of the responses that a run learns from, in the last three eighths of its steps; the mean of the curve
 is that of all steps. Greedy: held-out examples, mean of the last three evaluations. Steps to the level: until
 {level:.0%} of what the same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there
-counts with all its steps. The last three columns are means over the last ten steps."""
+counts with all its steps, and a seed whose **{baseline}** gains nothing has no such number. The last three
+columns are means over the last ten steps."""
+
+
+def write(results: Mapping[str, Any], folder: Path) -> str:
+    """results.json, results.md and the pictures; the text."""
+    text = markdown(results)
+    files.write(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    files.write(folder / "results.md", text)
+    study_figures.draw(results, folder)
+    return text
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -58,17 +73,21 @@ def _table(
         seeds = max((e["n"] for e in found if e), default=0)
         cells = []
         for entry, (_, scale, digits) in zip(found, columns.values(), strict=True):
-            cells.append(_cell(entry, scale, digits, ""))
-            cells.append(_cell(entry and entry["difference"], scale, digits, "+"))
+            cells.append(_cell(entry, scale, digits, "", seeds))
+            cells.append(_cell(entry and entry["difference"], scale, digits, "+", seeds))
         lines.append(f"| {variant} | {seeds} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(estimate: Mapping[str, Any] | None, scale: float, digits: int, sign: str) -> str:
+def _cell(
+    estimate: Mapping[str, Any] | None, scale: float, digits: int, sign: str, seeds: int
+) -> str:
+    """A mean and its interval; the number of seeds where it is not that of the row."""
     if estimate is None:
         return ""
     mean = f"{scale * estimate['mean']:{sign}.{digits}f}"
+    fewer = f" [{estimate['n']} seeds]" if estimate["n"] < seeds else ""
     if estimate["low"] is None:
-        return mean
+        return mean + fewer
     low, high = (f"{scale * estimate[side]:{sign}.{digits}f}" for side in ("low", "high"))
-    return f"{mean} ({low} to {high})"
+    return f"{mean} ({low} to {high}){fewer}"

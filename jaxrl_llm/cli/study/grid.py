@@ -1,0 +1,106 @@
+"""A study where it lives: a config file, a folder, and what is finished there."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.reports import study as studies
+from jaxrl_llm.reports.study import Outcome, Planned, Study
+from jaxrl_llm.runs import journal, record
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A study, the config file it sets the flags of, and the folder that it lives in."""
+
+    study: Study
+    title: str
+    text: str
+    config: Path
+    out: Path
+
+    def folder_of(self, run: Planned) -> Path:
+        """The folder of a run."""
+        return self.out / "runs" / run.name
+
+    def records(self) -> dict[str, Mapping[str, Any]]:
+        """What results.json says of runs, those of other seeds or flags that it keeps among them; by name."""
+        there = self.out / "results.json"
+        if not there.exists():
+            return {}
+        try:
+            found = json.loads(there.read_text())
+            return {entry["name"]: entry for entry in found["runs"] + found["others"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{there} cannot be read: move it away, or --out elsewhere") from error
+
+    def kept(self, runs: Sequence[Planned]) -> dict[str, Outcome]:
+        """Outcomes of runs whose folders are gone, out of the results in the study's folder.
+
+        Whole seeds alone: what is compared has begun with the same warm start.
+        """
+        known = {name: studies.kept(entry) for name, entry in self.records().items()}
+        missing = {
+            (run.panel, run.seed)
+            for run in runs
+            if self.folder_of(run).exists() or run.name not in known or known[run.name].run != run
+        }
+        return {run.name: known[run.name] for run in runs if (run.panel, run.seed) not in missing}
+
+    def command(self, run: Planned, origin: Path | None = None) -> list[str]:
+        """What makes the run, as anybody can type it."""
+        flags: list[str] = []
+        for name, value in run.flags.items():
+            dashed = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{dashed}" if value else f"--no-{dashed}")
+            else:
+                words = value if isinstance(value, list | tuple) else [value]
+                flags += [f"--{dashed}", *map(str, words)]
+        begin = ["--from", str(origin)] if origin else []
+        return ["train", str(self.config), *flags, "--out", str(self.folder_of(run)), *begin]
+
+
+def finished(where: Path, begin: int, steps: int) -> bool:
+    """Whether a run has made, evaluated and saved its last step."""
+    if not (where / "checkpoints" / str(begin + steps)).is_dir():
+        return False
+    last = begin + steps
+    return any(r["step"] == last and "eval/accuracy" in r for r in journal.read(where))
+
+
+def prepared(where: Path, flags: Mapping[str, Any]) -> list[str]:
+    """The flags that go on with what is in a run's folder; a start that came to nothing is cleared away."""
+    if not (where / "checkpoints").is_dir():
+        shutil.rmtree(where, ignore_errors=True)
+        return []
+    there = json.loads((where / "run.json").read_text())["flags"]
+    for name, value in record.plain(flags).items():
+        if there.get(name, value) != value:
+            raise UserError(
+                f"{where} was made with {name} = {there[name]}, the study says {value}: choose another --out"
+            )
+    return ["--resume"]
+
+
+def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]]:
+    """Steps of both phases of every run and warm start, by building their configs: wrong flags are found now."""
+    make = configs.load(grid.config)
+    out: dict[str, tuple[int, int]] = {}
+    known: dict[tuple[str, str], tuple[int, int]] = {}
+    for run in [*runs, *map(grid.study.warm_start, runs)]:
+        key = (run.panel, run.variant)
+        if key not in known:
+            made = configs.build(make, grid.config, **run.flags)
+            known[key] = (made.warm_start.steps if made.warm_start else 0, made.steps)
+        out[run.name] = known[key]
+    if len({run.name for run in runs}) < len(runs):
+        raise UserError(
+            f"{grid.title}: two variants or panels have names that make the same folder"
+        )
+    return out
