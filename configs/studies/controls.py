@@ -1,8 +1,10 @@
-"""Is it the low probabilities that Lopti puts first, or only that there are two optimizer steps?
+"""Is it the low probabilities that Lopti puts first, or only that its two optimizer steps go farther?
 
-arXiv:2505.12929 ascribes the gain to low-probability tokens coming first. Controls that the paper does not have:
-a random split of the same share, two plain steps, two of half the rate, a fixed share in place of a threshold,
-and the order of the authors' code, a stage over all mini-batches before the next.
+arXiv:2505.12929 ascribes the gain to low-probability tokens coming first. Controls that the paper does not have.
+At the same number of steps: a random split of the same share, two plain steps, a fixed share in place of a
+threshold, and the order of the authors' code, a stage over all mini-batches before the next. At the same length of
+the path, since every step of AdamW is as long as its rate: Lopti, the random split and two plain steps at half the
+rate, and plain at twice the rate.
 """
 
 from jaxrl_llm.reports.study import Study
@@ -11,14 +13,21 @@ study = Study(
     config="../kk_tiny.py",
     variants={
         "plain": {"eta": 0.0},
+        "plain, twice the rate": {"eta": 0.0, "learning_rate": 1.2e-4},
         "Lopti": {"eta": 0.5},
+        "Lopti, half the rate": {"eta": 0.5, "learning_rate": 3e-5},
         "random split": {"eta": 0.5, "stages": "random_matched"},
+        "random split, half the rate": {
+            "eta": 0.5,
+            "stages": "random_matched",
+            "learning_rate": 3e-5,
+        },
         "two plain steps": {"stages": "twice"},
-        "two steps, half the rate": {"stages": "twice", "learning_rate": 1.5e-6},
+        "two steps, half the rate": {"stages": "twice", "learning_rate": 3e-5},
         "lowest 30%": {"eta": 0.3, "stages": "quantile"},
         "stage-major": {"eta": 0.5, "stage_major": True},
     },
     baseline="plain",
-    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80, "alpha": 0.0},
+    flags={"chatter": 0.35, "learning_rate": 6e-5, "alpha": 0.0},
     warm=("chatter", "people", "warm_steps"),
 )

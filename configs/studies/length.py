@@ -12,8 +12,10 @@ study = Study(
         "300 steps": {"steps": 300},
         "4 mini-batches": {"minibatches": 4},
         "8 mini-batches": {"minibatches": 8},
-        "rate 1e-5": {"learning_rate": 1e-5},
-        "rate 3e-5": {"learning_rate": 3e-5},
+        "rate 3e-6": {"learning_rate": 3e-6, "steps": 80},
+        "rate 3e-5": {"learning_rate": 3e-5, "steps": 80},
+        "rate 1e-4": {"learning_rate": 1e-4, "steps": 80},
+        "rate 3e-4": {"learning_rate": 3e-4},
     },
     variants={
         "plain": {"alpha": 0.0, "eta": 0.0},
@@ -22,6 +24,6 @@ study = Study(
         "both": {"alpha": 0.3, "eta": 0.5},
     },
     baseline="plain",
-    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80},
+    flags={"chatter": 0.35, "learning_rate": 6e-5},
     warm=("chatter", "people", "warm_steps"),
 )

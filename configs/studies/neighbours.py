@@ -20,6 +20,6 @@ study = Study(
         "DPPO": {"algo": "dppo", **PLAIN},
     },
     baseline="GRPO",
-    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80},
+    flags={"chatter": 0.35, "learning_rate": 6e-5},
     warm=("chatter", "people", "warm_steps"),
 )

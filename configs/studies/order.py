@@ -13,6 +13,6 @@ study = Study(
         "reversed": {"eta": 0.5, "stages": "reversed"},
     },
     baseline="Lopti",
-    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80, "alpha": 0.0},
+    flags={"chatter": 0.35, "learning_rate": 6e-5, "alpha": 0.0},
     warm=("chatter", "people", "warm_steps"),
 )

@@ -16,6 +16,6 @@ study = Study(
         "both": {"alpha": 0.3, "eta": 0.5},
     },
     baseline="plain",
-    flags={"chatter": 0.35, "learning_rate": 3e-6, "steps": 80},
+    flags={"chatter": 0.35, "learning_rate": 6e-5},
     warm=("chatter", "people", "warm_steps"),
 )
