@@ -1,8 +1,8 @@
 """Which tokens does learning need: those of low, or those of high probability?
 
-arXiv:2505.12929 masks either in turn: if low-probability tokens over-dominate the update, the policy moves mostly
-by them, and what the others could teach is lost. Below 0.2 lie the meaningless words; the first word of an answer, which
-decides whether it thinks, has a probability of about 0.3.
+arXiv:2505.12929 masks either in turn: if low-probability tokens over-dominate the update, the policy moves
+mostly by them, and what the others could teach is lost. Below 0.2 lie the meaningless words; the first word of an
+answer, which decides whether it thinks, has a probability of about 0.3.
 """
 
 from jaxrl_llm.reports.study import Study
