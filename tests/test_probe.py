@@ -182,3 +182,13 @@ def test_tokens_are_drawn_evenly_and_with_what_came_before():
     assert chosen.tokens.tolist() == [[5, 6, 0], [7, 3, 4]]
     assert chosen.index.tolist() == [1, 2]
     assert chosen.target.tolist() == [1, 2]
+
+
+def test_a_part_of_a_vector_is_known_by_three_norms():
+    mine, others = np.random.default_rng(0).normal(size=(2, 7))
+    whole, norm = mine + others, np.linalg.norm
+    found = probe.part(norm(whole), norm(mine), norm(others))
+    assert found["norm"] == norm(mine)
+    assert found["share"] == pytest.approx(mine @ whole / (whole @ whole))
+    assert found["cosine"] == pytest.approx(mine @ others / norm(mine) / norm(others))
+    assert probe.part(1.0, 0.0, 1.0) == {"norm": 0.0, "share": 0.0, "cosine": None}

@@ -110,7 +110,12 @@ def directions(
 def sources(
     credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
 ) -> dict[str, Any]:
-    """Whose gradient it is: the norm of each group's, in each stage of each variant, all before any update."""
+    """Whose gradient it is, in each stage of each variant, all before any update.
+
+    Of each group of tokens: its gradient's norm; its share, which is how far its gradient goes along that of the
+    whole step (shares add up to 1, and one that the others outweigh is negative); and its cosine to that of the
+    others.
+    """
     inside = [b for b in range(len(GROUPS)) if (tokens.group == b).any()]
     total = int(tokens.mask.sum())
     out: dict[str, Any] = {
@@ -123,12 +128,15 @@ def sources(
             if not bool((one.weight > 0).any()):
                 continue  # a stage without tokens is no step
             say(f"gradients of the groups, {variant}")
-            parts = {GROUPS[b]: probe.only(one, tokens.group == b) for b in inside}
-            norms = {name: float(optimizer(part).grad_norm[0]) for name, part in parts.items()}
-            shares = probe.shares_of_squares(norms)
+            norm = lambda where, one=one: float(optimizer(probe.only(one, where)).grad_norm[0])
+            whole = norm(tokens.mask)
+            parts = {
+                GROUPS[b]: probe.part(whole, norm(tokens.group == b), norm(tokens.group != b))
+                for b in inside
+            }
             out[variant + (f", stage {s + 1}" if stages > 1 else "")] = {
-                "gradient_norm": norms,
-                "share_of_squares": shares,
+                "gradient_norm": whole,
+                "groups": parts,
             }
     return out
 

@@ -4,7 +4,7 @@ Every update here is the train step, on a copy of the state. An update "on some 
 sets the others' to 0, so the gradients of bins add up to that of all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,7 +154,10 @@ def direction(
     }
 
 
-def shares_of_squares(norms: Mapping[str, float]) -> dict[str, float]:
-    """The shares of the sum of the squared norms."""
-    total = sum(x * x for x in norms.values()) or 1.0
-    return {name: x * x / total for name, x in norms.items()}
+def part(whole: float, mine: float, others: float) -> dict[str, float | None]:
+    """Of a vector that is the sum of two: one of them, by the three norms."""
+    return {
+        "norm": mine,
+        "share": (whole**2 + mine**2 - others**2) / (2 * whole**2) if whole else None,
+        "cosine": (whole**2 - mine**2 - others**2) / (2 * mine * others) if mine * others else None,
+    }

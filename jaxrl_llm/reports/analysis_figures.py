@@ -125,22 +125,22 @@ def _directions(found: Mapping[str, Any]) -> Any:
 
 
 def _sources(found: Mapping[str, Any]) -> Any:
-    """Shares of the squared gradient norm, below those of the tokens."""
+    """The groups' gradients, as long as they are and as far as they go along the whole."""
     sources = dict(found["sources"])
-    rows = {"tokens": sources.pop("tokens")}
-    rows |= {name: part["share_of_squares"] for name, part in sources.items()}
-    figure, axes = sheet(1, 1, (7.5, 1.1 + 0.42 * len(rows)))
-    axis = axes[0][0]
-    for n, group in enumerate(rows["tokens"]):
-        left = [sum(list(row.values())[:n]) for row in rows.values()]
-        axis.barh(range(len(rows)), [row[group] for row in rows.values()], 0.7, left, color=f"C{n}",
-                  label=group)  # fmt: skip
-    axis.set_yticks(range(len(rows)), list(rows))
-    axis.invert_yaxis()
-    axis.grid(visible=False)
-    axis.set_xlim(0, 1)
-    axis.set_xlabel("share of the tokens, and of the sum of the groups' squared gradient norms")
-    figure.legend(loc="outside upper center", ncols=3, **PLAIN)
+    tokens = sources.pop("tokens")
+    places = [name.replace(", ", ",\n") for name in sources]
+    figure, axes = sheet(1, 2, (13, 3.8))
+    part = lambda group, key: [step["groups"][group][key] for step in sources.values()]
+    norms = {group: part(group, "norm") for group in tokens}
+    whole = {"all tokens": [step["gradient_norm"] for step in sources.values()]}
+    _side_by_side(axes[0][0], places, norms | whole)
+    axes[0][0].set_ylabel("norm of the gradient")
+    shares = {group: [share, *part(group, "share")] for group, share in tokens.items()}
+    _side_by_side(axes[0][1], ["tokens", *places], shares)
+    axes[0][1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, **PLAIN
+    )
     return figure
 
 
