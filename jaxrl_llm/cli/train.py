@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,7 +100,9 @@ def _train(
     out = folder.of(options.out, made_by)
     resume = hosts.told(lambda: options.resumes(out))
     warm_steps = config.warm_start.steps if config.warm_start else 0
-    begun = options.origin and origin.check(folder.at_hand(options.origin), parts, warm_steps)
+    begun = options.origin and desk.at_hand(options.origin).absolute()
+    if options.origin and not resume:
+        origin.check(folder.at_hand(options.origin), parts, warm_steps)
     if train_set.skipped:
         console.print(
             f"{train_set.skipped} examples are left out: their prompts are too long to learn from"
@@ -129,7 +132,7 @@ def _train(
             if isinstance(sampler, NativeSampler) and parts.mesh.size > 1:
                 console.print(sampler.place)
             run = Run(config, parts, sampler, written, checkpoints, divided, stop)
-            warmed = folder.params(begun, parts, warm_steps)[1] if begun else None
+            warmed = partial(origin.params, begun, parts, warm_steps) if begun else None
             training.train(run, resume=resume, warmed=warmed)
             concluded = training.conclude(run)
             finished = True

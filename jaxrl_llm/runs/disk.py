@@ -71,8 +71,7 @@ def writing(folder: Path, what: str, tree: Any = None) -> Iterator[None]:
     advice = "make room or permit writing, then go on with --resume"
     needed = 1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))
     try:
-        free = shutil.disk_usage(folder).free
-        if free < needed:
+        if needed and (free := shutil.disk_usage(folder).free) < needed:
             raise OSError(f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
         yield
     except (OSError, ValueError, RuntimeError) as error:
