@@ -93,8 +93,7 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     if _recorded(run, "test/accuracy", run.last_step, REINFORCE) is not None:
         return None
     run.checkpoints.wait()
-    step = hosts.told(lambda: run.checkpoints.chosen)
-    params = run.checkpoints.restore(step, assemble.like_params(run.parts), part="params")
+    step, params = run.checkpoints.restore_best(assemble.like_params(run.parts), part="params")
     run.sampler.push(params, step)
     result, seconds = _measured(
         run, assemble.first(run.splits.test, run.config.evaluation.examples)
