@@ -269,19 +269,21 @@ import threading
 from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs.disk import writing
+from jaxrl_llm.runs.ending import ending
 threading.Thread(target=threading.Event().wait).start()
-try:
-    with writing(Path(), "a checkpoint"):
-        raise OSError(5, "Input/output error")
-except UserError as error:
-    raise SystemExit(2) from error
+with ending():
+    try:
+        with writing(Path(), "a checkpoint"):
+            raise OSError(5, "Input/output error")
+    except UserError as error:
+        raise SystemExit(75) from error
 """
 
 
 def test_threads_that_wait_for_ever_do_not_keep_a_process_that_cannot_write():
-    """As those of orbax do, if an error of the disk meets one of them alone."""
+    """As those of orbax do, if an error of the disk meets one of them alone; the exit code stays."""
     done = subprocess.run([sys.executable, "-c", WAITING], timeout=100, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 75
 
 
 def test_a_loop_that_was_closed_is_no_news(tmp_path, monkeypatch):
