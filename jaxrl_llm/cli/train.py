@@ -67,7 +67,8 @@ class Options:
     lost: float = hosts.LOST
     """seconds after which a process that gives no sign of life ends the others"""
     dry_run: bool = False
-    """print the resolved config, shapes, memory and an estimate of a step, and stop"""
+    """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is started, but
+    missing data sets are made"""
     data: Path = folder.DATA
     """where data sets are kept, a folder or URL"""
 
