@@ -193,6 +193,7 @@ def _join(process: str) -> None:
     alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
     met, late = threading.Event(), alone.format(process, f"not all came within {MEETING:g} s")
     threading.Thread(target=_give_up_unless, args=(met, late), daemon=True).start()
+    jax.config.update("jax_enable_preemption_service", False)  # it would take our SIGTERM
     try:
         jax.distributed.initialize(
             **place, initialization_timeout=2 * int(MEETING), heartbeat_timeout_seconds=_FOREVER
@@ -210,9 +211,8 @@ def _join(process: str) -> None:
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
         jax.config.update("jax_cuda_visible_devices", "all")
-    if (
-        jax.default_backend() == "cpu"
-    ):  # whose programs, read back, have lost the order of their collectives
+    # programs of CPUs, read back, have lost the order of their collectives
+    if jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
 
 

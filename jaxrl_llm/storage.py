@@ -2,7 +2,7 @@
 
 It is reached through fsspec, as orbax's paths are. What may pass (the network, a busy server) is tried again:
 for `PATIENCE` seconds, or `FIRST` seconds as long as the bucket has not answered once, so that a wrong name or
-address is said soon and an outage does not end a run.
+address is said soon and an outage does not end a run; and after `PATIENCE` in vain, so that a run ends soon then.
 """
 
 import errno
@@ -108,9 +108,9 @@ class Place:
         self, call: Callable[[], T], *, absent: bool = False, patience: float | None = None
     ) -> T:
         """What a call returns; with `absent` its FileNotFoundError is of an object, else of the bucket."""
-        if patience is None:
-            patience = PATIENCE if self._answered else FIRST
-        until, delay = time.monotonic() + patience, SHORTEST
+        usual = PATIENCE if self._answered else FIRST
+        until = time.monotonic() + (usual if patience is None else patience)
+        delay = SHORTEST
         while True:
             try:
                 found = call()
@@ -118,9 +118,11 @@ class Place:
                 if isinstance(error, FileExistsError) or (
                     absent and isinstance(error, FileNotFoundError)
                 ):
+                    self._answered = True
                     raise
                 if _lasts(error) or time.monotonic() + delay > until:
-                    self._answered = False
+                    if patience is None:
+                        self._answered = False
                     raise _cannot_reach(self.url, error) from error
                 if delay == SHORTEST:  # fsspec has tried five times by itself
                     logger.warning("%s does not answer (%s): trying again", self.url, error)

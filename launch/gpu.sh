@@ -7,16 +7,17 @@ set -u
 cd -- jaxrl_llm || exit
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 told=
-trap 'told=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
+trap 'told=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
 for left in $(seq 20 -1 0); do
     .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto &
     while
+        again=
         wait $!
         status=$?
-        [ -n "$told" ]
-    do told=; done
-    case $status in # finished; told to stop, and saved
-    0 | 75 | 130) exit "$status" ;;
+        [ -n "$again" ]
+    do :; done
+    case ${told:+told}$status in # finished, or stopped; or told to stop, however it took that
+    0 | 75 | 130 | told*) exit "$status" ;;
     esac
     echo "exit code $status; $left restarts are left" >&2
     sleep 30

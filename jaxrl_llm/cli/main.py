@@ -21,13 +21,14 @@ import tyro
 
 from jaxrl_llm import desk
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.runs.ending import ending
 
 WITH_CONFIG = ("train", "plan", "data", "serve")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
-    with _read_as_far_as_anybody_likes():
+    with ending(), _read_as_far_as_anybody_likes():
         _run(sys.argv[1:] if arguments is None else arguments)
 
 

@@ -18,7 +18,8 @@ class Options:
     on: str = "here"
     """the machine: v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8 (nodes x kind x devices), or here"""
     search: bool = False
-    """try meshes, micro-batches and recomputation, and plan the fastest that fits"""
+    """try meshes, micro-batches, recomputation and offload, and plan the fastest that fits; not of the devices
+    here, which have no data sheet"""
     tokens: int = 0
     """mean length of a response to reckon time with (default: the limit)"""
     json: bool = False
@@ -34,8 +35,9 @@ def main(options: Options, config: Config) -> None:
         raise UserError(f"--tokens {options.tokens}: a response has 1 to {limit} tokens")
     with console.status(f"for {machine.name}") as status:
         if options.search:
-            config = search.fastest(config, machine, options.tokens, say=console.print)
-        made = plan(config, machine, tokens=options.tokens, say=status.update)
+            made = search.fastest(config, machine, options.tokens, say=console.print)
+        else:
+            made = plan(config, machine, tokens=options.tokens, say=status.update)
     if options.json:
         print(json.dumps(plan_text.as_json(made), indent=1))
         return

@@ -25,7 +25,7 @@ class Options:
     out: Path = Path("runs/serve")
     """the folder for the logs"""
     run: Path | None = None
-    """serve the policy of this run until a trainer syncs another (default: the config's own model)"""
+    """serve the policy of this run, folder or URL, until a trainer syncs another (default: the config's model)"""
     data: Path = folder.DATA
     """where data sets are kept"""
 
@@ -57,7 +57,7 @@ def _first_weights(
         if options.run is None:
             params = assemble.fresh_params(config, parts)
         else:
-            _, params = folder.params(options.run, parts)
+            _, params = folder.params(folder.at_hand(options.run), parts)
         model = parts.policy.served(1)
         weight_sync.write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
     return target

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,10 +22,12 @@ from jaxrl_llm.reports import curves, tables
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.runs import assemble, folder, journal, origin, splits
 from jaxrl_llm.runs import train as training
+from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.runs.journal import Journal, Unwritten
 from jaxrl_llm.runs.leaving import UNFINISHED, Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
+from jaxrl_llm.runs.splits import Splits
 from jaxrl_llm.runs.train import Run
 
 
@@ -64,7 +67,8 @@ class Options:
     lost: float = hosts.LOST
     """seconds after which a process that gives no sign of life ends the others"""
     dry_run: bool = False
-    """print the resolved config, shapes, memory and an estimate of a step, and stop"""
+    """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is started, but
+    missing data sets are made"""
     data: Path = folder.DATA
     """where data sets are kept, a folder or URL"""
 
@@ -76,44 +80,47 @@ class Options:
 def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any]) -> None:
     """A whole run, with a table and a picture at the end."""
     stop = Stop()
-    with hosts.joined(options.process, lost=options.lost, asked=lambda: stop.asked):
-        finished = _train(options, config, made_by, flags, stop)
+    with (
+        leaving_gracefully(stop, grace=options.grace, minutes=options.max_minutes),
+        hosts.joined(options.process, lost=options.lost, asked=lambda: stop.asked),
+    ):
+        console = rich.console.Console(markup=False, soft_wrap=True, quiet=not hosts.first())
+        try:
+            finished = _train(options, config, made_by, flags, stop, console)
+        except Leaving:
+            console.print("stopped before there was anything to save")
+            finished = False
     if not finished:
         raise SystemExit(UNFINISHED)
 
 
 def _train(
-    options: Options, config: Config, made_by: Path, flags: dict[str, Any], stop: Stop
+    options: Options,
+    config: Config,
+    made_by: Path,
+    flags: dict[str, Any],
+    stop: Stop,
+    console: rich.console.Console,
 ) -> bool:
     """Whether the run has come to its end."""
-    console = rich.console.Console(markup=False, soft_wrap=True, quiet=not hosts.first())
-    with building(console, options.data):
-        parts = assemble.parts(config, options.data)
-        train_set = assemble.readable(parts, parts.task.train, config, "training")
-        test_set = assemble.askable(parts, parts.task.test, config)
-    if options.dry_run:
-        dryrun.report(config, parts, train_set, test_set, console)
-        return True
-    divided = splits.split(train_set, test_set, config.evaluation.validation)
-    warning = splits.overlap(parts.task, divided)
-    out = folder.of(options.out, made_by)
-    resume = hosts.told(lambda: options.resumes(out))
-    warm_steps = config.warm_start.steps if config.warm_start else 0
-    begun = options.origin and origin.check(folder.at_hand(options.origin), parts, warm_steps)
-    if train_set.skipped:
-        console.print(
-            f"{train_set.skipped} examples are left out: their prompts are too long to learn from"
-        )
-    console.print(
-        f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
-        f"checkpoint by, {len(divided.test)} to test on"
-    )
-    for said in [*sharding.left_whole(assemble.like_params(parts), parts.mesh), warning]:
-        if said:
-            console.print(said)
+    with stop.droppable():
+        with building(console, options.data):
+            parts = assemble.parts(config, options.data)
+            train_set = assemble.readable(parts, parts.task.train, config, "training")
+            test_set = assemble.askable(parts, parts.task.test, config)
+        if options.dry_run:
+            dryrun.report(config, parts, train_set, test_set, console)
+            return True
+        divided = splits.split(train_set, test_set, config.evaluation.validation)
+        _describe(parts, train_set.skipped, divided, console)
+        out = folder.of(options.out, made_by)
+        resume = hosts.told(lambda: options.resumes(out))
+        warm_steps = config.warm_start.steps if config.warm_start else 0
+        begun = options.origin and desk.at_hand(options.origin).absolute()
+        if options.origin and not resume:
+            origin.check(folder.at_hand(options.origin), parts, warm_steps)
     run, concluded, finished = None, None, False
     with (
-        leaving_gracefully(stop, grace=options.grace, minutes=options.max_minutes),
         folder.opened(
             out, made_by, flags, parts, resume=resume, origin=begun, say=console.print
         ) as check,
@@ -129,7 +136,7 @@ def _train(
             if isinstance(sampler, NativeSampler) and parts.mesh.size > 1:
                 console.print(sampler.place)
             run = Run(config, parts, sampler, written, checkpoints, divided, stop)
-            warmed = folder.params(begun, parts, warm_steps)[1] if begun else None
+            warmed = partial(origin.params, begun, parts, warm_steps) if begun else None
             training.train(run, resume=resume, warmed=warmed)
             concluded = training.conclude(run)
             finished = True
@@ -148,6 +155,20 @@ def _train(
     if hosts.first():
         _summarise(run, concluded, console)
     return True
+
+
+def _describe(parts: Parts, skipped: int, divided: Splits, console: rich.console.Console) -> None:
+    """What is learned from and tested on, and what about it may surprise."""
+    if skipped:
+        console.print(f"{skipped} examples are left out: their prompts are too long to learn from")
+    console.print(
+        f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
+        f"checkpoint by, {len(divided.test)} to test on"
+    )
+    whole = sharding.left_whole(assemble.like_params(parts), parts.mesh)
+    for said in (*whole, splits.overlap(parts.task, divided)):
+        if said:
+            console.print(said)
 
 
 def _summarise(

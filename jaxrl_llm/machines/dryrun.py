@@ -1,4 +1,4 @@
-"""What a run would be, before it is one: the resolved config, examples, and its plan on the devices here."""
+"""What a run would be, before it is one: the resolved config, an example, and its plan on the devices here."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ def report(
     console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(parts.mesh.shape)}")
     for name, source in (("training", train_set), ("test", test_set)):
         console.print(f"{len(source):,} {name} examples, {source.skipped} left out as too long")
+    console.print("the first prompt:", parts.task.prompt(train_set[0]), sep="\n", highlight=False)
     with console.status("compiling") as status:
         made = plan(config, topologies.machine("here"), shape=parts.shape, say=status.update)
     for part in plan_text.tables(made, config.steps):

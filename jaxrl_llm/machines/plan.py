@@ -60,9 +60,14 @@ class Plan:
     left_whole: Sequence[str] = ()
 
     @property
+    def worst(self) -> Program:
+        """The program at the worst moment of a step."""
+        return max(self.programs, key=lambda program: program.together)
+
+    @property
     def peak(self) -> int:
-        """Bytes on a device at the worst moment of a step."""
-        return max(program.together for program in self.programs)
+        """Bytes on a device then."""
+        return self.worst.together
 
     @property
     def fits(self) -> bool:

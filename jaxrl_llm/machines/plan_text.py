@@ -39,13 +39,11 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, and what to do if not."""
-    worst = max(plan.programs, key=lambda program: program.together)
-    said = f"the worst moment is {worst.name}: {_size(worst.together)} of {_size(plan.memory)} a device"
+    said = f"the worst moment is {plan.worst.name}: {_size(plan.peak)} of {_size(plan.memory)} a device"
     if plan.fits:
         return f"{said}; it fits"
-    return (
-        f"{said}; it does not fit. What would help: {WAYS_OUT[worst.name]}; or let --search find it"
-    )
+    search = "; or let --search find it" if plan.timed else ""  # which reckons with a data sheet
+    return f"{said}; it does not fit. What would help: {WAYS_OUT[plan.worst.name]}{search}"
 
 
 def _memory(plan: Plan) -> rich.table.Table:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxrl_llm.config import Config, Mesh, Offload
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machines import seconds
-from jaxrl_llm.machines.plan import plan, shape_of
+from jaxrl_llm.machines.plan import Plan, plan, shape_of
 from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import qwen2
 
-TRIALS = 12  # compilations before it is given up
+TRIALS = 12  # layouts before it is given up
 MOMENTS = 8  # Adam's, in float32
 BYTES = 4 + MOMENTS + 4 + 4  # with the parameter and two gradients
 
@@ -48,22 +48,32 @@ class Layout:
         return out if self.offload == "none" else f"{out}, offload {self.offload}"
 
 
-def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Config:
-    """Tries layouts in the order of their estimated time, and takes the first whose update fits."""
-    shape, tried = shape_of(config), 0
+def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Plan:
+    """Tries layouts in the order of their estimated time: the plan of the first that fits.
+
+    The update, which mostly decides, is compiled first; where it fits, all programs are.
+    """
+    if not machine.chip.flops:
+        raise UserError(
+            f"--search reckons with a data sheet, and there is none of the devices of {machine.name}: name the "
+            "machine with --on, like h100x8 or v5e-16"
+        )
+    shape = shape_of(config)
     layouts = [
         x for x in candidates(config, shape, machine) if _least(x, shape) < machine.chip.memory
     ]
-    for layout in sorted(layouts, key=lambda x: estimate(x, config, shape, machine)):
-        if tried == TRIALS:
-            break
-        tried += 1
-        made = plan(layout.of(config), machine, tokens=tokens, only=("update",))
-        say(f"{layout}: {made.peak / 2**30:.1f} of {made.memory / 2**30:.1f} GiB a device")
-        if made.fits:
-            return layout.of(config)
+    tried = sorted(layouts, key=lambda x: estimate(x, config, shape, machine))[:TRIALS]
+    for layout in tried:
+        for only in (("update",), ()):
+            made = plan(layout.of(config), machine, tokens=tokens, only=only)
+            needed, there = made.peak / 2**30, made.memory / 2**30
+            say(f"{layout}: {made.worst.name} {needed:.1f} of {there:.1f} GiB a device")
+            if not made.fits:
+                break
+        else:
+            return made
     raise UserError(
-        f"none of {tried} layouts of this config fits on {machine.name} ({len(layouts)} looked possible): "
+        f"none of {len(tried)} layouts of this config fits on {machine.name} ({len(layouts)} looked possible): "
         "take more devices, or shorter responses"
     )
 

@@ -34,8 +34,9 @@ def reason_to_stop(records: Records, most_unchecked: float) -> str:
         )
     if all(map(_all_skipped, last)):
         return (
-            f"no gradient of the last {WINDOW} steps was finite: lower the learning rate or look into "
-            "model and reward, then start anew from an earlier checkpoint"
+            f"no gradient of the last {WINDOW} steps was finite: look into model and reward, or export an earlier "
+            "checkpoint (jaxrl-llm export RUN FOLDER --step N) and train it with a lower learning rate by a "
+            "config with model=Pretrained(FOLDER) and warm_start=None"
         )
     return ""
 

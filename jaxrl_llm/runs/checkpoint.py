@@ -11,12 +11,13 @@ it; its arrays are fetched when they are restored.
 
 import json
 import logging
+import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_clos
 from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
@@ -136,15 +138,21 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     @property
-    def best(self) -> int | None:
-        """The step with the best score, the latest of equals, if any was saved with one."""
+    def ranked(self) -> list[int]:
+        """The steps, the best first, the latest of equals; those without a score come last."""
         known = {s: self._scores[s] for s in self.steps if self._scores.get(s) is not None}
-        return max(known, key=lambda step: (known[step], step)) if known else None
+        value = lambda step: (known.get(step, -math.inf), step)
+        return sorted(self.steps, key=value, reverse=True)
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best score, if any was saved with one."""
+        return next((s for s in self.ranked if self._scores.get(s) is not None), None)
 
     @property
     def chosen(self) -> int:
         """The best step, else the newest."""
-        return self.steps[-1] if self.best is None else self.best
+        return self.ranked[0]
 
     def notes(self, step: int) -> dict[str, Any]:
         """What was noted beside the arrays of a step."""
@@ -177,27 +185,41 @@ class Checkpoints:
         return state
 
     def newest(self, like: Callable[[dict[str, Any]], Any]) -> tuple[int, Any, dict[str, Any]]:
-        """The newest checkpoint that can be read; `like(notes)` gives the form of its state.
+        """The newest checkpoint that can be read; `like(notes)` gives the form of its state."""
+
+        def read(step: int) -> tuple[dict[str, Any], Any]:
+            notes = self.notes(step)
+            return notes, self.restore(step, like(notes))
+
+        step, (notes, state) = self._first_of(self.steps[::-1], read)
+        with hosts.together(), self._writing():
+            self._prune()  # who wrote it may have ended before
+        return step, state, notes
+
+    def restore_best(self, like: Any, *, part: str) -> tuple[int, Any]:
+        """The best checkpoint that can be read, else the newest, and a part of it as by `restore`."""
+        ranked = hosts.told(lambda: self.ranked)
+        return self._first_of(ranked, lambda step: self.restore(step, like, part=part))
+
+    def _first_of(self, steps: Iterable[int], read: Callable[[int], T]) -> tuple[int, T]:
+        """The first of these steps that can be read, and what `read` makes of it.
 
         Damaged ones are passed over, and set aside once another was read: were all of them unreadable, the
         fault would hardly be theirs.
         """
         damaged: dict[int, str] = {}
-        for step in reversed(self.steps):
-            notes, state, fault = {}, None, ""
+        for step in steps:
+            found, fault = None, ""
             with hosts.together():
                 try:
-                    notes = self.notes(step)
-                    state = self.restore(step, like(notes))
+                    found = read(step)
                 except DamageError as error:
                     fault = first_line(error) or "damaged"
-            if found := [one for one in hosts.agree(fault) if one]:
-                damaged[step] = found[0]
+            if faults := [one for one in hosts.agree(fault) if one]:
+                damaged[step] = faults[0]
                 continue
             self._set_aside(damaged)
-            with hosts.together(), self._writing():
-                self._prune()  # who wrote it may have ended before
-            return step, state, notes
+            return step, cast(T, found)
         said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
         raise UserError(
             f"{self.folder} holds no checkpoint that can be read{f' ({said})' if said else ''}; "
@@ -222,7 +244,9 @@ class Checkpoints:
             found = self._note(step)["score"]
             if found is None and later.exists():
                 found = unsealed(json.loads(later.read_bytes()))["score"]
-        except (DamageError, UserError, OSError, ValueError):
+        except (DamageError, UserError, OSError, ValueError) as error:
+            said = "checkpoint %d counts as without a score, which cannot be read: %s"
+            logger.warning(said, step, first_line(error))
             return None
         return found
 

@@ -1,11 +1,9 @@
 """Errors of disks and memory, told apart from damage: tried again, then one line."""
 
 import errno
-import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +13,10 @@ from typing import Any, TypeVar
 import jax
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.runs.ending import leave_threads_behind
 
 T = TypeVar("T")
 DELAYS = (0.2, 1.0)  # seconds before each new attempt to read
-LEAVE = 5.0  # seconds from the end of the main thread to that of the process, after an error
-_LEAVING: list[threading.Thread] = []
 _PASSING = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|ABORTED|out of memory|"
     "Input/output error|Permission denied|Too many open files|Stale file handle|No space left",
@@ -71,8 +68,7 @@ def writing(folder: Path, what: str, tree: Any = None) -> Iterator[None]:
     advice = "make room or permit writing, then go on with --resume"
     needed = 1.1 * sum(x.nbytes for x in jax.tree.leaves(tree))
     try:
-        free = shutil.disk_usage(folder).free
-        if free < needed:
+        if needed and (free := shutil.disk_usage(folder).free) < needed:
             raise OSError(f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -85,18 +81,10 @@ def writing(folder: Path, what: str, tree: Any = None) -> Iterator[None]:
 def _silence_what_is_left_behind() -> None:
     """Tasks of the library that were broken off say the same error again, in hundreds of lines.
 
-    Some of its threads may wait for ever, and do not keep the process when the main thread has ended.
+    Some of its threads may wait for ever.
     """
     sys.unraisablehook = lambda _: None
-    if not _LEAVING:
-        _LEAVING.append(threading.Thread(target=_leave_with_the_main_thread, daemon=True))
-        _LEAVING[0].start()
-
-
-def _leave_with_the_main_thread() -> None:
-    threading.main_thread().join()
-    time.sleep(LEAVE)
-    os._exit(2)
+    leave_threads_behind()
 
 
 def silence_closed_loops() -> None:

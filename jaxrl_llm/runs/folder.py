@@ -135,8 +135,12 @@ def _require_shared(folder: Path) -> None:
 def _start(
     folder: Path, made_by: Path, flags: dict[str, Any], parts: Parts, origin: Path | None
 ) -> None:
-    """Writes what the run is; run.json comes last, for it says that the folder holds a run."""
-    if resumable(folder):
+    """Writes what the run is; run.json comes last, for it says that the folder holds a run.
+
+    A run that has saved nothing may be started anew.
+    """
+    checkpoints = folder / "checkpoints"
+    if resumable(folder) and (desk.entries(checkpoints) or [*checkpoints.glob("*")]):
         raise UserError(
             f"{folder} already holds a run: add --resume to go on, or choose another --out"
         )

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
@@ -11,8 +12,8 @@ from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.notes import REINFORCE
 
 
-def check(folder: Path, parts: Parts, warm_steps: int) -> Path:
-    """The absolute path of a run whose warm start of `warm_steps` suits a run of these parts."""
+def check(folder: Path, parts: Parts, warm_steps: int) -> None:
+    """A UserError unless there is the end of a warm start of `warm_steps` that suits a run of these parts."""
     begun = [r["step"] for r in journal.read(folder) if r["phase"] == REINFORCE]
     if not begun:
         raise UserError(f"--from {folder}: there is no run there that has ended its warm start")
@@ -26,4 +27,18 @@ def check(folder: Path, parts: Parts, warm_steps: int) -> Path:
         written = [where / "tokenizer.json" for where in (folder / "model", Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"--from {folder}: its tokenizer is another than that of the config")
-    return folder.absolute()
+    _require(folder, warm_steps)
+
+
+def params(folder: Path, parts: Parts, warm_steps: int) -> Any:
+    """The parameters that the warm start ended with."""
+    _require(folder, warm_steps)
+    return folders.params(folder, parts, warm_steps)[1]
+
+
+def _require(folder: Path, warm_steps: int) -> None:
+    if warm_steps not in folders.steps(folder):
+        raise UserError(
+            f"--from {folder}: its checkpoint of step {warm_steps}, the end of its warm start, is gone: begin "
+            "anew without --from, or with a run of --steps 0, which keeps it"
+        )

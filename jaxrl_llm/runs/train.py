@@ -60,23 +60,25 @@ class Run:
         return self.warm_steps + self.config.steps
 
 
-def train(run: Run, *, resume: bool, warmed: Any = None) -> None:
+def train(run: Run, *, resume: bool, warmed: Callable[[], Any] | None = None) -> None:
     """Both phases, each from where the newest checkpoint left it.
 
-    With the parameters that a warm start ended with, `warmed`, the first phase is taken as done. Leaving, or a
-    UserError, ends it before; the last state that is whole is saved then.
+    With `warmed`, which gives the parameters that a warm start ended with, the first phase is taken as done; it
+    is called where there is no checkpoint. Leaving, or a UserError, ends it before; the last state that is whole
+    is saved then.
     """
     config, parts = run.config, run.parts
-    start, state = (0 if warmed is None else run.warm_steps), None
+    start, state, params = (0 if warmed is None else run.warm_steps), None, None
     notes = Notes(WARM_START if config.warm_start and warmed is None else REINFORCE)
     if resume and run.checkpoints.steps:
         like = lambda found: _state_like(config, parts, Notes.from_json(found).phase)
         start, state, found = run.checkpoints.newest(like)
         notes, run.saved = Notes.from_json(found), start
+    elif warmed is not None:
+        params = warmed()
     run.best = notes.best
     with hosts.together():
         run.journal.start(after=-1 if state is None else start)
-    params = warmed
     if notes.phase == WARM_START:
         assert config.warm_start
         params = _warm_start(run, config.warm_start, start, state, notes.cursor)
@@ -91,8 +93,7 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     if _recorded(run, "test/accuracy", run.last_step, REINFORCE) is not None:
         return None
     run.checkpoints.wait()
-    step = hosts.told(lambda: run.checkpoints.chosen)
-    params = run.checkpoints.restore(step, assemble.like_params(run.parts), part="params")
+    step, params = run.checkpoints.restore_best(assemble.like_params(run.parts), part="params")
     run.sampler.push(params, step)
     result, seconds = _measured(
         run, assemble.first(run.splits.test, run.config.evaluation.examples)

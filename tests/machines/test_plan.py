@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+from dataclasses import replace
 
 import jax
 import pytest
@@ -78,6 +79,7 @@ def test_what_a_person_reads(memory, verdict):
         "5 min",
     ):
         assert words in said
+    assert "--search" not in plan_text.verdict(replace(made, timed=False))
 
 
 @pytest.mark.parametrize("name", ["v5e-7", "v9z-8", "h100", "h900x8", "v5p-9", "x", "0xh100x8"])
@@ -145,21 +147,29 @@ def test_weights_that_are_gathered_over_the_network_take_longer():
     assert times[2] > 5 * times[0] < 5 * times[1]
 
 
-def test_the_search_takes_the_fastest_that_fits(monkeypatch):
-    config, said = quick.config(), []
+def test_the_search_takes_the_fastest_that_fits_with_all_its_programs(monkeypatch):
+    config, said, whole = quick.config(), [], []
+    program = plans.Program("decode", 2, 0, 0, [], {}, 0, 0.0, Seconds())
 
-    class Made:
-        def __init__(self, config):
-            self.fits = config.mesh.tensor == 2
-            self.peak, self.memory = 2**30, 2**30
+    def planned(config, machine, *, tokens, only=()):
+        if not only:
+            whole.append(config.mesh.tensor)
+        fits = config.mesh.tensor == 2 and (only or len(whole) == 2)
+        return plans.Plan("toy", vars(config.mesh), 8, 2 if fits else 1, {}, [program])
 
-    monkeypatch.setattr(search, "plan", lambda config, *_, **__: Made(config))
-    found = search.fastest(config, MACHINE, 0, said.append)
-    assert found.mesh.tensor == 2
-    assert said[-1].count("tensor 2") == 1
-    assert all("tensor 1" in line for line in said[:-1])
-    monkeypatch.setattr(
-        Made, "__init__", lambda self, config: self.__dict__.update(fits=False, peak=1, memory=1)
-    )
+    monkeypatch.setattr(search, "plan", planned)
+    assert search.fastest(config, MACHINE, 0, said.append).mesh["tensor"] == 2
+    assert whole == [2, 2]
+    assert ["tensor 2" in line for line in said] == [False] * (len(said) - 4) + [True] * 4
+    monkeypatch.setattr(plans.Plan, "fits", False)
     with pytest.raises(UserError, match="layouts of this config fits on toy"):
         search.fastest(config, MACHINE, 0, said.append)
+
+
+def test_a_search_needs_a_data_sheet(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", quick.__file__, "--search"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "name the machine with --on" in error
+    assert error.count("\n") == 1

@@ -57,6 +57,8 @@ def test_when_to_stop():
     assert reason_to_stop(steps(2, unchecked_share=1.0), 0.5) == ""  # too early to tell
     assert reason_to_stop(steps(3, unchecked_share=1.0), 1.0) == ""
     skipped = steps(3, updates=0, skipped=4)
-    assert "no gradient of the last 3 steps was finite" in reason_to_stop(skipped, 0.5)
+    said = reason_to_stop(skipped, 0.5)
+    assert "no gradient of the last 3 steps was finite" in said
+    assert "jaxrl-llm export RUN FOLDER --step N" in said
     assert reason_to_stop(steps(1) + skipped[1:], 0.5) == ""
     assert reason_to_stop(steps(3, updates=0), 0.5) == ""  # nothing was tried

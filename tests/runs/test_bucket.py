@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import desk
 from jaxrl_llm.cli import main as cli
+from jaxrl_llm.cli import serve
 from jaxrl_llm.config import Pretrained
 from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.checkpoint import Checkpoints
@@ -167,6 +168,10 @@ def test_other_commands_read_a_run_in_a_bucket(environment, stored, tmp_path, ca
     forget()
     config = replace(quick.config(), model=Pretrained(remote), warm_start=None)
     assert assemble.parts(config, tmp_path).source == desk.at_hand(Path(remote))
+    forget()
+    options, parts = serve.Options(run=Path(stored)), assemble.parts(quick.config(), tmp_path)
+    served = serve._first_weights(options, config, parts, "float32", tmp_path / "served")
+    assert list(served.glob("*.safetensors"))
     with pytest.raises(SystemExit):
         said("export", stored, remote)
     assert f"{remote} is not empty" in capsys.readouterr().err

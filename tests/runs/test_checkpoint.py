@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import anchor, checkpoint, disk, fingerprint
+from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
 
 
@@ -216,7 +217,35 @@ def test_the_best_is_known_after_the_run_and_survives_a_resume(tmp_path):
     assert resumed.steps == [2, 4]
 
 
-def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
+def test_in_the_end_the_best_that_can_be_read_is_tested(three, monkeypatch, caplog):
+    flip(three / "4")
+    pushed, result = [], SimpleNamespace(metrics=dict)
+    for name, value in {
+        "_recorded": None,
+        "_measured": (result, 0.0),
+        "assemble.like_params": state().params,
+        "assemble.first": None,
+    }.items():
+        monkeypatch.setattr(f"jaxrl_llm.runs.train.{name}", lambda *_, value=value: value)
+    run = SimpleNamespace(
+        parts=None,
+        last_step=6,
+        checkpoints=Checkpoints(three),
+        sampler=SimpleNamespace(push=lambda params, step: pushed.append(params)),
+        journal=SimpleNamespace(record=lambda *_: None),
+        splits=SimpleNamespace(test=None),
+        config=SimpleNamespace(evaluation=SimpleNamespace(examples=0)),
+    )
+    assert training.conclude(run) == (6, result)  # pyright: ignore[reportArgumentType]
+    assert equal(pushed, [state(6).params])
+    assert "damaged-4-0" in caplog.text
+    for step in (2, 6):
+        flip(three / str(step))
+    with pytest.raises(UserError, match="no checkpoint that can be read"):
+        training.conclude(run)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three, caplog):
     checkpoints = Checkpoints(three, keep=1)
     checkpoints.save(8, state(8), {})
     assert checkpoints.best == 4
@@ -232,6 +261,7 @@ def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three):
     assert Checkpoints(three, read_only=True).steps == [8, 9]
     (three / "8" / checkpoint.SCORE).write_text("{")
     assert Checkpoints(three, read_only=True).best == 9
+    assert "checkpoint 8 counts as without a score" in caplog.text
 
 
 WAITING = """
@@ -239,19 +269,21 @@ import threading
 from pathlib import Path
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs.disk import writing
+from jaxrl_llm.runs.ending import ending
 threading.Thread(target=threading.Event().wait).start()
-try:
-    with writing(Path(), "a checkpoint"):
-        raise OSError(5, "Input/output error")
-except UserError as error:
-    raise SystemExit(2) from error
+with ending():
+    try:
+        with writing(Path(), "a checkpoint"):
+            raise OSError(5, "Input/output error")
+    except UserError as error:
+        raise SystemExit(75) from error
 """
 
 
 def test_threads_that_wait_for_ever_do_not_keep_a_process_that_cannot_write():
-    """As those of orbax do, if an error of the disk meets one of them alone."""
+    """As those of orbax do, if an error of the disk meets one of them alone; the exit code stays."""
     done = subprocess.run([sys.executable, "-c", WAITING], timeout=100, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 75
 
 
 def test_a_loop_that_was_closed_is_no_news(tmp_path, monkeypatch):

@@ -78,12 +78,14 @@ def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):
     assert [r["step"] for r in metrics(tmp_path / "run")] == [0, 1, 1, 1]
 
 
-def test_data_and_dry_run_print_and_write_nothing(tmp_path, capsys):
+def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     main(["data", "tests/runs/quick.py"])
     assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
     main(["train", "tests/runs/quick.py", "--out", str(tmp_path / "run"), "--dry-run"])
     out = capsys.readouterr().out
     assert "warm_start=WarmStart(" in out
+    task = quick.task(tmp_path)
+    assert task.prompt(task.train[0]) in out
     assert "the worst moment is" in out
     assert not (tmp_path / "run").exists()
 

@@ -1,12 +1,17 @@
 """A run that begins with another's warm start is the run that made its own."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.notes import REINFORCE
-from tests.runs.process import QUICK, finished, metrics
+from tests.runs import quick
+from tests.runs.process import QUICK, finished, metrics, train
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +20,43 @@ def warm(environment, tmp_path_factory):
     return finished(environment, tmp_path_factory.mktemp("warm") / "run", "--steps", "0")
 
 
+def refused(capsys, *flags):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", QUICK, *map(str, flags)])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
 def test_a_shared_warm_start_changes_nothing(environment, whole, warm, tmp_path, capsys):
     run = finished(environment, tmp_path / "run", "--from", str(warm))
     assert metrics(run) == [r for r in metrics(whole) if r["phase"] == REINFORCE]
     assert json.loads((run / "run.json").read_text())["from"] == str(warm)
-    with pytest.raises(SystemExit):
-        main(["train", QUICK, "--out", str(run), "--resume"])
-    assert f"was started with --from {warm}: resume it so" in capsys.readouterr().err
+    said = refused(capsys, "--out", run, "--resume")
+    assert f"was started with --from {warm}: resume it so" in said
+
+
+def test_what_it_began_with_is_needed_until_something_is_saved(environment, warm, tmp_path, capsys):
+    origin, run = tmp_path / "origin", tmp_path / "run"
+    shutil.copytree(warm, origin)
+    finished(environment, run, "--from", str(origin), "--steps", "1")
+    shutil.rmtree(origin)
+    done = train(environment, run, "--from", str(origin), "--steps", "1", "--resume")
+    assert "nothing was left to do" in done.stdout, done.stderr
+    shutil.rmtree(run / "checkpoints")
+    flags = ("--out", run, "--from", origin, "--steps", "1")
+    assert "checkpoint of step 4, the end of its warm start, is gone" in refused(
+        capsys, *flags, "--resume"
+    )
+    parts = assemble.parts(quick.config(), tmp_path)
+    with folder.opened(run, Path(QUICK), {}, parts, resume=False):
+        (run / "checkpoints" / "2").mkdir(parents=True)
+    with (
+        pytest.raises(UserError, match="already holds a run"),
+        folder.opened(run, Path(QUICK), {}, parts, resume=False),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -32,16 +67,14 @@ def test_a_shared_warm_start_changes_nothing(environment, whole, warm, tmp_path,
     ],
 )
 def test_another_model_or_warm_start_is_refused(warm, tmp_path, capsys, flags, message):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", QUICK, "--out", str(tmp_path / "run"), "--from", str(warm), *flags])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refused(capsys, "--out", tmp_path / "run", "--from", warm, *flags)
     assert not (tmp_path / "run").exists()
 
 
-def test_there_must_be_a_warm_start(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["train", QUICK, "--out", str(tmp_path / "run"), "--from", str(tmp_path)])
-    assert "no run there that has ended its warm start" in capsys.readouterr().err
+def test_there_must_be_a_warm_start(whole, tmp_path, capsys):
+    for origin, message in (
+        (tmp_path, "no run there that has ended its warm start"),
+        (whole, "checkpoint of step 4, the end of its warm start, is gone"),
+    ):
+        assert message in refused(capsys, "--out", tmp_path / "run", "--from", origin)
+    assert not (tmp_path / "run").exists()

@@ -338,12 +338,17 @@ while :; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize("kind", ["slurm", "gpu"])
-def test_told_to_stop_the_trainer_may_save(cluster, capsys, kind):
+KILLED = 128 + signal.SIGTERM  # before it could do anything about it
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("slurm", UNFINISHED), ("gpu", UNFINISHED), ("gpu", KILLED)]
+)
+def test_told_to_stop_the_trainer_may_save(cluster, capsys, kind, code):
     """scancel ends the batch script and the step; a script on one host has to pass it on."""
     cluster.add("srun", SRUN)
     cluster.add("scontrol")
-    cluster.add("trainer", WAITS.format(UNFINISHED))
+    cluster.add("trainer", WAITS.format(code))
     script = printed(capsys, kind, str(ROOT / process.QUICK), "--python", "trainer")
     with subprocess.Popen(
         ["bash", "-c", script], cwd=cluster.folder, env=cluster.variables, stderr=subprocess.PIPE,
@@ -355,7 +360,7 @@ def test_told_to_stop_the_trainer_may_save(cluster, capsys, kind):
                 time.sleep(0.02)
             tell = os.killpg if kind == "slurm" else os.kill
             tell(running.pid, signal.SIGTERM)
-            assert running.wait(timeout=20) == UNFINISHED
+            assert running.wait(timeout=20) == code
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import reinforce
 from jaxrl_llm.learning.clock import Clock
@@ -109,6 +110,33 @@ def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
+
+
+TOLD = """
+import os, signal, time
+from dataclasses import replace
+from tests.runs.quick import config as quick
+
+def task(data):
+    if not {clock}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+
+def config():
+    return replace(quick(), task=task)
+"""
+
+
+@pytest.mark.parametrize("clock", [(), ("--max-minutes", "0.002")])
+def test_told_before_there_is_anything_to_save_it_leaves_at_once(clock, tmp_path, capsys):
+    path, out, start = tmp_path / "mine.py", tmp_path / "run", time.monotonic()
+    path.write_text(TOLD.format(clock=clock))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(path), "--out", str(out), *clock])
+    assert time.monotonic() - start < 15
+    assert stop.value.code == leaving.UNFINISHED
+    assert "before there was anything to save" in capsys.readouterr().out
+    assert not out.exists()
 
 
 class Programs:
