@@ -370,6 +370,35 @@ def test_an_objective_knows_what_it_reads():
     corrected = objective(factors=(factors.truncated,))
     assert corrected.reads("sampler_logp")
     assert Objective(advantages.grpo, surrogate=losses.lp_reg).reads("proxy_logp")
+    held = Objective(advantages.grpo, penalties=((1.0, kl.from_sampler),))
+    assert held.reads("sampler_logp")
+    assert not held.reads("ref_logp")
+
+
+def from_unpacked(logp, seen):
+    _, _, ref, *_ = seen
+    return logp - ref
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+def test_what_is_read_is_known_within_a_transformation(wrap):
+    def surrogate(logp, advantage, seen):
+        return -advantage * jnp.where(seen.response > 0, jnp.exp(logp - seen.old_logp), 0.0)
+
+    def chosen(advantage, seen):
+        return seen.old_logp < advantage
+
+    parts = {"surrogate": surrogate, "select": chosen}
+    plain = objective(**parts, penalties=())
+    wrapped = objective(**{name: wrap(part) for name, part in parts.items()}, penalties=())
+    for one in (plain, wrapped):
+        assert one.whole_responses
+        assert not one.reads("ref_logp")
+    assert objective(penalties=((1.0, wrap(from_unpacked)),)).reads("ref_logp")
+    reward, seen, logp = data(19)
+    (advantage, _, seen), (_, _, same) = (one.credit(reward, seen) for one in (plain, wrapped))
+    assert np.array_equal(seen.selected, same.selected)
+    close(wrapped.surrogate(logp, advantage, seen), plain.surrogate(logp, advantage, seen))
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
