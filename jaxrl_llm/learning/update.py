@@ -203,8 +203,8 @@ def make_train_step(
             jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
         )
         state = state._replace(skipped=state.skipped + ~finite)
-        more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
-        return state, metrics.as_means(sums) | more
+        means = metrics.as_means(sums, rest.seen.mask)
+        return state, means | {"loss": loss, "grad_norm": norm}
 
     def train_step(state: TrainState, data: Credited):
         stages, minibatches = data.weight.shape[:2]
