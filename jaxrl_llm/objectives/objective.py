@@ -71,11 +71,20 @@ class Objective:
         """Whether a function of the objective looks at this field of `Seen`."""
         return field in self._read(self._everything)
 
-    def _everything(self, logp: Tokens, advantage: Tokens, seen: Seen):
-        self.advantage(advantage[:, :1], seen)
+    @property
+    def corrects(self) -> bool:
+        """Whether a factor or the selection looks at the sampler: in vain, where `old_logp` is the sampler's."""
+        return "sampler_logp" in self._read(self._chosen)
+
+    def _chosen(self, logp: Tokens, advantage: Tokens, seen: Seen):
+        del logp
         for factor in self.factors:
             factor(advantage, seen)
         self.select(advantage, seen)
+
+    def _everything(self, logp: Tokens, advantage: Tokens, seen: Seen):
+        self.advantage(advantage[:, :1], seen)
+        self._chosen(logp, advantage, seen)
         self.partition(seen)
         return self.per_token(logp, advantage, seen)
 
