@@ -87,7 +87,11 @@ def state_like(
 def init_state(
     params, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> TrainState:
-    """A fresh state, committed to where `state_like` says."""
+    """A fresh state, committed to where `state_like` says.
+
+    It takes the parameters over, and the first train step consumes them. To keep them hand in a copy,
+    `jax.tree.map(jnp.copy, params)`.
+    """
     like = state_like(params, optimizer, offload=offload)
     places = jax.tree.map(lambda x: x.sharding, like)
     params = jax.device_put(params, places.params)
