@@ -72,8 +72,8 @@ def crowd(puzzle: Puzzle, careless: float, chatter: float = 0.0) -> str:
 def config(
     algo: recipes.Name = "grpo",
     *,
-    alpha: float = 0.3,
-    eta: float = 0.5,
+    alpha: float | None = None,
+    eta: float | None = None,
     stages: Stages = "lopti",
     stage_major: bool = False,
     minibatches: int = 2,
@@ -91,8 +91,10 @@ def config(
 
     Args:
         algo: any recipe of jaxrl_llm/objectives/recipes.py.
-        alpha: strength of Advantage Reweighting; 0 switches it off.
-        eta: probability that separates Lopti's two stages; 0 switches it off.
+        alpha: strength of Advantage Reweighting; 0 switches it off. If not given, 0.3 with the paper's two
+            algorithms, grpo and reinforce_plus_plus, and 0 with any other, which is then as published.
+        eta: probability that separates Lopti's two stages; 0 switches it off. If not given, 0.5 with the paper's
+            two algorithms and with other stages than Lopti's, else 0.
         stages: Lopti, or one of its ablations and controls (jaxrl_llm/objectives/partition.py); `twice` is
             two steps on all tokens; `quantile` puts the share eta of the tokens first.
         stage_major: the first stage of every mini-batch comes before the second of any.
@@ -112,6 +114,11 @@ def config(
     if chatter:
         response_length = response_length * 10 // 7
     lengths = {"prompt_length": prompt_length, "response_length": response_length}
+    papers = algo in ("grpo", "reinforce_plus_plus")
+    if alpha is None:
+        alpha = 0.3 if papers else 0.0
+    if eta is None:
+        eta = 0.5 if papers or stages != "lopti" else 0.0
     recipe = recipes.BY_NAME[algo](response_length)
     objective = recipes.with_rare_tokens_tamed(recipe, alpha=alpha, eta=eta)
     if stages != "lopti":
@@ -131,7 +138,7 @@ def config(
         if vllm
         else Native(slots=128, prefill_prompts=32, block=64),
         order=update.stage_major if stage_major else update.interleaved,
-        ratios="sampler" if look_ahead else "trainer",
+        ratios="sampler" if look_ahead and not objective.reads("sampler_logp") else "trainer",
         look_ahead=look_ahead,
         warm_start=WarmStart(
             steps=warm_steps,

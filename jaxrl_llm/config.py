@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm import userfile
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import qwen2
@@ -76,10 +76,18 @@ class WarmStart:
     demonstration: Callable[[Any], str] | None = None
     evaluate_every: int = 0
 
+    def __post_init__(self):
+        at_least(0, "warm_start", self, "steps", "examples", "evaluate_every")
+        at_least(1, "warm_start", self, "batch")
+        if self.batch % self.collate.minibatches:
+            raise UserError(
+                f"warm_start: batch = {self.batch} does not divide into {self.collate.minibatches} mini-batches"
+            )
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When and on what to evaluate, greedily: every `every` steps, and once at the end.
+    """When and on what to evaluate, greedily: every `every` steps (0: only before the first), and once at the end.
 
     `validation` examples of the training set (at most a quarter of it) are set aside: by these the run is watched
     and the best checkpoint chosen. The first `examples` of the test set (0: all) are read once, at the end, by
@@ -94,6 +102,10 @@ class Evaluation:
     temperature: float = 1.0
     by: str = ""
 
+    def __post_init__(self):
+        at_least(0, "evaluation", self, "every", "examples", "samples")
+        at_least(1, "evaluation", self, "validation")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -102,14 +114,18 @@ class Config:
     `task` gets the folder for data sets. A step draws `prompts` prompts and `group_size` responses to each;
     `sampling` limits and stops are filled in (`collate.response_length`, the end token). `reference` keeps
     the policy as it is before reinforcement (None: if the objective looks at its log-probs). `ratios` says
-    whose log-probs of the sampled tokens the policy's are compared to: the trainer's own, recomputed, or
-    the sampler's. With `look_ahead` an engine with weights of its own samples a step's responses while the
-    step before it is being learned from, hence with the weights before that. A prompt over
-    `collate.prompt_length` tokens is not learned from: skipped and counted, or refused. What
-    `offload` names, what the optimizer keeps or the reference policy, lies in the memory of the hosts while no
-    program needs it. With `drop_even_groups` a group whose rewards are all equal is not learned from. A response
-    whose reward raises, or takes `reward_seconds`, is unchecked: it is neither learned from nor counted as right
-    or wrong; the run ends where more than `most_unchecked` of the last steps' are.
+    whose log-probs of the sampled tokens the policy's are compared to, as `old_logp`: the trainer's own,
+    recomputed, or the sampler's, and then nothing else may correct for the sampler. With `look_ahead` an engine
+    with weights of its own samples a step's responses while the step before it is being learned from, hence
+    with the weights before that. A prompt over `collate.prompt_length` tokens is not learned from: skipped and
+    counted, or refused. What `offload` names, what the optimizer keeps or the reference policy, lies in the
+    memory of the hosts while no program needs it. With `drop_even_groups` a group whose rewards are all equal
+    is not learned from. A response whose reward raises, or takes `reward_seconds`, is unchecked: it is neither
+    learned from nor counted as right or wrong; the run ends where more than `most_unchecked` of the last steps'
+    are. Some responses are shown every `show_samples_every` steps (0: never).
+
+    A schedule in `optimizers.scale_by_batches` counts batches, as in those of `optimizers`; in another
+    transformation of optax it counts optimizer steps, of which Lopti makes twice as many.
     """
 
     task: Callable[[Path], Task]
@@ -143,11 +159,13 @@ class Config:
 
     def __post_init__(self):
         _check_types(self)
-        if self.steps < 0:
-            raise UserError(f"config: steps = {self.steps} must be 0, a warm start alone, or more")
-        for name in ("prompts", "group_size", "save_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise UserError(f"config: {name} = {getattr(self, name)} must be at least 1")
+        at_least(0, "config", self, "steps", "show_samples_every")
+        at_least(1, "config", self, "prompts", "group_size", "save_every", "keep_checkpoints")
+        if self.prompts * self.group_size % self.collate.minibatches:
+            raise UserError(
+                f"config: {self.prompts * self.group_size} responses a step do not divide into "
+                f"{self.collate.minibatches} mini-batches: choose prompts x group_size as a multiple of it"
+            )
         if self.look_ahead:
             self._check_look_ahead()
         for name, chosen, known in (
@@ -157,6 +175,16 @@ class Config:
         ):
             if chosen not in known:
                 raise UserError(f"config: {name} = {chosen!r} is none of {', '.join(known)}")
+        if self.ratios == "sampler" and self.objective.corrects:
+            raise UserError(
+                "config: with ratios = 'sampler' old_logp is the sampler's, and a factor or select that looks at "
+                "sampler_logp corrects nothing: set ratios = 'trainer', or leave it out"
+            )
+        if self.reference is False and self.objective.reads("ref_logp"):
+            raise UserError(
+                "config: reference = False, but the objective looks at ref_logp: leave reference out, or what "
+                "looks at it, such as penalties"
+            )
 
     def _check_look_ahead(self) -> None:
         if not self.engine.own_weights:

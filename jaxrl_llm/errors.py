@@ -1,8 +1,17 @@
 """What ends a run from outside: an error for people (one line, exit code 2, nothing half done), or a wish."""
 
+from typing import Any
+
 
 class UserError(Exception):
     """Something outside the program is wrong: the message says what, where, and what to do."""
+
+
+def at_least(least: int, where: str, record: Any, *names: str) -> None:
+    """A UserError for the first of these fields of a record that is less."""
+    for name in names:
+        if getattr(record, name) < least:
+            raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
 class Leaving(KeyboardInterrupt):

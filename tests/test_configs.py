@@ -15,7 +15,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.objectives import Seen, partition
+from jaxrl_llm.objectives import Seen, partition, recipes
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -48,6 +48,27 @@ def test_the_grid_of_the_paper(name, algo, alpha, eta):
     assert objective.stages == (2 if eta else 1)
     assert (objective.partition is partition.together) == (eta == 0)
     assert bool(objective.penalties) == (algo == "grpo")
+
+
+def test_a_recipe_is_as_published_unless_asked_otherwise():
+    """The paper's two methods are the default of its two algorithms alone."""
+    config = load("kk_tiny").config
+    for algo, (alpha, stages) in {
+        "grpo": ([0.3], 2),
+        "reinforce_plus_plus": ([0.3], 2),
+        "cispo": ([], 1),
+    }.items():
+        objective = config(algo).objective
+        assert [factor.keywords["alpha"] for factor in objective.factors] == alpha
+        assert objective.stages == stages
+    assert config("cispo", stages="reversed").objective.stages == 2
+
+
+@pytest.mark.parametrize("algo", recipes.BY_NAME)
+def test_look_ahead_leaves_a_recipe_its_corrections(algo):
+    """Where a recipe looks at the sampler, `old_logp` is the trainer's, else every rho is 1."""
+    made = load("kk_tiny").config(algo, look_ahead=True, vllm="python")
+    assert (made.ratios == "trainer") == (algo in ("tis", "icepop", "mis", "dppo", "dppo_kl"))
 
 
 def test_the_sizes_of_the_paper():

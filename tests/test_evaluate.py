@@ -37,18 +37,15 @@ def right_for_even(prompt, number):
     return [answer] if digit == 0 else [answer, WORDS.eos]
 
 
+def evaluated(task):
+    sampling = Sampling(temperature=1.0, max_tokens=4, stop=(WORDS.eos,))
+    sampler, task = Scripted(right_for_even), TokenTask(task, WORDS)
+    return evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4, by="group")
+
+
 @pytest.fixture
 def result():
-    sampler = Scripted(right_for_even)
-    sampling = Sampling(temperature=1.0, max_tokens=4, stop=(WORDS.eos,))
-    return evaluate.evaluate(
-        sampler,
-        TokenTask(Echo(), WORDS),
-        Echo.test,
-        sampling,
-        samples=4,
-        by="group",
-    )
+    return evaluated(Echo())
 
 
 def test_shares_by_group(result):
@@ -81,6 +78,10 @@ def test_the_interval_of_a_mean_sees_that_samples_of_a_prompt_are_alike(result):
     line = evaluate._line("all", list(range(20)), rewards, _rollout(20), alike)
     low, high = line.mean_interval
     assert (low, high) == pytest.approx(evaluate.wilson(10, 20), abs=0.02)
+    halves = np.tile(np.arange(8) % 2 == 0, (20, 1))
+    halves[0, 0] = False  # prompts more alike than by chance tell no more than all their samples
+    line = evaluate._line("all", list(range(20)), rewards, _rollout(20), _rewards(halves))
+    assert line.mean_interval == pytest.approx(evaluate.wilson(79, 160))
     mixed = _rewards(np.tile(np.arange(8) % 2 == 0, (20, 1)))
     line = evaluate._line("all", list(range(20)), rewards, _rollout(20), mixed)
     assert line.mean_interval == pytest.approx(evaluate.wilson(10, 20))
@@ -97,6 +98,22 @@ def test_unchecked_samples_leave_the_others_of_their_prompt():
     drawn = [[right, UNCHECKED], [right, wrong], [UNCHECKED, UNCHECKED]]
     line = evaluate._line("all", [0, 1, 2], [right] * 3, _rollout(3), drawn)
     assert (line.k, line.mean_k, line.pass_k) == (2, 0.75, 1.0)
+
+
+class Unsure(Echo):
+    """Nobody knows whether 2 is right: the greedy answer to 2, and every one to 1."""
+
+    def reward(self, example, response):
+        if response == "2":
+            raise RuntimeError("no reward for 2")
+        return super().reward(example, response)
+
+
+def test_the_samples_of_an_example_count_whose_greedy_response_is_unchecked():
+    first, _, total = evaluated(Unsure()).lines
+    assert (first.examples, first.greedy) == (2, 0.5)  # 0 and 3
+    assert (first.mean_k, first.pass_k) == (pytest.approx(1 / 6), pytest.approx(1 / 3))  # and 2
+    assert (total.examples, total.mean_k) == (5, 0.25)
 
 
 def _rewards(correct):

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import Seen, partition
+from jaxrl_llm.objectives import Seen, losses, partition
 from tests import hlo, tiny
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
@@ -124,12 +124,22 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     assert not same(second.params, before)
 
 
+def first_rows(seen):
+    """The tokens of the first two responses, then the others."""
+    first = seen.mask & (jnp.arange(len(seen.mask)) < 2)[:, None]
+    return jnp.stack([first, seen.mask & ~first])
+
+
 @pytest.mark.parametrize("micro", [2, 4])
-@pytest.mark.parametrize("pack", [False, True])
-def test_micro_batches_do_not_change_the_step(micro, pack):
+@pytest.mark.parametrize(
+    ("pack", "surrogate"), [(False, losses.clipped), (True, losses.clipped), (False, losses.gspo)]
+)
+def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
+    """Nor what it reports, where those after the last of a stage are not computed."""
     policy, params = tiny.policy()
     rollout = tiny.rollout(3)
-    run = partial(tiny.run_step, policy, reward=REWARD, objective=tiny.objective())
+    objective = tiny.objective(partition=first_rows, surrogate=surrogate)
+    run = partial(tiny.run_step, policy, reward=REWARD, objective=objective)
     optimizer = optax.sgd(1.0)
     whole, one = run(
         params=jax.tree.map(jnp.copy, params), batch=tiny.collator()(rollout), optimizer=optimizer

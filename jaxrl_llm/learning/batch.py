@@ -7,14 +7,14 @@ holding one sequence (padded) or several (packed); of each bin only C response t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.rollouts.sampler import Rollout
 
@@ -71,6 +71,9 @@ class Collator:
     shards: int = 1
     pack: bool = False
     round_to: int = 64
+
+    def __post_init__(self):
+        at_least(1, "collate", self, *(one.name for one in fields(self) if one.type is int))
 
     def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
         """Collate: pads or packs, and fills `[B,T]` with zeros where there is no token.

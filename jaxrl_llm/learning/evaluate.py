@@ -21,7 +21,7 @@ class Line:
     """One line of the table: the share of `examples` solved greedily, and the mean over k samples each.
 
     Unchecked responses count nowhere. Intervals are Wilson's at 95%; for `mean_k` with the effective size that
-    the spread between prompts gives.
+    the spread between prompts gives, at most the number of samples.
     """
 
     name: str
@@ -80,7 +80,8 @@ def evaluate(
     prompts = task.prompts(asked)
     greedy = shares.generate(sampler, prompts, n=1, sampling=replace(sampling, temperature=0.0))
     answers = task.answers(asked, greedy)
-    unchecked, drawn_rewards = len(asked) - len(answers.checked), None
+    unchecked = len(asked) - len(answers.checked)
+    drawn_rewards: list[Sequence[Reward]] = [()] * len(asked)
     if samples:
         responses = shares.generate(sampler, prompts, n=samples, sampling=sampling)
         drawn = task.answers(asked, responses)
@@ -88,15 +89,16 @@ def evaluate(
             drawn.rewards[i : i + samples] for i in range(0, len(drawn.rewards), samples)
         ]
         unchecked += len(drawn.rewards) - len(drawn.checked)
-    known = [i for i, reward in enumerate(answers.rewards) if reward.checked]
     groups: dict[str, list[int]] = {}
-    for i in known:
-        if by in answers.rewards[i].fields:
-            groups.setdefault(f"{answers.rewards[i].fields[by]:g}", []).append(i)
+    for i, rewards in enumerate(zip(answers.rewards, drawn_rewards, strict=True)):
+        known = (r.fields[by] for r in (rewards[0], *rewards[1]) if r.checked and by in r.fields)
+        group = next(known, None)
+        if group is not None:
+            groups.setdefault(f"{group:g}", []).append(i)
     named = sorted(groups.items(), key=lambda item: float(item[0]))
     lines = [
         _line(name, index, answers.rewards, greedy, drawn_rewards)
-        for name, index in [*named, (ALL, known)]
+        for name, index in [*named, (ALL, range(len(asked)))]
     ]
     return Result(tuple(lines), tuple(answers.texts), tuple(answers.rewards), unchecked)
 
@@ -116,21 +118,21 @@ def _line(
     index: Sequence[int],
     rewards: Sequence[Reward],
     rollout: Rollout,
-    drawn: Sequence[Sequence[Reward]] | None,
+    drawn: Sequence[Sequence[Reward]],
 ) -> Line:
     """The line of the examples at `index`; `drawn` are the rewards of the k samples to each example."""
-    n = len(index)
-    solved = sum(rewards[i].correct for i in index)
+    greedy = [i for i in index if rewards[i].checked]
+    solved = sum(rewards[i].correct for i in greedy)
     line = Line(
         name=name,
-        examples=n,
-        greedy=_mean([rewards[i].correct for i in index]),
-        interval=wilson(solved, n),
-        score=_mean([rewards[i].score for i in index]),
-        length=_mean([len(rollout.responses[i]) for i in index]),
-        cut=_mean([not rollout.finished[i] for i in index]),
+        examples=len(greedy),
+        greedy=_mean([rewards[i].correct for i in greedy]),
+        interval=wilson(solved, len(greedy)),
+        score=_mean([rewards[i].score for i in greedy]),
+        length=_mean([len(rollout.responses[i]) for i in greedy]),
+        cut=_mean([not rollout.finished[i] for i in greedy]),
     )
-    if drawn is None:
+    if not drawn[0]:
         return line
     known = [[r.correct for r in drawn[i] if r.checked] for i in index]
     known = [correct for correct in known if correct]
@@ -138,6 +140,7 @@ def _line(
     n, mean = len(known), _mean(shares)
     variance = float(shares.var(ddof=1)) / n if n > 1 else 0.0
     effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt are alike
+    effective = min(effective, sum(map(len, known)))
     return replace(
         line,
         k=len(drawn[0]),

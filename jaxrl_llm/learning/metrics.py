@@ -14,11 +14,10 @@ Tokens = Float[Array, "R C"]
 
 
 class Sums(NamedTuple):
-    """What adds up: `weighted` like the loss, and sums over `tokens` to be divided by their number."""
+    """What adds up: `weighted` like the loss, and sums `over_tokens`, to be divided by their number."""
 
     weighted: dict[str, Float[Array, ""]]
     over_tokens: dict[str, Float[Array, ""]]
-    tokens: Float[Array, ""]
 
 
 def token_sums(
@@ -27,7 +26,7 @@ def token_sums(
     """Sums over the tokens at hand, at the log-probs `logp`.
 
     A token counts as clipped where the surrogate has lost its gradient: `clip` at the bounds, `clip_dual` at the
-    dual clip (A < 0, ratio above). `moved` is the mean of old - new, an estimate of KL(old || new).
+    dual clip (A < 0, ratio above). `moved` is old - new over the stage, an estimate of its part of KL(old || new).
     """
     surrogate, penalty = objective.per_token(logp, advantage, seen)
     pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
@@ -40,21 +39,19 @@ def token_sums(
     over_tokens = {
         "clip": lost & ~dual,
         "clip_dual": lost & dual,
-        "moved": jnp.where(seen.mask, seen.old_logp - logp, 0.0),
+        "moved": jnp.where(stage, seen.old_logp - logp, 0.0),
         "share": stage,
     }
     return Sums(
         {name: jnp.sum(weight * x) for name, x in weighted.items()},
         {name: jnp.sum(x, dtype=jnp.float32) for name, x in over_tokens.items()},
-        jnp.sum(seen.mask, dtype=jnp.float32),
     )
 
 
-def as_means(sums: Sums) -> dict[str, Float[Array, ""]]:
+def as_means(sums: Sums, mask: Bool[Array, "..."]) -> dict[str, Float[Array, ""]]:
     """Shares of all tokens of the mini-batch, so that the stages of a step add up."""
-    tokens = jnp.maximum(sums.tokens, 1.0)
-    means = {name: x / tokens for name, x in sums.over_tokens.items()}
-    return means | sums.weighted | {"tokens": sums.tokens}
+    tokens = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+    return {name: x / tokens for name, x in sums.over_tokens.items()} | sums.weighted
 
 
 def updates(visits: Mapping[str, np.ndarray]) -> np.ndarray:

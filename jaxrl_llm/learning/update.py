@@ -87,7 +87,11 @@ def state_like(
 def init_state(
     params, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> TrainState:
-    """A fresh state, committed to where `state_like` says."""
+    """A fresh state, committed to where `state_like` says.
+
+    It takes the parameters over, and the first train step consumes them. To keep them hand in a copy,
+    `jax.tree.map(jnp.copy, params)`.
+    """
     like = state_like(params, optimizer, offload=offload)
     places = jax.tree.map(lambda x: x.sharding, like)
     params = jax.device_put(params, places.params)
@@ -203,8 +207,8 @@ def make_train_step(
             jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
         )
         state = state._replace(skipped=state.skipped + ~finite)
-        more = {"loss": loss, "grad_norm": norm, "skipped": state.skipped}
-        return state, metrics.as_means(sums) | more
+        means = metrics.as_means(sums, rest.seen.mask)
+        return state, means | {"loss": loss, "grad_norm": norm}
 
     def train_step(state: TrainState, data: Credited):
         stages, minibatches = data.weight.shape[:2]

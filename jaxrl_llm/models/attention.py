@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.sharding import BATCH, current_mesh, fit
+from jaxrl_llm.models.sharding import BATCH, current_mesh, fit, platform
 
 Queries = Float[Array, "R L H D"]
 Keys = Float[Array, "R L K D"]
@@ -23,10 +23,8 @@ Segments = Int[Array, "R L"] | None
 
 def for_platform(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
     """The fused kernel of the devices that the program is for: those of the mesh, or the default ones."""
-    mesh = current_mesh()
-    device = None if mesh is None else mesh.abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform, xla)(q, k, v, segments)
+    kernel = {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform(), xla)
+    return kernel(q, k, v, segments)
 
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:

@@ -41,8 +41,9 @@ class Shape:
 class Compute:
     """How the same mathematics is run: precision, attention kernel, what the backward pass recomputes.
 
-    `remat` wraps a layer: `jax.checkpoint` keeps only its input,
-    `partial(jax.checkpoint, policy=...)` keeps what the policy names, None keeps everything.
+    The default `attend` computes in bfloat16 on a GPU where `dtype` is float32; `attention.xla` keeps float32.
+    `remat` wraps a layer: `jax.checkpoint` keeps only its input, `partial(jax.checkpoint, policy=...)` keeps what
+    the policy names, None keeps everything.
     """
 
     dtype: DTypeLike = jnp.float32

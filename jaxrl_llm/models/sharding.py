@@ -49,11 +49,11 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> M
     return Mesh(np.asarray(devices).reshape(sizes), AXES)
 
 
-def param_shardings(shapes, mesh: Mesh, rules=RULES):
+def param_shardings(shapes, mesh: Mesh):
     """The sharding of every parameter in a tree of arrays or shapes; a name without a rule is an error."""
 
     def one(path, leaf):
-        return NamedSharding(mesh, fit(_place(path, leaf, mesh, rules), leaf.shape, mesh))
+        return NamedSharding(mesh, fit(_place(path, leaf, mesh), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
 
@@ -107,7 +107,7 @@ def pinned(tree, places):
     return jax.tree.map(one, tree, places)
 
 
-def gathered(layer, dtype, rules=RULES):
+def gathered(layer, dtype):
     """The weights of one layer in the precision of the model, whole but for the tensor axis.
 
     Their gradients are cut again as the weights lie. Left to itself, the compiler for TPUs gathers a weight piece
@@ -119,7 +119,7 @@ def gathered(layer, dtype, rules=RULES):
 
     def one(path, weight):
         name = f"layers/{_name(path)}"
-        lies = next(P(*specs[0][1:]) for pattern, *specs in rules if re.fullmatch(pattern, name))
+        lies = next(P(*specs[0][1:]) for pattern, *specs in RULES if re.fullmatch(pattern, name))
         whole = P(*(None if axes == "fsdp" else axes for axes in lies))
         return _gathered(weight.astype(dtype), whole, lies)
 
@@ -147,21 +147,21 @@ def _gathered_backward(whole, lies, saved, gradient):
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def left_whole(shapes, mesh: Mesh, rules=RULES) -> list[str]:
+def left_whole(shapes, mesh: Mesh) -> list[str]:
     """In words, which weights the devices of an axis all hold, because a dimension does not divide over them."""
     return [
         f"{_name(path)}: {size} does not divide over {_shards(axes, mesh)} ({', '.join(_names(axes, mesh))}), "
         "so each of these devices holds and computes all of it"
         for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]
         if _name(path).endswith("weight")
-        for size, axes in zip(leaf.shape, _place(path, leaf, mesh, rules), strict=False)
+        for size, axes in zip(leaf.shape, _place(path, leaf, mesh), strict=False)
         if not divides(size, axes, mesh)
     ]
 
 
-def _place(path, leaf, mesh, rules) -> P:
+def _place(path, leaf, mesh) -> P:
     """The spec of the rule table for a parameter."""
-    for pattern, *specs in rules:
+    for pattern, *specs in RULES:
         if re.fullmatch(pattern, _name(path)):
             divide = lambda spec: all(
                 divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)

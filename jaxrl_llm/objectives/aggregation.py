@@ -5,10 +5,8 @@ slices that add up. Rows with an empty mask are padding and count nowhere.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-Tokens = Float[Array, "B T"]
-Mask = Bool[Array, "B T"]
+from jaxrl_llm.objectives.seen import Mask, Tokens
 
 
 def token_mean(mask: Mask) -> Tokens:

@@ -2,7 +2,7 @@
 
 Weights by probability, corrections for a sampler that disagrees with the trainer, and selections that drop tokens
 are all of this kind. The penalties and the denominator of the loss stay as they are.
-`rho` is pi_old / pi_sampler of a token.
+`rho` is pi_old / pi_sampler of a token: 1 with `ratios="sampler"` in a config, where `old_logp` is the sampler's.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """An objective is a record of pure functions, in the order in which the data meets them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,44 +71,77 @@ class Objective:
         """Whether a function of the objective looks at this field of `Seen`."""
         return field in self._read(self._everything)
 
-    def _everything(self, logp: Tokens, advantage: Tokens, seen: Seen):
-        self.advantage(advantage[:, :1], seen)
+    @property
+    def corrects(self) -> bool:
+        """Whether a factor or the selection looks at the sampler: in vain, where `old_logp` is the sampler's."""
+        return "sampler_logp" in self._read(self._chosen)
+
+    def _chosen(self, logp: Tokens, advantage: Tokens, seen: Seen):
+        del logp
         for factor in self.factors:
             factor(advantage, seen)
         self.select(advantage, seen)
+
+    def _everything(self, logp: Tokens, advantage: Tokens, seen: Seen):
+        self.advantage(advantage[:, :1], seen)
+        self._chosen(logp, advantage, seen)
         self.partition(seen)
         return self.per_token(logp, advantage, seen)
 
     def _read(self, call: Callable[[Tokens, Tokens, Seen], object]) -> set[str]:
         """The fields that a call reads, found by tracing it on the shapes of one token."""
-        fields: set[str] = set()
+        notes = _Notes()
 
         def traced(logp, advantage, seen):
-            call(logp, advantage, _Watched.of(seen, fields))
+            call(logp, advantage, _Watched.of(seen, notes))
 
         seen = _example()
         jax.eval_shape(traced, seen.old_logp, seen.old_logp, seen)
-        return fields
+        return notes.fields
+
+
+class _Notes:
+    """The fields that are asked for; equal to itself alone, so that no trace serves two of them."""
+
+    def __init__(self):
+        self.fields: set[str] = set()
 
 
 class _Watched(Seen):
-    """A `Seen` that notes which of its fields are asked for."""
+    """A `Seen` that notes which of its fields are asked for, within transformations too.
 
-    _noted: set[str]
+    A field that is replaced is a function's own and no longer of the batch.
+    """
+
+    _notes: _Notes
+    _replaced: frozenset[str]
 
     @classmethod
-    def of(cls, seen: Seen, noted: set[str]) -> "_Watched":
-        watched = cls(*seen)
-        watched._noted = noted
+    def of(
+        cls, values: Iterable[Any], notes: _Notes, replaced: frozenset[str] = frozenset()
+    ) -> "_Watched":
+        watched = cls._make(values)
+        watched._notes, watched._replaced = notes, replaced
         return watched
 
     def __getattribute__(self, name):
-        if name in Seen._fields:
-            self._noted.add(name)
+        if name in Seen._fields and name not in self._replaced:
+            self._notes.fields.add(name)
         return super().__getattribute__(name)
 
+    def __iter__(self):
+        return (getattr(self, name) for name in self._fields)
+
     def _replace(self, **changes):
-        return _Watched.of(super()._replace(**changes), self._noted)
+        changed = Seen(*tuple.__iter__(self))._replace(**changes)
+        return _Watched.of(changed, self._notes, self._replaced.union(changes))
+
+
+jax.tree_util.register_pytree_node(
+    _Watched,
+    lambda seen: (tuple(tuple.__iter__(seen)), (seen._notes, seen._replaced)),
+    lambda known, values: _Watched.of(values, *known),
+)
 
 
 def _example() -> Seen:

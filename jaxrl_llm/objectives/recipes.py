@@ -43,7 +43,7 @@ def reinforce_plus_plus(length: int) -> Objective:
 
 
 def rloo(length: int) -> Objective:
-    """RLOO (arXiv:2402.14740): the others of the group are the baseline; plain policy gradient."""
+    """RLOO (arXiv:2402.14740): the others of the group are the baseline; on-policy, so one mini-batch a step."""
     return Objective(
         advantage=advantages.rloo,
         surrogate=losses.reinforce,
@@ -189,7 +189,7 @@ def maxrl(length: int) -> Objective:
 
 
 def opo(length: int) -> Objective:
-    """OPO (arXiv:2505.23585): the baseline is weighted by length; exactly on-policy, no bounds, no KL."""
+    """OPO (arXiv:2505.23585): the baseline is weighted by length; no bounds, no KL: one mini-batch a step."""
     return Objective(advantage=advantages.opo, surrogate=losses.importance)
 
 

@@ -22,7 +22,7 @@ class Seen(NamedTuple):
     mask: Mask
     """which are tokens of a response, and not padding"""
     old_logp: Tokens
-    """log-probs of the policy before this batch's update"""
+    """log-probs of the policy before this batch's update; with `ratios="sampler"` in a config, the sampler's"""
     ref_logp: Tokens = UNKNOWN
     """those of the frozen reference"""
     sampler_logp: Tokens = UNKNOWN
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 def trainer(seen: Seen) -> Tokens:
-    """The trainer's own log-probs before the update: the anchor of a ratio by default."""
+    """`old_logp`, the anchor of a ratio by default."""
     return seen.old_logp
 
 

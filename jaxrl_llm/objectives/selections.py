@@ -150,10 +150,19 @@ def lowest(x: Tokens, some: Mask, count: Int[Array, ""]) -> Mask:
 
 
 def noise(seen: Seen, seed: int) -> Float[Array, "B T"]:
-    """Uniform draws that depend on the data and the seed: fresh in every batch, the same on resume."""
-    bits = jax.lax.bitcast_convert_type(seen.old_logp.astype(jnp.float32), jnp.int32)
-    key = jax.random.fold_in(jax.random.key(seed), jnp.sum(jnp.where(seen.mask, bits, 0)))
-    return jax.random.uniform(key, seen.mask.shape)
+    """Uniform draws, fresh in every batch and the same on resume, whatever the padding and the devices.
+
+    The key is made of the seed and of what has the same bits everywhere, lengths and rewards; a draw of the key,
+    the row and the position.
+    """
+    fold, start = jax.vmap(jax.random.fold_in, (None, 0)), jax.random.key(seed)
+    rows, columns = map(jnp.arange, seen.mask.shape)
+    keys = fold(start, rows)
+    for data in (seen.mask.sum(1), jax.lax.bitcast_convert_type(seen.reward[:, 0], jnp.int32)):
+        keys = jax.vmap(jax.random.fold_in)(keys, data)
+    key = jax.random.fold_in(start, jax.vmap(jax.random.bits)(keys).sum())
+    places = jax.vmap(fold, (0, None))(fold(key, rows), columns)
+    return jax.vmap(jax.vmap(jax.random.uniform))(places)
 
 
 def _covariance(advantage, seen, logp):

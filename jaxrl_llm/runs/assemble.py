@@ -67,9 +67,7 @@ def parts(config: Config, data: Path) -> Parts:
         words = tokenizer.load(source, hf.stop_tokens(source, shape.vocab_size))
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
-    sizes = config.mesh
-    devices = jax.devices() if -1 in (sizes.data, sizes.fsdp, sizes.tensor) else None
-    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     definition, _ = qwen2.graph(shape, config.compute)
     here = desk.at_hand(data)
     desk.fetch(here)

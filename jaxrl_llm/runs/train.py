@@ -172,7 +172,8 @@ def _reinforce(
     """Policy-gradient steps from `start` to the end; without a state they begin with `params`."""
     config, parts = run.config, run.parts
     whole = range(run.warm_steps, run.last_step)
-    due = lambda step: step == whole.stop or (step - whole.start) % config.evaluation.every == 0
+    every, show_every = config.evaluation.every or config.steps, config.show_samples_every
+    due = lambda step: step == whole.stop or (step - whole.start) % every == 0
     stream = assemble.stream(config, parts, run.sampler, run.splits.train, cursor)
     clock = Clock()
     if state is None:
@@ -189,7 +190,7 @@ def _reinforce(
         reference = assemble.reference(config, parts, run.journal.folder / REFERENCE)
 
     def show(step: Step) -> None:
-        if step.answers and (step.number - 1 - whole.start) % config.show_samples_every == 0:
+        if step.answers and show_every and (step.number - 1 - whole.start) % show_every == 0:
             _show(run.journal, parts.task, step.number, step.answers, config.group_size)
 
     with _recording(run, REINFORCE, whole, start, show) as recorder:

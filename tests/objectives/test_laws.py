@@ -22,6 +22,7 @@ from jaxrl_llm.objectives import (
 )
 from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.objectives.seen import Seen
+from tests import tiny
 
 close = partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
 AGGREGATIONS = [
@@ -53,6 +54,7 @@ def data(seed, rows=8, width=7):
     reward = jnp.asarray(rng.choice([-3.0, -1.0, -0.5, 3.0], rows), jnp.float32)
     old, ref, new = logp(), logp(), logp()
     seen = Seen(jnp.asarray(mask), old, ref, old, response=jnp.asarray(mask, jnp.int32))
+    seen = seen._replace(reward=jnp.where(seen.mask, reward[:, None], 0))
     return reward.reshape(2, -1), seen, new
 
 
@@ -266,13 +268,36 @@ def test_quantile_takes_the_least_likely():
     assert float(old[low].max()) <= float(old[high].min())
 
 
-def test_random_split_changes_with_the_data_and_repeats_on_it():
+RANDOM = [
+    partial(partition.random, share=0.5),
+    partition.random_matched,
+    lambda seen, **how: selections.covariance_band(
+        jnp.ones_like(seen.old_logp), seen, share=0.3, lower=-9.0, upper=9.0, **how
+    ),
+]
+
+
+@pytest.mark.parametrize("draw", RANDOM)
+def test_draws_do_not_depend_on_the_layout(draw):
+    """Neither on padding or devices, nor on the last bits of log-probs, which these change."""
     _, seen, _ = data(12)
-    split = partial(partition.random, share=0.5)
-    other = seen._replace(old_logp=jnp.where(seen.mask, seen.old_logp - 0.1, 0))
-    assert np.array_equal(split(seen), split(seen))
-    assert not np.array_equal(split(seen), split(other))
-    assert not np.array_equal(split(seen), split(seen, seed=1))
+    drawn = np.asarray(draw(seen))
+    assert np.array_equal(draw(seen), drawn)
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 5))), seen)
+    assert np.array_equal(draw(padded)[..., :7], drawn)
+    spread = jax.sharding.NamedSharding(tiny.mesh_of(8), jax.sharding.PartitionSpec("data"))
+    nearly = jnp.where(seen.mask, seen.old_logp * (1 + 1e-6), 0)
+    eight = jax.device_put(seen._replace(old_logp=nearly), spread)
+    assert np.array_equal(jax.jit(draw)(eight), drawn)
+    assert not np.array_equal(draw(seen, seed=1), drawn)
+
+
+def test_draws_are_fresh_in_every_batch():
+    _, seen, _ = data(12)
+    shorter = seen._replace(mask=seen.mask.at[jnp.argmax(seen.mask[:, -1]), -1].set(False))
+    better = seen._replace(reward=jnp.where(seen.mask, seen.reward + 0.5, 0))
+    for other in (shorter, better):
+        assert not np.isclose(selections.noise(other, 0), selections.noise(seen, 0)).any()
 
 
 def objective(**changes):
@@ -370,6 +395,35 @@ def test_an_objective_knows_what_it_reads():
     corrected = objective(factors=(factors.truncated,))
     assert corrected.reads("sampler_logp")
     assert Objective(advantages.grpo, surrogate=losses.lp_reg).reads("proxy_logp")
+    held = Objective(advantages.grpo, penalties=((1.0, kl.from_sampler),))
+    assert held.reads("sampler_logp")
+    assert not held.reads("ref_logp")
+
+
+def from_unpacked(logp, seen):
+    _, _, ref, *_ = seen
+    return logp - ref
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+def test_what_is_read_is_known_within_a_transformation(wrap):
+    def surrogate(logp, advantage, seen):
+        return -advantage * jnp.where(seen.response > 0, jnp.exp(logp - seen.old_logp), 0.0)
+
+    def chosen(advantage, seen):
+        return seen.old_logp < advantage
+
+    parts = {"surrogate": surrogate, "select": chosen}
+    plain = objective(**parts, penalties=())
+    wrapped = objective(**{name: wrap(part) for name, part in parts.items()}, penalties=())
+    for one in (plain, wrapped):
+        assert one.whole_responses
+        assert not one.reads("ref_logp")
+    assert objective(penalties=((1.0, wrap(from_unpacked)),)).reads("ref_logp")
+    reward, seen, logp = data(19)
+    (advantage, _, seen), (_, _, same) = (one.credit(reward, seen) for one in (plain, wrapped))
+    assert np.array_equal(seen.selected, same.selected)
+    close(wrapped.surrogate(logp, advantage, seen), plain.surrogate(logp, advantage, seen))
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)

@@ -71,6 +71,7 @@ def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):
     path.write_text(
         "from tests.runs.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
         "made = config(warm_steps=0, steps=1, drop_even_groups=True, ratios='sampler')\n"
+        "made = dataclasses.replace(made, evaluation=Evaluation(every=0, validation=8), show_samples_every=0)\n"
         f"def config(): return dataclasses.replace(made, model=Pretrained({str(tmp_path / 'hf')!r}))\n"
     )
     main(["train", str(path), "--out", str(tmp_path / "run")])
