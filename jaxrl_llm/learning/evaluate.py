@@ -132,7 +132,7 @@ def _line(
         length=_mean([len(rollout.responses[i]) for i in greedy]),
         cut=_mean([not rollout.finished[i] for i in greedy]),
     )
-    if not drawn[0]:
+    if not any(drawn):
         return line
     known = [[r.correct for r in drawn[i] if r.checked] for i in index]
     known = [correct for correct in known if correct]
