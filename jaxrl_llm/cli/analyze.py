@@ -34,6 +34,7 @@ def main(
     alpha: float = 0.3,
     eta: float = 0.5,
     seed: int = 0,
+    fresh: bool = False,
     out: Path | None = None,
     data: DataFolder = folder.DATA,
 ) -> None:
@@ -50,6 +51,7 @@ def main(
         alpha: of Advantage Reweighting, where it is tried.
         eta: of Lopti, where it is tried.
         seed: of the responses and the choice of tokens.
+        fresh: the optimizer begins anew, so that what an update does is not the momentum of those before.
         out: the folder of analysis.json and the figures (default: RUN/analysis).
         data: where data sets are kept.
     """
@@ -70,6 +72,8 @@ def main(
         with console.status("sampling") as status:
             sampled = _sample(config, parts, sampler, prompts or config.prompts, seed)
             state = folder.state(run, parts, config.optimizer, chosen)
+            if fresh:
+                state = update.init_state(state.params, config.optimizer)
             reference = folder.reference(run, parts)
             of = _Subject(config, parts, state, reference, sampled, alpha, eta)
             found = {

@@ -65,6 +65,15 @@ def test_it_measures_the_run_and_draws(run, found, tmp_path):
     assert all(map(same, FIGURES | {analysis.NAME}))
 
 
+def test_an_optimizer_may_begin_anew(run, found, tmp_path):
+    flags = ("--step", "1", "--prompts", "6", "--tokens", "1", "--fresh", "--out", str(tmp_path))
+    main(["analyze", str(run), *flags])
+    anew = json.loads((tmp_path / analysis.NAME).read_text())
+    assert anew["sample"]["optimizer_steps_before"] == 0
+    moved = [x["updates"]["probability"]["updates"]["optimizer"]["all"] for x in (found, anew)]
+    assert moved[0] != moved[1]  # the same batch
+
+
 def test_the_table_has_the_key_numbers(found, capsys):
     import rich.console
 
