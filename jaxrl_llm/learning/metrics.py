@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.objectives import Objective, Seen, kl
 
@@ -48,10 +48,11 @@ def token_sums(
     )
 
 
-def as_means(sums: Sums, mask: Bool[Array, "..."]) -> dict[str, Float[Array, ""]]:
-    """Shares of all tokens of the mini-batch, so that the stages of a step add up."""
-    tokens = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
-    return {name: x / tokens for name, x in sums.over_tokens.items()} | sums.weighted
+def as_means(sums: Sums, tokens: Int[Array, "..."]) -> dict[str, Float[Array, "..."]]:
+    """Shares of all tokens of each visit's mini-batch, so that the stages of a step add up."""
+    return {
+        name: x / jnp.maximum(tokens, 1) for name, x in sums.over_tokens.items()
+    } | sums.weighted
 
 
 def updates(visits: Mapping[str, np.ndarray]) -> np.ndarray:

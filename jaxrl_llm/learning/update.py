@@ -207,15 +207,15 @@ def make_train_step(
             jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
         )
         state = state._replace(skipped=state.skipped + ~finite)
-        means = metrics.as_means(sums, rest.seen.mask)
-        return state, means | {"loss": loss, "grad_norm": norm}
+        return state, (sums, {"loss": loss, "grad_norm": norm})
 
     def train_step(state: TrainState, data: Credited):
         stages, minibatches = data.weight.shape[:2]
         plan = order(minibatches, stages)
-        state, rows = jax.lax.scan(lambda s, which: visit(data, s, which), state, plan)
+        state, (sums, rows) = jax.lax.scan(lambda s, which: visit(data, s, which), state, plan)
         rows |= {"minibatch": jnp.asarray(plan[:, 0]), "stage": jnp.asarray(plan[:, 1])}
-        return state._replace(step=state.step + 1), rows
+        tokens = jnp.sum(data.seen.mask, axis=(1, 2, 3))[rows["minibatch"]]
+        return state._replace(step=state.step + 1), rows | metrics.as_means(sums, tokens)
 
     out = None if shardings is None else (shardings, None)
     return jax.jit(train_step, donate_argnums=0, out_shardings=out)

@@ -63,9 +63,8 @@ class Run:
 def train(run: Run, *, resume: bool, warmed: Callable[[], Any] | None = None) -> None:
     """Both phases, each from where the newest checkpoint left it.
 
-    With `warmed`, which gives the parameters that a warm start ended with, the first phase is taken as done; it
-    is called where there is no checkpoint. Leaving, or a UserError, ends it before; the last state that is whole
-    is saved then.
+    With `warmed`, which where nothing is saved gives the parameters that a warm start ended with, the first phase
+    is taken as done. Leaving, or a UserError, ends it before; the last state that is whole is saved then.
     """
     config, parts = run.config, run.parts
     start, state, params = (0 if warmed is None else run.warm_steps), None, None

@@ -87,7 +87,7 @@ def test_every_array(i, algorithm, stage):
     close(gradient, want[f"{stage}_grad_logp"])
 
     sums = metrics.token_sums(objective, logp, advantage, weight[0], seen)
-    got = metrics.as_means(sums, seen.mask)
+    got = metrics.as_means(sums, seen.mask.sum())
     names = {"policy": "pg", "kl": "kl", "clip": "clipfrac", "clip_dual": "clipfrac_lower"}
     for ours, theirs in names.items():
         close(got[ours], want[f"{stage}_{theirs}"])
