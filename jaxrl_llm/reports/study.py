@@ -125,8 +125,13 @@ def outcome(run: Planned, records: Records) -> Outcome:
     return Outcome(run, curves, figures)
 
 
+def recorded(one: Outcome) -> dict[str, Any]:
+    """An outcome as JSON has it."""
+    return {**asdict(one.run), "name": one.run.name, "curves": one.curves, "figures": one.figures}
+
+
 def kept(record: Mapping[str, Any]) -> Outcome:
-    """The outcome that `results` wrote down."""
+    """The outcome that `recorded` wrote down."""
     run = Planned(record["panel"], record["variant"], record["seed"], record["flags"])
     return Outcome(run, record["curves"], record["figures"])
 
@@ -171,8 +176,5 @@ def results(study: Study, outcomes: Sequence[Outcome], **made: Any) -> dict[str,
         **made,
         "study": {**asdict(study), "seeds": [*study.seeds]},
         "summary": summary(study, outcomes),
-        "runs": [
-            {**asdict(o.run), "name": o.run.name, "curves": o.curves, "figures": o.figures}
-            for o in outcomes
-        ],
+        "runs": [*map(recorded, outcomes)],
     }

@@ -155,8 +155,9 @@ def _report(
         config=str(grid.config),
         commands=[*dict.fromkeys("jaxrl-llm " + shlex.join(command) for command in commands)],
     )
-    others = [entry for name, entry in grid.records().items() if name not in outcomes]
-    text = study_report.write({**results, "others": others}, grid.out)
+    others = [one for name, one in grid.known().items() if name not in outcomes]
+    results["others"] = [*map(studies.recorded, others)]
+    text = study_report.write(results, grid.out)
     console.print(text, highlight=False)
     console.print(f"written to {grid.out / 'results.md'}, results.json, and pictures beside them")
 

@@ -28,14 +28,15 @@ class Grid:
         """The folder of a run."""
         return self.out / "runs" / run.name
 
-    def records(self) -> dict[str, Mapping[str, Any]]:
-        """What results.json says of runs, those of other seeds or flags that it keeps among them; by name."""
+    def known(self) -> dict[str, Outcome]:
+        """The outcomes in results.json by name, those of other seeds or flags that it keeps among them."""
         there = self.out / "results.json"
         if not there.exists():
             return {}
         try:
             found = json.loads(there.read_text())
-            return {entry["name"]: entry for entry in found["runs"] + found["others"]}
+            made = map(studies.kept, found["runs"] + found["others"])
+            return {one.run.name: one for one in made}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{there} cannot be read: move it away, or --out elsewhere") from error
 
@@ -44,7 +45,7 @@ class Grid:
 
         Whole seeds alone: what is compared has begun with the same warm start.
         """
-        known = {name: studies.kept(entry) for name, entry in self.records().items()}
+        known = self.known()
         missing = {
             (run.panel, run.seed)
             for run in runs
