@@ -39,7 +39,8 @@ def _curves(results: Mapping[str, Any]) -> Any:
         row[0].set_ylabel(title)
     for axis in axes[-1]:
         axis.set_xlabel("step of reinforcement")
-    axes[0][-1].legend(loc="lower right", fontsize=7)
+    of_one = axes[0][0].get_legend_handles_labels()
+    figure.legend(*of_one, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
