@@ -138,11 +138,13 @@ def test_a_probe_is_the_train_step_on_a_copy(params, credited):
     score = update.make_score(policy_logp)
     state = update.init_state(params, adam)
     before = jax.tree.map(np.array, state)
-    found = probe.Probe(state, step, score)(credited)
+    tried = probe.Probe(state, step, score)
+    found, norm = tried(credited), tried.gradient_norm(credited)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, before))
     after, visits = step(state, credited)
     np.testing.assert_array_equal(found.logp, score(after.params, credited.inputs))
     np.testing.assert_array_equal(found.grad_norm, visits["grad_norm"])
+    assert norm == found.grad_norm[0]
     apart = jax.tree.map(jnp.subtract, after.params, before.params)
     assert found.distance == pytest.approx(float(optax.tree.norm(apart)), rel=1e-5)
 

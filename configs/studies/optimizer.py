@@ -30,18 +30,10 @@ def config(
     chatter: float = 0.35,
     seed: int = 0,
 ) -> Config:
-    """kk_tiny with another optimizer.
+    """kk_tiny with another optimizer; the other flags are its own.
 
     Args:
         optimizer: AdamW, the same without momentum, or the gradient itself.
-        alpha: as in kk_tiny, and so are the others.
-        eta: see alpha.
-        stages: see alpha.
-        learning_rate: see alpha.
-        steps: see alpha.
-        warm_steps: see alpha.
-        chatter: see alpha.
-        seed: see alpha.
     """
     made = kk_tiny(
         alpha=alpha,

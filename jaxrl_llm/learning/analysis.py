@@ -128,7 +128,7 @@ def sources(
             if not bool((one.weight > 0).any()):
                 continue  # a stage without tokens is no step
             say(f"gradients of the groups, {variant}")
-            norm = lambda where, one=one: float(optimizer(probe.only(one, where)).grad_norm[0])
+            norm = lambda where, one=one: optimizer.gradient_norm(probe.only(one, where))
             whole = norm(tokens.mask)
             parts = {
                 GROUPS[b]: probe.part(whole, norm(tokens.group == b), norm(tokens.group != b))

@@ -35,11 +35,18 @@ class Probe:
 
     def __call__(self, credited: Credited) -> Moved:
         """What one step on the batch does."""
-        state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
+        state, visits = self._stepped(credited)
         apart = jax.tree.map(jnp.subtract, state.params, self.state.params)
         distance = float(np.sqrt(sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(apart))))
         logp = self.score(state.params, credited.inputs)
         return Moved(np.asarray(visits["grad_norm"]), distance, np.asarray(logp))
+
+    def gradient_norm(self, credited: Credited) -> float:
+        """That of the first stage alone, without a look at what the step does."""
+        return float(self._stepped(credited)[1]["grad_norm"][0])
+
+    def _stepped(self, credited: Credited) -> tuple[TrainState, Any]:
+        return self.step(jax.tree.map(jnp.copy, self.state), credited)
 
 
 def only(credited: Credited, where: Any) -> Credited:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-LEAVE = (
-    5.0  # seconds from the end of the main thread to that of a process that leaves threads behind
-)
+LEAVE = 5.0  # seconds from the end of the main thread to that of the threads left behind
 _END = SimpleNamespace(code=1, watch=None)
 
 
