@@ -109,17 +109,17 @@ def entries(folder: Path) -> dict[str, set[str]]:
 
 
 def store(path: Path, but: tuple[str, ...] = ()) -> None:
-    """Puts there what has changed of a file, or below a folder; not what is hidden, nor what lies in `but`."""
+    """Puts there what has changed of a file, or below a folder; not what is hidden, nor `but`.
+
+    Nor `but.anything`: that may be on its way to become `but`, and gone the next moment.
+    """
     found = _of(path)
     if found is None:
         return
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    files = [
-        file
-        for file in files
-        if not file.name.startswith(".")
-        and file.relative_to(path).parts[:1] not in [(b,) for b in but]
-    ]
+    inside = path.iterdir() if path.is_dir() else [path]
+    whole = [one for one in inside if one.name.partition(".")[0] not in but]
+    files = [file for one in whole for file in [one, *one.rglob("*")] if file.is_file()]
+    files = [file for file in files if not file.name.startswith(".")]
     found.guard()
     for file in sorted(files, key=lambda file: (_rank(file.name), file)):
         name, mark = found.name(file), _mark(file)

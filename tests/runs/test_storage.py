@@ -124,7 +124,8 @@ def test_a_desk_stores_what_has_changed_and_last_what_says_that_it_is_whole(url,
     )
     here = desk.at_hand(Path(url))
     assert desk.at_hand(Path(url)) == here
-    for name in ("run.json", "z/config.json", "z/weights", "apart/b", ".hidden", "a"):
+    names = ("run.json", "z/config.json", "z/weights", "apart/b", "apart.tmp/c", ".hidden", "a")
+    for name in names:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(name)
     desk.store(here, but=("apart",))
@@ -136,6 +137,22 @@ def test_a_desk_stores_what_has_changed_and_last_what_says_that_it_is_whole(url,
     assert stored[4:] == ["a"]
     assert desk.named(here / "a") == f"{url}/a"
     assert desk.spoken(f"in {here}: b") == f"in {url}: b"
+
+
+def test_what_is_stored_apart_may_come_and_go_meanwhile(url, monkeypatch):
+    here, walk = desk.at_hand(Path(url)), os.scandir
+    for name in ("a", "apart.tmp/b"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(name)
+
+    def gone(path):
+        if str(path).endswith("apart.tmp"):
+            raise FileNotFoundError(path)
+        return walk(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    desk.store(here, but=("apart",))
+    assert desk.entries(here) == {"a": {""}}
 
 
 def test_a_desk_elsewhere_fetches_and_drops(url):
