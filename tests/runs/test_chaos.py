@@ -55,6 +55,7 @@ def jobs(s3_port, tmp_path_factory):
         wire.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 4])  # a process killed, the network cut
 def test_a_fault_in_a_job_of_two_changes_no_number(jobs, seed, monkeypatch):
     monkeypatch.setattr(several, "CUT", 3.0)
