@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.learning import probe, token_gradients, update
+from jaxrl_llm.learning import analysis, probe, token_gradients, update
 from jaxrl_llm.models import activations, logprobs, qwen2
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
@@ -194,3 +194,41 @@ def test_a_part_of_a_vector_is_known_by_three_norms():
     assert found["share"] == pytest.approx(mine @ whole / (whole @ whole))
     assert found["cosine"] == pytest.approx(mine @ others / norm(mine) / norm(others))
     assert probe.part(1.0, 0.0, 1.0) == {"norm": 0.0, "share": 0.0, "cosine": None}
+
+
+class Vectors:
+    """Gradients of single tokens, which add up."""
+
+    def __init__(self, tokens):
+        self.of = np.random.default_rng(3).normal(size=(*tokens.mask.shape, 5)) + 0.5
+
+    def gradient(self, where):
+        return self.of[where].sum(0)
+
+    def gradient_norm(self, credited):
+        return float(np.linalg.norm(np.einsum("smrc,mrcd->d", credited.weight[:, 0], self.of)))
+
+
+def test_sources_are_those_of_the_gradients_of_tokens():
+    """Against the vectors themselves: who is along the whole, and whether prompts agree."""
+    response = np.repeat(np.arange(8), 6).reshape(2, 4, 6)
+    response[:, :, -1] = -1
+    mask, rng = response >= 0, np.random.default_rng(4)
+    group = np.where(mask, rng.integers(0, 2, mask.shape), -1)
+    tokens = analysis.Tokens(mask, mask, mask, group, response, mask)
+    weight = np.broadcast_to(mask, (1, 1, *mask.shape)).astype(float)
+    batch, given = update.Credited(None, None, weight, None), Vectors(tokens)
+    found = analysis.sources({"plain": batch}, tokens, given, 2, lambda _: None)
+    assert {*found} == {"tokens", "plain"}
+    assert {*found["tokens"]} == {"chatter", "reasoning"}
+    even = np.isin(response, (0, 1, 4, 5))  # the first and the third prompt, two responses each
+    cosine = lambda x, y: x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    halves = lambda here: cosine(given.gradient(here & even), given.gradient(here & ~even))
+    whole = given.gradient(mask)
+    assert found["plain"]["agreement"] == pytest.approx(halves(mask), abs=1e-5)
+    for b, part in enumerate(found["plain"]["groups"].values()):
+        mine, others = given.gradient(group == b), given.gradient(mask & (group != b))
+        assert part["norm"] == pytest.approx(np.linalg.norm(mine), rel=1e-5)
+        assert part["share"] == pytest.approx(mine @ whole / (whole @ whole), abs=1e-5)
+        assert part["cosine"] == pytest.approx(cosine(mine, others), abs=1e-5)
+        assert part["agreement"] == pytest.approx(halves(group == b), abs=1e-5)

@@ -160,7 +160,7 @@ def _measured(of: _Subject, tokens: int, seed: int, say: Callable[[str], None]) 
         "sample": _described(of, there),
         "updates": analysis.updates(plain, there, optimizer, gradient, say),
         "directions": analysis.directions(credited, there, optimizer, say),
-        "sources": analysis.sources(credited, there, optimizer, say),
+        "sources": analysis.sources(credited, there, optimizer, config.group_size, say),
         "single_tokens": _single_tokens(of, there, tokens, seed, temperature, say),
         "words": words.frequencies(*_checked(answers), words.categories(vocabulary)),
     }

@@ -108,19 +108,18 @@ def directions(
 
 
 def sources(
-    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
+    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, group_size: int, say: Say
 ) -> dict[str, Any]:
     """Whose gradient it is, in each stage of each variant, all before any update.
 
     Of each group of tokens: its gradient's norm; its share, which is how far its gradient goes along that of the
     whole step (shares add up to 1, and one that the others outweigh is negative); and its cosine to that of the
-    others.
+    others. Agreement is the cosine of the gradients of every other prompt and of the rest: near 0 where a batch
+    tells nothing of the next.
     """
-    inside = [b for b in range(len(GROUPS)) if (tokens.group == b).any()]
-    total = int(tokens.mask.sum())
-    out: dict[str, Any] = {
-        "tokens": {GROUPS[b]: float((tokens.group == b).sum()) / total for b in inside}
-    }
+    total, even = int(tokens.mask.sum()), tokens.response // group_size % 2 == 0
+    counts = {name: int((tokens.group == b).sum()) for b, name in enumerate(GROUPS)}
+    out: dict[str, Any] = {"tokens": {name: n / total for name, n in counts.items() if n}}
     for variant, batch in credited.items():
         stages = batch.weight.shape[0]
         for s in range(stages):
@@ -128,17 +127,24 @@ def sources(
             if not bool((one.weight > 0).any()):
                 continue  # a stage without tokens is no step
             say(f"gradients of the groups, {variant}")
-            norm = lambda where, one=one: optimizer.gradient_norm(probe.only(one, where))
-            whole = norm(tokens.mask)
-            parts = {
-                GROUPS[b]: probe.part(whole, norm(tokens.group == b), norm(tokens.group != b))
-                for b in inside
-            }
-            out[variant + (f", stage {s + 1}" if stages > 1 else "")] = {
-                "gradient_norm": whole,
-                "groups": parts,
-            }
+            name = variant + (f", stage {s + 1}" if stages > 1 else "")
+            out[name] = _sources_of(one, tokens, even, optimizer)
     return out
+
+
+def _sources_of(
+    one: Credited, tokens: Tokens, even: np.ndarray, optimizer: Probe
+) -> dict[str, Any]:
+    norm = lambda where: optimizer.gradient_norm(probe.only(one, where))
+    agreement = lambda here, whole: probe.part(whole, norm(here & even), norm(here & ~even))
+    whole, groups = norm(tokens.mask), {}
+    for b, name in enumerate(GROUPS):
+        here = tokens.group == b
+        if here.any():
+            found = probe.part(whole, norm(here), norm(tokens.mask & ~here))
+            groups[name] = found | {"agreement": agreement(here, found["norm"])["cosine"]}
+    agrees = agreement(tokens.mask, whole)["cosine"]
+    return {"gradient_norm": whole, "agreement": agrees, "groups": groups}
 
 
 def single_tokens(

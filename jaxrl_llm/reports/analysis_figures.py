@@ -125,11 +125,11 @@ def _directions(found: Mapping[str, Any]) -> Any:
 
 
 def _sources(found: Mapping[str, Any]) -> Any:
-    """The groups' gradients, as long as they are and as far as they go along the whole."""
+    """The groups' gradients: how long, how far along the whole, and how much alike from prompt to prompt."""
     sources = dict(found["sources"])
     tokens = sources.pop("tokens")
     places = [name.replace(", ", ",\n") for name in sources]
-    figure, axes = sheet(1, 2, (13, 3.8))
+    figure, axes = sheet(1, 3, (19, 3.8))
     part = lambda group, key: [step["groups"][group][key] for step in sources.values()]
     norms = {group: part(group, "norm") for group in tokens}
     whole = {"all tokens": [step["gradient_norm"] for step in sources.values()]}
@@ -138,6 +138,10 @@ def _sources(found: Mapping[str, Any]) -> Any:
     shares = {group: [share, *part(group, "share")] for group, share in tokens.items()}
     _side_by_side(axes[0][1], ["tokens", *places], shares)
     axes[0][1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
+    agreements = {group: part(group, "agreement") for group in tokens}
+    agreements["all tokens"] = [step["agreement"] for step in sources.values()]
+    _side_by_side(axes[0][2], places, agreements)
+    axes[0][2].set_ylabel("agreement: cosine of the gradients\nof every other prompt and the rest")
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, **PLAIN
     )
