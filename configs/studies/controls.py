@@ -3,8 +3,8 @@
 arXiv:2505.12929 ascribes the gain to low-probability tokens coming first. Controls that the paper does not have.
 At the same number of steps: a random split of the same share, two plain steps, a fixed share in place of a
 threshold, and the order of the authors' code, a stage over all mini-batches before the next. At the same length of
-the path, since every step of AdamW is as long as its rate: Lopti, the random split and two plain steps at half the
-rate, and plain at twice the rate.
+the path, since every step of AdamW is as long as its rate: two plain steps at half the rate, and plain at twice the
+rate.
 """
 
 from jaxrl_llm.reports.study import Study
@@ -15,13 +15,7 @@ study = Study(
         "plain": {"eta": 0.0},
         "plain, twice the rate": {"eta": 0.0, "learning_rate": 1.2e-4},
         "Lopti": {"eta": 0.5},
-        "Lopti, half the rate": {"eta": 0.5, "learning_rate": 3e-5},
         "random split": {"eta": 0.5, "stages": "random_matched"},
-        "random split, half the rate": {
-            "eta": 0.5,
-            "stages": "random_matched",
-            "learning_rate": 3e-5,
-        },
         "two plain steps": {"stages": "twice"},
         "two steps, half the rate": {"stages": "twice", "learning_rate": 3e-5},
         "lowest 30%": {"eta": 0.3, "stages": "quantile"},

@@ -140,6 +140,35 @@ def test_reweighting_is_the_formula(alpha):
     assert np.all(np.asarray(factors.linear_in_probability(advantage, seen, alpha=0.0)) == 1)
 
 
+def expected_where_all_earn_the_same(logits, weight):
+    """The gradient over the logits, in the mean over all words, at a place where each has advantage 1."""
+    probabilities = jax.nn.softmax(logits)
+    return jax.grad(lambda x: jnp.sum(probabilities * weight * jax.nn.log_softmax(x)))(logits)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_reweighting_sharpens_where_no_word_is_better_than_another(alpha):
+    """By alpha/2 times the gradient of sum p^2; without it nothing is pushed."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=9), jnp.float32)
+    seen = Seen(jnp.ones((1, 9), bool), jax.nn.log_softmax(logits)[None])
+    [weight] = factors.linear_in_probability(jnp.ones((1, 9)), seen, alpha=alpha)
+    sharper = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(logits)
+    close(expected_where_all_earn_the_same(logits, weight), alpha / 2 * sharper)
+
+
+def test_stages_of_lopti_pull_against_each_other_where_no_word_is_better_than_another():
+    """The unlikely words first, and the likely ones then: two steps that add up to none."""
+    logits = jnp.asarray([2.0, 0.3, 0.1, -0.2, -1.0], jnp.float32)
+    seen = Seen(jnp.ones((1, 5), bool), jax.nn.log_softmax(logits)[None])
+    first, second = (
+        expected_where_all_earn_the_same(logits, stage[0])
+        for stage in partition.lopti(seen, eta=0.5)
+    )
+    sharper = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(logits)
+    close(first, -second)
+    assert second @ sharper > 0.1 * jnp.linalg.norm(sharper) ** 2
+
+
 @pytest.mark.parametrize(
     ("advantage", "ratio", "gradient"),
     [
