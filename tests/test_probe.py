@@ -136,17 +136,50 @@ def test_a_probe_is_the_train_step_on_a_copy(params, credited):
     policy_logp, adam = tiny.policy()[0], optax.adam(1e-3)
     step = update.make_train_step(policy_logp, tiny.objective(penalties=()), adam)
     score = update.make_score(policy_logp)
-    state = update.init_state(params, adam)
+    state = update.init_state(jax.tree.map(jnp.copy, params), adam)
     before = jax.tree.map(np.array, state)
     tried = probe.Probe(state, step, score)
-    found, norm = tried(credited), tried.gradient_norm(credited)
+    found = tried(credited)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, before))
     after, visits = step(state, credited)
     np.testing.assert_array_equal(found.logp, score(after.params, credited.inputs))
     np.testing.assert_array_equal(found.grad_norm, visits["grad_norm"])
-    assert norm == found.grad_norm[0]
     apart = jax.tree.map(jnp.subtract, after.params, before.params)
     assert found.distance == pytest.approx(float(optax.tree.norm(apart)), rel=1e-5)
+
+
+def test_a_gradient_is_what_a_step_goes_along(params, credited):
+    policy_logp, objective = tiny.policy()[0], tiny.objective(penalties=())
+    batch = probe.stage(credited, 0)
+    gradient = probe.make_gradient(policy_logp, objective, params)
+    score, ascent = update.make_score(policy_logp), optax.sgd(0.5)
+    by_step = probe.Probe(
+        update.init_state(jax.tree.map(jnp.copy, params), ascent),
+        update.make_train_step(policy_logp, objective, ascent),
+        score,
+    )(batch)
+    found = probe.step_along(params, gradient, score, 0.5, batch)
+    assert found.grad_norm[0] == pytest.approx(by_step.grad_norm[0], rel=1e-5)
+    assert found.grad_norm[0] > 1e-3
+    assert found.distance == pytest.approx(by_step.distance, rel=1e-4)
+    np.testing.assert_allclose(found.logp, by_step.logp, atol=1e-6)
+
+
+def test_cosines_of_nothing_are_none():
+    nothing, something = {"a": np.zeros(3)}, {"a": np.ones(3)}
+    assert probe.cosine(something, nothing) is None
+    assert probe.along(nothing, nothing) is None
+    assert probe.along(nothing, something) == 0.0
+
+
+def test_figures_over_batches_are_those_of_all_that_have_them():
+    one = {"name": "x", "of": {"a": 1.0, "b": [1, None]}}
+    other = {"name": "x", "of": {"a": 3.0, "c": None, "b": [2, 5.0]}}
+    assert analysis.over_batches([one, other], max) == {
+        "name": "x",
+        "of": {"a": 3.0, "b": [2, 5.0], "c": None},
+    }
+    assert analysis.over_batches([one], min) == one
 
 
 def test_variants_replace_what_the_run_had():
@@ -186,16 +219,6 @@ def test_tokens_are_drawn_evenly_and_with_what_came_before():
     assert chosen.target.tolist() == [1, 2]
 
 
-def test_a_part_of_a_vector_is_known_by_three_norms():
-    mine, others = np.random.default_rng(0).normal(size=(2, 7))
-    whole, norm = mine + others, np.linalg.norm
-    found = probe.part(norm(whole), norm(mine), norm(others))
-    assert found["norm"] == norm(mine)
-    assert found["share"] == pytest.approx(mine @ whole / (whole @ whole))
-    assert found["cosine"] == pytest.approx(mine @ others / norm(mine) / norm(others))
-    assert probe.part(1.0, 0.0, 1.0) == {"norm": 0.0, "share": 0.0, "cosine": None}
-
-
 class Vectors:
     """Gradients of single tokens, which add up."""
 
@@ -205,8 +228,8 @@ class Vectors:
     def gradient(self, where):
         return self.of[where].sum(0)
 
-    def gradient_norm(self, credited):
-        return float(np.linalg.norm(np.einsum("smrc,mrcd->d", credited.weight[:, 0], self.of)))
+    def __call__(self, credited):
+        return np.einsum("smrc,mrcd->d", credited.weight[:, 0], self.of)
 
 
 def test_sources_are_those_of_the_gradients_of_tokens():

@@ -3,8 +3,8 @@
 arXiv:2505.12929 ascribes the gain to low-probability tokens coming first. Controls that the paper does not have.
 At the same number of steps: a random split of the same share, two plain steps, a fixed share in place of a
 threshold, and the order of the authors' code, a stage over all mini-batches before the next. At the same length of
-the path, since every step of AdamW is as long as its rate: two plain steps at half the rate, and plain at twice the
-rate.
+the path, since every step of AdamW is as long as its rate: two plain steps at half the rate, and plain at twice
+the rate.
 """
 
 from jaxrl_llm.reports.study import Study

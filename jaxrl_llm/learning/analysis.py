@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxrl_llm.learning import probe, token_gradients
 from jaxrl_llm.learning.batch import Batch
-from jaxrl_llm.learning.probe import Probe
+from jaxrl_llm.learning.probe import Moved, Probe
 from jaxrl_llm.learning.token_gradients import Chosen, Logits
 from jaxrl_llm.learning.update import Credited
 from jaxrl_llm.models.activations import Offsets
@@ -62,16 +63,20 @@ def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list
 
 
 def updates(
-    plain: Credited, tokens: Tokens, optimizer: Probe, gradient: Callable[[float], Probe], say: Say
+    plain: Credited,
+    tokens: Tokens,
+    optimizer: Probe,
+    along: Callable[[float], Callable[[Credited], Moved]],
+    say: Say,
 ) -> dict[str, Any]:
     """Fig. 1: the bins, their gradients, and what an update on all tokens or on one bin does to each.
 
-    `optimizer` takes the run's own step; `gradient(rate)` a plain one, here as long as that of all tokens.
+    `optimizer` takes the run's own step; `along(rate)` a plain one, here as long as that of all tokens.
     """
     say("update on all tokens")
     whole = optimizer(plain)
     rate = whole.distance / max(float(whole.grad_norm[0]), 1e-30)
-    tried = {"optimizer": (optimizer, whole), "gradient": (gradient(rate), None)}
+    tried = {"optimizer": (optimizer, whole), "gradient": (along(rate), None)}
     out: dict[str, Any] = {"gradient_norm": float(whole.grad_norm[0]), "rate": rate}
     for kind, (names, bins) in tokens.bins.items():
         records = probe.described(names, bins, tokens.logp, tokens.advantage)
@@ -108,18 +113,21 @@ def directions(
 
 
 def sources(
-    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, group_size: int, say: Say
+    credited: Mapping[str, Credited],
+    tokens: Tokens,
+    gradient: Callable[[Credited], Any],
+    group_size: int,
+    say: Say,
 ) -> dict[str, Any]:
     """Whose gradient it is, in each stage of each variant, all before any update.
 
     Of each group of tokens: its gradient's norm; its share, which is how far its gradient goes along that of the
     whole step (shares add up to 1, and one that the others outweigh is negative); and its cosine to that of the
-    others. Agreement is the cosine of the gradients of every other prompt and of the rest: near 0 where a batch
-    tells nothing of the next.
+    others. Agreement is the cosine of the gradients of every other prompt and of the rest.
     """
     total, even = int(tokens.mask.sum()), tokens.response // group_size % 2 == 0
-    counts = {name: int((tokens.group == b).sum()) for b, name in enumerate(GROUPS)}
-    out: dict[str, Any] = {"tokens": {name: n / total for name, n in counts.items() if n}}
+    inside = {name: tokens.group == b for b, name in enumerate(GROUPS) if (tokens.group == b).any()}
+    out: dict[str, Any] = {"tokens": {name: int(x.sum()) / total for name, x in inside.items()}}
     for variant, batch in credited.items():
         stages = batch.weight.shape[0]
         for s in range(stages):
@@ -127,24 +135,45 @@ def sources(
             if not bool((one.weight > 0).any()):
                 continue  # a stage without tokens is no step
             say(f"gradients of the groups, {variant}")
+            halves = {
+                name: [gradient(probe.only(one, here & half)) for half in (even, ~even)]
+                for name, here in inside.items()
+            }
             name = variant + (f", stage {s + 1}" if stages > 1 else "")
-            out[name] = _sources_of(one, tokens, even, optimizer)
+            out[name] = _sources_of(halves)
     return out
 
 
-def _sources_of(
-    one: Credited, tokens: Tokens, even: np.ndarray, optimizer: Probe
-) -> dict[str, Any]:
-    norm = lambda where: optimizer.gradient_norm(probe.only(one, where))
-    agreement = lambda here, whole: probe.part(whole, norm(here & even), norm(here & ~even))
-    whole, groups = norm(tokens.mask), {}
-    for b, name in enumerate(GROUPS):
-        here = tokens.group == b
-        if here.any():
-            found = probe.part(whole, norm(here), norm(tokens.mask & ~here))
-            groups[name] = found | {"agreement": agreement(here, found["norm"])["cosine"]}
-    agrees = agreement(tokens.mask, whole)["cosine"]
-    return {"gradient_norm": whole, "agreement": agrees, "groups": groups}
+def _sources_of(halves: Mapping[str, list]) -> dict[str, Any]:
+    """Of gradients of groups, each in two halves that add up."""
+    added = lambda trees: jax.tree.map(lambda *x: sum(x), *trees)
+    groups = {name: added(both) for name, both in halves.items()}
+    whole = added(groups.values())
+    found = {
+        name: {
+            "norm": float(optax.tree.norm(mine)),
+            "share": probe.along(mine, whole),
+            "cosine": probe.cosine(mine, jax.tree.map(lambda x, y: x - y, whole, mine)),
+            "agreement": probe.cosine(*halves[name]),
+        }
+        for name, mine in groups.items()
+    }
+    agreement = probe.cosine(*(added(half) for half in zip(*halves.values(), strict=True)))
+    norm = float(optax.tree.norm(whole))
+    return {"gradient_norm": norm, "agreement": agreement, "groups": found}
+
+
+def over_batches(found: Sequence[Any], of: Callable[[list], float]) -> Any:
+    """Records of the same form as one, each number `of` those of all that have it."""
+    known = [x for x in found if x is not None]
+    if not known:
+        return None
+    if isinstance(known[0], dict):
+        names = dict.fromkeys(name for x in known for name in x)
+        return {name: over_batches([x.get(name) for x in known], of) for name in names}
+    if isinstance(known[0], list):
+        return [over_batches(x, of) for x in zip(*known, strict=True)]
+    return known[0] if isinstance(known[0], str) else of(known)
 
 
 def single_tokens(

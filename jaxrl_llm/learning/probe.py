@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from jaxrl_llm.learning.update import Credited, TrainState
+from jaxrl_llm.learning.update import (
+    Credited,
+    PolicyLogp,
+    TrainState,
+    init_state,
+    make_train_step,
+)
 from jaxrl_llm.objectives import Objective, factors, partition, recipes
 
 
@@ -35,18 +42,40 @@ class Probe:
 
     def __call__(self, credited: Credited) -> Moved:
         """What one step on the batch does."""
-        state, visits = self._stepped(credited)
+        state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
         apart = jax.tree.map(jnp.subtract, state.params, self.state.params)
         distance = float(np.sqrt(sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(apart))))
         logp = self.score(state.params, credited.inputs)
         return Moved(np.asarray(visits["grad_norm"]), distance, np.asarray(logp))
 
-    def gradient_norm(self, credited: Credited) -> float:
-        """That of the first stage alone, without a look at what the step does."""
-        return float(self._stepped(credited)[1]["grad_norm"][0])
 
-    def _stepped(self, credited: Credited) -> tuple[TrainState, Any]:
-        return self.step(jax.tree.map(jnp.copy, self.state), credited)
+def make_gradient(
+    policy_logp: PolicyLogp, objective: Objective, params: Any
+) -> Callable[[Credited], Any]:
+    """The gradient of a batch of one mini-batch and one stage: what a train step would hand to its optimizer."""
+
+    def keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del state, params
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
+    step = make_train_step(policy_logp, objective, keeps)
+    state = init_state(jax.tree.map(jnp.copy, params), keeps)
+    return lambda credited: step(jax.tree.map(jnp.copy, state), credited)[0].opt_state
+
+
+def step_along(
+    params: Any,
+    gradient: Callable[[Credited], Any],
+    score: Callable[[Any, Any], jax.Array],
+    rate: float,
+    credited: Credited,
+) -> Moved:
+    """What a plain step along the gradient does."""
+    found = gradient(credited)
+    norm = float(optax.tree.norm(found))
+    stepped = jax.tree.map(lambda x, g: x - rate * g, params, found)
+    return Moved(np.asarray([norm]), rate * norm, np.asarray(score(stepped, credited.inputs)))
 
 
 def only(credited: Credited, where: Any) -> Credited:
@@ -161,10 +190,19 @@ def direction(
     }
 
 
-def part(whole: float, mine: float, others: float) -> dict[str, float | None]:
-    """Of a vector that is the sum of two: one of them, by the three norms."""
-    return {
-        "norm": mine,
-        "share": (whole**2 + mine**2 - others**2) / (2 * whole**2) if whole else None,
-        "cosine": (whole**2 - mine**2 - others**2) / (2 * mine * others) if mine * others else None,
-    }
+def cosine(x: Any, y: Any) -> float | None:
+    """Of two gradients; None where one of them is nothing."""
+    size = (_dot(x, x) * _dot(y, y)) ** 0.5
+    return _dot(x, y) / size if size else None
+
+
+def along(part: Any, whole: Any) -> float | None:
+    """How far a part of a gradient goes along the whole, whose length is 1."""
+    size = _dot(whole, whole)
+    return _dot(part, whole) / size if size else None
+
+
+def _dot(x: Any, y: Any) -> float:
+    return sum(
+        float(jnp.vdot(a, b)) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    )

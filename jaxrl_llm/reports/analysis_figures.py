@@ -1,6 +1,6 @@
 """An analysis as pictures: one each for the figures of arXiv:2505.12929, and whose gradient it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,24 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
     pictures.save({name: partial(one, found) for name, one in figures.items()}, folder)
 
 
-def _side_by_side(axis: Any, places: list[str], heights: Mapping[str, list]) -> None:
-    """Bars in groups, a colour a name; a gap where there is no number."""
-    width = 0.8 / len(heights)
-    for n, (name, values) in enumerate(heights.items()):
-        left = (n - (len(heights) - 1) / 2) * width
-        known = [(i + left, v) for i, v in enumerate(values) if v is not None]
-        axis.bar(
-            [x for x, _ in known], [v for _, v in known], 0.95 * width, label=name, color=f"C{n}"
-        )
+def _side_by_side(
+    axis: Any, places: list[str], found: Mapping[str, Any], heights: Callable[[Any], dict]
+) -> None:
+    """Bars in groups, a colour a name, from what was `found`; a gap where there is no number.
+
+    Whiskers go from the least to the most of several batches.
+    """
+    ends = [heights(found[end]) for end in ("least", "most") if end in found]
+    bars = heights(found)
+    width = 0.8 / len(bars)
+    for n, (name, values) in enumerate(bars.items()):
+        left = (n - (len(bars) - 1) / 2) * width
+        known = [i for i, v in enumerate(values) if v is not None]
+        x, y = [i + left for i in known], [values[i] for i in known]
+        axis.bar(x, y, 0.95 * width, label=name, color=f"C{n}")
+        if ends:
+            low, high = ([end[name][i] for i in known] for end in ends)
+            axis.vlines(x, low, high, color="0.2", linewidth=0.8)
     axis.set_xticks(range(len(places)), places, fontsize=7)
 
 
@@ -49,18 +58,25 @@ def _bins(found: Mapping[str, Any]) -> Any:
     titles = ("share of tokens", "mean advantage", "gradient norm of the bin",
               f"{moved}\nby the run's optimizer on", f"{moved}\nby the gradient alone on")  # fmt: skip
     for row, kind in zip(axes, ("probability", "share"), strict=True):
-        part = found["updates"][kind]
-        names = [b["name"] for b in part["bins"]]
+        names = [b["name"] for b in found["updates"][kind]["bins"]]
         places = [name.replace(" quarter", "\nquarter") for name in names]
-        get = lambda key, part=part: [b.get(key) for b in part["bins"]]
-        _side_by_side(row[0], places, {"": get("share")})
-        _side_by_side(row[1], places, {"signed": get("advantage"), "size": get("advantage_size")})
-        _side_by_side(row[2], places, {"": get("gradient_norm")})
-        for axis, by in ((row[3], "optimizer"), (row[4], "gradient")):
-            kinds = {"all": "all tokens", names[0]: "lowest bin", names[-1]: "highest bin"}
-            tried = part["updates"][by]
-            heights = {kinds[on]: tried[on]["logp_size"] for on in kinds if on in tried}
-            _side_by_side(axis, places, heights)
+
+        def get(keys: Mapping[str, str], kind: str = kind) -> Callable[[Any], dict]:
+            bins = lambda of: of["updates"][kind]["bins"]
+            return lambda of: {name: [b.get(k) for b in bins(of)] for name, k in keys.items()}
+
+        def after(by: str, kind: str = kind, names: list[str] = names) -> Callable[[Any], dict]:
+            on = {"all": "all tokens", names[0]: "lowest bin", names[-1]: "highest bin"}
+            tried = lambda of: of["updates"][kind]["updates"][by]
+            return lambda of: {
+                n: tried(of)[k]["logp_size"] for k, n in on.items() if k in tried(of)
+            }
+
+        _side_by_side(row[0], places, found, get({"": "share"}))
+        _side_by_side(row[1], places, found, get({"signed": "advantage", "size": "advantage_size"}))
+        _side_by_side(row[2], places, found, get({"": "gradient_norm"}))
+        _side_by_side(row[3], places, found, after("optimizer"))
+        _side_by_side(row[4], places, found, after("gradient"))
         for axis in (row[1], row[3], row[4]):
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, **PLAIN)
         row[1].axhline(0.0, color=GREY, linewidth=0.8)
@@ -112,10 +128,14 @@ def _directions(found: Mapping[str, Any]) -> Any:
         "falling": "advantage < 0: share that falls, of those that move",
     }
     for row, kind in zip(axes, ("probability", "share"), strict=True):
-        part = found["directions"][kind]
+        places = [*found["directions"][kind]["bins"], "all"]
         for axis, (key, title) in zip(row, titles.items(), strict=True):
-            heights = {name: values[key] for name, values in part["variants"].items()}
-            _side_by_side(axis, [*part["bins"], "all"], heights)
+
+            def heights(of: Any, kind: str = kind, key: str = key) -> dict:
+                variants = of["directions"][kind]["variants"]
+                return {name: values[key] for name, values in variants.items()}
+
+            _side_by_side(axis, places, found, heights)
             axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
             axis.set_ylim(0, 1)
             axis.set_title(title)
@@ -126,21 +146,29 @@ def _directions(found: Mapping[str, Any]) -> Any:
 
 def _sources(found: Mapping[str, Any]) -> Any:
     """The groups' gradients: how long, how far along the whole, and how much alike from prompt to prompt."""
-    sources = dict(found["sources"])
-    tokens = sources.pop("tokens")
-    places = [name.replace(", ", ",\n") for name in sources]
-    figure, axes = sheet(1, 3, (19, 3.8))
-    part = lambda group, key: [step["groups"][group][key] for step in sources.values()]
-    norms = {group: part(group, "norm") for group in tokens}
-    whole = {"all tokens": [step["gradient_norm"] for step in sources.values()]}
-    _side_by_side(axes[0][0], places, norms | whole)
+    steps = [name for name in found["sources"] if name != "tokens"]
+    places = [name.replace(", ", ",\n") for name in steps]
+    figure, axes = sheet(1, 3, (15, 3.6))
+
+    def groups(key: str) -> Callable[[Any], dict]:
+        return lambda of: {
+            group: [of["sources"][step]["groups"][group][key] for step in steps]
+            for group in of["sources"]["tokens"]
+        }
+
+    def shares(of: Any) -> dict:
+        tokens = of["sources"]["tokens"]
+        return {group: [tokens[group], *share] for group, share in groups("share")(of).items()}
+
+    def with_all(key: str, of_all: str) -> Callable[[Any], dict]:
+        every = lambda of: {"all tokens": [of["sources"][step][of_all] for step in steps]}
+        return lambda of: groups(key)(of) | every(of)
+
+    _side_by_side(axes[0][0], places, found, with_all("norm", "gradient_norm"))
     axes[0][0].set_ylabel("norm of the gradient")
-    shares = {group: [share, *part(group, "share")] for group, share in tokens.items()}
-    _side_by_side(axes[0][1], ["tokens", *places], shares)
+    _side_by_side(axes[0][1], ["tokens", *places], found, shares)
     axes[0][1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
-    agreements = {group: part(group, "agreement") for group in tokens}
-    agreements["all tokens"] = [step["agreement"] for step in sources.values()]
-    _side_by_side(axes[0][2], places, agreements)
+    _side_by_side(axes[0][2], places, found, with_all("agreement", "agreement"))
     axes[0][2].set_ylabel("agreement: cosine of the gradients\nof every other prompt and the rest")
     figure.legend(
         *axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, **PLAIN

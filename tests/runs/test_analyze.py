@@ -35,19 +35,20 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run):
-    main(["analyze", str(run), "--step", "1", "--prompts", "6", "--tokens", "12"])
+    flags = ("--step", "1", "--prompts", "6", "--batches", "2", "--tokens", "12")
+    main(["analyze", str(run), *flags])
     return json.loads((run / "analysis" / analysis.NAME).read_text())
 
 
 def test_it_measures_the_run_and_draws(run, found, tmp_path):
     assert {p.name for p in (run / "analysis").iterdir()} == FIGURES | {analysis.NAME}
-    assert found["sample"]["responses"] == 12
+    assert found["sample"]["responses"] == 24
     assert (
         found["sample"]["optimizer_steps_before"] == 1
     )  # the optimizer goes on from the checkpoint
     for kind in ("probability", "share"):
         bins = found["updates"][kind]["bins"]
-        assert sum(entry["tokens"] for entry in bins) == found["sample"]["tokens"]
+        assert sum(entry["tokens"] for entry in bins) == found["sample"]["tokens"] / 2
         assert sum(entry["share"] for entry in bins) == pytest.approx(1.0)
         norms = [entry.get("gradient_norm", 0.0) for entry in bins]
         assert max(norms) > 0
@@ -57,21 +58,24 @@ def test_it_measures_the_run_and_draws(run, found, tmp_path):
     assert single["outside_at_logits"] == sum(single["outside_at_layers"]) == 0
     assert {*found["directions"]["share"]["variants"]} == {"plain", "reweighting", "Lopti", "both"}
     for part in (p for name, p in found["sources"].items() if name != "tokens"):
-        assert sum(group["share"] for group in part["groups"].values()) == pytest.approx(
-            1.0, abs=1e-3
-        )
+        assert sum(group["share"] for group in part["groups"].values()) == pytest.approx(1.0)
+    least, middle, most = (
+        part["updates"]["gradient_norm"] for part in (found["least"], found, found["most"])
+    )
+    assert least < middle < most
+    assert middle == pytest.approx((least + most) / 2)
     analysis.write(found, tmp_path)
     same = lambda name: (tmp_path / name).read_bytes() == (run / "analysis" / name).read_bytes()
     assert all(map(same, FIGURES | {analysis.NAME}))
 
 
 def test_an_optimizer_may_begin_anew(run, found, tmp_path):
-    flags = ("--step", "1", "--prompts", "6", "--tokens", "1", "--fresh", "--out", str(tmp_path))
-    main(["analyze", str(run), *flags])
+    flags = ("--step", "1", "--prompts", "6", "--batches", "2", "--tokens", "1", "--fresh")
+    main(["analyze", str(run), *flags, "--out", str(tmp_path)])
     anew = json.loads((tmp_path / analysis.NAME).read_text())
     assert anew["sample"]["optimizer_steps_before"] == 0
     moved = [x["updates"]["probability"]["updates"]["optimizer"]["all"] for x in (found, anew)]
-    assert moved[0] != moved[1]  # the same batch
+    assert moved[0] != moved[1]  # the same batches
 
 
 def test_the_table_has_the_key_numbers(found, capsys):
@@ -99,6 +103,8 @@ def test_a_figure_has_gaps_where_nothing_is_known(found, tmp_path):
         (["--step", "99"], "has no checkpoint of step 99"),
         (["--tokens", "0"], "they are counts"),
         (["--prompts", "-1"], "they are counts"),
+        (["--batches", "0"], "they are counts"),
+        (["--prompts", "1", "--batches", "999999"], "take fewer"),
     ],
 )
 def test_what_is_wrong_is_one_line(run, arguments, message, tmp_path, capsys):
