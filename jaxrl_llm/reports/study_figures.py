@@ -66,11 +66,12 @@ def _differences(results: Mapping[str, Any]) -> Any:
     study = results["study"]
     panels = [*study["panels"]]
     variants = [name for name in study["variants"] if name != study["baseline"]][::-1]
-    size = (1.5 + 3.2 * len(panels), 1.5 + 0.6 * max(len(variants), 2))
+    size = (1.5 + 3.2 * len(panels), 0.4 + len(_DIFFERENCES) * (0.8 + 0.22 * len(variants)))
     figure, axes = sheet(len(_DIFFERENCES), len(panels), size)
     entries = {(e["panel"], e["variant"], e["figure"]): e["difference"] for e in results["summary"]}
     for row, (name, title) in zip(axes, _DIFFERENCES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
+            axis.sharex(row[0])
             axis.axvline(0.0, color="grey", linewidth=1)
             for place, variant in enumerate(variants):
                 apart = entries.get((panel, variant, name))
