@@ -145,8 +145,9 @@ class _Programs:
     """What is tried on a batch, compiled once for all."""
 
     def __init__(self, of: _Subject, responses: int):
-        self.variants = probe.variants(of.config.objective, alpha=of.alpha, eta=of.eta)
-        plain = self.variants["plain"]
+        variants = probe.variants(of.config.objective, alpha=of.alpha, eta=of.eta)
+        self._credit = {name: update.make_credit(one) for name, one in variants.items()}
+        plain = variants["plain"]
         config = replace(_in_one(of.config, responses), objective=plain)
         reference = of.state.params if of.reference is None else of.reference
         reference = reference if plain.reads("ref_logp") else None
@@ -167,10 +168,7 @@ class _Programs:
         """The batch as each variant sees it, and its tokens."""
         batch, reward = self._training.batch(sample.rollout, sample.answers.rewards)
         scores, _ = self._training.score(self._params, batch)
-        credited = {
-            name: update.make_credit(objective)(batch, reward, **scores)
-            for name, objective in self.variants.items()
-        }
+        credited = {name: credit(batch, reward, **scores) for name, credit in self._credit.items()}
         plain = credited["plain"]
         logp = self.score(self._params, plain.inputs)
         return credited, analysis.tokens_of(batch, plain, logp, groups)
