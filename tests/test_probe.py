@@ -138,8 +138,7 @@ def test_a_probe_is_the_train_step_on_a_copy(params, credited):
     score = update.make_score(policy_logp)
     state = update.init_state(jax.tree.map(jnp.copy, params), adam)
     before = jax.tree.map(np.array, state)
-    tried = probe.Probe(state, step, score)
-    found = tried(credited)
+    found = probe.Probe(state, step, score)(credited)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, before))
     after, visits = step(state, credited)
     np.testing.assert_array_equal(found.logp, score(after.params, credited.inputs))
@@ -154,7 +153,7 @@ def test_a_gradient_is_what_a_step_goes_along(params, credited):
     gradient = probe.make_gradient(policy_logp, objective, params)
     score, ascent = update.make_score(policy_logp), optax.sgd(0.5)
     by_step = probe.Probe(
-        update.init_state(jax.tree.map(jnp.copy, params), ascent),
+        update.init_state(params, ascent),
         update.make_train_step(policy_logp, objective, ascent),
         score,
     )(batch)

@@ -153,7 +153,7 @@ def _sources_of(halves: Mapping[str, list]) -> dict[str, Any]:
         name: {
             "norm": float(optax.tree.norm(mine)),
             "share": probe.along(mine, whole),
-            "cosine": probe.cosine(mine, jax.tree.map(lambda x, y: x - y, whole, mine)),
+            "cosine": probe.cosine(mine, optax.tree.sub(whole, mine)),
             "agreement": probe.cosine(*halves[name]),
         }
         for name, mine in groups.items()

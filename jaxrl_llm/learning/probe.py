@@ -43,8 +43,7 @@ class Probe:
     def __call__(self, credited: Credited) -> Moved:
         """What one step on the batch does."""
         state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
-        apart = jax.tree.map(jnp.subtract, state.params, self.state.params)
-        distance = float(np.sqrt(sum(float(jnp.vdot(x, x)) for x in jax.tree.leaves(apart))))
+        distance = float(optax.tree.norm(optax.tree.sub(state.params, self.state.params)))
         logp = self.score(state.params, credited.inputs)
         return Moved(np.asarray(visits["grad_norm"]), distance, np.asarray(logp))
 
@@ -60,7 +59,7 @@ def make_gradient(
 
     keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
     step = make_train_step(policy_logp, objective, keeps)
-    state = init_state(jax.tree.map(jnp.copy, params), keeps)
+    state = init_state(params, keeps)
     return lambda credited: step(jax.tree.map(jnp.copy, state), credited)[0].opt_state
 
 
@@ -203,6 +202,4 @@ def along(part: Any, whole: Any) -> float | None:
 
 
 def _dot(x: Any, y: Any) -> float:
-    return sum(
-        float(jnp.vdot(a, b)) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    )
+    return float(np.asarray(optax.tree.vdot(x, y)))
