@@ -20,7 +20,7 @@ from jaxrl_llm.machines import dryrun
 from jaxrl_llm.models import sharding
 from jaxrl_llm.reports import curves, tables
 from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.runs import assemble, folder, journal, origin, splits
+from jaxrl_llm.runs import assemble, folder, journal, origin, splits, terminal
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.checkpoint import Checkpoints
@@ -84,7 +84,7 @@ def main(options: Options, config: Config, made_by: Path, flags: dict[str, Any])
         leaving_gracefully(stop, grace=options.grace, minutes=options.max_minutes),
         hosts.joined(options.process, lost=options.lost, asked=lambda: stop.asked),
     ):
-        console = rich.console.Console(markup=False, soft_wrap=True, quiet=not hosts.first())
+        console = terminal.console(quiet=not hosts.first())
         try:
             finished = _train(options, config, made_by, flags, stop, console)
         except Leaving:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from jaxrl_llm.runs.seal import sealed, unsealed
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
+HALF = "*.orbax-checkpoint-tmp*"  # what a save is called until it is whole
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 
 
@@ -54,10 +56,7 @@ class Checkpoints:
     ):
         self.folder, self._keep, self._check = folder, keep, check
         self._gathers = writers.gathers(folder)
-        for name in (
-            "absl",
-            "asyncio",
-        ):  # errors of the writers are raised here; these say them again
+        for name in ("absl", "asyncio"):  # they say again what is raised here
             logging.getLogger(name).setLevel(logging.CRITICAL)
         silence_closed_loops()
         options = ocp.CheckpointManagerOptions(
@@ -72,9 +71,13 @@ class Checkpoints:
         try:
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
+            if not read_only and hosts.first():
+                for half in folder.glob(HALF):  # of a process that ended as it wrote
+                    shutil.rmtree(half)
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
+        self._unjudged: set[int] = set()  # steps whose score could not be read: they stay
         self._scores = {step: self._score(step) for step in self.steps}
         self._settling: _Settling | None = None
 
@@ -245,8 +248,9 @@ class Checkpoints:
             if found is None and later.exists():
                 found = unsealed(json.loads(later.read_bytes()))["score"]
         except (DamageError, UserError, OSError, ValueError) as error:
-            said = "checkpoint %d counts as without a score, which cannot be read: %s"
+            said = "checkpoint %d stays, and counts as without a score, which cannot be read: %s"
             logger.warning(said, step, first_line(error))
+            self._unjudged.add(step)
             return None
         return found
 
@@ -271,7 +275,7 @@ class Checkpoints:
             self._check()
         if self._keep is None or (self._gathers and not hosts.first()):
             return
-        kept = {*self.steps[-self._keep :], self.best}
+        kept = {*self.steps[-self._keep :], self.best, *self._unjudged}
         for step in self.steps:
             if step not in kept:
                 self._manager.delete(step)

@@ -63,10 +63,13 @@ def run(
                     process.send_signal(signal.SIGTERM)
             look(states)
             time.sleep(POLL if running else 0.0)
-    finally:
-        for _, process in running.values():  # interrupted a second time
-            process.kill()
+    except BaseException as error:
+        again = isinstance(error, KeyboardInterrupt)  # a second time
+        for _, process in running.values():
+            process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        for _, process in running.values():
             process.wait()
+        raise
     return states
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import rich.console
 import rich.progress
+from rich.table import Column
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -42,12 +43,16 @@ class Journal:
         self.folder, self.console, self._check = folder, console, check
         self.progress = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
+            rich.progress.BarColumn(bar_width=12),
             rich.progress.MofNCompleteColumn(),
             rich.progress.TimeElapsedColumn(),
             rich.progress.TextColumn("left"),
             rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn(
+                "{task.fields[figures]}", table_column=Column(no_wrap=True, ratio=1)
+            ),
             console=console,
+            expand=True,
         )
 
     def start(self, after: int = -1) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from jaxrl_llm import hosts
 from jaxrl_llm.errors import Leaving
@@ -114,10 +114,10 @@ def _watch(read: int, grace: float, minutes: float | None) -> None:
 def _end(grace: float, *, interrupted: bool) -> None:
     """Ends the process without the main thread, which is in something that cannot be interrupted."""
     if not interrupted:
-        print(
+        said = (
             f"jaxrl-llm: stopped; what was under way took more than {grace:g} s (--grace) and is lost: go on "
-            "from the last checkpoint with --resume",
-            file=sys.stderr,
-            flush=True,
+            "from the last checkpoint with --resume"
         )
+        with suppress(OSError):  # of a terminal that is closed
+            print(said, file=sys.stderr, flush=True)
     os._exit(130 if interrupted else UNFINISHED)

@@ -23,15 +23,14 @@ def shown(
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
     """Yields the function that says how far the phase is, which has all of `steps` and starts with some done."""
     progress, title = journal.progress, phase.replace("_", " ")
-    bar = progress.add_task(title, total=len(steps), completed=done)
+    bar = progress.add_task(title, total=len(steps), completed=done, figures="")
 
     def advance(number: int, values: Mapping[str, Any]) -> None:
         here = number - steps.start
         known = [text.format(float(values[n])) for n, text in _SHOWN.items() if n in values]
-        line = " | ".join([title, *known])
-        progress.update(bar, completed=here, description=line)
+        progress.update(bar, completed=here, figures=" | ".join(known))
         if not progress.console.is_terminal and here % max(1, len(steps) // 20) == 0:
-            journal.say(f"{here}/{len(steps)} {line}")
+            journal.say(f"{here}/{len(steps)} {' | '.join([title, *known])}")
 
     with progress:
         yield advance

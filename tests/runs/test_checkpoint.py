@@ -217,6 +217,43 @@ def test_the_best_is_known_after_the_run_and_survives_a_resume(tmp_path):
     assert resumed.steps == [2, 4]
 
 
+def test_a_best_whose_note_cannot_be_read_for_a_moment_stays(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    for step, score in ((1, 0.9), (2, 0.1)):
+        checkpoints.save(step, state(step), {}, score=score)
+    checkpoints.close()
+    read = Checkpoints._read
+
+    def failing(self, step, **item):
+        if step == 1:
+            raise UserError("cannot read: Input/output error")
+        return read(self, step, **item)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_read", failing)
+        resumed = Checkpoints(tmp_path / "c", keep=1)
+    assert resumed.newest(like)[0] == 2
+    resumed.save(3, state(3), {}, score=0.2)
+    resumed.close()
+    again = Checkpoints(tmp_path / "c", keep=1)
+    assert again.best == 1
+    again.save(4, state(4), {}, score=0.3)
+    again.close()
+    assert again.steps == [1, 4]
+
+
+def test_half_a_save_that_nobody_ended_is_cleared_away(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    checkpoints.save(10, state(1), {})
+    checkpoints.close()
+    half = tmp_path / "c" / "7.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "c" / "10", half)
+    Checkpoints(tmp_path / "c", read_only=True).close()
+    assert half.exists()  # its writer may be at it
+    Checkpoints(tmp_path / "c").close()
+    assert not half.exists()
+
+
 def test_in_the_end_the_best_that_can_be_read_is_tested(three, monkeypatch, caplog):
     flip(three / "4")
     pushed, result = [], SimpleNamespace(metrics=dict)
@@ -261,7 +298,7 @@ def test_a_step_that_is_judged_after_it_was_saved(tmp_path, three, caplog):
     assert Checkpoints(three, read_only=True).steps == [8, 9]
     (three / "8" / checkpoint.SCORE).write_text("{")
     assert Checkpoints(three, read_only=True).best == 9
-    assert "checkpoint 8 counts as without a score" in caplog.text
+    assert "checkpoint 8 stays, and counts as without a score" in caplog.text
 
 
 WAITING = """

@@ -54,6 +54,22 @@ def test_a_stop_lets_runs_save_and_starts_no_other(tmp_path):
     assert (tmp_path / "saved").exists()
 
 
+def test_an_error_of_ours_lets_runs_save(tmp_path):
+    waits = (
+        "import signal, sys, time\n"
+        f"def leave(*_): time.sleep(0.5); open({str(tmp_path / 'saved')!r}, 'w'); sys.exit(0)\n"
+        f"signal.signal(signal.SIGTERM, leave); open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
+    )
+
+    def look(_):
+        if (tmp_path / "ready").exists():
+            raise OSError("no table can be shown")
+
+    with pytest.raises(OSError, match="no table"):
+        fleet.run(jobs(tmp_path, ("a", "", waits)), 1, 1, Stop(), look, {})
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="affinity is Linux's")
 def test_a_job_has_its_number_of_cores(tmp_path):
     before = os.sched_getaffinity(0)

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import study as studies
 from jaxrl_llm.reports import study_report
 from jaxrl_llm.reports.study import Outcome, Planned, Study
-from jaxrl_llm.runs import fleet, folder, journal
+from jaxrl_llm.runs import fleet, folder, journal, terminal
 from jaxrl_llm.runs.leaving import UNFINISHED, Stop, leaving_gracefully
 from jaxrl_llm.storage import url_of
 
@@ -64,7 +64,7 @@ def main(
         raise UserError(f"--out {url_of(out)}: a study's folder lies in a file system")
     text = (module.__doc__ or "").strip()
     grid = Grid(study, file.stem, text, config, out or Path("runs") / "studies" / file.stem)
-    console, runs = rich.console.Console(markup=False, soft_wrap=True), study.runs(seeds)
+    console, runs = terminal.console(), study.runs(seeds)
     lengths, kept = lengths_of(grid, runs), grid.kept(runs)
     failed, stopped = [], False
     if not report:

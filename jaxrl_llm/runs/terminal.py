@@ -1,0 +1,44 @@
+"""The terminal of a long command, which may close, or `| tee` end, while the work goes on."""
+
+import os
+import sys
+from typing import Any
+
+import rich.console
+
+
+def console(*, quiet: bool = False) -> rich.console.Console:
+    """A console on standard output that goes silent once nobody takes what it says."""
+    return rich.console.Console(file=_Output(), markup=False, soft_wrap=True, quiet=quiet)
+
+
+class _Output:
+    """Standard output, whatever it is when it is written to."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_stdout(), name)
+
+    def write(self, text: str) -> int:
+        try:
+            return _stdout().write(text)
+        except OSError:
+            _silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            _stdout().flush()
+        except OSError:
+            _silence()
+
+
+def _stdout() -> Any:
+    """Standard output itself, not what rich puts in its place while something is live."""
+    return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+
+def _silence() -> None:
+    """From now on what is written, and what is left in the buffer, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _stdout().fileno())
+    os.close(nowhere)
