@@ -22,12 +22,13 @@ class _AsItIs(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
+_RAN: dict[Path, None] = {}  # in order
 _INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
 @contextmanager
 def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
-    """For the block, runs the copy of a file where it is asked to run the file."""
+    """For the block, runs the copy of a file where it is asked to run the file, as if it lay in its place."""
     token = _INSTEAD.set(copies)
     try:
         yield
@@ -35,22 +36,27 @@ def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
         _INSTEAD.reset(token)
 
 
-def read(kind: str) -> list[Path]:
-    """The files of a kind that were run, where they are."""
-    modules = (module for name, module in sys.modules.items() if name.startswith(f"user_{kind}_"))
-    return [Path(module.__file__).resolve() for module in modules if module.__file__]
+def forget() -> None:
+    """What was run until now counts no more in `ran`."""
+    _RAN.clear()
+
+
+def ran(*, but: Path) -> list[Path]:
+    """The files that were run, where they are, `but` the one."""
+    return [path for path in _RAN if path != but.resolve()]
 
 
 def run(path: Path, kind: str) -> ModuleType:
     """The module made by running the file at `path`; `kind` is what messages call it."""
-    path = (_INSTEAD.get() or {}).get(path.resolve(), path)
+    stands_for, path = path, (_INSTEAD.get() or {}).get(path.resolve(), path)
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
     if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
-    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+    spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)
     assert spec
+    _RAN[stands_for.resolve()] = None
     module = importlib.util.module_from_spec(spec)
     sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:

@@ -125,7 +125,7 @@ def test_a_study_goes_on_with_what_is_left(small, tmp_path, monkeypatch):
     fake(out, "lopti-seed0", [0.1, 0.2])
     nothing = out / "runs" / "plain-seed1"
     (nothing / "model").mkdir(parents=True)  # killed before its first checkpoint
-    (nothing / "run.json").write_text("{}")
+    (nothing / "run.json").write_text('{"flags": {}}')
     jobs = planned(monkeypatch, small, "--out", out)
     assert [*jobs] == ["lopti-seed0", "warm-warm_steps-2-seed1", "plain-seed1", "lopti-seed1"]
     assert jobs["lopti-seed0"].after == ""
@@ -144,6 +144,65 @@ def test_runs_of_other_flags_are_not_mixed_in(small, tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         planned(monkeypatch, small, "--out", out, "--threads", "2")
     assert "go on with --threads 1" in capsys.readouterr().err
+
+
+def test_runs_of_another_version_of_the_config_are_not_mixed_in(
+    small, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    config, where = ROOT / "tests" / "runs" / "quick.py", fake(out, "plain-seed0", [0.1, 0.2, 0.3])
+    shutil.copy(config, where / "config.py")
+    assert "plain-seed0" not in planned(monkeypatch, small, "--out", out)
+    (where / "config.py").write_text(config.read_text().replace("1e-3", "1e-4"))
+    with pytest.raises(SystemExit):
+        planned(monkeypatch, small, "--out", out)
+    said = capsys.readouterr().err
+    assert "quick.py has changed since" in said
+    assert f"put it back as it was ({where}/config.py)" in said
+
+
+def test_a_finished_run_may_lose_its_checkpoints_no_other_loses_anything(
+    small, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    done, half = fake(out, "plain-seed0", [0.1, 0.2, 0.3]), fake(out, "lopti-seed0", [0.1, 0.2])
+    for where in (done, half):
+        shutil.rmtree(where / "checkpoints")
+    with pytest.raises(SystemExit):
+        planned(monkeypatch, small, "--out", out)
+    assert f"{half} has lost its checkpoints before it was finished" in capsys.readouterr().err
+    assert (half / journal.METRICS).exists()
+    half.rename(tmp_path / "away")
+    jobs = planned(monkeypatch, small, "--out", out)
+    assert [*jobs][:2] == ["warm-warm_steps-2-seed0", "lopti-seed0"]
+    assert (done / journal.METRICS).exists()
+
+
+def test_a_variant_called_as_a_warm_start_is_refused(small, tmp_path, monkeypatch, capsys):
+    small.write_text(SMALL.replace('"plain"', '"warm"').replace('warm=("warm_steps",),', ""))
+    with pytest.raises(SystemExit):
+        planned(monkeypatch, small, "--out", tmp_path / "out")
+    assert (
+        "or one and a warm start, have names that make the same folder" in capsys.readouterr().err
+    )
+
+
+def test_a_seed_given_twice_is_one(small, tmp_path, monkeypatch):
+    jobs = planned(monkeypatch, small, "--out", tmp_path / "out", "--seeds", "1", "1")
+    assert [*jobs] == ["warm-warm_steps-2-seed1", "plain-seed1", "lopti-seed1"]
+
+
+@pytest.mark.parametrize("name", ["threads", "runs/plain-seed0/run.json"])
+def test_a_damaged_file_is_one_line(name, small, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    fake(out, "plain-seed0", [0.1, 0.2, 0.3])
+    planned(monkeypatch, small, "--out", out)
+    capsys.readouterr()
+    (out / name).write_text("")
+    with pytest.raises(SystemExit) as left:
+        planned(monkeypatch, small, "--out", out)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(f"jaxrl-llm: {out / name} ")
 
 
 def test_a_folder_is_worked_on_once(tmp_path):

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxrl_llm import desk
+from jaxrl_llm import desk, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs.ending import ending
 
@@ -102,6 +102,7 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
     from jaxrl_llm.cli import data, plan, serve, train
     from jaxrl_llm.runs import record
 
+    userfile.forget()
     make, flags = configs.load(path), {}
     if name == "train":  # a run is resumed with its own flags
         make = record.with_stored_flags(make, _resumed_folder(path, arguments))

@@ -55,7 +55,7 @@ class Study:
                 {**self.flags, **self.panels[panel], **self.variants[variant], "seed": seed},
             )
             for seed, panel, variant in itertools.product(
-                seeds or self.seeds, self.panels, self.variants
+                dict.fromkeys(seeds or self.seeds), self.panels, self.variants
             )
         ]
 

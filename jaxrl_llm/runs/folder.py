@@ -144,7 +144,7 @@ def _start(
         raise UserError(
             f"{folder} already holds a run: add --resume to go on, or choose another --out"
         )
-    run = record.new(made_by, flags, userfile.read("task"), origin and desk.named(origin))
+    run = record.new(made_by, flags, userfile.ran(but=made_by), origin)
     (folder / "model").mkdir(exist_ok=True)
     parts.tokenizer.save(folder / "model")
     described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
@@ -170,7 +170,8 @@ def _continue(
                 f"{original} has changed since {folder} was started: resume with the run's own copy, "
                 f"{folder / copy}, or start anew with another --out"
             )
-    if (there := run.get("from")) != (origin and desk.named(origin)):
+    if not record.begins_with(run, origin):
+        there = run["from"]
         given = f"with --from {there}" if there else "without --from"
         raise UserError(f"{folder} was started {given}: resume it so")
     run = record.continued(folder, run, flags)
@@ -191,11 +192,14 @@ def same_model(folder: Path, wanted: dict[str, Any]) -> None:
 
 def reopen(folder: Path) -> Config:
     """The config of a run, made again by its own file and flags; it executes that file."""
-    run, path = record.read(folder), folder / CONFIG
+    run = record.read(folder)
     record.require_sources(folder, run)
-    make: Callable[..., Config] = config.load(path)
-    made = config.build(make, path, **record.flags_for(make, run["flags"]))
+    path = Path(run.get("config", folder / CONFIG)).absolute()
     copies = {Path(original): folder / copy for original, copy in run["files"].items()}
+    copies[path.resolve()] = folder / CONFIG
+    with userfile.instead(copies):
+        make: Callable[..., Config] = config.load(path)
+        made = config.build(make, folder / CONFIG, **record.flags_for(make, run["flags"]))
 
     def task(data: Path) -> Any:
         with userfile.instead(copies):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import jaxrl_llm
-from jaxrl_llm import files
+from jaxrl_llm import desk, files
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import seal
 from jaxrl_llm.runs.disk import DamageError
@@ -34,20 +34,21 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
 def new(
-    made_by: Path, flags: dict[str, Any], used: Iterable[Path], origin: str | None = None
+    made_by: Path, flags: dict[str, Any], used: Iterable[Path], origin: Path | None = None
 ) -> dict[str, Any]:
     """The record of a run that starts; `used` are the files beside the config that made it.
 
-    `origin` is the run whose warm start it begins with.
+    `origin` is the folder of the run whose warm start it begins with.
     """
     flags = plain(flags)
     copies = {str(path): f"files/{i}-{path.name}" for i, path in enumerate(used)}
     return {
         "id": uuid.uuid4().hex,
-        "config": str(made_by),
+        "config": str(made_by.absolute()),
         "flags": flags,
         "files": copies,
-        "from": origin,
+        "from": origin and desk.named(origin),
+        "from_id": origin and identity(origin),
         "sessions": [_session(flags)],
     }
 
@@ -69,7 +70,16 @@ def read(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is damaged: take it from a copy of the run; nothing was changed"
         ) from error
-    return {"id": None, "files": {}, "sums": {}, "sessions": [], **found}
+    defaults = {"id": None, "files": {}, "sums": {}, "sessions": [], "from": None, "from_id": None}
+    return {**defaults, **found}
+
+
+def begins_with(run: dict[str, Any], origin: Path | None) -> bool:
+    """Whether that is the run whose warm start this one begins with; its folder may have moved."""
+    if origin is None or run["from"] is None:
+        return origin is run["from"]
+    moved = run["from_id"] is not None and identity(origin) == run["from_id"]
+    return moved or desk.named(origin) == run["from"]
 
 
 def require_sources(folder: Path, run: dict[str, Any]) -> None:

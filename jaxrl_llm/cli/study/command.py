@@ -15,8 +15,8 @@ import rich.live
 import rich.table
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import userfile
-from jaxrl_llm.cli.study.grid import Grid, finished, lengths_of, prepared
+from jaxrl_llm import files, userfile
+from jaxrl_llm.cli.study.grid import Grid, continued, finished, lengths_of, require_same
 from jaxrl_llm.cli.study.watch import Watch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import study as studies
@@ -99,9 +99,10 @@ def _run(
         where = grid.folder_of(run)
         bound = inspect.signature(make).bind(**run.flags)
         bound.apply_defaults()
-        more = prepared(where, bound.arguments)
+        require_same(where, grid.config, bound.arguments)
         if finished(where, *lengths[run.name]):
             return False
+        more = continued(where)
         begun = grid.folder_of(origin).absolute() if origin else None
         command = [sys.executable, "-m", "jaxrl_llm.cli", *grid.command(run, begun), *more]
         after = origin.name if origin and origin.name in jobs else ""
@@ -178,11 +179,17 @@ def _alone(out: Path, threads: int) -> Iterator[None]:
         before = _threads(out) or threads
         if before != threads:
             raise UserError(f"{out} has runs of {before} cores each: go on with --threads {before}")
-        (out / "threads").write_text(f"{threads}\n")
+        if not (out / "threads").exists():
+            files.write(out / "threads", f"{threads}\n")
         yield
 
 
 def _threads(out: Path) -> int | None:
     """Cores that each run of the folder has had."""
     noted = out / "threads"
-    return int(noted.read_text()) if noted.exists() else None
+    try:
+        return int(noted.read_text()) if noted.exists() else None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{noted} cannot be read: write into it how many cores each run there has had"
+        ) from error

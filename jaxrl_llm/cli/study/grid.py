@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ class Grid:
         Whole seeds alone: what is compared has begun with the same warm start.
         """
         known = self.known()
+        same = lambda run: known[run.name].run == replace(run, flags=record.plain(run.flags))
         missing = {
             (run.panel, run.seed)
             for run in runs
-            if self.folder_of(run).exists() or run.name not in known or known[run.name].run != run
+            if self.folder_of(run).exists() or run.name not in known or not same(run)
         }
         return {run.name: known[run.name] for run in runs if (run.panel, run.seed) not in missing}
 
@@ -68,25 +69,43 @@ class Grid:
 
 
 def finished(where: Path, begin: int, steps: int) -> bool:
-    """Whether a run has made, evaluated and saved its last step."""
-    if not (where / "checkpoints" / str(begin + steps)).is_dir():
+    """Whether a run has made, evaluated and saved its last step.
+
+    Its checkpoints may be gone as a whole, to save room; not those of a warm start, which others begin with.
+    """
+    last, checkpoints = begin + steps, where / "checkpoints"
+    if not (checkpoints / str(last)).is_dir() and (not steps or checkpoints.exists()):
         return False
-    last = begin + steps
     return any(r["step"] == last and "eval/accuracy" in r for r in journal.read(where))
 
 
-def prepared(where: Path, flags: Mapping[str, Any]) -> list[str]:
-    """The flags that go on with what is in a run's folder; a start that came to nothing is cleared away."""
-    if not (where / "checkpoints").is_dir():
-        shutil.rmtree(where, ignore_errors=True)
-        return []
-    there = json.loads((where / "run.json").read_text())["flags"]
+def require_same(where: Path, config: Path, flags: Mapping[str, Any]) -> None:
+    """A UserError if the run in a folder was made by another config or with other flags."""
+    if not (where / record.NAME).exists():
+        return
+    there = record.read(where)["flags"]
     for name, value in record.plain(flags).items():
         if there.get(name, value) != value:
             raise UserError(
                 f"{where} was made with {name} = {there[name]}, the study says {value}: choose another --out"
             )
-    return ["--resume"]
+    copy = where / record.CONFIG
+    if copy.exists() and copy.read_bytes() != config.read_bytes():
+        raise UserError(
+            f"{config} has changed since {where} was made: put it back as it was ({copy}), or choose another --out"
+        )
+
+
+def continued(where: Path) -> list[str]:
+    """The flags that go on with what is in a run's folder; a start that came to nothing is cleared away."""
+    if (where / "checkpoints").is_dir():
+        return ["--resume"]
+    if journal.read(where):
+        raise UserError(
+            f"{where} has lost its checkpoints before it was finished: move it away, and it is made anew"
+        )
+    shutil.rmtree(where, ignore_errors=True)
+    return []
 
 
 def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]]:
@@ -100,8 +119,9 @@ def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]
             made = configs.build(make, grid.config, **run.flags)
             known[key] = (made.warm_start.steps if made.warm_start else 0, made.steps)
         out[run.name] = known[key]
-    if len({run.name for run in runs}) < len(runs):
+    warm = {grid.study.warm_start(run).name for run in runs if out[run.name][0]}
+    if len({run.name for run in runs} | warm) < len(runs) + len(warm):
         raise UserError(
-            f"{grid.title}: two variants or panels have names that make the same folder"
+            f"{grid.title}: two variants or panels, or one and a warm start, have names that make the same folder"
         )
     return out
