@@ -20,7 +20,7 @@ import optax
 from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.models import attention, qwen2
 from jaxrl_llm.objectives import partition, recipes
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -150,7 +150,7 @@ def config(
             demonstration=partial(crowd, careless=careless, chatter=chatter),
         ),
         evaluation=Evaluation(every=10, validation=1000, by="people"),
-        compute=qwen2.Compute(remat=None),
+        compute=qwen2.Compute(attend=attention.xla, remat=None),
         seed=seed,
     )
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models import product
+
 
 class Offsets(NamedTuple):
     """What is added to the input of each layer, at every position, and to the hidden state that the head reads."""
@@ -51,4 +53,4 @@ def logits(
     hidden = model.norm(x)[0, index]
     hidden = hidden + offsets.head.astype(hidden.dtype)
     head = model.head.astype(hidden.dtype)
-    return jnp.einsum("d,vd->v", hidden, head, preferred_element_type=jnp.float32) / temperature
+    return product.einsum("d,vd->v", hidden, head) / temperature

@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models import product
 from jaxrl_llm.models.sharding import BATCH, current_mesh, fit, platform
 
 Queries = Float[Array, "R L H D"]
@@ -149,10 +150,10 @@ def _attend_block(q, k, v, segments, start):
     seen = seen[None, None, None]
     if segments is not None:
         seen &= (segments[:, start:end, None] == segments[:, None, :end])[:, None, None]
-    scores = jnp.einsum("rkgqd,rkld->rkgql", q, k, preferred_element_type=jnp.float32)
+    scores = product.einsum("rkgqd,rkld->rkgql", q, k)
     scores = jnp.where(seen, scores, -1e30)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    mixed = jnp.einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v)
+    mixed = product.einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v, v.dtype)
     return (mixed / total).astype(q.dtype)

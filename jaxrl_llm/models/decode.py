@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models import product
 from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
 
 
@@ -126,9 +127,7 @@ class Decoder:
         each = (layers, jnp.arange(model.shape.num_layers))
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
         hidden = model.norm(x)[:, 0]
-        logits = jnp.einsum(
-            "sd,vd->sv", hidden, model.head.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        logits = product.einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype))
         logits = constrain(logits, BATCH, "tensor")  # the head stays where it is, logits travel
         return constrain(logits, (*BATCH, "tensor"), None), _place(cache)
 
@@ -141,17 +140,13 @@ def _attend(q: Float[Array, "S H D"], cache: Cache, layer, position) -> Float[Ar
 
     def block(b, carry):
         top, total, mixed = carry
-        scores = jnp.einsum(
-            "skgd,skdw->skgw", q, cache.k[layer, b], preferred_element_type=jnp.float32
-        )
+        scores = product.einsum("skgd,skdw->skgw", q, cache.k[layer, b])
         seen = b * width + jnp.arange(width)[None] <= position[:, None]
         scores = jnp.where(seen[:, None, None], scores, -1e30)
         high = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - high), jnp.exp(top - high)
         v = cache.v[layer, b]
-        add = jnp.einsum(
-            "skgw,skwd->skgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        add = product.einsum("skgw,skwd->skgd", weights.astype(v.dtype), v)
         return high, total * fade + weights.sum(-1, keepdims=True), mixed * fade + add
 
     start = jnp.full((*q.shape[:3], 1), -1e30, jnp.float32)

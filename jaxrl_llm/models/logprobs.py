@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import vocabulary
+from jaxrl_llm.models import product, vocabulary
 from jaxrl_llm.models.bounded import up_to
 from jaxrl_llm.models.inputs import Inputs
 from jaxrl_llm.models.sharding import (
@@ -192,10 +192,10 @@ def _backward(settings, saved, gradient):
             softmax = jnp.exp(logits - norm[i][..., None])
             d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
             d_logits = d_logits.astype(hidden.dtype)
-            mine = _float32_einsum("rcv,vd->rcd", d_logits, weight)
+            mine = product.einsum("rcv,vd->rcd", d_logits, weight)
             mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
             d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
-            return d_hidden, d_head + _float32_einsum("rcv,rcd->vd", d_logits, group)
+            return d_hidden, d_head + product.einsum("rcv,rcd->vd", d_logits, group)
 
         zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
         d_hidden, d_head = up_to(len(hidden), used, one, zeros)
@@ -207,12 +207,10 @@ def _backward(settings, saved, gradient):
 
 _pieces.defvjp(_forward, _backward)
 
-_float32_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
-
 
 def _logits(hidden, weight, ids, temperature, tokens):
     """float32 logits / temperature for this device's part of the vocabulary."""
-    logits = _float32_einsum("rcd,vd->rcv", hidden, weight) / temperature
+    logits = product.einsum("rcd,vd->rcv", hidden, weight) / temperature
     return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention, vocabulary
+from jaxrl_llm.models import attention, product, vocabulary
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
 Hidden = Float[Array, "R L D"]
@@ -41,7 +41,8 @@ class Shape:
 class Compute:
     """How the same mathematics is run: precision, attention kernel, what the backward pass recomputes.
 
-    The default `attend` computes in bfloat16 on a GPU where `dtype` is float32; `attention.xla` keeps float32.
+    Where `dtype` is float32 products keep all of it, on every device; only the default `attend` computes in
+    bfloat16 on a GPU, which `attention.xla` does not.
     `remat` wraps a layer: `jax.checkpoint` keeps only its input, `partial(jax.checkpoint, policy=...)` keeps what
     the policy names, None keeps everything.
     """
@@ -64,7 +65,7 @@ class Linear(nnx.Module):
         n = self.contracted
         w = self.weight[...].astype(x.dtype)
         dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(w.ndim - n, w.ndim)))
-        y = jax.lax.dot_general(x, w, (dims, ((), ())))
+        y = jax.lax.dot_general(x, w, (dims, ((), ())), product.precision(x, w))
         return y if self.bias is None else y + _like(self.bias[...], y)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import product, sharding
 from jaxrl_llm.models.sharding import BATCH, constrain
 
 
@@ -115,9 +115,7 @@ class Unrolled:
             x = layer.finish(x, _attend(q[:, 0], k, v, position)[:, None])
             longer.append(_place(LayerCache(k, v)))
         hidden = model.norm(x)[:, 0]
-        logits = jnp.einsum(
-            "sd,vd->sv", hidden, model.head.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        logits = product.einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype))
         logits = constrain(logits, BATCH, "tensor")  # the head stays where it is, logits travel
         return constrain(logits, (*BATCH, "tensor"), None), longer
 
@@ -136,13 +134,11 @@ def _attend(
     slots, heads, size = q.shape
     kv_heads, columns = k.shape[1:3]
     q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
-    scores = jnp.einsum("skgd,skcd->skgc", q, k, preferred_element_type=jnp.float32)
+    scores = product.einsum("skgd,skcd->skgc", q, k)
     seen = jnp.arange(columns)[None] <= position[:, None]
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    mixed = jnp.einsum(
-        "skgc,skcd->skgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
+    mixed = product.einsum("skgc,skcd->skgd", weights.astype(v.dtype), v)
     mixed = mixed / weights.sum(-1, keepdims=True)
     return mixed.astype(q.dtype).reshape(slots, heads, size)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import attention, logprobs, qwen2, sharding
@@ -169,3 +170,25 @@ def test_bfloat16_compute_is_close_to_float32():
     difference = np.asarray(wide(params, inputs) - narrow(params, inputs))[mask]
     assert np.abs(difference).mean() < 0.05
     assert np.abs(difference).max() > 0
+
+
+def products(jaxpr):
+    """Every product of matrices in a program, those of the programs within it among them."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_float32_is_multiplied_whole_on_every_device_and_half_precision_as_the_device_likes(dtype):
+    policy, params = tiny.policy(dtype=dtype, attend=attention.xla)
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), tiny.collator()(tiny.rollout(5)).inputs)
+    program = jax.make_jaxpr(jax.grad(lambda p: policy(p, inputs).sum()))(params)
+    found = [*products(program.jaxpr)]
+    assert len(found) > 20
+    for equation in found:
+        whole = {x.aval.dtype for x in equation.invars} == {jnp.dtype("float32")}
+        assert (equation.params["precision"] is not None) == whole, equation
+        assert whole == (dtype == jnp.float32), equation

@@ -138,7 +138,7 @@ def numbers(setting: Setting, start: Any) -> dict[str, list[np.ndarray]]:
     mesh = sharding.make_mesh(1, 1, 1, [setting.device])
     compute = qwen2.Compute(dtype=setting.dtype, attend=setting.attend)
     definition, shapes = qwen2.graph(SMALL, compute)
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+    with jax.set_mesh(mesh):
         rng = np.random.default_rng(0)
         params = jax.device_put(start, sharding.param_shardings(shapes, mesh))
         collate = Collator(32, 96, minibatches=2, microbatches=2, pack=setting.pack)
