@@ -133,12 +133,13 @@ def config(
         steps=steps,
         prompts=32,
         group_size=8,
+        drop_even_groups=algo in ("dapo", "entropy_80_20"),
         sampling=Sampling(temperature=1.0),
         engine=sidecar(vllm, prompt_length + response_length)
         if vllm
         else Native(slots=128, prefill_prompts=32, block=64),
         order=update.stage_major if stage_major else update.interleaved,
-        ratios="sampler" if look_ahead and not objective.reads("sampler_logp") else "trainer",
+        ratios="sampler" if look_ahead and not objective.allows_for_staleness else "trainer",
         look_ahead=look_ahead,
         warm_start=WarmStart(
             steps=warm_steps,

@@ -192,11 +192,16 @@ class Config:
                 f"config: look_ahead = True needs an engine with weights of its own, as Vllm; "
                 f"{type(self.engine).__name__} generates with the trainer's"
             )
-        if self.ratios == "trainer" and not self.objective.reads("sampler_logp"):
+        if self.ratios == "trainer" and not self.objective.allows_for_staleness:
             raise UserError(
                 "config: with look_ahead the sampler is a step behind the trainer: set ratios = "
                 "'sampler', or correct for it, as by factors.truncated"
             )
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint of this step is one of the regular ones: every `save_every`, and the last."""
+        last = self.steps + (self.warm_start.steps if self.warm_start else 0)
+        return step % self.save_every == 0 or step == last
 
     @property
     def keeps_reference(self) -> bool:

@@ -124,6 +124,32 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     assert not same(second.params, before)
 
 
+def test_a_second_stage_by_hand_scores_whole_responses():
+    """Where a token's loss reads its whole response, tokens of the other stage count in it as they are now."""
+    policy, params = tiny.policy()
+    stages = partial(partition.lopti, eta=0.01)
+    objective = tiny.objective(partition=stages, surrogate=losses.gspo, penalties=())
+    batch, now = tiny.collator()(tiny.rollout(3)), jax.tree.map(jnp.copy, params)
+    old = update.make_score(policy)(params, batch.inputs)
+    credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)
+    one = jax.tree.map(lambda x: x[0, 0], credited._replace(weight=None))
+
+    def loss(params, weight):
+        logp = policy(params, jax.tree.map(jnp.asarray, one.inputs))
+        logp = jnp.where(one.seen.mask, logp, one.seen.old_logp)
+        return jnp.sum(weight * objective.per_token(logp, one.advantage, one.seen)[0])
+
+    assert objective.stages == 2
+    shared = [(w > 0).any(1) for w in credited.weight[:, 0, 0]]
+    assert (shared[0] & shared[1]).sum() >= 4  # responses with tokens in both
+    for weight in credited.weight[:, 0, 0]:
+        now = optax.apply_updates(now, jax.tree.map(lambda g: -g, jax.grad(loss)(now, weight)))
+    state, _ = tiny.run_step(
+        policy, params, batch, REWARD, objective=objective, optimizer=optax.sgd(1.0)
+    )
+    close(state.params, now)
+
+
 def first_rows(seen):
     """The tokens of the first two responses, then the others."""
     first = seen.mask & (jnp.arange(len(seen.mask)) < 2)[:, None]

@@ -97,12 +97,13 @@ def _suite(word: str) -> tuple[str, tuple[suites.Suite, list[Problem]]]:
 
 
 def _last(run: Path, count: int) -> list[int]:
-    """The steps of the newest checkpoints; they are there if the run keeps as many."""
-    keeps, steps = folder.reopen(run).keep_checkpoints, folder.steps(run)
+    """The steps of the last regular checkpoints; they are there if the run keeps as many."""
+    config = folder.reopen(run)
+    keeps, steps = config.keep_checkpoints, [s for s in folder.steps(run) if config.saves(s)]
     if not 0 < count <= min(keeps, len(steps)):
         raise UserError(
-            f"--last {count}: {desk.named(run)} has checkpoints of {steps} and keeps the newest {keeps} "
-            "(keep_checkpoints in its config)"
+            f"--last {count}: {desk.named(run)} has regular checkpoints of {steps} and keeps the last {keeps} "
+            "(save_every and keep_checkpoints in its config)"
         )
     return steps[-count:]
 

@@ -128,7 +128,9 @@ def _train(
         ExitStack() as stack,
     ):
         with hosts.together():
-            checkpoints = Checkpoints(out / "checkpoints", config.keep_checkpoints, check=check)
+            checkpoints = Checkpoints(
+                out / "checkpoints", config.keep_checkpoints, regular=config.saves, check=check
+            )
         written = (Journal if hosts.first() else Unwritten)(out, console, check=check)
         try:
             with stop.droppable():

@@ -35,9 +35,13 @@ def grpo(reward: Rewards, seen: Seen) -> Tokens:
 
 
 def dr_grpo(reward: Rewards, seen: Seen) -> Tokens:
-    """Reward minus the mean of its group, not divided by its deviation (arXiv:2503.20783)."""
-    valid, _, _ = _group(reward, seen)
-    return _to_tokens(jnp.where(_uneven(reward, valid), reward - _mean(reward, valid), 0.0), seen)
+    """Reward minus the mean of its group, not divided by its deviation (arXiv:2503.20783).
+
+    A lone response gets its reward.
+    """
+    valid, _, alone = _group(reward, seen)
+    score = jnp.where(_uneven(reward, valid), reward - _mean(reward, valid), 0.0)
+    return _to_tokens(jnp.where(alone, reward, score), seen)
 
 
 def rloo(reward: Rewards, seen: Seen) -> Tokens:
@@ -60,7 +64,8 @@ def opo(reward: Rewards, seen: Seen) -> Tokens:
 def maxrl(reward: Rewards, seen: Seen) -> Tokens:
     """(R - mean) / mean of the group, 0 where the mean is not positive (arXiv:2602.02710).
 
-    The authors' own code divides by mean + 1e-6: a negative mean turns every sign around there.
+    The authors' own code divides by mean + 1e-6: a negative mean turns every sign around there. A lone
+    response gets 0: nothing is learned from it.
     """
     valid, _, _ = _group(reward, seen)
     mean = _mean(reward, valid)

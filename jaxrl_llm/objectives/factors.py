@@ -75,7 +75,10 @@ def masked(
 
 
 def normalised(advantage: Tokens, seen: Seen, *, by: Factor) -> Tokens:
-    """A factor divided by its mean over the tokens: it moves weight about and adds none."""
+    """A factor divided by its mean over the tokens: it moves weight about and adds none.
+
+    Over tokens with `response_ratio` too, where verl's code divides by the mean over responses.
+    """
     w = by(advantage, seen)
     return w / jnp.maximum(_mean(w, seen.mask), 1e-8)
 

@@ -76,6 +76,12 @@ class Objective:
         """Whether a factor or the selection looks at the sampler: in vain, where `old_logp` is the sampler's."""
         return "sampler_logp" in self._read(self._chosen)
 
+    @property
+    def allows_for_staleness(self) -> bool:
+        """Whether what a token weighs looks at the sampler: a factor, the selection or the surrogate."""
+        weighs = lambda *what: (self._chosen(*what), self.surrogate(*what))
+        return "sampler_logp" in self._read(weighs)
+
     def _chosen(self, logp: Tokens, advantage: Tokens, seen: Seen):
         del logp
         for factor in self.factors:

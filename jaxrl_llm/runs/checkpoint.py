@@ -14,7 +14,6 @@ import logging
 import math
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from jaxrl_llm.runs import stored, writers
 from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
+from jaxrl_llm.runs.settling import Settling
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ WRITTEN = 1200  # seconds that a process waits at most for what the others are w
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder; the newest `keep` of them stay (all if None), and the best.
+    """The checkpoints of a run, in one folder: the newest stays, the best, and the last `keep` (all if None)
+    of those whose step is `regular`, so that what is saved on the way out takes no other's place.
 
     `check` is called before anything is written: it raises where the folder is no longer ours.
     """
@@ -52,9 +53,11 @@ class Checkpoints:
         keep: int | None = 2,
         *,
         read_only: bool = False,
+        regular: Callable[[int], bool] = lambda step: True,
         check: Callable[[], None] = lambda: None,
     ):
         self.folder, self._keep, self._check = folder, keep, check
+        self._regular = regular
         self._gathers = writers.gathers(folder)
         for name in ("absl", "asyncio"):  # they say again what is raised here
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -79,7 +82,7 @@ class Checkpoints:
             raise UserError(f"cannot write checkpoints to {folder}: {error.strerror}") from error
         self._unjudged: set[int] = set()  # steps whose score could not be read: they stay
         self._scores = {step: self._score(step) for step in self.steps}
-        self._settling: _Settling | None = None
+        self._settling: Settling | None = None
 
     def save(
         self, step: int, state: Any, notes: dict[str, Any], score: float | None = None
@@ -98,7 +101,7 @@ class Checkpoints:
                 self._manager.save(step, args=items)
         self._scores[step] = score
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        self._settling = _Settling(step, lambda: self._settle(step, like, arrays))
+        self._settling = Settling(step, lambda: self._settle(step, like, arrays))
 
     def judge(self, step: int, score: float) -> None:
         """Gives a score to a step that was saved before it had one, and was restored since: older ones may go."""
@@ -275,8 +278,10 @@ class Checkpoints:
             self._check()
         if self._keep is None or (self._gathers and not hosts.first()):
             return
-        kept = {*self.steps[-self._keep :], self.best, *self._unjudged}
-        for step in self.steps:
+        steps = self.steps
+        regular = [step for step in steps if self._regular(step)]
+        kept = {*regular[-self._keep :], *steps[-1:], self.best, *self._unjudged}
+        for step in steps:
             if step not in kept:
                 self._manager.delete(step)
                 desk.drop(self.folder / str(step))
@@ -298,30 +303,6 @@ class Checkpoints:
         last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"
         with writing(self.folder, f"a checkpoint ({last})", state):
             yield
-
-
-class _Settling(threading.Thread):
-    """Whether a step that was saved was `verified`, or its `fault`, once joined; other errors are raised there."""
-
-    def __init__(self, step: int, work: Callable[[], bool]):
-        super().__init__(daemon=True)
-        self.step, self.verified = step, False
-        self.fault: str | None = None
-        self._work, self._error = work, None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.verified = self._work()
-        except DamageError as error:
-            self.fault = first_line(error)
-        except BaseException as error:
-            self._error = error
-
-    def join(self, timeout: float | None = None) -> None:
-        super().join(timeout)
-        if self._error is not None:
-            raise self._error
 
 
 def _verify(folder: Path, like: Any, arrays: dict[str, Any]) -> None:

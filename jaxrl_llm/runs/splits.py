@@ -1,6 +1,9 @@
 """Which examples are for what: to learn from, to choose the best checkpoint by, to report on once at the end."""
 
+import itertools
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Mapped, Source, Task
@@ -17,14 +20,19 @@ class Splits(NamedTuple):
 
 
 def split(train: Source[Any], test: Source[Any], validation: int) -> Splits:
-    """Sets `validation` examples aside, evenly spaced over the training data, which may be sorted."""
+    """Sets `validation` examples aside, one out of each of as many equal stretches of the training data.
+
+    So they are like the rest where that is sorted; which of a stretch is drawn, for it may also go in cycles.
+    """
     size = len(train)
     count = min(validation, size // SHARE)
     if count < 1:
         raise UserError(
             f"the training data has {size} examples: at least {SHARE} are needed, to set one aside for validation"
         )
-    aside = {i * size // count for i in range(count)}
+    stretches = itertools.pairwise(i * size // count for i in range(count + 1))
+    rng = np.random.default_rng(0)
+    aside = {int(rng.integers(*stretch)) for stretch in stretches}
     rest = [i for i in range(size) if i not in aside]
     get = train.__getitem__
     return Splits(Mapped(rest, get), Mapped(sorted(aside), get), test)

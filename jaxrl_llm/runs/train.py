@@ -147,7 +147,7 @@ def _warm_start(
             if step.number % every == 0:
                 run.sampler.push(state.params, step.number)
                 _evaluate(run, step.number, WARM_START, clock)
-            if step.number % config.save_every == 0:
+            if config.saves(step.number):
                 _save(run, step.number, WARM_START, state, step.cursor)
     return state.params
 
@@ -215,7 +215,7 @@ def _reinforce(
                 recorder.flush()
                 score = _evaluate(run, step.number, REINFORCE, clock)
             best = score is not None and (run.best is None or score > run.best)
-            if best or step.number == whole.stop or step.number % config.save_every == 0:
+            if best or config.saves(step.number):
                 recorder.flush()
                 _save(run, step.number, REINFORCE, step.state, step.cursor, score)
         recorder.flush()

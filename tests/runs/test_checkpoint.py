@@ -217,6 +217,21 @@ def test_the_best_is_known_after_the_run_and_survives_a_resume(tmp_path):
     assert resumed.steps == [2, 4]
 
 
+def test_what_is_saved_on_the_way_out_takes_no_regular_ones_place(tmp_path):
+    """So the mean over the last ones is that of the same steps, told to stop or not."""
+    even = {"keep": 2, "regular": lambda step: step % 2 == 0}
+    checkpoints = Checkpoints(tmp_path / "c", **even)
+    for step in (2, 4, 5):
+        checkpoints.save(step, state(step), {})
+    checkpoints.close()
+    resumed = Checkpoints(tmp_path / "c", **even)
+    assert resumed.newest(like)[0] == 5
+    assert resumed.steps == [2, 4, 5]
+    resumed.save(6, state(6), {})
+    resumed.close()
+    assert resumed.steps == [4, 6]
+
+
 def test_a_best_whose_note_cannot_be_read_for_a_moment_stays(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     for step, score in ((1, 0.9), (2, 0.1)):

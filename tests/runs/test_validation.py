@@ -1,6 +1,7 @@
 """What is learned from, what chooses the best checkpoint, and what is read once at the end."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,13 @@ def every(source):
 
 
 def test_validation_comes_out_of_the_training_data_evenly():
+    """One of every ten in a row, where the data are sorted; and of each kind, where they go in cycles."""
     made = splits.split(range(100), range(7), 10)
-    assert every(made.validation) == list(range(0, 100, 10))
+    assert [number // 10 for number in every(made.validation)] == list(range(10))
+    kinds = Counter(number % 5 for number in every(splits.split(range(5000), [], 500).validation))
+    assert sorted(kinds) == [0, 1, 2, 3, 4]
+    assert all(70 < count < 130 for count in kinds.values())
+    assert every(made.validation) == every(splits.split(range(100), [], 10).validation)
     assert sorted(every(made.train) + every(made.validation)) == list(range(100))
     assert len(made.test) == 7
 

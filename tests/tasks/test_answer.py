@@ -15,7 +15,6 @@ RIGHT = (
     (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
     ("x^2+2x+1", "(x+1)^2"),
     ("1,000", "1000"),
-    ("50", r"50\%"),
     (r"50\%", r"50\%"),
     (r"50\%", "50"),
     ("5", "x=5"),
@@ -91,6 +90,8 @@ WRONG = (
     ("6", "3!"),
     ("101_2", "101_3"),
     ("0.5", r"50\%"),
+    ("0.5", r"0.5\%"),
+    ("(1,50)", r"(1,50\%)"),
     (r"50\%", "0.5"),
     ("5", "2+3"),
     ("5", r"\frac{10}{2}"),
@@ -148,6 +149,8 @@ def test_other_values_and_what_is_left_to_compute_are_wrong(checker, truth, answ
 @pytest.mark.parametrize(
     ("question", "truth", "answer", "verdict"),
     [
+        ("What percent of them are red?", "50", r"50\%", Verdict.EQUAL),
+        ("By how many \\% does it rise?", "50", r"50\%", Verdict.EQUAL),
         ("Expand $(x+1)^2$.", "x^2+2x+1", "(1+x)^2", Verdict.DIFFERENT),
         ("Expand $(x+1)^2$.", "x^2+2x+1", "1+2x+x^2", Verdict.EQUAL),
         (r"Factor \(ab+5b+2a+10\).", "(a+5)(b+2)", "10+2a+5b+ab", Verdict.DIFFERENT),

@@ -30,6 +30,7 @@ _BASED = re.compile(r"([0-9A-Fa-f]+)_\s*(?:\{\s*(?:\\text\s*\{)?\(?\s*(\w+)\s*\)
 _MATRIX = re.compile(r"\\begin\s*\{([pb])matrix\}(.*)\\end\s*\{\1matrix\}")
 _RELATIONS = re.compile(r"(<|>|=|≤|≥|≠)")
 _MIRRORED = {">": "<", "≥": "≤"}
+_PERCENT = re.compile(r"percent|%", re.IGNORECASE)
 _PARTS = 64
 
 
@@ -49,11 +50,17 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
     if len(answer) > max(notation.LONGEST, len(truth)):
         return False
     true, given = read(truth), read(answer)
+    if _in_percent(given) and not _in_percent(true) and not _PERCENT.search(question):
+        return False  # 0.5 is not 0.5%
     if _equal(true, given, _exactly):
         return True
     if given.node is not None and not literal(given.node) and key(given.node) in _asked(question):
         return False
     return _equal(true, given, engine)
+
+
+def _in_percent(form: Form) -> bool:
+    return form.unit == "%" or any(map(_in_percent, form.parts))
 
 
 def _exactly(truth: Node, answer: Node) -> bool:
