@@ -24,11 +24,13 @@ status=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=182 \
     --open-mode=append --output=logs/kk-%t.log \
     .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
-restarts=${SLURM_RESTART_COUNT:-0}
-echo "exit code $status after $restarts restarts" # 75: told to stop, and saved
+echo "exit code $status"
 if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
     exit "$status"
-elif [ "$status" = 75 ] || [ "$restarts" -lt 20 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$status" != 75 ]; then # else it was told to stop, and has saved
+    failed=logs/kk-$SLURM_JOB_ID.failed
+    echo "$(date -Is) exit code $status" >>"$failed" # Slurm's own count has preemptions in it
+    [ "$(wc -l <"$failed")" -le 20 ] || exit "$status"
 fi
+scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

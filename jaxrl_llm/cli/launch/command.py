@@ -19,6 +19,7 @@ TEMPLATES = Path(__file__).parent
 OURS = ("--resume", "--process", "--dry-run")  # flags of train that the files set themselves
 RESTARTS = 20  # of a trainer that breaks; one that was told to stop is always started again
 MARGIN = 60  # seconds beyond the grace of the trainer: Slurm may signal so much earlier
+STARTING = 600  # seconds that a trainer may need to start, compile and make its first step
 PORT = 55527  # where the processes of a JobSet meet
 SHARED = "/shared"  # where a JobSet has its volume
 RUNTIMES = {
@@ -112,9 +113,12 @@ class Slurm:
 
     def values(self, trainer: Trainer) -> Mapping[str, str]:
         """In words of the shell and of sbatch."""
-        if not re.fullmatch(r"[0-9]+([:-][0-9]+)*", self.time):
-            raise UserError(f"--time {self.time}: write it as Slurm does, as in 24:00:00")
         grace = _seconds(trainer)
+        if _slurm_seconds(self.time) < grace + MARGIN + STARTING:
+            raise UserError(
+                f"--time {self.time}: the trainer is told to stop {grace + MARGIN} s before its end, and may not "
+                f"have made a step by then: give {STARTING // 60} minutes more than that at least"
+            )
         return {
             "name": _name(self.name or trainer.name),
             "nodes": _count("nodes", self.nodes),
@@ -288,6 +292,16 @@ def _export(devices: str) -> str:
 
 def _seconds(trainer: Trainer) -> int:
     return int(trainer.options.grace) + 1
+
+
+def _slurm_seconds(time: str) -> int:
+    """Of minutes, minutes:seconds, hours:minutes:seconds, days-hours, and days-hours:minutes:seconds."""
+    if not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", time, re.ASCII):
+        raise UserError(f"--time {time}: write it as Slurm does, as in 24:00:00")
+    days, _, clock = time.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86_400 * int(days or 0) + sum(n * unit for n, unit in zip(numbers, units, strict=False))
 
 
 def _count(name: str, value: int) -> str:

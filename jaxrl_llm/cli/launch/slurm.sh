@@ -24,11 +24,13 @@ status=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=@wait@ \
     --open-mode=append --output=logs/@name@-%t.log \
     @command@ || status=$?
-restarts=${SLURM_RESTART_COUNT:-0}
-echo "exit code $status after $restarts restarts" # @unfinished@: told to stop, and saved
+echo "exit code $status"
 if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
     exit "$status"
-elif [ "$status" = @unfinished@ ] || [ "$restarts" -lt @restarts@ ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$status" != @unfinished@ ]; then # else it was told to stop, and has saved
+    failed=logs/@name@-$SLURM_JOB_ID.failed
+    echo "$(date -Is) exit code $status" >>"$failed" # Slurm's own count has preemptions in it
+    [ "$(wc -l <"$failed")" -le @restarts@ ] || exit "$status"
 fi
+scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

@@ -14,20 +14,20 @@ cat >"$worker" <<'WORKER'
 #!/usr/bin/env bash
 # On every worker, as root, at every boot.
 set -euo pipefail
-place=@place@
 mkdir -p /opt/jaxrl-llm
 cd /opt/jaxrl-llm
-if [ ! -x venv/bin/jaxrl-llm ]; then
-    gcloud storage cp "$place/*.whl" "$place/*.py" .
-    python3 -m pip install -q uv
-    python3 -m uv venv -q --python 3.12 venv
-    python3 -m uv pip install -q --python venv/bin/python @wheel_name@
-fi
 cat >run <<'RUN'
 #!/usr/bin/env bash
 cd /opt/jaxrl-llm || exit
+place=@place@
+install() {
+    gcloud storage cp "$place/*.whl" "$place/*.py" . &&
+        python3 -m pip install -q uv &&
+        python3 -m uv venv -q --clear --python 3.12 venv &&
+        python3 -m uv pip install -q --python venv/bin/python @wheel_name@ && touch installed
+}
 for left in $(seq @restarts@ -1 0); do
-    venv/bin/jaxrl-llm @arguments@
+    { [ -e installed ] || install; } && venv/bin/jaxrl-llm @arguments@
     status=$?
     [ "$status" != 0 ] || break
     echo "exit code $status; $left restarts are left"
@@ -37,7 +37,7 @@ me=$(curl -fs -H 'Metadata-Flavor: Google' \
     http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
 if [ "$me" = 0 ]; then # which writes the run
     { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
-        gcloud storage cp - @place@/ended
+        gcloud storage cp - "$place/ended"
 fi
 RUN
 systemctl is-active -q jaxrl-llm || systemd-run --unit=jaxrl-llm --setenv=HOME=/root \
@@ -47,7 +47,7 @@ WORKER
 
 gcloud storage cp @wheel@ @config@ "$place/"
 echo "what worker 0 says: gcloud compute tpus tpu-vm ssh ${slice[*]} --worker=0 --command='journalctl -fu jaxrl-llm'"
-before=
+before='' failed=0
 while :; do
     if state=$(gcloud compute tpus queued-resources list --zone=@zone@ \
         --filter='name~(^|/)@name@$' --format='value(state.state)'); then
@@ -59,12 +59,18 @@ while :; do
             gcloud compute tpus queued-resources create "${slice[@]}" --node-id=@name@ \
                 --accelerator-type=@type@ --runtime-version=@runtime@ @more@ --async \
                 --scopes=https://www.googleapis.com/auth/cloud-platform \
-                --metadata-from-file=startup-script="$worker"
+                --metadata-from-file=startup-script="$worker" || true # asked again
             ;;
         SUSPENDED | FAILED)
-            gcloud compute tpus queued-resources delete "${slice[@]}" --force
+            [ "$state" != FAILED ] || failed=$((failed + 1))
+            gcloud compute tpus queued-resources delete "${slice[@]}" --force || true
+            if [ "$failed" = 3 ]; then
+                echo "the slice was refused three times in a row: look at its type, zone and quota" >&2
+                exit 2
+            fi
             ;;
         ACTIVE)
+            failed=0
             if said=$(gcloud storage cat "$place/ended" 2>/dev/null); then break; fi
             ;;
         esac
