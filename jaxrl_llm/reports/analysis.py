@@ -8,7 +8,7 @@ from typing import Any
 import rich.table
 
 from jaxrl_llm import files
-from jaxrl_llm.reports import analysis_figures
+from jaxrl_llm.reports import analysis_figures, statistics
 
 NAME = "analysis.json"
 
@@ -34,6 +34,8 @@ def table(found: Mapping[str, Any]) -> rich.table.Table:
         _number(correlation["at_logits"]),
     )
     out.add_row("... over all parameters", _number(correlation["over_parameters"]))
+    ranks = statistics.rank_correlation(single["one_minus_p"], single["over_parameters"])
+    out.add_row("... over all parameters, of ranks", _number(ranks))
     checked = f"{len(single['at_logits'])} tokens at the logits: {single['outside_at_logits']}"
     if "stretch" in single:
         checked += (

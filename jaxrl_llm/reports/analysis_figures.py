@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.reports import pictures
+from jaxrl_llm.reports import pictures, statistics
 from jaxrl_llm.reports.pictures import sheet
 
 GREY = "0.45"
@@ -56,7 +56,7 @@ def _bins(found: Mapping[str, Any]) -> Any:
     figure, axes = sheet(2, 5, (16, 5.6))
     moved = "mean |change of log-prob|"
     titles = ("share of tokens", "mean advantage", "gradient norm of the bin",
-              f"{moved}\nby the run's optimizer on", f"{moved}\nby the gradient alone on")  # fmt: skip
+              f"{moved},\na step of the optimizer on", f"{moved},\na step along the gradient of")  # fmt: skip
     for row, kind in zip(axes, ("probability", "share"), strict=True):
         names = [b["name"] for b in found["updates"][kind]["bins"]]
         places = [name.replace(" quarter", "\nquarter") for name in names]
@@ -66,7 +66,7 @@ def _bins(found: Mapping[str, Any]) -> Any:
             return lambda of: {name: [b.get(k) for b in bins(of)] for name, k in keys.items()}
 
         def after(by: str, kind: str = kind, names: list[str] = names) -> Callable[[Any], dict]:
-            on = {"all": "all tokens", names[0]: "lowest bin", names[-1]: "highest bin"}
+            on = {"all": "all tokens"} | {name: name for name in names}
             tried = lambda of: of["updates"][kind]["updates"][by]
             return lambda of: {
                 n: tried(of)[k]["logp_size"] for k, n in on.items() if k in tried(of)
@@ -78,14 +78,13 @@ def _bins(found: Mapping[str, Any]) -> Any:
         _side_by_side(row[3], places, found, after("optimizer"))
         _side_by_side(row[4], places, found, after("gradient"))
         for axis in (row[1], row[3], row[4]):
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, **PLAIN)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, **PLAIN)
         row[1].axhline(0.0, color=GREY, linewidth=0.8)
     for axis in axes[:, 2:].ravel():
         axis.set_yscale("log")
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title)
-    axes[0][0].set_ylabel("bins by probability")
-    axes[1][0].set_ylabel("quarters of the tokens")
+    figure.supylabel("quarters of the tokens            bins of probability", fontsize=9)
     return figure
 
 
@@ -112,7 +111,9 @@ def _single_tokens(found: Mapping[str, Any]) -> Any:
         for factor in (least * (vocab / (vocab - 1)) ** 0.5, most * 2**0.5):
             if factor:
                 axis.plot(ends, [factor * v for v in ends], color=GREY, linewidth=1)
-        axis.set_title(title if r is None else f"{title}\ncorrelation {r:.3f}")
+        ranks = statistics.rank_correlation(x, norms)
+        said = "" if r is None or ranks is None else f"\ncorrelation {r:.2f}, of ranks {ranks:.2f}"
+        axis.set_title(title + said)
         axis.set_xlabel("1 - p")
     axes[0][0].set_ylabel("norm of the gradient of log p")
     bounds = "lines: the bounds of Proposition 4.2"

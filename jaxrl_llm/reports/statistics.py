@@ -42,6 +42,15 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estima
     return estimate(differences) if differences else None
 
 
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's; None where one of the two does not vary."""
+    from scipy.stats import spearmanr  # slow to import
+
+    if len({*x}) < 2 or len({*y}) < 2:
+        return None
+    return float(spearmanr(x, y).statistic)
+
+
 # Of a learning curve: (step, accuracy) pairs.
 
 Curve = Sequence[tuple[float, float]]

@@ -13,6 +13,7 @@ from jaxrl_llm.runs.notes import REINFORCE
 Flags = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]
 PARTS = 8  # of the steps of a run, each a point of its sampled curve
+LATE = ("rare_half", "entropy", "length", "kl_reference")  # where a run has got to
 TAIL = 10  # steps whose mean says how the policy was at the end
 
 
@@ -118,7 +119,7 @@ def outcome(run: Planned, records: Records) -> Outcome:
     for name in groups if len(groups) > 1 else []:
         group = statistics.plateau([(r["step"], r[name]) for r in evaluated[1:]])
         figures[f"greedy/{name.rpartition('/')[2]}"] = group
-    for name in ("rare_half", "entropy", "length"):
+    for name in [n for n in LATE if n in steps[-1]]:
         figures[name] = statistics.mean([r[name] for r in steps[-TAIL:]])
     figures["rare_half_first"] = steps[0]["rare_half"]
     figures["seconds"] = sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours)

@@ -12,9 +12,9 @@ from jaxrl_llm.reports.statistics import estimate
 FEW = 4  # seeds below which an interval says less than the seeds themselves
 _CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
 _DIFFERENCES = {
-    "sampled": "sampled at the end, points",
-    "sampled_mean": "mean of the curve, points",
-    "greedy": "greedy at the end, points",
+    "sampled": "sampled\nat the end",
+    "sampled_mean": "mean of\nthe curve",
+    "greedy": "greedy\nat the end",
 }
 
 
@@ -26,26 +26,28 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
 
 def _curves(results: Mapping[str, Any]) -> Any:
     """A column a panel, a row a kind of accuracy."""
-    panels = [*results["study"]["panels"]]
-    figure, axes = sheet(len(_CURVES), len(panels), (1.5 + 4.2 * len(panels), 7))
+    panels, variants = _panels(results), results["study"]["variants"]
+    figure, axes = sheet(len(_CURVES), len(panels), (1.5 + 3.4 * len(panels), 6))
     for row, (kind, title) in zip(axes, _CURVES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
-            for number, variant in enumerate(results["study"]["variants"]):
-                mine = [
-                    r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)
-                ]
-                _curve(axis, [run["curves"][kind] for run in mine], f"C{number % 10}", variant)
+            axis.sharey(row[0])
+            for number, variant in enumerate(variants):
+                mine = [r["curves"][kind] for r in _runs(results, panel, variant)]
+                banded = variant == results["study"]["baseline"] and len(mine) >= FEW
+                if mine:
+                    _curve(axis, mine, f"C{number % 10}", variant, banded=banded)
             axis.set_title(panel if kind == "sampled" else "")
         row[0].set_ylabel(title)
-    for axis in axes[-1]:
-        axis.set_xlabel("step of reinforcement")
-    of_one = axes[0][0].get_legend_handles_labels()
-    figure.legend(*of_one, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    baseline = results["study"]["baseline"]
+    figure.supxlabel(f"step of reinforcement (means over seeds; 95% interval of {baseline})")
+    labels = {label: line for axis in axes[0] for line, label in zip(*_labelled(axis), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=4, fontsize=8,
+                  frameon=False)  # fmt: skip
     return figure
 
 
-def _curve(axis: Any, curves: list[Any], colour: str, label: str) -> None:
-    """The mean over seeds, with its interval, or with the seeds if they are few."""
+def _curve(axis: Any, curves: list[Any], colour: str, label: str, *, banded: bool) -> None:
+    """The mean over seeds, with its interval if that is asked for."""
     heights: dict[float, list[float]] = {}
     for curve in curves:
         for step, height in curve:
@@ -53,35 +55,54 @@ def _curve(axis: Any, curves: list[Any], colour: str, label: str) -> None:
     means = [(step, estimate(values)) for step, values in sorted(heights.items())]
     steps = [step for step, _ in means]
     axis.plot(steps, [m.mean for _, m in means], marker="o", ms=3, color=colour, label=label)
-    if len(curves) >= FEW and all(m.low is not None for _, m in means):
+    if banded and all(m.low is not None for _, m in means):
         low, high = ([getattr(m, side) for _, m in means] for side in ("low", "high"))
-        axis.fill_between(steps, low, high, color=colour, alpha=0.1, linewidth=0)
-    for curve in curves if 1 < len(curves) < FEW else ():
-        seed = [(step, 100 * height) for step, height in curve]
-        axis.plot(*zip(*seed, strict=True), color=colour, linewidth=0.6, alpha=0.5)
+        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _labelled(axis: Any) -> Any:
+    return axis.get_legend_handles_labels()
 
 
 def _differences(results: Mapping[str, Any]) -> Any:
-    """The paired differences of each variant to the baseline, with 95% intervals."""
-    study = results["study"]
-    panels = [*study["panels"]]
-    variants = [name for name in study["variants"] if name != study["baseline"]][::-1]
-    size = (1.5 + 3.2 * len(panels), 0.4 + len(_DIFFERENCES) * (0.8 + 0.22 * len(variants)))
+    """The paired difference of each variant to the baseline: the mean, its 95% interval, and every seed."""
+    panels, baseline = _panels(results), results["study"]["baseline"]
+    present = {run["variant"] for run in results["runs"]} - {baseline}
+    variants = [name for name in results["study"]["variants"] if name in present][::-1]
+    size = (1.9 + 2.6 * len(panels), 0.8 + len(_DIFFERENCES) * (0.6 + 0.22 * len(variants)))
     figure, axes = sheet(len(_DIFFERENCES), len(panels), size)
     entries = {(e["panel"], e["variant"], e["figure"]): e["difference"] for e in results["summary"]}
     for row, (name, title) in zip(axes, _DIFFERENCES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
             axis.sharex(row[0])
             axis.axvline(0.0, color="grey", linewidth=1)
+            base = {r["seed"]: r["figures"][name] for r in _runs(results, panel, baseline)}
             for place, variant in enumerate(variants):
                 apart = entries.get((panel, variant, name))
                 if apart is None:
                     continue
-                axis.plot(100 * apart["mean"], place, "o", color="C0", ms=4)
-                if apart["low"] is not None:
+                mine = {r["seed"]: r["figures"][name] for r in _runs(results, panel, variant)}
+                seeds = [100 * (mine[seed] - base[seed]) for seed in mine.keys() & base.keys()]
+                axis.plot(seeds, [place] * len(seeds), "|", color="C0", ms=7, alpha=0.6)
+                axis.plot(100 * apart["mean"], place, "o", color="C0", ms=5)
+                if apart["n"] >= FEW:
                     axis.hlines(place, 100 * apart["low"], 100 * apart["high"], color="C0")
             axis.set_yticks(range(len(variants)), variants if panel == panels[0] else [])
             axis.set_ylim(-0.5, len(variants) - 0.5)
-            axis.set_title(f"{panel}\n{title}".strip())
-    figure.supxlabel(f"difference to {study['baseline']}, paired by seed (95% interval)")
+            axis.set_title(panel if name == next(iter(_DIFFERENCES)) else "")
+        row[0].set_ylabel(title)
+    figure.supxlabel(
+        f"points apart from {baseline}, paired by seed: mean, 95% interval from {FEW} seeds on, each seed (|)",
+        fontsize=9,
+    )
     return figure
+
+
+def _panels(results: Mapping[str, Any]) -> list[str]:
+    """Those with runs."""
+    made = {run["panel"] for run in results["runs"]}
+    return [panel for panel in results["study"]["panels"] if panel in made]
+
+
+def _runs(results: Mapping[str, Any], panel: str, variant: str) -> list[Mapping[str, Any]]:
+    return [r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)]

@@ -16,6 +16,7 @@ COLUMNS = {  # figure: its title, what it is multiplied by, digits
     "rare_half": ("p < 0.5, %", 100, 1),
     "entropy": ("entropy, nats", 1, 3),
     "length": ("length, tokens", 1, 0),
+    "kl_reference": ("KL to the start, nats", 1, 3),
 }
 READING = """\
 Figures are means over seeds with their 95% interval (Student's t); Δ is the paired difference to **{baseline}**
@@ -23,8 +24,8 @@ within a seed, with its own interval, of which none is corrected for the number 
 accuracy of the responses that a run learns from, in the last three eighths of its steps; the mean of the curve
 is that of all steps. Greedy: held-out examples, mean of the last three evaluations. Steps to the level: until
 {level:.0%} of what the same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there
-counts with all its steps, and a seed whose **{baseline}** gains nothing has no such number. The last three
-columns are means over the last ten steps."""
+counts with all its steps, and a seed whose **{baseline}** gains nothing has no such number. The others
+are means over the last ten steps."""
 
 
 def write(results: Mapping[str, Any], folder: Path) -> str:

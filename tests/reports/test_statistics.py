@@ -8,9 +8,17 @@ from jaxrl_llm.reports.statistics import (
     estimate,
     paired,
     plateau,
+    rank_correlation,
     smoothed,
     steps_to,
 )
+
+
+def test_ranks_know_order_alone():
+    x = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert rank_correlation(x, [0.0, 0.1, 5.0, 1e3, 1e9]) == pytest.approx(1.0)
+    assert rank_correlation(x, [2.0, 1.0, 3.0, 5.0, 4.0]) == pytest.approx(0.8)
+    assert rank_correlation(x, [1.0] * 5) is None
 
 
 def test_the_interval_is_students():
