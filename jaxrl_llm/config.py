@@ -122,7 +122,8 @@ class Config:
     memory of the hosts while no program needs it. With `drop_even_groups` a group whose rewards are all equal
     is not learned from. A response whose reward raises, or takes `reward_seconds`, is unchecked: it is neither
     learned from nor counted as right or wrong; the run ends where more than `most_unchecked` of the last steps'
-    are. Some responses are shown every `show_samples_every` steps (0: never).
+    are. Some responses are shown every `show_samples_every` steps (0: never). A checkpoint is saved every
+    `save_every` steps and at the end; of these the last `keep_checkpoints` stay, and the newest and best of all.
 
     A schedule in `optimizers.scale_by_batches` counts batches, as in those of `optimizers`; in another
     transformation of optax it counts optimizer steps, of which Lopti makes twice as many.

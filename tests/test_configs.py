@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from random import Random
@@ -15,7 +16,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.objectives import Seen, partition, recipes
+from jaxrl_llm.objectives import Seen, kl, losses, partition, recipes
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -69,6 +70,21 @@ def test_look_ahead_leaves_a_recipe_its_corrections(algo):
     """Where a recipe looks at the sampler, `old_logp` is the trainer's, else every rho is 1."""
     made = load("kk_tiny").config(algo, look_ahead=True, vllm="python")
     assert (made.ratios == "trainer") == (algo in ("tis", "icepop", "mis", "dppo", "dppo_kl"))
+
+
+def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
+    made = load("kk_tiny").config(vllm="python")
+    drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
+    with pytest.raises(UserError, match="with look_ahead the sampler is a step behind"):
+        replace(made, objective=drift, look_ahead=True)
+    anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=losses.sampler))
+    assert replace(made, objective=anchored, look_ahead=True).ratios == "trainer"
+
+
+def test_recipes_that_drop_even_groups_do():
+    config = load("kk_tiny").config
+    dropping = {algo for algo in recipes.BY_NAME if config(algo).drop_even_groups}
+    assert dropping == {"dapo", "entropy_80_20"}
 
 
 def test_the_sizes_of_the_paper():

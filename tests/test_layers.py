@@ -46,6 +46,7 @@ MAY_IMPORT = {  # rooms, or one file of a room
     },  # the last for its records of figures
     "cli": {
         "errors",
+        "files",
         "desk",
         "storage",
         "hosts",

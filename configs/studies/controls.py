@@ -1,10 +1,10 @@
 """Is it the low probabilities that Lopti puts first, or only that its two optimizer steps go farther?
 
 arXiv:2505.12929 ascribes the gain to low-probability tokens coming first. Controls that the paper does not have.
-At the same number of steps: a random split of the same share, two plain steps, a fixed share in place of a
-threshold, and the order of the authors' code, a stage over all mini-batches before the next. At the same length of
-the path, since every step of AdamW is as long as its rate: two plain steps at half the rate, and plain at twice
-the rate.
+Of the same number of steps: a random split of the same share, two plain steps, a fixed share in place of a
+threshold, and the order of the authors' code, a stage over all mini-batches before the next. Steps of AdamW do not
+shrink with the gradient, so two may go twice as far as one: two steps at half the rate go no farther than plain,
+and plain at twice the rate as far as two.
 """
 
 from jaxrl_llm.reports.study import Study

@@ -1,8 +1,8 @@
 """Is what Lopti does the optimizer's doing?
 
-AdamW makes every update as long as its rate, however small the gradient, so that two halves of a batch go farther
-than the whole; and nine tenths of each are the updates before it, so that none is of its own half alone. Without
-momentum the second is gone, by the plain gradient both: its two halves add up to what the whole batch does.
+Steps of AdamW do not shrink with the gradient, so two of half a batch may go farther than one of the whole; and
+its momentum mixes the halves. Without momentum the second is gone, along the plain gradient both: there two halves
+add up to what the whole batch does, to first order.
 """
 
 from dataclasses import replace

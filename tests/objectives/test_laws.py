@@ -82,7 +82,13 @@ def test_equal_rewards_give_exactly_zero(function, value):
 
 def test_a_group_of_one_keeps_its_reward():
     reward, seen, _ = data(2)
-    for function in (advantages.grpo, advantages.rloo, advantages.opo, advantages.asymre):
+    for function in (
+        advantages.grpo,
+        advantages.dr_grpo,
+        advantages.rloo,
+        advantages.opo,
+        advantages.asymre,
+    ):
         got = function(reward.reshape(8, 1), seen)
         close(got[:, 0], reward.ravel())
 
