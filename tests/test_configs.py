@@ -17,6 +17,7 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.objectives import Seen, kl, losses, partition, recipes
+from jaxrl_llm.objectives.seen import sampler
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -77,7 +78,7 @@ def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
     with pytest.raises(UserError, match="with look_ahead the sampler is a step behind"):
         replace(made, objective=drift, look_ahead=True)
-    anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=losses.sampler))
+    anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=sampler))
     assert replace(made, objective=anchored, look_ahead=True).ratios == "trainer"
 
 
