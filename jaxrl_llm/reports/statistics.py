@@ -48,7 +48,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
 
     if len({*x}) < 2 or len({*y}) < 2:
         return None
-    return float(spearmanr(x, y).statistic)
+    found, _ = spearmanr(x, y)
+    return float(found)
 
 
 # Of a learning curve: (step, accuracy) pairs.

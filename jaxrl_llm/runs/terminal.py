@@ -2,14 +2,15 @@
 
 import os
 import sys
-from typing import Any
+from typing import IO, Any, cast
 
 import rich.console
 
 
 def console(*, quiet: bool = False) -> rich.console.Console:
     """A console on standard output that goes silent once nobody takes what it says."""
-    return rich.console.Console(file=_Output(), markup=False, soft_wrap=True, quiet=quiet)
+    output = cast(IO[str], _Output())
+    return rich.console.Console(file=output, markup=False, soft_wrap=True, quiet=quiet)
 
 
 class _Output:
