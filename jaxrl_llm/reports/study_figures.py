@@ -27,7 +27,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
 def _curves(results: Mapping[str, Any]) -> Any:
     """A column a panel, a row a kind of accuracy."""
     panels, variants = _panels(results), results["study"]["variants"]
-    figure, axes = sheet(len(_CURVES), len(panels), (1.5 + 3.4 * len(panels), 6))
+    figure, axes = sheet(len(_CURVES), len(panels), (max(6.0, 1.5 + 3.4 * len(panels)), 6))
     for row, (kind, title) in zip(axes, _CURVES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
             axis.sharey(row[0])
@@ -39,7 +39,9 @@ def _curves(results: Mapping[str, Any]) -> Any:
             axis.set_title(panel if kind == "sampled" else "")
         row[0].set_ylabel(title)
     baseline = results["study"]["baseline"]
-    figure.supxlabel(f"step of reinforcement (means over seeds; 95% interval of {baseline})")
+    figure.supxlabel(
+        f"step of reinforcement (means over seeds; 95% interval of {baseline})", fontsize=9
+    )
     labels = {label: line for axis in axes[0] for line, label in zip(*_labelled(axis), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=4, fontsize=8,
                   frameon=False)  # fmt: skip
@@ -69,7 +71,10 @@ def _differences(results: Mapping[str, Any]) -> Any:
     panels, baseline = _panels(results), results["study"]["baseline"]
     present = {run["variant"] for run in results["runs"]} - {baseline}
     variants = [name for name in results["study"]["variants"] if name in present][::-1]
-    size = (1.9 + 2.6 * len(panels), 0.8 + len(_DIFFERENCES) * (0.6 + 0.22 * len(variants)))
+    size = (
+        max(6.0, 1.9 + 2.6 * len(panels)),
+        0.8 + len(_DIFFERENCES) * (0.6 + 0.22 * len(variants)),
+    )
     figure, axes = sheet(len(_DIFFERENCES), len(panels), size)
     entries = {(e["panel"], e["variant"], e["figure"]): e["difference"] for e in results["summary"]}
     for row, (name, title) in zip(axes, _DIFFERENCES.items(), strict=True):
@@ -92,7 +97,7 @@ def _differences(results: Mapping[str, Any]) -> Any:
             axis.set_title(panel if name == next(iter(_DIFFERENCES)) else "")
         row[0].set_ylabel(title)
     figure.supxlabel(
-        f"points apart from {baseline}, paired by seed: mean, 95% interval from {FEW} seeds on, each seed (|)",
+        f"points apart from {baseline}, paired by seed: each seed (|),\nthe mean, its 95% interval from {FEW} seeds on",
         fontsize=9,
     )
     return figure
