@@ -97,7 +97,8 @@ def _differences(results: Mapping[str, Any]) -> Any:
             axis.set_title(panel if name == next(iter(_DIFFERENCES)) else "")
         row[0].set_ylabel(title)
     figure.supxlabel(
-        f"points apart from {baseline}, paired by seed: each seed (|),\nthe mean, its 95% interval from {FEW} seeds on",
+        f"points apart from {baseline}, paired by seed: each seed (|),\n"
+        f"the mean, its 95% interval from {FEW} seeds on",
         fontsize=9,
     )
     return figure
