@@ -93,7 +93,7 @@ def _differences(results: Mapping[str, Any]) -> Any:
                 if apart["n"] >= FEW:
                     axis.hlines(place, 100 * apart["low"], 100 * apart["high"], color="C0")
             axis.set_yticks(range(len(variants)), variants if panel == panels[0] else [])
-            axis.set_ylim(-0.5, len(variants) - 0.5)
+            axis.set_ylim(-0.5, max(1, len(variants)) - 0.5)
             axis.set_title(panel if name == next(iter(_DIFFERENCES)) else "")
         row[0].set_ylabel(title)
     figure.supxlabel(
