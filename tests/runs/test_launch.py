@@ -545,6 +545,34 @@ def test_what_is_wrong_is_one_line(words, message, capsys, monkeypatch):
     assert (said.err.count("\n"), said.out) == (1, "")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jobset", "--image", "i", "--out", "gs://b/x"],
+        ["tpu-pod", "--wheel", WHEEL, "--type", "v4-16", "--zone", "us-central2-b", "--out", "gs://b/x"],
+    ],
+)  # fmt: skip
+def test_a_config_that_travels_by_itself_loads_no_other(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path(WHEEL).touch()
+    pathlib.Path("quick.py").write_text(NAMED)
+    text = """from pathlib import Path
+from jaxrl_llm.config import load
+make = load(Path(__file__).with_name("quick.py"))
+
+def config(*, steps: int = 2):
+    return make(steps=steps)
+"""
+    pathlib.Path("other.py").write_text(text)
+    assert printed(capsys, words[0], "quick.py", *words[1:])
+    assert printed(capsys, "gpu", "other.py")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", words[0], "other.py", *words[1:]])
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert f"other.py loads {tmp_path / 'quick.py'}, which would not travel" in said
+
+
 def test_a_flag_of_both_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
     path = tmp_path / "mine.py"

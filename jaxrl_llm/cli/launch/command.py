@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from jaxrl_llm import userfile
 from jaxrl_llm.cli import train
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
@@ -163,6 +164,7 @@ class JobSet:
             )
         if not re.fullmatch(r"[-\w.]+", trainer.file.name, re.ASCII):
             raise UserError(f"{trainer.file}: a ConfigMap takes letters, digits, -, _ and . only")
+        _require_alone(trainer.file)
         meet = f"$(JOB_COMPLETION_INDEX)/{self.nodes}@{name}-trainer-0-0.{name}:{PORT}"
         arguments = [
             x.replace("$", "$$") for x in trainer.arguments(f"/config/{trainer.file.name}")
@@ -227,6 +229,7 @@ class TpuPod:
             raise UserError(f"--type {self.type}: known are {known}")
         if self.wheel.suffix != ".whl" or not self.wheel.is_file():
             raise UserError(f"--wheel {self.wheel} is no wheel: make it by pip wheel --no-deps .")
+        _require_alone(trainer.file)
         place = re.sub("^gs:/+", "gs://", out.rstrip("/")) + "-launch"
         more = ["--spot"] * self.spot
         if self.service_account:
@@ -284,6 +287,14 @@ def main(kind: Kind, trainer: Trainer, words: Sequence[str]) -> None:
 def _command(python: str, trainer: Trainer, process: str = "") -> str:
     arguments = trainer.arguments(str(trainer.file), process)
     return shlex.join([python, "-m", "jaxrl_llm.cli", *arguments])
+
+
+def _require_alone(config: Path) -> None:
+    """A UserError where the config, which travels by itself, has run another file."""
+    for other in userfile.ran(but=config):
+        raise UserError(
+            f"{config} loads {other}, which would not travel with it: make them one file"
+        )
 
 
 def _export(devices: str) -> str:
