@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxrl_llm.tasks.math.check import AnswerChecker
-from jaxrl_llm.tasks.math.expression import UnreadableError, parse, value
+from jaxrl_llm.tasks.math.expression import UnreadableError, parse
 from jaxrl_llm.tasks.math.notation import split
 from jaxrl_llm.tasks.math.records import Problem, from_parquet, truths
 from jaxrl_llm.tasks.math.task import MathTask
@@ -46,7 +46,7 @@ def equivalents(truth: str) -> list[str]:
 
 def _decimal(truth: str) -> str | None:
     try:
-        number = value(parse(truth))
+        number = parse(truth).rational
     except UnreadableError:
         return None
     if number is None or number.denominator == 1 or set(_factors(number.denominator)) - {2, 5}:

@@ -8,25 +8,22 @@ from fractions import Fraction
 
 from jaxrl_llm.tasks.math.expression import (
     ARITHMETIC,
-    CONSTANTS,
     Node,
     key,
     literal,
     symbols,
-    value,
+    variables,
 )
 
 _EXPONENT = 100  # beyond it an exponent must be one of the truth's
-_NUMBER = (
-    10**20
-)  # likewise a number beside roots, constants and names: the rest is compared numerically
+_NUMBER = 10**20  # likewise a number beside roots, constants, names; others are compared
 _PRIMES = 1000  # whose powers are taken out of roots
 
 
 def worked_out(answer: Node, truth: Node) -> bool:
     """Whether the answer has no name, function or open computation that the truth has not."""
     if literal(answer):
-        known = value(truth)
+        known = truth.rational
         whole = known is not None and known.denominator == 1
         return not (whole and any(part.op == "quotient" for part in answer.walk()))
     if not symbols(answer) <= symbols(truth):
@@ -37,7 +34,7 @@ def worked_out(answer: Node, truth: Node) -> bool:
 def open_computations(node: Node) -> Counter[str]:
     """What is left to do in an expression, by name; functions are counted, the rest is there or not."""
     found = Counter[str]()
-    variable = bool(symbols(node) - CONSTANTS)
+    variable = bool(variables(node))
     for part in node.walk():
         rule = _RULES.get(part.op)
         if rule is not None:
@@ -65,7 +62,7 @@ def _sum(node: Node, _: bool) -> list[str]:
 def _split(term: Node) -> tuple[tuple[str, ...], bool]:
     """A term without its rational coefficient, as a key; and whether a sum is one of its factors."""
     factors = _factors(term)
-    rest = [factor for factor in factors if value(factor) is None]
+    rest = [factor for factor in factors if factor.rational is None]
     return tuple(sorted(map(_core, rest))), any(factor.op == "sum" for factor in factors)
 
 
@@ -73,7 +70,7 @@ def _core(factor: Node) -> str:
     r"""The key of a factor, of `\sqrt{18}` that of `\sqrt{2}`: of what is left when all has been taken out."""
     if factor.op != "root":
         return key(factor)
-    radicand, degree = map(value, factor.args)
+    radicand, degree = (arg.rational for arg in factor.args)
     if radicand is None or degree is None or degree.denominator != 1 or not 2 <= degree <= 8:
         return key(factor)
     n = int(degree)
@@ -92,7 +89,7 @@ def _factors(node: Node) -> list[Node]:
         return _factors(node.args[0])
     if node.op == "product":
         return [factor for arg in node.args for factor in _factors(arg)]
-    if node.op == "quotient" and value(node.args[1]) is not None:
+    if node.op == "quotient" and node.args[1].rational is not None:
         return _factors(node.args[0])
     return [node]
 
@@ -100,11 +97,11 @@ def _factors(node: Node) -> list[Node]:
 def _product(node: Node, variable: bool) -> list[str]:
     found = []
     factors = _factors(node)
-    if sum(value(factor) is not None for factor in factors) > 1:
+    if sum(factor.rational is not None for factor in factors) > 1:
         found.append("product of numbers")
     if sum(factor.op == "root" and _rational(factor.args[0]) for factor in factors) > 1:
         found.append("product of roots")
-    rest = [key(_base(factor)) for factor in factors if value(factor) is None]
+    rest = [key(_base(factor)) for factor in factors if factor.rational is None]
     if len(set(rest)) < len(rest):
         found.append("repeated factor")
     if not variable and sum(factor.op == "sum" for factor in factors) > 1:
@@ -114,18 +111,18 @@ def _product(node: Node, variable: bool) -> list[str]:
 
 def _base(factor: Node) -> Node:
     """What a factor is a power of."""
-    known = factor.op == "power" and value(factor.args[1]) is not None
+    known = factor.op == "power" and factor.args[1].rational is not None
     return factor.args[0] if known else factor
 
 
 def _quotient(node: Node, _: bool) -> list[str]:
     found = []
     upper, lower = node.args
-    if symbols(lower) - CONSTANTS:
+    if variables(lower):
         found.append("quotient by a variable")
     if "i" in symbols(lower):
         found.append("quotient by i")
-    if value(node) is not None and not literal(node):
+    if node.rational is not None and not literal(node):
         found.append("quotient of computations")
     if lower.op == "number" and lower.value == 1:
         found.append("quotient by one")
@@ -137,14 +134,14 @@ def _quotient(node: Node, _: bool) -> list[str]:
 def _power(node: Node, variable: bool) -> list[str]:
     base, exponent = node.args
     found = []
-    power = value(exponent)
+    power = exponent.rational
     if not literal(exponent) and power is not None:
         found.append("computed exponent")
     if power is not None and power.denominator != 1:
         found.append("root")
     elif _rational(base) and power is not None:
         found.append("power of a number")
-    if symbols(node) - CONSTANTS and (exponent.op == "negative" or (power or 0) < 0):
+    if variables(node) and (exponent.op == "negative" or (power or 0) < 0):
         found.append("quotient by a variable")
     if base.op == "sum" and not variable:
         found.append("power of a sum")
@@ -164,11 +161,11 @@ def _root(node: Node, _: bool) -> list[str]:
         found.append("root in a root")
     if not literal(index):
         found.append("computed index")
-    radicand = value(inside)
+    radicand = inside.rational
     if radicand is not None:
         if not literal(inside):
             found.append("root of a computation")
-        degree = value(index)
+        degree = index.rational
         if degree is None or _comes_out(radicand, degree):
             found.append("root that comes out")
     return found

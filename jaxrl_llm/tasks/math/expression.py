@@ -55,7 +55,7 @@ class Node:
 
     @cached_property
     def rational(self) -> Fraction | None:
-        """What `value` says, found once."""
+        """What arithmetic on numbers gives; None for no rational number, or too long a one."""
         if isinstance(self.value, Fraction):
             return self.value
         values = [arg.rational for arg in self.args] if self.op in ARITHMETIC else [None]
@@ -275,11 +275,6 @@ def _mixed(whole: str, *digits: str | None) -> Fraction:
     return int(whole) + Fraction(upper, lower)
 
 
-def value(node: Node) -> Fraction | None:
-    """The rational number that arithmetic on numbers gives, or None: no such number, or too long a one."""
-    return node.rational
-
-
 def _result(op: str, known: list[Fraction]) -> Fraction | None:
     if op == "negative":
         return -known[0]
@@ -328,3 +323,8 @@ def key(node: Node) -> str:
 def symbols(node: Node) -> set[str]:
     """The names in it, those of constants too."""
     return {str(part.value) for part in node.walk() if part.op == "symbol"}
+
+
+def variables(node: Node) -> set[str]:
+    """The names in it that stand for no constant."""
+    return symbols(node) - CONSTANTS

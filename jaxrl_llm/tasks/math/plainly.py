@@ -3,7 +3,7 @@
 import math
 from fractions import Fraction
 
-from jaxrl_llm.tasks.math.expression import CONSTANTS, Node, symbols, value
+from jaxrl_llm.tasks.math.expression import Node, variables
 
 
 def plainly(node: Node) -> str:
@@ -54,7 +54,7 @@ def _sum(terms: list[tuple[Fraction, tuple[str, ...]]]) -> tuple[Fraction, tuple
 
 def _power(node: Node) -> tuple[Fraction, tuple[str, ...]]:
     base, exponent = node.args
-    power = value(exponent)
+    power = exponent.rational
     if power == 1:
         return _parts(base)
     coefficient, rest = _parts(base)
@@ -66,13 +66,13 @@ def _power(node: Node) -> tuple[Fraction, tuple[str, ...]]:
 
 def factors(node: Node) -> int:
     """How many factors with a variable an expression is written with, those of powers counted as often."""
-    if not symbols(node) - CONSTANTS:
+    if not variables(node):
         return 0
     if node.op in ("negative", "quotient"):
         return factors(node.args[0])
     if node.op == "product":
         return sum(map(factors, node.args))
-    power = value(node.args[1]) if node.op == "power" else None
+    power = node.args[1].rational if node.op == "power" else None
     if power is not None and power.denominator == 1 and 0 < power < 100:
         return int(power) * factors(node.args[0])
     return 1
