@@ -203,11 +203,15 @@ def _progress(out: Path, step: int) -> str:
         if record["phase"] == REINFORCE and "eval/accuracy" in record
     }
     start, chosen = scores[min(scores)], scores.get(step, scores[max(scores)])
-    said = f"validation accuracy: {100 * start:.1f}% before reinforcement, {100 * chosen:.1f}% at step {step}"
+    said = f"validation accuracy: {100 * start:.1f}% before reinforcement"
     later = [scores[s] for s in sorted(scores)[1:]][-3:]
-    if later:
-        mean = sum(later) / len(later)
-        said += f", mean of the last {len(later)}: {100 * mean:.1f}% ({100 * (mean - start):+.1f} points)"
+    if not later:  # a run of no steps
+        return said
+    mean = sum(later) / len(later)
+    said += f", {100 * chosen:.1f}% at step {step}"
+    said += (
+        f", mean of the last {len(later)}: {100 * mean:.1f}% ({100 * (mean - start):+.1f} points)"
+    )
     if chosen <= start:
         said += "\nwarning: no checkpoint is better than the start of reinforcement"
     return said

@@ -89,6 +89,8 @@ def test_the_summary_says_when_nothing_was_gained(tmp_path):
     assert "warning" not in better
     worse = cli._progress(written(tmp_path, {4: 0.5, 7: 0.4, 10: 0.3}), 7)
     assert worse.endswith("warning: no checkpoint is better than the start of reinforcement")
+    none = cli._progress(written(tmp_path, {4: 0.5}), 4)
+    assert none == "validation accuracy: 50.0% before reinforcement"
 
 
 @pytest.mark.parametrize(
