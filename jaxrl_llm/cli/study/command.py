@@ -65,7 +65,7 @@ def main(
     text = (module.__doc__ or "").strip()
     grid = Grid(study, file.stem, text, config, out or Path("runs") / "studies" / file.stem)
     console, runs = terminal.console(), study.runs(seeds)
-    lengths, kept = lengths_of(grid, runs), grid.kept(runs)
+    lengths, kept = lengths_of(grid, runs), grid.kept(runs, whole=not report)
     failed, stopped = [], False
     if not report:
         workers = jobs or max(1, len(fleet.available()) // threads)

@@ -40,19 +40,28 @@ class Grid:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{there} cannot be read: move it away, or --out elsewhere") from error
 
-    def kept(self, runs: Sequence[Planned]) -> dict[str, Outcome]:
+    def kept(self, runs: Sequence[Planned], *, whole: bool) -> dict[str, Outcome]:
         """Outcomes of runs whose folders are gone, out of the results in the study's folder.
 
-        Whole seeds alone: what is compared has begun with the same warm start.
+        What is compared has begun with the same warm start, so a seed is all here or all in folders; it is `whole`
+        where nothing of it is left to make.
         """
         known = self.known()
-        same = lambda run: known[run.name].run == replace(run, flags=record.plain(run.flags))
+
+        def same(run: Planned) -> bool:
+            plain = replace(run, flags=record.plain(run.flags))
+            return run.name in known and known[run.name].run == plain
+
         missing = {
             (run.panel, run.seed)
             for run in runs
-            if self.folder_of(run).exists() or run.name not in known or not same(run)
+            if self.folder_of(run).exists() or (whole and not same(run))
         }
-        return {run.name: known[run.name] for run in runs if (run.panel, run.seed) not in missing}
+        return {
+            run.name: known[run.name]
+            for run in runs
+            if same(run) and (run.panel, run.seed) not in missing
+        }
 
     def command(self, run: Planned, origin: Path | None = None) -> list[str]:
         """What makes the run, as anybody can type it."""
