@@ -1,6 +1,5 @@
 """`jaxrl-llm launch`: the file that starts a run on machines elsewhere, filled in, on standard output."""
 
-import json
 import re
 import shlex
 import sys
@@ -11,6 +10,7 @@ from typing import ClassVar, Protocol
 
 from jaxrl_llm import userfile
 from jaxrl_llm.cli import train
+from jaxrl_llm.cli.launch import terms
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
@@ -115,15 +115,15 @@ class Slurm:
     def values(self, trainer: Trainer) -> Mapping[str, str]:
         """In words of the shell and of sbatch."""
         grace = _seconds(trainer)
-        if _slurm_seconds(self.time) < grace + MARGIN + STARTING:
+        if terms.seconds(self.time) < grace + MARGIN + STARTING:
             raise UserError(
                 f"--time {self.time}: the trainer is told to stop {grace + MARGIN} s before its end, and may not "
                 f"have made a step by then: give {STARTING // 60} minutes more than that at least"
             )
         return {
-            "name": _name(self.name or trainer.name),
-            "nodes": _count("nodes", self.nodes),
-            "gpus": _count("gpus", self.gpus),
+            "name": terms.name(self.name or trainer.name),
+            "nodes": terms.count("nodes", self.nodes),
+            "gpus": terms.count("gpus", self.gpus),
             "time": self.time,
             "warning": str(grace + MARGIN),
             "wait": str(2 * grace + MARGIN),
@@ -156,8 +156,8 @@ class JobSet:
 
     def values(self, trainer: Trainer) -> Mapping[str, str]:
         """In YAML; flags may not be taken for variables of Kubernetes."""
-        out, name = str(trainer.options.out or ""), _name(self.name or trainer.name)
-        if not (_is_url(out) or (self.claim and out.startswith(f"{SHARED}/"))):
+        out, name = str(trainer.options.out or ""), terms.name(self.name or trainer.name)
+        if not (terms.is_url(out) or (self.claim and out.startswith(f"{SHARED}/"))):
             raise UserError(
                 f"--out {out or 'is missing'}: a pod's own files go with it: give a URL, or --claim NAME and a "
                 f"folder in {SHARED}"
@@ -174,28 +174,30 @@ class JobSet:
             "config": ("/config", {"configMap": {"name": name}}),
         }
         if self.claim:
-            claim = {"persistentVolumeClaim": {"claimName": _name(self.claim, "claim")}}
+            claim = {"persistentVolumeClaim": {"claimName": terms.name(self.claim, "claim")}}
             volumes["shared"] = (SHARED, claim)
         environment = {
             "CUDA_VISIBLE_DEVICES": trainer.devices(self.gpus),
             "JAX_COMPILATION_CACHE_DIR": f"{SHARED}/compiled" if self.claim else "",
         }
-        secret = {"secretRef": {"name": _name(self.secret, "secret")}} if self.secret else None
+        secret = {"secretRef": {"name": terms.name(self.secret, "secret")}} if self.secret else None
         return {
             "name": name,
-            "nodes": _count("nodes", self.nodes),
-            "gpus": _count("gpus", self.gpus),
+            "nodes": terms.count("nodes", self.nodes),
+            "gpus": terms.count("gpus", self.gpus),
             "restarts": str(RESTARTS),
             "patience": str(_seconds(trainer) + MARGIN),
-            "service_account": _name(self.service_account, "service-account"),
-            "image": _yaml(self.image),
-            "arguments": _yaml(arguments + (["--process", meet] if self.nodes > 1 else [])),
-            "environment": _yaml([{"name": x, "value": y} for x, y in environment.items() if y]),
-            "secrets": _yaml([secret] if secret else []),
-            "mounts": _yaml([{"name": x, "mountPath": at} for x, (at, _) in volumes.items()]),
-            "volumes": _yaml([{"name": x, **what} for x, (_, what) in volumes.items()]),
-            "config_name": _yaml(trainer.file.name),
-            "config_text": _block(trainer.file),
+            "service_account": terms.name(self.service_account, "service-account"),
+            "image": terms.yaml(self.image),
+            "arguments": terms.yaml(arguments + (["--process", meet] if self.nodes > 1 else [])),
+            "environment": terms.yaml(
+                [{"name": x, "value": y} for x, y in environment.items() if y]
+            ),
+            "secrets": terms.yaml([secret] if secret else []),
+            "mounts": terms.yaml([{"name": x, "mountPath": at} for x, (at, _) in volumes.items()]),
+            "volumes": terms.yaml([{"name": x, **what} for x, (_, what) in volumes.items()]),
+            "config_name": terms.yaml(trainer.file.name),
+            "config_text": terms.block(trainer.file),
         }
 
 
@@ -235,8 +237,8 @@ class TpuPod:
         if self.service_account:
             more.append(f"--service-account={self.service_account}")
         return {
-            "name": _name(self.name or trainer.name),
-            "zone": _name(self.zone, "zone"),
+            "name": terms.name(self.name or trainer.name),
+            "zone": terms.name(self.zone, "zone"),
             "type": self.type,
             "runtime": runtime,
             "more": shlex.join(more),
@@ -303,47 +305,3 @@ def _export(devices: str) -> str:
 
 def _seconds(trainer: Trainer) -> int:
     return int(trainer.options.grace) + 1
-
-
-def _slurm_seconds(time: str) -> int:
-    """Of minutes, minutes:seconds, hours:minutes:seconds, days-hours, and days-hours:minutes:seconds."""
-    if not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", time, re.ASCII):
-        raise UserError(f"--time {time}: write it as Slurm does, as in 24:00:00")
-    days, _, clock = time.rpartition("-")
-    numbers = [int(number) for number in clock.split(":")]
-    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
-    return 86_400 * int(days or 0) + sum(n * unit for n, unit in zip(numbers, units, strict=False))
-
-
-def _count(name: str, value: int) -> str:
-    if value < 1:
-        raise UserError(f"--{name} {value} must be at least 1")
-    return str(value)
-
-
-def _name(name: str, flag: str = "name") -> str:
-    """A name that Slurm, Kubernetes and Google Cloud take, and no shell or YAML reads anything into."""
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
-        raise UserError(
-            f"--{flag} {name}: at most 40 lower-case letters, digits and -, a letter first"
-        )
-    return name
-
-
-def _is_url(out: str) -> bool:
-    return re.match(r"\w[\w+.-]+:/", out) is not None
-
-
-def _yaml(value: object) -> str:
-    """JSON, which is YAML."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _block(path: Path) -> str:
-    """A file's text as a block of YAML four columns in, to the letter; the template ends its last line."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        if not line.replace("\t", "").removesuffix("\n").isprintable():
-            raise UserError(f"{path}, line {number}: a character that YAML cannot hold")
-    indented = "".join(line if line == "\n" else f"    {line}" for line in lines)
-    return "|2+\n" + indented.removesuffix("\n")
