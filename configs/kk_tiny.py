@@ -41,6 +41,10 @@ SHAPE = qwen2.Shape(
     rope_theta=1e3,
     max_length=512,
 )
+SHAPES = {  # by the number of parameters
+    "0.8M": SHAPE,
+    "5M": replace(SHAPE, hidden_size=256, intermediate_size=768, num_layers=6),
+}
 LENGTHS = {3: (32, 112), 4: (40, 208)}  # people: tokens of a prompt, and of a response
 STAGES = {  # besides Lopti
     "reversed": partition.reversed,
@@ -83,6 +87,7 @@ def config(
     careless: float = 0.55,
     chatter: float = 0.0,
     people: Literal[3, 4] = 3,
+    size: Literal["0.8M", "5M"] = "0.8M",
     vllm: str = "",
     look_ahead: bool = False,
     seed: int = 0,
@@ -105,6 +110,7 @@ def config(
         careless: share of the demonstrators who answer at once, by guessing.
         chatter: probability of a meaningless word after each word of a demonstration's thought.
         people: in a puzzle; with four the worked answers are about twice as long.
+        size: parameters of the model.
         vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or addresses of
             running servers, separated by commas.
         look_ahead: let vLLM sample the next batch during the update, with the weights before it.
@@ -124,9 +130,10 @@ def config(
     if stages != "lopti":
         objective = replace(objective, partition=partial(STAGES[stages], eta=eta))
     words = kk_tiny.vocabulary(chatter=chatter > 0)
+    shape = SHAPES[size]
     return Config(
         task=partial(task, people=people),
-        model=Scratch(replace(SHAPE, vocab_size=80) if chatter else SHAPE, words),
+        model=Scratch(replace(shape, vocab_size=80) if chatter else shape, words),
         objective=objective,
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(**lengths, minibatches=minibatches, microbatches=32, pack=True),
