@@ -225,7 +225,13 @@ def test_the_report_reads_the_runs(small, tmp_path, capsys):
     entries = {(e["variant"], e["figure"]): e for e in found["summary"]}
     plain, lopti = (entries[v, "greedy"] for v in ("plain", "Lopti"))
     assert (plain["n"], plain["mean"]) == (2, pytest.approx(0.35))  # 0.3 and 0.4
-    assert lopti["difference"] == {"n": 1, "mean": pytest.approx(0.1), "low": None, "high": None}
+    assert lopti["difference"] == {
+        "n": 1,
+        "mean": pytest.approx(0.1),
+        "low": None,
+        "high": None,
+        "holm": None,
+    }
     assert entries["Lopti", "greedy/2"]["mean"] == 1.0
     assert entries["plain", "sampled"]["mean"] == pytest.approx(0.175)  # 0.1, 0.2 and 0.15, 0.25
     # Plain, seed 0: from 0.1 to 0.15 in the mean, half of it after 1.25 steps; Lopti begins above that.
@@ -264,6 +270,37 @@ def test_a_study_goes_on_elsewhere_from_its_results(small, tmp_path, monkeypatch
     again = json.loads((out / "results.json").read_text())
     assert again["runs"] == before["runs"]
     assert {run["name"] for run in again["others"]} == {"plain-seed5"}
+
+
+def test_results_of_other_settings_are_not_mixed_in(small, tmp_path, monkeypatch, capsys):
+    """A default of the config that was another when the runs were made: their flags are the same, they are not."""
+    out, settings = tmp_path / "out", {"hidden": 64, "added_later": 1}
+    for name in ("plain-seed0", "lopti-seed0"):
+        fake(out, name, [0.1, 0.2, 0.4], flags=settings)
+    main(["study", str(small), "--out", str(out), "--report", "--seeds", "0"])
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert [run["made"]["flags"] for run in runs] == [settings] * 2
+    shutil.rmtree(out / "runs")
+    before = (out / "results.json").read_bytes()
+    for flags in ([], ["--report"]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            planned(monkeypatch, small, "--out", out, "--seeds", "0", *flags)
+        assert left.value.code == 2
+        assert "was made with hidden = 64, the study says 32" in capsys.readouterr().err
+    assert (out / "results.json").read_bytes() == before
+
+
+def test_what_stands_a_correction_is_in_bold(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    for seed, better in enumerate((0.5, 0.52, 0.54)):
+        fake(out, f"plain-seed{seed}", [0.1, 0.3, 0.4])
+        fake(out, f"lopti-seed{seed}", [0.1, 0.3, better])
+    main(["study", str(small), "--out", str(out), "--report", "--seeds", "0", "1", "2"])
+    rows = capsys.readouterr().out.splitlines()
+    lopti = next(row for row in rows if row.startswith("| Lopti"))
+    assert "**+3.0** (+1.8 to +4.2)" in lopti  # p = 0.009
+    assert "**" not in next(row for row in rows if row.startswith("| plain"))
 
 
 def test_results_that_cannot_be_read(small, tmp_path, capsys):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,33 @@ def estimate(values: Sequence[float]) -> Estimate:
     n, middle = len(values), mean(values)
     if n == 1:
         return Estimate(n, middle, None, None)
-    deviation = math.sqrt(math.fsum((x - middle) ** 2 for x in values) / (n - 1))
-    half = float(stdtrit(n - 1, 0.975)) * deviation / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.975)) * _error(values)
     return Estimate(n, middle, middle - half, middle + half)
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of the mean of at least two values."""
+    n, middle = len(values), mean(values)
+    return math.sqrt(math.fsum((x - middle) ** 2 for x in values) / (n - 1) / n)
+
+
+def chance(values: Sequence[float]) -> float | None:
+    """How likely a mean as far from 0 would be if it were 0: p of Student's t; None for one value."""
+    if len(values) == 1:
+        return None
+    middle, error = abs(mean(values)), _error(values)
+    if not error:
+        return 0.0 if middle else 1.0
+    return 2 * float(stdtr(len(values) - 1, -middle / error))
+
+
+def holm(chances: Mapping[str, float]) -> dict[str, float]:
+    """What is likely by chance, corrected for how many were looked at (Holm)."""
+    out: dict[str, float] = {}
+    least = 0.0
+    for done, (name, p) in enumerate(sorted(chances.items(), key=lambda item: item[1])):
+        out[name] = least = max(least, min(1.0, (len(chances) - done) * p))
+    return out
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:

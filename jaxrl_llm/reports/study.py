@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxrl_llm.errors import UserError
@@ -96,9 +96,10 @@ class Outcome:
     run: Planned
     curves: Mapping[str, statistics.Curve]
     figures: Mapping[str, float]
+    made: Mapping[str, Any] = field(default_factory=dict)  # settings, versions, when
 
 
-def outcome(run: Planned, records: Records) -> Outcome:
+def outcome(run: Planned, records: Records, made: Mapping[str, Any]) -> Outcome:
     """Reads a finished run's records."""
     ours = [r for r in records if r["phase"] == REINFORCE]
     begin = ours[0]["step"]
@@ -123,18 +124,19 @@ def outcome(run: Planned, records: Records) -> Outcome:
         figures[name] = statistics.mean([r[name] for r in steps[-TAIL:]])
     figures["rare_half_first"] = steps[0]["rare_half"]
     figures["seconds"] = sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours)
-    return Outcome(run, curves, figures)
+    return Outcome(run, curves, figures, made)
 
 
 def recorded(one: Outcome) -> dict[str, Any]:
     """An outcome as JSON has it."""
-    return {**asdict(one.run), "name": one.run.name, "curves": one.curves, "figures": one.figures}
+    reached = {"curves": one.curves, "figures": one.figures, "made": one.made}
+    return {**asdict(one.run), "name": one.run.name, **reached}
 
 
 def kept(record: Mapping[str, Any]) -> Outcome:
     """The outcome that `recorded` wrote down."""
     run = Planned(record["panel"], record["variant"], record["seed"], record["flags"])
-    return Outcome(run, record["curves"], record["figures"])
+    return Outcome(run, record["curves"], record["figures"], record.get("made", {}))
 
 
 def with_speed(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -150,23 +152,32 @@ def with_speed(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
                 steps = statistics.steps_to(one.curves["sampled"], level)
                 figures["steps_to_level"] = one.curves["greedy"][-1][0] if steps is None else steps
                 figures["reached"] = float(steps is not None)
-        out.append(Outcome(one.run, one.curves, figures))
+        out.append(replace(one, figures=figures))
     return out
 
 
 def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One entry a panel, variant and figure: the mean over seeds, and the paired difference to the baseline."""
+    """One entry a panel, variant and figure: the mean over seeds, and the paired difference to the baseline.
+
+    `holm` of a difference is its p-value, corrected for the other variants of its panel.
+    """
     values: dict[tuple[str, str, str], dict[int, float]] = {}
     for one in outcomes:
         for name, value in one.figures.items():
             values.setdefault((one.run.panel, one.run.variant, name), {})[one.run.seed] = value
-    out = []
+    out, chances = [], dict[tuple[str, str], dict[str, float]]()
     for (panel, variant, name), by_seed in values.items():
         entry = {"panel": panel, "variant": variant, "figure": name}
         entry |= asdict(statistics.estimate([*by_seed.values()]))
-        base = values.get((panel, study.baseline, name), {})
-        apart = None if variant == study.baseline else statistics.paired(by_seed, base)
+        base = {} if variant == study.baseline else values.get((panel, study.baseline, name), {})
+        apart = statistics.paired(by_seed, base)
         out.append({**entry, "difference": apart and asdict(apart)})
+        if apart and (p := statistics.chance(statistics.differences(by_seed, base))) is not None:
+            chances.setdefault((panel, name), {})[variant] = p
+    corrected = {group: statistics.holm(of_variants) for group, of_variants in chances.items()}
+    for entry in filter(lambda entry: entry["difference"], out):
+        of_variants = corrected.get((entry["panel"], entry["figure"]), {})
+        entry["difference"]["holm"] = of_variants.get(entry["variant"])
     return out
 
 

@@ -5,7 +5,9 @@ import pytest
 from jaxrl_llm.reports.statistics import (
     Estimate,
     area,
+    chance,
     estimate,
+    holm,
     paired,
     plateau,
     rank_correlation,
@@ -48,6 +50,20 @@ def test_what_a_seed_does_to_both_cancels():
     base = {seed: 10.0 * seed for seed in range(5)}
     found = paired({seed: x + 1.0 for seed, x in base.items()}, base)
     assert (found.low, found.mean, found.high) == (1.0, 1.0, 1.0)
+
+
+def test_chance_is_students():
+    """Mean 1, deviation 1, three values: t of 2 degrees of freedom is sqrt 3, beyond which 22.54% lie."""
+    assert chance([0.0, 1.0, 2.0]) == chance([0.0, -1.0, -2.0]) == pytest.approx(0.225403, abs=1e-6)
+    half = estimate([1.0, 2.0, 3.0, 4.0]).high - 2.5
+    assert chance([half + x for x in (-1.5, -0.5, 0.5, 1.5)]) == pytest.approx(0.05)
+    assert (chance([3.0]), chance([0.0, 0.0]), chance([1.0, 1.0])) == (None, 1.0, 0.0)
+
+
+def test_the_more_one_looks_at_the_less_a_small_chance_says():
+    found = holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.5})
+    assert found == pytest.approx({"b": 0.04, "c": 0.09, "a": 0.09, "d": 0.5})
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
 def test_figures_of_a_curve():

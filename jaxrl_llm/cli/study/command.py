@@ -1,7 +1,6 @@
 """`jaxrl-llm study`: a grid of runs, resumable at any moment, and what it says in the end."""
 
 import fcntl
-import inspect
 import os
 import shlex
 import sys
@@ -14,9 +13,8 @@ import rich.console
 import rich.live
 import rich.table
 
-from jaxrl_llm import config as configs
 from jaxrl_llm import files, userfile
-from jaxrl_llm.cli.study.grid import Grid, continued, finished, lengths_of, require_same
+from jaxrl_llm.cli.study.grid import Grid, continued, finished, lengths_of, made, require_same
 from jaxrl_llm.cli.study.watch import Watch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import study as studies
@@ -73,13 +71,19 @@ def main(
             left = [run for run in runs if run.name not in kept]
             failed, stopped = _run(grid, left, lengths, workers, threads, data, console)
     done = [run for run in runs if finished(grid.folder_of(run), *lengths[run.name])]
-    made = {run.name: studies.outcome(run, journal.read(grid.folder_of(run))) for run in done}
-    _report(grid, runs, lengths, kept | made, console)
+    fresh = {run.name: _outcome(grid, run) for run in done}
+    _report(grid, runs, lengths, kept | fresh, console)
     if stopped:
         raise SystemExit(UNFINISHED)
     if failed:
         log = grid.out / "logs" / f"{failed[0]}.log"
         raise UserError(f"{len(failed)} runs failed; the first one, {failed[0]}, says why in {log}")
+
+
+def _outcome(grid: Grid, run: Planned) -> Outcome:
+    """Of a run that is finished."""
+    where = grid.folder_of(run)
+    return studies.outcome(run, journal.read(where), made(where))
 
 
 def _run(
@@ -92,14 +96,11 @@ def _run(
     console: rich.console.Console,
 ) -> tuple[list[str], bool]:
     """Makes what is not finished; the names of what failed, and whether it was told to stop."""
-    make = configs.load(grid.config)
     jobs: dict[str, fleet.Job] = {}
 
     def add(run: Planned, origin: Planned | None) -> bool:
         where = grid.folder_of(run)
-        bound = inspect.signature(make).bind(**run.flags)
-        bound.apply_defaults()
-        require_same(where, grid.config, bound.arguments)
+        require_same(grid, run)
         if finished(where, *lengths[run.name]):
             return False
         more = continued(where)

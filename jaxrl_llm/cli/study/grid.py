@@ -1,9 +1,11 @@
 """A study where it lives: a config file, a folder, and what is finished there."""
 
+import inspect
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,17 @@ class Grid:
         """The folder of a run."""
         return self.out / "runs" / run.name
 
+    @cached_property
+    def make(self) -> Callable[..., configs.Config]:
+        """The config's function."""
+        return configs.load(self.config)
+
+    def settings(self, run: Planned) -> dict[str, Any]:
+        """All flags of a run, also those that the study leaves as they are."""
+        bound = inspect.signature(self.make).bind(**run.flags)
+        bound.apply_defaults()
+        return record.plain(bound.arguments)
+
     def known(self) -> dict[str, Outcome]:
         """The outcomes in results.json by name, those of other seeds or flags that it keeps among them."""
         there = self.out / "results.json"
@@ -50,7 +63,11 @@ class Grid:
 
         def same(run: Planned) -> bool:
             plain = replace(run, flags=record.plain(run.flags))
-            return run.name in known and known[run.name].run == plain
+            if run.name not in known or known[run.name].run != plain:
+                return False
+            there = known[run.name].made.get("flags", {})
+            _require_equal(f"{run.name} of {self.out / 'results.json'}", there, self.settings(run))
+            return True
 
         missing = {
             (run.panel, run.seed)
@@ -88,21 +105,33 @@ def finished(where: Path, begin: int, steps: int) -> bool:
     return any(r["step"] == last and "eval/accuracy" in r for r in journal.read(where))
 
 
-def require_same(where: Path, config: Path, flags: Mapping[str, Any]) -> None:
-    """A UserError if the run in a folder was made by another config or with other flags."""
+def made(where: Path) -> dict[str, Any]:
+    """All flags of the run in a folder, when it was begun and with which versions."""
+    there = record.read(where)
+    began = there["sessions"][:1]
+    return {"flags": there["flags"]} | {k: s[k] for s in began for k in ("at", "versions")}
+
+
+def require_same(grid: Grid, run: Planned) -> None:
+    """A UserError if the folder of a run was made by another config or with other flags."""
+    where = grid.folder_of(run)
     if not (where / record.NAME).exists():
         return
-    there = record.read(where)["flags"]
-    for name, value in record.plain(flags).items():
+    _require_equal(str(where), record.read(where)["flags"], grid.settings(run))
+    copy = where / record.CONFIG
+    if copy.exists() and copy.read_bytes() != grid.config.read_bytes():
+        raise UserError(
+            f"{grid.config} has changed since {where} was made: "
+            f"put it back as it was ({copy}), or choose another --out"
+        )
+
+
+def _require_equal(which: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in now.items():
         if there.get(name, value) != value:
             raise UserError(
-                f"{where} was made with {name} = {there[name]}, the study says {value}: choose another --out"
+                f"{which} was made with {name} = {there[name]}, the study says {value}: choose another --out"
             )
-    copy = where / record.CONFIG
-    if copy.exists() and copy.read_bytes() != config.read_bytes():
-        raise UserError(
-            f"{config} has changed since {where} was made: put it back as it was ({copy}), or choose another --out"
-        )
 
 
 def continued(where: Path) -> list[str]:
@@ -119,13 +148,12 @@ def continued(where: Path) -> list[str]:
 
 def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]]:
     """Steps of both phases of every run and warm start, by building their configs: wrong flags are found now."""
-    make = configs.load(grid.config)
     out: dict[str, tuple[int, int]] = {}
     known: dict[tuple[str, str], tuple[int, int]] = {}
     for run in [*runs, *map(grid.study.warm_start, runs)]:
         key = (run.panel, run.variant)
         if key not in known:
-            made = configs.build(make, grid.config, **run.flags)
+            made = configs.build(grid.make, grid.config, **run.flags)
             known[key] = (made.warm_start.steps if made.warm_start else 0, made.steps)
         out[run.name] = known[key]
     warm = {grid.study.warm_start(run).name for run in runs if out[run.name][0]}
