@@ -18,6 +18,7 @@ from typing import Literal
 import optax
 
 from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import attention, qwen2
@@ -116,6 +117,8 @@ def config(
         look_ahead: let vLLM sample the next batch during the update, with the weights before it.
         seed: of everything: initial weights, order of the data, sampling.
     """
+    if not 0 <= chatter < 1:
+        raise UserError(f"--chatter {chatter:g}: a probability, from 0 on and below 1")
     prompt_length, response_length = LENGTHS[people]
     if chatter:
         response_length = response_length * 10 // 7

@@ -162,6 +162,8 @@ class Config:
         _check_types(self)
         at_least(0, "config", self, "steps", "show_samples_every")
         at_least(1, "config", self, "prompts", "group_size", "save_every", "keep_checkpoints")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"config: seed = {self.seed} must be at least 0 and less than 2**32")
         if self.prompts * self.group_size % self.collate.minibatches:
             raise UserError(
                 f"config: {self.prompts * self.group_size} responses a step do not divide into "

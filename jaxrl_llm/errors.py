@@ -14,5 +14,10 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
+def cannot_write(folder: Any, error: OSError) -> UserError:
+    """A disk that is full, or not ours."""
+    return UserError(f"cannot write to {folder}: {error.strerror or error}")
+
+
 class Leaving(KeyboardInterrupt):
     """It is time to leave: raised where what is under way may be dropped."""

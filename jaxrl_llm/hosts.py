@@ -167,15 +167,12 @@ def exchange(payload: bytes) -> list[bytes]:
     """The payloads of all processes, by way of the devices."""
     if _JOB.count == 1:
         return [payload]
-    sizes = [int(size) for size in agree(str(len(payload)))]
-    room = max(LEAST, 1 << max(sizes).bit_length())  # one of few sizes: each is a program
-    padded = np.zeros(room, np.uint8)
-    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    _JOB.meeting = True
-    try:
+    with _unbroken():  # from the first round on the others count on the second
+        sizes = [int(size) for size in agree(str(len(payload)))]
+        room = max(LEAST, 1 << max(sizes).bit_length())  # one of few sizes: each is a program
+        padded = np.zeros(room, np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = multihost_utils.process_allgather(padded)
-    finally:
-        _JOB.meeting = False
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -226,8 +223,8 @@ def _give_up_unless(met: threading.Event, reason: str) -> None:
 def _meet(entry: dict[str, str], own: BaseException | None = None) -> list[dict[str, str]]:
     """What all processes bring to the next round; with an error of its `own` none of the others' is raised."""
     _JOB.round += 1
-    here, _JOB.meeting = f"round/{_JOB.round}", True
-    try:
+    here = f"round/{_JOB.round}"
+    with _unbroken():
         _put(f"{here}/{_JOB.index}", json.dumps(entry))
         if first():
             entries = [json.loads(_wait(f"{here}/{i}")) for i in range(_JOB.count)]
@@ -235,11 +232,19 @@ def _meet(entry: dict[str, str], own: BaseException | None = None) -> list[dict[
             _JOB.store.key_value_delete(f"round/{_JOB.round - 2}/")  # which all have read
         else:
             entries = json.loads(_wait(f"{here}/all"))
-    finally:
-        _JOB.meeting = False
     if own is None:
         _raise(entries)
     return entries
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """A block into which nothing may be raised from outside."""
+    before, _JOB.meeting = _JOB.meeting, True
+    try:
+        yield
+    finally:
+        _JOB.meeting = before
 
 
 def _raise(entries: list[dict[str, str]]) -> None:

@@ -180,6 +180,13 @@ def test_chatter_adds_rare_words_and_changes_no_score():
     assert guessed / hasty == pytest.approx(0.35, abs=0.08)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_chatter_is_a_probability(share):
+    """One who says a word after each word never ends."""
+    with pytest.raises(UserError, match=r"--chatter .*: a probability"):
+        load("kk_tiny").config(chatter=share)
+
+
 def test_without_chatter_nothing_is_changed():
     """Neither the words that the tokenizer knows, nor the sizes, nor what the crowd says."""
     tiny = load("kk_tiny")

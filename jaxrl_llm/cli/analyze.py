@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm import desk
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.config import Config, Scratch
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, cannot_write
 from jaxrl_llm.learning import analysis, probe, token_gradients, update, words
 from jaxrl_llm.learning.token_task import Answers
 from jaxrl_llm.models import activations
@@ -69,7 +69,7 @@ def main(
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot write to {target}: {error.strerror}") from error
+            raise cannot_write(target, error) from error
         with console.status("sampling") as status:
             state = folder.state(run, parts, config.optimizer, chosen)
             if fresh:
@@ -86,8 +86,8 @@ def main(
             }
             say = status.update if console.is_terminal else console.print
             found |= _measured(of, samples, tokens, seed, say)
-    report.write(found, target)
     console.print(report.table(found))
+    report.write(found, target)
     desk.store(target)
     console.print(f"written to {desk.named(target)}")
 
@@ -252,10 +252,12 @@ def _groups(of: _Subject, rollout: Rollout) -> list[list[str]]:
 
 
 def _described(of: _Subject, rewards: list[Reward], tokens: int) -> dict[str, Any]:
+    known = [reward for reward in rewards if reward.checked]
     return {
         "responses": len(rewards),
         "tokens": tokens,
-        "reward": probe.mean(np.asarray([r.score for r in rewards])),
-        "accuracy": probe.mean(np.asarray([r.correct for r in rewards])),
+        "unchecked": len(rewards) - len(known),
+        "reward": probe.mean(np.asarray([r.score for r in known])),
+        "accuracy": probe.mean(np.asarray([r.correct for r in known])),
         "optimizer_steps_before": int(of.state.step),
     }

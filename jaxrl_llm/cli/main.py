@@ -148,7 +148,7 @@ def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
         description=f"{command.KINDS[kind].__doc__}\n\nAll others are flags of: jaxrl-llm train {path} --help",
     )
     for flag in _flags_of_both(configs.load(path), options):
-        if flag in {word.partition("=")[0] for word in arguments}:
+        if flag in {command.flag_of(word) for word in arguments}:
             raise UserError(
                 f"{flag} is a flag of both launch {kind} and {path}: rename that of the config"
             )

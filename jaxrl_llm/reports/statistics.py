@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
+FEW = 4  # values below which an interval says less than the values themselves
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -40,12 +42,15 @@ def _error(values: Sequence[float]) -> float:
 
 
 def chance(values: Sequence[float]) -> float | None:
-    """How likely a mean as far from 0 would be if it were 0: p of Student's t; None for one value."""
-    if len(values) == 1:
+    """How likely a mean as far from 0 would be if it were 0: p of Student's t; None of fewer than `FEW` values.
+
+    Values that are all the same say nothing of how they spread, but for those that are all 0.
+    """
+    if len(values) < FEW:
         return None
     middle, error = abs(mean(values)), _error(values)
     if not error:
-        return 0.0 if middle else 1.0
+        return None if middle else 1.0
     return 2 * float(stdtr(len(values) - 1, -middle / error))
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from jaxrl_llm.reports import pictures
 from jaxrl_llm.reports.pictures import sheet
-from jaxrl_llm.reports.statistics import differences, estimate
+from jaxrl_llm.reports.statistics import FEW, differences, estimate
 
-FEW = 4  # seeds below which an interval says less than the seeds themselves
 _CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
 _DIFFERENCES = {
     "sampled": "sampled\nat the end",

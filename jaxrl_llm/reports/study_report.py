@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import files
+from jaxrl_llm.errors import cannot_write
 from jaxrl_llm.reports import study_figures
 
 COLUMNS = {  # figure: its title, what it is multiplied by, digits
@@ -32,9 +33,12 @@ nothing has no such number. The others are means over the last ten steps."""
 def write(results: Mapping[str, Any], folder: Path) -> str:
     """results.json, results.md and the pictures; the text."""
     text = markdown(results)
-    files.write(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    files.write(folder / "results.md", text)
-    study_figures.draw(results, folder)
+    try:
+        files.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+        files.write(folder / "results.md", text)
+        study_figures.draw(results, folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     return text
 
 
@@ -92,6 +96,6 @@ def _cell(
     if estimate["low"] is None:
         return mean + fewer
     low, high = (f"{scale * estimate[side]:{sign}.{digits}f}" for side in ("low", "high"))
-    if estimate.get("holm", 1.0) < CHANCE:
+    if (holm := estimate.get("holm")) is not None and holm < CHANCE:
         mean = f"**{mean}**"
     return f"{mean} ({low} to {high}){fewer}"

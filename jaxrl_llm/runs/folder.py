@@ -163,13 +163,11 @@ def _continue(
     """Refuses what would make it another run, and notes the session."""
     run = record.read(folder)
     record.require_sources(folder, run)
-    for original, copy in {str(made_by): CONFIG, **run["files"]}.items():
-        there = Path(original)
-        if there.exists() and there.read_bytes() != (folder / copy).read_bytes():
-            raise UserError(
-                f"{original} has changed since {folder} was started: resume with the run's own copy, "
-                f"{folder / copy}, or start anew with another --out"
-            )
+    if changed := record.changed(folder, run, made_by):
+        raise UserError(
+            f"{changed[0]} has changed since {folder} was started: resume with the run's own copy, "
+            f"{changed[1]}, or start anew with another --out"
+        )
     if not record.begins_with(run, origin):
         there = run["from"]
         given = f"with --from {there}" if there else "without --from"

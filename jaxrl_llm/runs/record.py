@@ -12,7 +12,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jaxrl_llm
 from jaxrl_llm import desk, files
@@ -93,6 +93,15 @@ def require_sources(folder: Path, run: dict[str, Any]) -> None:
             )
 
 
+def changed(folder: Path, run: dict[str, Any], made_by: Path) -> tuple[Path, Path] | None:
+    """The first file that made the run and is not what it was, and the run's own copy of it."""
+    for original, name in {str(made_by): CONFIG, **run["files"]}.items():
+        there, copy = Path(original), folder / name
+        if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
+            return there, copy
+    return None
+
+
 def identity(folder: Path) -> str | None:
     """What no other run is called; None where no run was started."""
     return read(folder)["id"] if (folder / NAME).exists() else None
@@ -142,8 +151,11 @@ def flags_for(make: Callable[..., Any], flags: dict[str, Any]) -> dict[str, Any]
 
     def restored(name: str, value: Any) -> Any:
         if isinstance(value, list):
-            return tuple(value)
-        return Path(value) if hints.get(name) is Path else value
+            return tuple(restored(name, one) for one in value)
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        return (
+            Path(value) if isinstance(value, str) and Path in kinds and str not in kinds else value
+        )
 
     return {name: restored(name, value) for name, value in flags.items()}
 
@@ -153,13 +165,19 @@ def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     out = {}
     for name, value in flags.items():
         try:
-            out[name] = json.loads(json.dumps(str(value) if isinstance(value, Path) else value))
+            out[name] = json.loads(json.dumps(value, default=_of_path))
         except TypeError as error:
             raise UserError(
                 f"the flag {name} of config() is a {type(value).__name__}, which cannot be kept with the "
                 "run: use numbers, text, true or false, paths, or tuples of them"
             ) from error
     return out
+
+
+def _of_path(value: Any) -> str:
+    if not isinstance(value, Path):
+        raise TypeError
+    return str(value)
 
 
 def _session(flags: dict[str, Any]) -> dict[str, Any]:

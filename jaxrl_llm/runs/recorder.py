@@ -33,31 +33,32 @@ class Recorder:
         ]
         self._before = len(self._records)
         self._said: set[str] = set()
-        self._held: Step | None = None
+        self._held: list[Step] = []
         self._unshown: Step | None = None
         self.last: Step | None = None
 
     def hold(self, step: Step) -> None:
-        """The step to record next."""
-        self._held = self.last = step
+        """The step to record next, after those that could not be written."""
+        self._held.append(step)
+        self.last = step
 
     def flush(self) -> None:
         """Records and shows it now, as far as it has not been yet; all processes know whether that went well."""
         with hosts.together():
-            step, self._held = self._held, None
-            if step is not None:
-                self._record(step)
-                self._unshown = step
+            while self._held:
+                self._record(self._held[0])
+                self._unshown = self._held.pop(0)
             if self._unshown is not None:
                 self._show(self._unshown)
                 self._unshown = None
 
     def _record(self, step: Step) -> None:
         values = step.metrics()
-        self._records.append({name: float(value) for name, value in values.items()})
-        found = alarms.alarms(self._records)
+        records = [*self._records, {name: float(value) for name, value in values.items()}]
+        found = alarms.alarms(records)
         alarmed = {f"alarm/{kind}": 1 for kind in found}
         self._journal.record(step.number, self._phase, values | alarmed)
+        self._records = records
         self._advance(step.number, values)
         for kind, text in found.items():
             if kind not in self._said:

@@ -1,5 +1,7 @@
 """Against numbers worked out by hand with a table of Student's t."""
 
+import math
+
 import pytest
 
 from jaxrl_llm.reports.statistics import (
@@ -53,11 +55,20 @@ def test_what_a_seed_does_to_both_cancels():
 
 
 def test_chance_is_students():
-    """Mean 1, deviation 1, three values: t of 2 degrees of freedom is sqrt 3, beyond which 22.54% lie."""
-    assert chance([0.0, 1.0, 2.0]) == chance([0.0, -1.0, -2.0]) == pytest.approx(0.225403, abs=1e-6)
+    """Mean 1.5, deviation sqrt(5/3): t is sqrt 5.4, of 3 degrees of freedom, which have a closed form."""
+    x = (5.4 / 3) ** 0.5
+    beyond = 1 - 2 / math.pi * (math.atan(x) + x / (1 + x * x))
+    values = [0.0, 1.0, 2.0, 3.0]
+    assert chance(values) == chance([-x for x in values]) == pytest.approx(beyond)
     half = estimate([1.0, 2.0, 3.0, 4.0]).high - 2.5
     assert chance([half + x for x in (-1.5, -0.5, 0.5, 1.5)]) == pytest.approx(0.05)
-    assert (chance([3.0]), chance([0.0, 0.0]), chance([1.0, 1.0])) == (None, 1.0, 0.0)
+
+
+def test_few_values_or_equal_ones_say_nothing_of_chance():
+    """Accuracies come in steps: two seeds may differ by exactly the same."""
+    assert chance([3.0]) is chance([0.5, 0.5]) is chance([1.0, 1.1, 1.0]) is None
+    assert chance([1.0] * 4) is None
+    assert chance([0.0] * 4) == 1.0
 
 
 def test_the_more_one_looks_at_the_less_a_small_chance_says():

@@ -1,11 +1,15 @@
 """`analyze` on a run: everything that it promises, and what is wrong in a line."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from jaxrl_llm.cli import analyze
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import analysis, analysis_figures
+from jaxrl_llm.tasks.task import UNCHECKED, Reward
 
 CONFIG = """
 import dataclasses
@@ -67,6 +71,22 @@ def test_it_measures_the_run_and_draws(run, found, tmp_path):
     analysis.write(found, tmp_path)
     same = lambda name: (tmp_path / name).read_bytes() == (run / "analysis" / name).read_bytes()
     assert all(map(same, FIGURES | {analysis.NAME}))
+
+
+def test_what_is_unchecked_counts_for_nothing():
+    of = SimpleNamespace(state=SimpleNamespace(step=3))
+    found = analyze._described(of, [Reward(1.0, True), Reward(0.0, False), UNCHECKED], 9)  # pyright: ignore[reportArgumentType]
+    assert (found["responses"], found["unchecked"]) == (3, 1)
+    assert found["reward"] == found["accuracy"] == 0.5
+
+
+def test_a_full_disk_is_one_line(found, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(analysis_figures, "draw", full)
+    with pytest.raises(UserError, match=f"cannot write to {tmp_path}: No space left"):
+        analysis.write(found, tmp_path)
 
 
 def test_an_optimizer_may_begin_anew(run, found, tmp_path):

@@ -364,6 +364,31 @@ def test_responses_of_all_processes_come_together(monkeypatch):
     assert (whole.version, whole.tolerance) == (3, pytest.approx(0.1))
 
 
+def test_nothing_is_raised_between_the_halves_of_an_exchange(monkeypatch):
+    """The others already wait for the second, in a program that would wait for ever."""
+    monkeypatch.setattr(hosts._JOB, "count", 2)
+    unbroken = []
+
+    class Payload(bytes):
+        def __len__(self):
+            unbroken.append(hosts.meeting())
+            return super().__len__()
+
+    def meet(entry):
+        with hosts._unbroken():
+            return [entry, entry]
+
+    def gather(padded):
+        unbroken.append(hosts.meeting())
+        return [padded, padded]
+
+    monkeypatch.setattr(hosts, "_meet", meet)
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gather)
+    assert hosts.exchange(Payload(b"abc")) == [b"abc", b"abc"]
+    assert unbroken == [True] * len(unbroken) != []
+    assert not hosts.meeting()
+
+
 def test_a_process_without_prompts_has_a_part_of_nothing(monkeypatch):
     monkeypatch.setattr(hosts._JOB, "count", 2)
     none, some = Rollout([], [], []), Rollout([], [[7]], [[-0.5]], [True], version=2)

@@ -516,6 +516,7 @@ def test_no_text_breaks_out_of_the_shell(cluster, capsys, nasty):
         ("gpu", "wants a config file"),
         ("gpu configs/kk.py --aplha 0.1", "--alpha"),
         ("gpu configs/kk.py --resume", "leave --resume out"),
+        ("gpu configs/kk.py --dry_run", "leave --dry_run out"),
         ("slurm configs/kk.py --process=auto", "leave --process=auto out"),
         ("slurm configs/kk.py --nodes 0", "must be at least 1"),
         ("slurm configs/kk.py --time 1;2", "write it as Slurm does"),

@@ -310,10 +310,19 @@ def test_another_bit_in_what_a_run_is_is_one_line(name, copied, capsys):
 
 
 def test_flags_go_through_json(tmp_path):
-    def config(size: tuple[int, int], where: Path, how: Literal["a", "b"] = "a"):
-        return size, where, how
+    def config(
+        size: tuple[int, int],
+        where: Path,
+        how: Literal["a", "b"] = "a",
+        maybe: Path | None = None,
+        no: Path | None = None,
+        several: tuple[Path, ...] = (),
+        name: str | None = None,
+    ):
+        return size, where, how, maybe, no, several, name
 
-    flags = {"size": (1, 2), "where": Path("/x"), "how": "b"}
+    flags = {"size": (1, 2), "where": Path("/x"), "how": "b", "maybe": Path("y"), "no": None}
+    flags |= {"several": (Path("a"), Path("b")), "name": "c"}
     run = record.new(Path("c.py"), flags, [])
     record.write(tmp_path, run)
     stored = record.read(tmp_path)["flags"]

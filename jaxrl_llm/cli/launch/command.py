@@ -271,8 +271,13 @@ def check(kind: str, words: Sequence[str]) -> None:
             raise UserError(
                 f"launch: {word!r} holds a line break or the like, which no file here can"
             )
-        if word.partition("=")[0] in OURS:
+        if flag_of(word) in OURS:
             raise UserError(f"launch: leave {word} out; the file says what is needed of it")
+
+
+def flag_of(word: str) -> str:
+    """The flag that a word of a command line is or sets."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def main(kind: Kind, trainer: Trainer, words: Sequence[str]) -> None:

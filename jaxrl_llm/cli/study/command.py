@@ -14,9 +14,17 @@ import rich.live
 import rich.table
 
 from jaxrl_llm import files, userfile
-from jaxrl_llm.cli.study.grid import Grid, continued, finished, lengths_of, made, require_same
+from jaxrl_llm.cli.study.grid import (
+    Grid,
+    continued,
+    finished,
+    lengths_of,
+    made,
+    require_flags,
+    require_same,
+)
 from jaxrl_llm.cli.study.watch import Watch
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, cannot_write
 from jaxrl_llm.reports import study as studies
 from jaxrl_llm.reports import study_report
 from jaxrl_llm.reports.study import Outcome, Planned, Study
@@ -83,6 +91,7 @@ def main(
 def _outcome(grid: Grid, run: Planned) -> Outcome:
     """Of a run that is finished."""
     where = grid.folder_of(run)
+    require_flags(grid, run)
     return studies.outcome(run, journal.read(where), made(where))
 
 
@@ -171,7 +180,7 @@ def _alone(out: Path, threads: int) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / "lock").open("a")
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}") from error
+        raise cannot_write(out, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

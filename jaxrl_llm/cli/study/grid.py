@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +112,22 @@ def made(where: Path) -> dict[str, Any]:
     return {"flags": there["flags"]} | {k: s[k] for s in began for k in ("at", "versions")}
 
 
+def require_flags(grid: Grid, run: Planned) -> None:
+    """A UserError if the run in a folder was made with other flags."""
+    where = grid.folder_of(run)
+    _require_equal(str(where), record.read(where)["flags"], grid.settings(run))
+
+
 def require_same(grid: Grid, run: Planned) -> None:
-    """A UserError if the folder of a run was made by another config or with other flags."""
+    """A UserError if it was made with other flags, or by files that have changed."""
     where = grid.folder_of(run)
     if not (where / record.NAME).exists():
         return
-    _require_equal(str(where), record.read(where)["flags"], grid.settings(run))
-    copy = where / record.CONFIG
-    if copy.exists() and copy.read_bytes() != grid.config.read_bytes():
+    require_flags(grid, run)
+    if changed := record.changed(where, record.read(where), grid.config):
         raise UserError(
-            f"{grid.config} has changed since {where} was made: "
-            f"put it back as it was ({copy}), or choose another --out"
+            f"{changed[0]} has changed since {where} was made: "
+            f"put it back as it was ({changed[1]}), or choose another --out"
         )
 
 
@@ -146,16 +151,43 @@ def continued(where: Path) -> list[str]:
     return []
 
 
+def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Config) -> None:
+    """A UserError where a flag that the study does not name in `warm` changes the warm start."""
+    if made.warm_start is None or warm.warm_start is None:
+        return
+    parts = {
+        "the model": (made.model, warm.model),
+        "the task": (_bound(made.task), _bound(warm.task)),
+        "the demonstrations": tuple(_bound(one.warm_start.demonstration) for one in (made, warm)),
+        "the steps of the warm start": (made.warm_start.steps, warm.warm_start.steps),
+    }
+    for what, (ours, its) in parts.items():
+        if ours != its:
+            raise UserError(
+                f"study: {run.name} and the warm start that it would begin with have not {what} in common: "
+                f"name the flag that changes it in warm; {[*run.flags]} are set"
+            )
+
+
+def _bound(made: Any) -> dict[str, Any]:
+    """The arguments that are bound to a function, as far as they can be compared."""
+    given = made.keywords if isinstance(made, partial) else {}
+    return {k: v for k, v in given.items() if isinstance(v, str | int | float | Path)}
+
+
 def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]]:
     """Steps of both phases of every run and warm start, by building their configs: wrong flags are found now."""
-    out: dict[str, tuple[int, int]] = {}
-    known: dict[tuple[str, str], tuple[int, int]] = {}
-    for run in [*runs, *map(grid.study.warm_start, runs)]:
-        key = (run.panel, run.variant)
-        if key not in known:
-            made = configs.build(grid.make, grid.config, **run.flags)
-            known[key] = (made.warm_start.steps if made.warm_start else 0, made.steps)
-        out[run.name] = known[key]
+    built: dict[str, configs.Config] = {}
+    for run in runs:
+        warm = grid.study.warm_start(run)
+        for one in (run, warm):
+            if one.name not in built:
+                built[one.name] = configs.build(grid.make, grid.config, **one.flags)
+        _require_same_beginning(run, built[run.name], built[warm.name])
+    out = {
+        name: (made.warm_start.steps if made.warm_start else 0, made.steps)
+        for name, made in built.items()
+    }
     warm = {grid.study.warm_start(run).name for run in runs if out[run.name][0]}
     if len({run.name for run in runs} | warm) < len(runs) + len(warm):
         raise UserError(
