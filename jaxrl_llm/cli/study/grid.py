@@ -77,7 +77,7 @@ class Grid:
         return {
             run.name: known[run.name]
             for run in runs
-            if same(run) and (run.panel, run.seed) not in missing
+            if (run.panel, run.seed) not in missing and same(run)
         }
 
     def command(self, run: Planned, origin: Path | None = None) -> list[str]:
@@ -153,16 +153,17 @@ def continued(where: Path) -> list[str]:
 
 def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Config) -> None:
     """A UserError where a flag that the study does not name in `warm` changes the warm start."""
-    if made.warm_start is None or warm.warm_start is None:
+    ours, its = made.warm_start, warm.warm_start
+    if ours is None or its is None:
         return
     parts = {
         "the model": (made.model, warm.model),
         "the task": (_bound(made.task), _bound(warm.task)),
-        "the demonstrations": tuple(_bound(one.warm_start.demonstration) for one in (made, warm)),
-        "the steps of the warm start": (made.warm_start.steps, warm.warm_start.steps),
+        "the demonstrations": (_bound(ours.demonstration), _bound(its.demonstration)),
+        "the steps of the warm start": (ours.steps, its.steps),
     }
-    for what, (ours, its) in parts.items():
-        if ours != its:
+    for what, (one, other) in parts.items():
+        if one != other:
             raise UserError(
                 f"study: {run.name} and the warm start that it would begin with have not {what} in common: "
                 f"name the flag that changes it in warm; {[*run.flags]} are set"
