@@ -162,6 +162,9 @@ class Config:
         _check_types(self)
         at_least(0, "config", self, "steps", "show_samples_every")
         at_least(1, "config", self, "prompts", "group_size", "save_every", "keep_checkpoints")
+        at_least(1, "config", self, "reward_threads")
+        if not self.reward_seconds > 0:
+            raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"config: seed = {self.seed} must be at least 0 and less than 2**32")
         if self.prompts * self.group_size % self.collate.minibatches:
@@ -171,6 +174,13 @@ class Config:
             )
         if self.look_ahead:
             self._check_look_ahead()
+        if isinstance(self.engine, engines.Vllm):
+            self._check_vllm(self.engine)
+        if self.warm_start and self.warm_start.collate.prompt_length < self.collate.prompt_length:
+            raise UserError(
+                f"config: prompts of up to {self.collate.prompt_length} tokens are kept, and "
+                f"warm_start.collate has room for {self.warm_start.collate.prompt_length}: make them equal"
+            )
         for name, chosen, known in (
             ("ratios", self.ratios, ("trainer", "sampler")),
             ("long_prompts", self.long_prompts, ("skip", "refuse")),
@@ -187,6 +197,20 @@ class Config:
             raise UserError(
                 "config: reference = False, but the objective looks at ref_logp: leave reference out, or what "
                 "looks at it, such as penalties"
+            )
+
+    def _check_vllm(self, engine: engines.Vllm) -> None:
+        sampled = self.sampling.temperature > 0 or self.evaluation.samples > 0
+        if sampled and (self.sampling.top_p < 1 or self.sampling.top_k > 0):
+            raise UserError(
+                "config: vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
+                "Native engine"
+            )
+        longest = self.collate.prompt_length + self.collate.response_length
+        if engine.max_model_len is not None and engine.max_model_len < longest:
+            raise UserError(
+                f"config: prompt and response may have {longest} tokens, max_model_len = {engine.max_model_len}: "
+                "raise it in the engine"
             )
 
     def _check_look_ahead(self) -> None:
@@ -250,7 +274,7 @@ def load(path: Path) -> Callable[..., Config]:
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
     try:
         get_type_hints(make)  # they make the flags
-    except NameError as error:
+    except Exception as error:  # an annotation is code, too
         raise UserError(f"{path}: an annotation of config() cannot be resolved: {error}") from error
     return cast(Callable[..., Config], make)
 

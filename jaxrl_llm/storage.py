@@ -60,7 +60,13 @@ class Place:
     def names(self, under: str = "") -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
         found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
-        return {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
+        sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
+        for name in sizes:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise UserError(
+                    f"{self.url} holds an object {name!r}, which would lie outside a folder here"
+                )
+        return {name: size for name, size in sizes.items() if name and not name.endswith("/")}
 
     def read(self, name: str) -> bytes | None:
         """What an object holds; None if there is none."""

@@ -20,6 +20,7 @@ import tyro
 
 from jaxrl_llm import desk, userfile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.machines import share
 from jaxrl_llm.runs import terminal
 from jaxrl_llm.runs.ending import ending
 
@@ -28,6 +29,7 @@ WITH_CONFIG = ("train", "plan", "data", "serve")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
+    share.take()
     with ending(), _read_as_far_as_anybody_likes():
         _run(sys.argv[1:] if arguments is None else arguments)
 

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Pretrained
-from jaxrl_llm.machines import hlo, seconds, topologies
+from jaxrl_llm.machines import hlo, seconds, share, topologies
 from jaxrl_llm.machines.programs import Planned, local_bytes, on_hosts
 from jaxrl_llm.machines.seconds import Seconds
 from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding
-
-LEFT_OF_A_GPU = 0.94  # beside the driver and the libraries that communicate
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def plan(
 ) -> Plan:
     """Compiles the programs of a step and reads them; `tokens` is the mean length of a response (0: the limit)."""
     sizes, chip = config.mesh, machine.chip
-    memory = int(chip.memory * (LEFT_OF_A_GPU if chip.platform == "cuda" else 1))
+    memory = int(chip.memory * (share.of_a_gpu() if chip.platform == "cuda" else 1))
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
     planned, programs = Planned(config, shape or shape_of(config), mesh, memory), []
     with topologies.compiling_for(mesh):

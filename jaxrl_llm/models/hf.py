@@ -46,9 +46,13 @@ TOKENIZER = (
 
 def resolve(model: str | pathlib.Path) -> pathlib.Path:
     """A local folder as it is; a hub name is downloaded (weights, config and tokenizer only)."""
-    folder = pathlib.Path(model).expanduser()
-    if folder.is_dir():
-        return folder
+    folder = pathlib.Path(model)
+    try:
+        folder = folder.expanduser()
+        if folder.is_dir():
+            return folder
+    except (OSError, RuntimeError) as error:  # a name too long, a home that nobody has
+        raise UserError(f"no model folder {folder}: {error}") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         raise UserError(
             f"no model folder {folder}: give a folder, or a hub name such as Qwen/Qwen2.5-3B"
@@ -58,8 +62,10 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
     try:
         patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
         return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
-    except (OSError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (
+        Exception
+    ) as error:  # of the name, the hub, the disk, or of whatever speaks to the network
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
         ) from error
@@ -122,6 +128,7 @@ def export(
     shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes safetensors, config.json and (from the `source` folder) the tokenizer; complete or not at all."""
+    folder = folder.absolute()
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty: export to a new folder")

@@ -65,7 +65,7 @@ def load_shape(folder: pathlib.Path) -> Shape:
     heads, kv_heads, hidden = (
         count(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size")
     )
-    if hidden % heads or config.get("head_dim", hidden // heads) * heads != hidden:
+    if hidden % heads or config.get("head_dim") not in (None, hidden // heads):
         raise UserError(f"{where}: head_dim x num_attention_heads is not hidden_size")
     if heads % kv_heads or (hidden // heads) % 2:
         raise UserError(

@@ -6,7 +6,7 @@ whole cache that it is given; who calls it grows the cache with the longest sequ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,8 +38,10 @@ class Unrolled:
 
     def weights(self, params):
         """The parameters where and in the precision that generation computes in, the layers apart."""
-        where = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
-        return jax.jit(self._apart, out_shardings=where)(params)
+        places, tree = jax.tree.flatten(
+            jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        )
+        return _copying(self, tuple(places), tree)(params)
 
     def weights_like(self, params):
         """Shapes and places of `weights`."""
@@ -125,6 +127,12 @@ class Unrolled:
         model = nnx.merge(self.definition, params | {"layers": first})
         layer = nnx.split(model.layers)[0]
         return model, [nnx.merge(layer, each) for each in params["layers"]]
+
+
+@cache
+def _copying(decoder: Unrolled, places: tuple[NamedSharding, ...], tree: Any) -> Any:
+    """The program that copies a decoder's weights to these places, compiled once."""
+    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, places))
 
 
 def _attend(

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.rollouts import proof, weight_sync
 from jaxrl_llm.rollouts.exchange import exchange_folder
 from jaxrl_llm.rollouts.keys import FILE, read_key, write_key
@@ -50,6 +50,9 @@ class Native:
     block: int = 128
     devices_a_copy: int | None = None
     own_weights: ClassVar[bool] = False
+
+    def __post_init__(self):
+        at_least(1, "engine", self, "slots", "prefill_prompts", "block")
 
     @contextmanager
     def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:

@@ -135,8 +135,10 @@ class VllmSampler:
 
     def _prove(self, server: Server, labels: dict[str, str], version: int) -> float:
         """The proof's difference for a server; one that has started again is given weights and a label first."""
-        if server.label() in (None, weight_sync.loading(labels[server.url])):
+        label = server.label()
+        if label is None:
             labels[server.url] = new_label(version)
+        if label in (None, weight_sync.loading(labels[server.url])):  # or it was ours that broke
             self._renew(server, labels[server.url])
         return self._proof(server, labels[server.url])
 

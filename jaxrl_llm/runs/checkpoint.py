@@ -37,6 +37,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SCORE = "score.json"  # in the folder of a step that was judged after it was saved
 HALF = "*.orbax-checkpoint-tmp*"  # what a save is called until it is whole
+GONE = "gone.orbax-checkpoint-tmp"  # where one lies that is being deleted
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 
 
@@ -68,6 +69,7 @@ class Checkpoints:
             read_only=read_only,
             create=False,
             multiprocessing_options=writers.of(folder),
+            todelete_subdir=None if read_only else GONE,
             async_options=ocp.AsyncOptions(timeout_secs=WRITTEN),
         )
         stored.bring(folder, read_only=read_only or not hosts.first())
@@ -282,8 +284,12 @@ class Checkpoints:
         kept = {*regular[-self._keep :], *steps[-1:], self.best, *self._unjudged}
         for step in steps:
             if step not in kept:
-                self._manager.delete(step)
+                self._manager.delete(
+                    step
+                )  # renamed: killed amid this, it is no checkpoint any more
                 desk.drop(self.folder / str(step))
+        if hosts.first():
+            shutil.rmtree(self.folder / GONE, ignore_errors=True)
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again and nothing of them is lost."""

@@ -149,6 +149,8 @@ def _start(
     parts.tokenizer.save(folder / "model")
     described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
     files.write(folder / "model" / "config.json", described)
+    ends = json.dumps({"eos_token_id": [*parts.tokenizer.stops]}, indent=2) + "\n"
+    files.write(folder / "model" / "generation_config.json", ends)
     files.copy(made_by, folder / CONFIG)
     (folder / "files").mkdir(exist_ok=True)
     for original, copy in run["files"].items():

@@ -82,8 +82,10 @@ class Journal:
         """One line of metrics."""
         values = {name: _plain(value) for name, value in values.items()}
         with self._writing(METRICS):
-            _append(self._file, seal.line({"step": step, "phase": phase, **values}))
             self._board.add(step, {f"{phase}/{name}": value for name, value in values.items()})
+            _append(
+                self._file, seal.line({"step": step, "phase": phase, **values})
+            )  # counts as done
         if self._wandb is not None:
             self._wandb.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
 

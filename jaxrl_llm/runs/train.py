@@ -182,8 +182,12 @@ def _reinforce(
     elif due(start):
         score = _catch_up(run, start, REINFORCE, state.params, clock)
         if start > whole.start:  # the policy before reinforcement is no candidate
+            better = run.best is None or score > run.best
+            if better or config.saves(
+                start
+            ):  # else a run that was not told to leave had not saved it
+                run.checkpoints.judge(start, score)
             run.best = score if run.best is None else max(run.best, score)
-            run.checkpoints.judge(start, score)
     else:
         run.sampler.push(state.params, start)
     reference = None

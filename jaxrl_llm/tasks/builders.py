@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import shutil
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -130,6 +131,9 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
     with _quiet_tfds():
         try:
             builder = make()
+            if _half(builder.data_path):  # brought from a bucket that was being filled
+                shutil.rmtree(builder.data_path)
+                builder = make()
             builder.download_and_prepare(file_format="array_record")
         except OSError as error:
             builder = make()
@@ -137,6 +141,11 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
                 raise UserError(f"cannot build the data set: {error}") from error
         sources = [builder.as_data_source(split=split) for split in SPLITS]
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
+
+
+def _half(folder: Any) -> bool:
+    """Whether a data set lacks the file that is stored last; one that is built here appears as a whole."""
+    return folder.exists() and not (folder / "dataset_info.json").exists()
 
 
 @contextlib.contextmanager

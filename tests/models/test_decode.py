@@ -175,6 +175,26 @@ def test_a_lane_out_of_range_inserts_nothing_on_many_devices():
         assert not np.asarray(layer.v[6, :, 8:]).any()
 
 
+def test_a_copy_of_the_weights_is_compiled_once():
+    """Every push makes one: on accelerators, with the layers apart, that is a program of seconds."""
+    definition, params = model()
+    compiled = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    mesh = tiny.mesh_of(1, 1, 1)
+    with jax.set_mesh(mesh):
+        Unrolled(definition, mesh).weights(params)
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            Unrolled(definition, mesh).weights(params)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
     same = Decoder(definition, 8).weights(params)

@@ -295,6 +295,33 @@ def test_unknown_places_are_refused(tmp_path):
         hf.resolve(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5--3B", "Qwen/x-", "Qwen/x.git", "a/" + "b" * 97, "~nosuch/x", "a" * 300]
+)
+def test_a_name_that_can_be_none_is_one_line(name):
+    with pytest.raises(UserError, match=r"no (model )?folder") as error:
+        hf.resolve(name)
+    assert "\n" not in str(error.value)
+
+
+def test_export_into_the_folder_that_one_is_in(tmp_path, monkeypatch):
+    _, params = tiny.policy()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    hf.export(params, tiny.SHAPE, pathlib.Path())
+    assert (tmp_path / "here" / "config.json").exists()
+
+
+def test_a_head_dim_of_null_is_none(tmp_path):
+    written(tmp_path / "m")
+    (tmp_path / "m" / hf_folder.SUMS).unlink()
+    config(head_dim=None)(tmp_path / "m")
+    assert hf.load_shape(tmp_path / "m") == tiny.SHAPE
+    config(head_dim=7)(tmp_path / "m")
+    with pytest.raises(UserError, match="head_dim x num_attention_heads"):
+        hf.load_shape(tmp_path / "m")
+
+
 def test_export_does_not_overwrite(tmp_path):
     params = written(tmp_path / "m")
     with pytest.raises(UserError, match="is not empty"):

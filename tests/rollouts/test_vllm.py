@@ -460,6 +460,22 @@ def test_a_sync_that_breaks_half_way_is_done_again(tmp_path, path):
         assert made.version == 7
 
 
+def test_a_restarted_server_that_fails_twice_while_it_is_given_weights_is_given_them(tmp_path):
+    """The label that it bears is that of our own broken attempt, and not somebody else's."""
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path, patience=10.0)
+        fake.die()
+        reload, pause = only("/collective_rpc", (503, b"")), only("/pause", None, (503, b""))
+
+        def fault(*call):
+            return reload(*call) or pause(*call)
+
+        with Fake(port=fake.port, fault=fault) as new:
+            rollout = made.generate(PROMPTS, n=4, sampling=SAMPLING)
+            assert list(rollout.responses) == expected_responses(4)
+            assert new.calls["/pause"] >= 3
+
+
 def test_a_sync_that_never_works_ends(tmp_path):
     with Fake(fault=only("/collective_rpc", *[(500, b"")] * 1000)) as fake:
         start = time.monotonic()

@@ -269,6 +269,27 @@ def test_half_a_save_that_nobody_ended_is_cleared_away(tmp_path):
     assert not half.exists()
 
 
+def test_one_that_is_half_deleted_is_none(tmp_path, monkeypatch):
+    """Killed amid it: what is left is cleared away by the next."""
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    checkpoints.save(1, state(1), {})
+    checkpoints.save(2, state(1), {})
+
+    def killed(folder, **_):
+        shutil.move(folder / "1" / "notes", tmp_path / "notes")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.close()
+    monkeypatch.undo()
+    assert (tmp_path / "notes").exists()
+    again = Checkpoints(tmp_path / "c", keep=1)
+    assert again.steps == [2]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["2"]
+    again.close()
+
+
 def test_in_the_end_the_best_that_can_be_read_is_tested(three, monkeypatch, caplog):
     flip(three / "4")
     pushed, result = [], SimpleNamespace(metrics=dict)

@@ -68,6 +68,8 @@ def test_export_gives_a_model_folder(whole, tmp_path, capsys):
     exported = hf.load(tmp_path / "hf", hf.load_shape(tmp_path / "hf"), parts.shardings)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, exported))
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert tuple(ends) == parts.tokenizer.stops != ()
 
 
 def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):

@@ -12,7 +12,10 @@ from jaxrl_llm.runs import assemble
 from tests.runs import quick
 from tests.runs.process import QUICK, metrics, train
 
-HEAD = "from tests.runs.quick import *\nimport dataclasses\n"
+HEAD = (
+    "from tests.runs.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
+    "import dataclasses; from jaxrl_llm.rollouts.sampler import Sampling\n"
+)
 
 
 def fails(capsys, *arguments):
@@ -61,7 +64,15 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "evaluation=Evaluation(validation=0))", "evaluation: validation = 0 must be at least 1"),
         (REPLACE + "evaluation=Evaluation(every=-1))", "evaluation: every = -1 must be at least 0"),
         (REPLACE + "show_samples_every=-1)", "show_samples_every = -1 must be at least 0"),
+        (REPLACE + "reward_threads=0)", "reward_threads = 0 must be at least 1"),
+        (REPLACE + "reward_seconds=0.0)", "reward_seconds = 0.0 must be above 0"),
+        (REPLACE + "engine=Native(slots=0))", "engine: slots = 0 must be at least 1"),
+        (REPLACE + "warm_start=dataclasses.replace(made.warm_start, collate=Collator(20, 48)))",
+         "prompts of up to 40 tokens are kept, and warm_start.collate has room for 20"),
+        (REPLACE + "engine=Vllm(max_model_len=87))", "prompt and response may have 88 tokens, max_model_len = 87"),
+        (REPLACE + "engine=Vllm(), sampling=Sampling(top_p=0.9))", "vLLM tells log-probs after truncation only"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
+        ("def config(x: 'jax.numpi' = 1): pass", "an annotation of config() cannot be resolved"),
         ("def config() -> 'Cnfig': return made", "an annotation of config() cannot be resolved: name 'Cnfig'"),
         ("def confi(): pass\ndel config", "defines no 'config'; did you mean 'confi'?"),
         ("def config(:", "line 3: SyntaxError"),

@@ -59,6 +59,17 @@ def test_objects_come_back_as_they_were_put(url, tmp_path, name):
     assert not (tmp_path / "h").exists()
 
 
+def test_objects_that_are_folders_are_none_and_none_lies_outside(url):
+    place = Place(f"{url}/markers")
+    place.write("a/b", b"1")
+    for marker in ("", "a/"):
+        place._objects.pipe_file(f"{place._root}/{marker}", b"")
+    assert place.names() == {"a/b": 1}
+    place.write("a/../../c", b"1")
+    with pytest.raises(UserError, match="would lie outside"):
+        place.names()
+
+
 def test_of_many_at_once_one_creates(url):
     place, made = Place(url), []
     threads = [

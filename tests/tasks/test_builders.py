@@ -39,6 +39,15 @@ def test_a_built_data_set_is_reused_and_other_recipes_do_not_mix_with_it(tmp_pat
     assert [list(split) for split in builders.knights_knaves(other, tmp_path)] != first
 
 
+def test_a_data_set_that_was_half_there_is_built_anew(tmp_path):
+    """As it comes out of a bucket while another process stores it."""
+    first = [list(split) for split in builders.knights_knaves(RECIPE, tmp_path)]
+    [said] = tmp_path.rglob("dataset_info.json")
+    said.unlink()
+    assert [list(split) for split in builders.knights_knaves(RECIPE, tmp_path)] == first
+    assert said.exists()
+
+
 def test_a_failed_build_leaves_nothing_that_looks_built(tmp_path):
     impossible = Recipe((2,), depth=1, train=20, test=500)
     for _ in range(2):

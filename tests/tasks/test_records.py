@@ -172,6 +172,37 @@ def test_held_out_questions_are_left_out_of_training():
     assert without(held_out, train) == []
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "{} Please reason step by step, and put your final answer within \\boxed{{}}.",
+        "Let\u2019s think step by step. {}",
+        "Solve the problem.\n\n{}\n\nAnswer:",
+        "{}",
+    ],
+)
+def test_held_out_questions_are_known_with_any_instruction(asked):
+    question = "Convert the point $(0,3)$ in rectangular coordinates to polar coordinates."
+    other = "Convert the point $(0,4)$ in rectangular coordinates to polar coordinates."
+    train = [Problem(asked.format(q), ("1",)) for q in (question, other)]
+    assert without(train, [Problem(question, ("1",))]) == train[1:]
+
+
+@pytest.mark.parametrize("answer", ["NaN", '{"a": 1}', "[NaN]", '"\\ud83d"'])
+def test_what_is_no_answer_is_refused(answer, tmp_path):
+    (tmp_path / "p.jsonl").write_text(f'{{"problem": "q", "answer": {answer}}}\n')
+    with pytest.raises(UserError, match="row 0"):
+        from_jsonl(tmp_path / "p.jsonl")
+
+
+def test_a_chat_of_parts_is_no_question(tmp_path):
+    row = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+           "reward_model": {"ground_truth": "1"}}  # fmt: skip
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="a question is a text"):
+        from_jsonl(tmp_path / "p.jsonl")
+
+
 def test_published_problems_are_read_and_can_be_kept_apart():
     names = ("dsr_uniform_train", "math500", "aime_2021_2024")
     train, math500, aime = (from_parquet(reference("data", "math", f"{n}.parquet")) for n in names)
@@ -181,7 +212,10 @@ def test_published_problems_are_read_and_can_be_kept_apart():
     shared = [p for p in train if p not in kept]
     known = {p.truths for p in [*math500, *aime]}
     assert 0 < len(shared) < 50
-    assert all(p.truths in known for p in shared)  # the very same problems, not lookalikes
+    others = {
+        p.truths for p in shared
+    } - known  # the very same problems, one truth written otherwise
+    assert others == {(r"0.09 \text{ OR } \frac{9}{100}",)}
 
 
 def test_published_answers_in_their_own_words_are_equal(checker):

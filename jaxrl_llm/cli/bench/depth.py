@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import rich.table
 
+from jaxrl_llm.cli.bench.turns import least_one
 from jaxrl_llm.cli.bench.update import SMALL
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.inputs import Inputs
@@ -25,6 +27,9 @@ def main(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
         layers: depths, taken in turn; ratios are against the first.
         repeats: compilations of each depth; the median is shown.
     """
+    if not layers:
+        raise UserError("--layers wants at least one depth")
+    least_one(layers=min(layers), repeats=repeats)
     console = terminal.plain(soft_wrap=False)
     seconds: dict[int, list[float]] = {depth: [] for depth in layers}
     with console.status("compiling") as status:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import rich.table
 
-from jaxrl_llm.cli.bench.turns import Peer, in_turn
+from jaxrl_llm.cli.bench.turns import Peer, in_turn, least_one
 from jaxrl_llm.cli.bench.update import SMALL
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machines import flops
@@ -45,6 +45,8 @@ def main(
         bfloat16: compute in bfloat16 instead of float32.
         peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
     """
+    least_one(sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens, slots=slots,
+              repeats=repeats)  # fmt: skip
     if peer_python and not model:
         raise UserError("the peer needs a model folder: give one before --peer-python")
     console = terminal.plain(soft_wrap=False)

@@ -11,6 +11,13 @@ import jax
 from jaxrl_llm.errors import UserError
 
 
+def least_one(**counts: int) -> None:
+    """A UserError for the first count that is less than one."""
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"--{name.replace('_', '-')} {count}: at least 1")
+
+
 def in_turn(runs: dict[str, Callable[[], Any]], repeats: int, console) -> dict[str, list[float]]:
     """Seconds of each run, taken in turn (A B C A B C ...) after a first call of each that compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}

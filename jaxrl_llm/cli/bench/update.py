@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import rich.table
 
-from jaxrl_llm.cli.bench.turns import Peer, in_turn
+from jaxrl_llm.cli.bench.turns import Peer, in_turn, least_one
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
@@ -51,6 +51,8 @@ def main(
         bfloat16: compute in bfloat16 instead of float32.
         peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
     """
+    least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
+              microbatches=microbatches, repeats=repeats, devices=devices)  # fmt: skip
     if rows % microbatches:
         raise UserError(f"{rows} rows do not divide into {microbatches} micro-batches")
     if peer_python and not model:

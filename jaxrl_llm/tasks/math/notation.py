@@ -17,7 +17,7 @@ _REWRITES = [
         (r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
         (
-            r"\\(?:mbox|textbf|textit|textrm|textnormal|mathrm|mathbf|operatorname)(?=\s*\{)",
+            r"\\(?:mbox|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname)(?=\s*\{)",
             r"\\text",
         ),
         (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|displaystyle|limits)(?![A-Za-z])", ""),

@@ -18,6 +18,7 @@ Row = Mapping[str, Any] | Sequence[Any]
 _QUESTION_COLUMNS = ("problem", "question", "prompt")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target")
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
+LONG = 40  # letters and digits by which a question is known within a longer text
 _INSTRUCTION = "Let's think step by step"  # begins what the published data add to a question
 
 
@@ -29,10 +30,16 @@ class Problem:
     truths: tuple[str, ...]
 
     def __post_init__(self):
+        if not isinstance(self.question, str):
+            raise TypeError(f"a question is a text, not {self.question!r:.60}")
         if isinstance(self.truths, str) or not all(isinstance(t, str) for t in self.truths):
             raise TypeError(f"the truths of a problem are a tuple of texts, not {self.truths!r}")
         if not any(self.truths):
             raise TypeError("a problem needs at least one truth")
+        try:
+            "".join((self.question, *self.truths)).encode()
+        except UnicodeEncodeError as error:
+            raise TypeError(f"a text that is no Unicode: {error}") from error
 
 
 def problem_of(row: Row) -> Problem:
@@ -53,6 +60,9 @@ def truths(stored: Any) -> tuple[str, ...]:
         stored = [stored] if listed is None else listed
     elif not isinstance(stored, list | tuple):
         stored = [stored]
+    for item in stored:
+        if not isinstance(item, str | int | float) or item != item:
+            raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
     return tuple(dict.fromkeys(str(item).strip() for item in stored if str(item).strip()))
 
 
@@ -192,12 +202,26 @@ def _converted(rows: Iterable[Row], convert: Callable[[Row], Problem], where: st
 
 
 def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Problem]:
-    """The problems whose question has not the same letters and digits as a held-out one."""
+    """The problems whose question is not a held-out one, nor holds one between instructions.
+
+    Letters and digits are compared; one that has fewer than `LONG` is known only where there is nothing else.
+    """
     taken = {_folded(problem.question) for problem in held_out}
-    return [problem for problem in problems if _folded(problem.question) not in taken]
+    begun: dict[str, list[str]] = {}
+    for text in taken:
+        begun.setdefault(text[:LONG], []).append(text)
+
+    def known(question: str) -> bool:
+        text = _folded(question)
+        inside = range(len(text) - LONG + 1)
+        return text in taken or any(
+            text.startswith(one, i) for i in inside for one in begun.get(text[i : i + LONG], ())
+        )
+
+    return [problem for problem in problems if not known(problem.question)]
 
 
 def _folded(question: str) -> str:
-    """What two copies of a question share: no instruction at the end, no notation, no case."""
+    """What two copies of a question share: no notation, no case, nothing after the published instruction."""
     asked = question.partition(_INSTRUCTION)[0]
     return "".join(filter(str.isalnum, asked.casefold()))
