@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -267,6 +268,36 @@ def test_half_a_save_that_nobody_ended_is_cleared_away(tmp_path):
     assert half.exists()  # its writer may be at it
     Checkpoints(tmp_path / "c").close()
     assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("score", "step", "judged"), [(0.5, 30, []), (0.6, 30, [(30, 0.6)]), (0.4, 40, [(40, 0.4)])]
+)
+def test_what_was_saved_on_the_way_out_competes_only_as_it_would_have_anyhow(
+    monkeypatch, score, step, judged
+):
+    """As good as the best before it, it would not have been saved: else another checkpoint is tested."""
+    found = []
+    config = SimpleNamespace(
+        steps=40, evaluation=SimpleNamespace(every=10), show_samples_every=0, keeps_reference=False,
+        group_size=4, look_ahead=False, saves=lambda step: step % 20 == 0,
+    )  # fmt: skip
+    nothing = lambda *_, **__: None
+    run = SimpleNamespace(
+        config=config, parts=SimpleNamespace(token_task=nothing), warm_steps=0, last_step=40, best=0.5,
+        sampler=None, stop=SimpleNamespace(droppable=None), splits=SimpleNamespace(train=None),
+        checkpoints=SimpleNamespace(judge=lambda *of: found.append(of)),
+    )  # fmt: skip
+    monkeypatch.setattr(training, "_catch_up", lambda *_: score)
+    monkeypatch.setattr(
+        training, "_recording", lambda *_: nullcontext(SimpleNamespace(flush=nothing))
+    )
+    monkeypatch.setattr(training.reinforce, "reinforce", lambda *_, **__: [])
+    for name in ("stream", "reinforcement"):
+        monkeypatch.setattr(training.assemble, name, nothing)
+    training._reinforce(run, step, SimpleNamespace(params=None), None, None)  # pyright: ignore[reportArgumentType]
+    assert found == judged
+    assert run.best == max(score, 0.5)
 
 
 def test_one_that_is_half_deleted_is_none(tmp_path, monkeypatch):

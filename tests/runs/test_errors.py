@@ -142,7 +142,7 @@ def test_no_test_example_is_dropped_for_its_length(environment, written, capsys,
     message = "test example 2 has a prompt of 25 tokens; with 48 to come, the model has room for 22"
     assert message in fails(capsys, "train", path, "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    made = dataclasses.replace(quick.config(), engine=Vllm(max_model_len=72))
+    made = dataclasses.replace(quick.config(prompt_length=24), engine=Vllm(max_model_len=72))
     parts = assemble.parts(made, tmp_path)
     with pytest.raises(UserError, match="the model has room for 24: raise max_model_len"):
         assemble.askable(parts, parts.task.test, made)
