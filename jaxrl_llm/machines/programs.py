@@ -140,10 +140,12 @@ class Planned:
         )
         return program.lower(self.state, self.credited).compile()
 
-    @property
+    @cached_property
     def engine(self) -> Native:
-        """The embedded engine, where there is one."""
-        return cast(Native, self.config.engine)
+        """The embedded engine, where there is one, with as many slots and prompts as the devices share evenly."""
+        engine, devices = cast(Native, self.config.engine), self.mesh.size
+        slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
+        return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
     def decoder(self) -> Any:

@@ -78,8 +78,18 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
     )
 
 
-def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator[Layout]:
-    """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis."""
+def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Layout]:
+    """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis.
+
+    If rows never do, all whose heads do: the collator fills rows up.
+    """
+    evenly = [*_layouts(config, shape, machine, lambda rows, shards: rows % shards == 0)]
+    return evenly or [*_layouts(config, shape, machine, lambda rows, shards: True)]
+
+
+def _layouts(
+    config: Config, shape: qwen2.Shape, machine: Machine, divide: Callable[[int, int], bool]
+) -> Iterator[Layout]:
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
     offloads: tuple[Offload, ...] = ("none", "both" if config.keeps_reference else "optimizer")
@@ -89,7 +99,7 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> Iterator
         if tensor > machine.together:
             continue
         shards = devices // tensor
-        bins = (n for n in _divisors(rows) if rows // n % shards == 0)
+        bins = (n for n in _divisors(rows) if divide(rows // n, shards))
         shared = [
             fsdp for fsdp in _divisors(shards) if fsdp in (1, shards, machine.together // tensor)
         ]

@@ -60,10 +60,9 @@ class NativeSampler:
         self.mesh = None if whole is None else part.of_mesh(whole)
         devices = 1 if self.mesh is None else self.mesh.size
         everywhere = 1 if whole is None else whole.size
-        share = lambda number: -(-number * devices // everywhere)
-        self.slots = -(-share(slots) // devices) * devices
-        self.lanes = min(share(prefill_prompts), self.slots)
-        self.together = -(-self.lanes // devices) * devices
+        self.slots, self.lanes, self.together = shared_out(
+            slots, prefill_prompts, devices, everywhere
+        )
         self.swap = swap or max(1, self.slots // 16)
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
@@ -205,6 +204,15 @@ class NativeSampler:
                 working[s] = request
                 _start(slots, s, request)
         return cache
+
+
+def shared_out(slots: int, prompts: int, devices: int, everywhere: int) -> tuple[int, int, int]:
+    """Slots, prompts read at a time, and their rows, of some devices: a share, rounded up to divide evenly."""
+    share = lambda number: -(-number * devices // everywhere)
+    even = lambda number: -(-number // devices) * devices
+    slots = even(share(slots))
+    lanes = min(share(prompts), slots)
+    return slots, lanes, even(lanes)
 
 
 def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], list[Request]]:

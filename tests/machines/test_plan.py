@@ -19,6 +19,8 @@ from jaxrl_llm.machines.hlo import Collective
 from jaxrl_llm.machines.programs import Planned
 from jaxrl_llm.machines.seconds import Seconds
 from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.rollouts.native import NativeSampler
 from tests.runs import quick
 
 
@@ -134,6 +136,23 @@ def test_candidates_divide_evenly():
         assert rows % (layout.microbatches * layout.fsdp * layout.data) == 0
         made = layout.of(config)
         assert made.mesh == Mesh(layout.data, layout.fsdp, layout.tensor)
+
+
+@pytest.mark.parametrize("devices", [3, 6, 24])
+def test_a_machine_over_which_nothing_divides_evenly_has_layouts_too(devices):
+    """The collator fills rows up."""
+    config, machine = quick.config(), replace(MACHINE, devices=tuple(range(devices)))
+    layouts = [*search.candidates(config, config.model.shape, machine)]
+    assert layouts
+    assert all(x.tensor * x.fsdp * x.data == devices for x in layouts)
+
+
+def test_slots_are_planned_as_the_engine_has_them():
+    config = replace(quick.config(), engine=Native(slots=13, prefill_prompts=3))
+    planned = Planned(config, config.model.shape, sharding.make_mesh(), 2**34)
+    sampler = NativeSampler(planned.decoder, slots=13, prefill_prompts=3)
+    assert (planned.engine.slots, planned.engine.prefill_prompts) == (16, 8)
+    assert (sampler.slots, sampler.together) == (16, 8)
 
 
 def test_weights_that_are_gathered_over_the_network_take_longer():
