@@ -94,14 +94,12 @@ def conclude(run: Run) -> tuple[int, evaluate.Result] | None:
     run.checkpoints.wait()
     step, params = run.checkpoints.restore_best(assemble.like_params(run.parts), part="params")
     run.sampler.push(params, step)
-    result, seconds = _measured(
-        run, assemble.first(run.splits.test, run.config.evaluation.examples)
-    )
+    examples = assemble.first(run.splits.test, run.config.evaluation.examples)
+    result, seconds = _measured(run, examples)
     values = {f"test/{name}": value for name, value in result.metrics().items()}
+    values |= {"test/step": step, "time/evaluation": seconds}
     with hosts.together():
-        run.journal.record(
-            run.last_step, REINFORCE, values | {"test/step": step, "time/evaluation": seconds}
-        )
+        run.journal.record(run.last_step, REINFORCE, values)
     return step, result
 
 
@@ -183,9 +181,7 @@ def _reinforce(
         score = _catch_up(run, start, REINFORCE, state.params, clock)
         if start > whole.start:  # the policy before reinforcement is no candidate
             better = run.best is None or score > run.best
-            if better or config.saves(
-                start
-            ):  # else a run that was not told to leave had not saved it
+            if better or config.saves(start):  # else it would not have been saved
                 run.checkpoints.judge(start, score)
             run.best = score if run.best is None else max(run.best, score)
     else:
