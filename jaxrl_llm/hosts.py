@@ -249,16 +249,12 @@ def _unbroken() -> Iterator[None]:
 
 def _raise(entries: list[dict[str, str]]) -> None:
     """The first failure of a process, else its wish to leave, as an error of this one."""
-    for name, entry in zip(_JOB.names, entries, strict=False):
-        if "failed" in entry:
-            raise _agreed(UserError(f"{name}: {entry['failed']}"))
-    if any("leaving" in entry for entry in entries):
-        raise _agreed(Leaving())
-
-
-def _agreed(error: Any) -> Any:
-    error.agreed = True
-    return error
+    named = zip(_JOB.names, entries, strict=False)
+    failed = [UserError(f"{name}: {entry['failed']}") for name, entry in named if "failed" in entry]
+    leaving = [Leaving() for entry in entries if "leaving" in entry]
+    for error in [*failed, *leaving][:1]:
+        error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
 
 
 def _put(key: str, value: str) -> None:
@@ -306,8 +302,7 @@ def _watch(done: threading.Event, lost: float, asked: Callable[[], bool]) -> Non
     told_to_leave = False
     while not done.wait(BEAT):
         try:
-            beat = str(_JOB.heard)
-            _put(f"alive/{_JOB.index}", f"{beat} leaving" if asked() else beat)
+            _put(f"alive/{_JOB.index}", f"{_JOB.heard}{' leaving' if asked() else ''}")
             alive = dict(_JOB.store.key_value_dir_get("alive/"))
             ended = dict(_JOB.store.key_value_dir_get("ended/"))
             failed = dict(_JOB.store.key_value_dir_get("failed/"))
