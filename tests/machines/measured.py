@@ -49,6 +49,7 @@ def main() -> None:
         collate=Collator(64, 192, minibatches=1, microbatches=2),
         prompts=4,
         group_size=4,
+        warm_start=None,
     )
     mesh = sharding.make_mesh()
     with topologies.compiling_for(mesh):

@@ -57,6 +57,7 @@ def compiled(name: str) -> dict[str, dict[str, int]]:
         ),
         compute=qwen2.Compute(dtype="bfloat16"),
         engine=Native(slots=16, prefill_prompts=4),
+        warm_start=None,
     )
     return figures(plan(config, topologies.machine(machine), only=only))
 

@@ -486,7 +486,8 @@ def test_a_sync_that_never_works_ends(tmp_path):
 
 def test_a_server_that_does_not_take_the_label_is_found_out(tmp_path):
     fault = only("/update_weight_version", None, *[(200, b"{}")] * 100)
-    with Fake(fault=fault) as fake, pytest.raises(UserError, match=r"given the weights loading"):
+    said = r"serves the weights loading (\w+-7) after a sync of \1"
+    with Fake(fault=fault) as fake, pytest.raises(UserError, match=said):
         ready(fake, root=tmp_path)
 
 
