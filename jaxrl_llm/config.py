@@ -23,6 +23,7 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.vllm import refuse_truncation
 from jaxrl_llm.tasks.task import Task
 
 
@@ -161,8 +162,8 @@ class Config:
     def __post_init__(self):
         _check_types(self)
         at_least(0, "config", self, "steps", "show_samples_every")
-        at_least(1, "config", self, "prompts", "group_size", "save_every", "keep_checkpoints")
-        at_least(1, "config", self, "reward_threads")
+        counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
+        at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
             raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
         if not 0 <= self.seed < 2**32:
@@ -200,12 +201,8 @@ class Config:
             )
 
     def _check_vllm(self, engine: engines.Vllm) -> None:
-        sampled = self.sampling.temperature > 0 or self.evaluation.samples > 0
-        if sampled and (self.sampling.top_p < 1 or self.sampling.top_k > 0):
-            raise UserError(
-                "config: vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
-                "Native engine"
-            )
+        if self.sampling.temperature > 0 or self.evaluation.samples > 0:
+            refuse_truncation(self.sampling, "config: ")
         longest = self.collate.prompt_length + self.collate.response_length
         if engine.max_model_len is not None and engine.max_model_len < longest:
             raise UserError(

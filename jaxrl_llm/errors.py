@@ -14,9 +14,12 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
-def cannot_write(folder: Any, error: OSError) -> UserError:
+ELSEWHERE = ": choose another --out"
+
+
+def cannot_write(folder: Any, error: OSError, advice: str = "") -> UserError:
     """A disk that is full, or not ours."""
-    return UserError(f"cannot write to {folder}: {error.strerror or error}")
+    return UserError(f"cannot write to {folder}: {error.strerror or error}{advice}")
 
 
 class Leaving(KeyboardInterrupt):

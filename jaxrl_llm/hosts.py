@@ -250,11 +250,11 @@ def _unbroken() -> Iterator[None]:
 def _raise(entries: list[dict[str, str]]) -> None:
     """The first failure of a process, else its wish to leave, as an error of this one."""
     named = zip(_JOB.names, entries, strict=False)
-    failed = [UserError(f"{name}: {entry['failed']}") for name, entry in named if "failed" in entry]
-    leaving = [Leaving() for entry in entries if "leaving" in entry]
-    for error in [*failed, *leaving][:1]:
-        error.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
-        raise error
+    found: list[Any] = [UserError(f"{name}: {e['failed']}") for name, e in named if "failed" in e]
+    found += [Leaving() for entry in entries if "leaving" in entry]
+    if found:
+        found[0].agreed = True
+        raise found[0]
 
 
 def _put(key: str, value: str) -> None:

@@ -62,9 +62,7 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
     try:
         patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
         return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
-    except (
-        Exception
-    ) as error:  # of the name, the hub, the disk, or of whatever speaks to the network
+    except Exception as error:  # of the name, the hub, the disk, or the network's library
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"

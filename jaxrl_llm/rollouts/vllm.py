@@ -156,12 +156,17 @@ class VllmSampler:
                 f"a prompt of {longest} tokens and {sampling.max_tokens} to come exceed max_model_len = "
                 f"{self._longest}: raise it in the engine"
             )
-        truncated = sampling.top_p < 1 or sampling.top_k > 0
-        if truncated and sampling.temperature > 0:
-            raise UserError(
-                "vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
-                "Native engine"
-            )
+        if sampling.temperature > 0:
+            refuse_truncation(sampling)
+
+
+def refuse_truncation(sampling: Sampling, where: str = "") -> None:
+    """A UserError for draws of less than all tokens."""
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        raise UserError(
+            f"{where}vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
+            "Native engine"
+        )
 
 
 def make_tasks(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[Task]:

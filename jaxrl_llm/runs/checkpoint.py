@@ -284,9 +284,7 @@ class Checkpoints:
         kept = {*regular[-self._keep :], *steps[-1:], self.best, *self._unjudged}
         for step in steps:
             if step not in kept:
-                self._manager.delete(
-                    step
-                )  # renamed: killed amid this, it is no checkpoint any more
+                self._manager.delete(step)  # renames it: what a kill leaves is no checkpoint
                 desk.drop(self.folder / str(step))
         if hosts.first():
             shutil.rmtree(self.folder / GONE, ignore_errors=True)

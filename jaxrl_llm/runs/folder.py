@@ -23,7 +23,7 @@ import jax
 
 from jaxrl_llm import config, desk, files, hosts, userfile
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import ELSEWHERE, UserError, cannot_write
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.runs import anchor, assemble, journal, lock, record, seal
@@ -105,13 +105,13 @@ def _held(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error, ELSEWHERE) from error
     with lock.hold(folder, say) as check:
         at_hand(folder)  # anew: another trainer may have held it until now
         try:
             (_continue if resume else _start)(folder, made_by, flags, parts, origin)
         except OSError as error:
-            raise _cannot_write(folder, error) from error
+            raise cannot_write(folder, error, ELSEWHERE) from error
         try:
             journal.store(folder)
             yield check
@@ -273,7 +273,3 @@ def _restored(
         ) from error
     finally:
         checkpoints.close()
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write to {folder}: {error.strerror or error}: choose another --out")

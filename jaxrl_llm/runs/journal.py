@@ -83,9 +83,8 @@ class Journal:
         values = {name: _plain(value) for name, value in values.items()}
         with self._writing(METRICS):
             self._board.add(step, {f"{phase}/{name}": value for name, value in values.items()})
-            _append(
-                self._file, seal.line({"step": step, "phase": phase, **values})
-            )  # counts as done
+            # the record last: a step that failed before it is recorded again
+            _append(self._file, seal.line({"step": step, "phase": phase, **values}))
         if self._wandb is not None:
             self._wandb.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxrl_llm import desk
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import ELSEWHERE, UserError, cannot_write
 from jaxrl_llm.runs.holder import Holder, alive, known_dead, name, this_process
 from jaxrl_llm.runs.lock_notes import Files, Lock, Objects, holder_of
 
@@ -32,9 +32,7 @@ def hold(
     try:
         _acquire(lock, folder, mine, say, stale)
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}: choose another --out"
-        ) from error
+        raise cannot_write(folder, error, ELSEWHERE) from error
 
     def check() -> None:
         holder = None

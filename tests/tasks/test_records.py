@@ -212,9 +212,7 @@ def test_published_problems_are_read_and_can_be_kept_apart():
     shared = [p for p in train if p not in kept]
     known = {p.truths for p in [*math500, *aime]}
     assert 0 < len(shared) < 50
-    others = {
-        p.truths for p in shared
-    } - known  # the very same problems, one truth written otherwise
+    others = {p.truths for p in shared} - known  # the same problems, one truth in other words
     assert others == {(r"0.09 \text{ OR } \frac{9}{100}",)}
 
 

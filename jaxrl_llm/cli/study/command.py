@@ -20,7 +20,6 @@ from jaxrl_llm.cli.study.grid import (
     finished,
     lengths_of,
     made,
-    require_flags,
     require_same,
 )
 from jaxrl_llm.cli.study.watch import Watch
@@ -79,20 +78,16 @@ def main(
             left = [run for run in runs if run.name not in kept]
             failed, stopped = _run(grid, left, lengths, workers, threads, data, console)
     done = [run for run in runs if finished(grid.folder_of(run), *lengths[run.name])]
-    fresh = {run.name: _outcome(grid, run) for run in done}
+    fresh = {
+        run.name: studies.outcome(run, journal.read(grid.folder_of(run)), made(grid, run))
+        for run in done
+    }
     _report(grid, runs, lengths, kept | fresh, console)
     if stopped:
         raise SystemExit(UNFINISHED)
     if failed:
         log = grid.out / "logs" / f"{failed[0]}.log"
         raise UserError(f"{len(failed)} runs failed; the first one, {failed[0]}, says why in {log}")
-
-
-def _outcome(grid: Grid, run: Planned) -> Outcome:
-    """Of a run that is finished."""
-    where = grid.folder_of(run)
-    require_flags(grid, run)
-    return studies.outcome(run, journal.read(where), made(where))
 
 
 def _run(

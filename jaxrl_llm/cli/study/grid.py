@@ -105,17 +105,13 @@ def finished(where: Path, begin: int, steps: int) -> bool:
     return any(r["step"] == last and "eval/accuracy" in r for r in journal.read(where))
 
 
-def made(where: Path) -> dict[str, Any]:
-    """All flags of the run in a folder, when it was begun and with which versions."""
+def made(grid: Grid, run: Planned) -> dict[str, Any]:
+    """All flags of the run in a folder, which must be the study's, when it was begun and with which versions."""
+    where = grid.folder_of(run)
     there = record.read(where)
+    _require_equal(str(where), there["flags"], grid.settings(run))
     began = there["sessions"][:1]
     return {"flags": there["flags"]} | {k: s[k] for s in began for k in ("at", "versions")}
-
-
-def require_flags(grid: Grid, run: Planned) -> None:
-    """A UserError if the run in a folder was made with other flags."""
-    where = grid.folder_of(run)
-    _require_equal(str(where), record.read(where)["flags"], grid.settings(run))
 
 
 def require_same(grid: Grid, run: Planned) -> None:
@@ -123,8 +119,9 @@ def require_same(grid: Grid, run: Planned) -> None:
     where = grid.folder_of(run)
     if not (where / record.NAME).exists():
         return
-    require_flags(grid, run)
-    if changed := record.changed(where, record.read(where), grid.config):
+    there = record.read(where)
+    _require_equal(str(where), there["flags"], grid.settings(run))
+    if changed := record.changed(where, there, grid.config):
         raise UserError(
             f"{changed[0]} has changed since {where} was made: "
             f"put it back as it was ({changed[1]}), or choose another --out"
