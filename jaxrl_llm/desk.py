@@ -7,18 +7,17 @@ bucket is changed its guard is called: it raises where the place is no longer ou
 """
 
 import atexit
-import fcntl
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
+from jaxrl_llm.held import held_folder
 from jaxrl_llm.storage import Place, url_of
 
-_PREFIX, _HELD = "jaxrl-llm-desk-", "held"
 LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "reference.json", "run.json")
 
 
@@ -27,23 +26,15 @@ class _Desk:
 
     def __init__(self, url: str):
         self.place = Place(url)
-        _sweep()
-        self.root = tempfile.TemporaryDirectory(prefix=_PREFIX)
+        until_closed = ExitStack()
+        root = until_closed.enter_context(held_folder(Path(tempfile.gettempdir())))
+        self.close = until_closed.close
         atexit.register(self.close)
-        beside = Path(self.root.name) / "new"
-        self._held = beside.open("wb")  # for as long as this process lives
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-        beside.rename(beside.with_name(_HELD))
         name = re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
-        self.folder = Path(self.root.name).resolve() / name
+        self.folder = root.resolve() / name
         self.folder.mkdir()
         self.stored: dict[str, tuple[int, int]] = {}
         self.guard: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        """Removes the folder."""
-        self._held.close()
-        self.root.cleanup()
 
     def name(self, path: Path) -> str:
         """What an object is called whose file this is; "" for the folder itself."""
@@ -161,16 +152,6 @@ def spoken(text: str) -> str:
     for url, desk in _DESKS.items():
         text = text.replace(str(desk.folder), url)
     return text
-
-
-def _sweep() -> None:
-    """Removes what processes that were killed have left behind: nobody holds it any more."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is in use, or of somebody else, or just went
-            if left.lstat().st_uid == os.getuid():
-                with (left / _HELD).open("rb") as held:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left)
 
 
 def _of(path: Path) -> _Desk | None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import rich.console
 
+from jaxrl_llm import held
 from jaxrl_llm.config import Config, Mesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts import keys, weight_sync
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.exchange import exchange_folder
 from jaxrl_llm.rollouts.sidecar import Sidecar
 from jaxrl_llm.runs import assemble, folder, terminal
 from jaxrl_llm.runs.assemble import Parts
@@ -43,7 +43,7 @@ def main(options: Options, config: Config) -> None:
     parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
     with (
         leaving_gracefully(stop),
-        exchange_folder(engine.memory) as root,
+        held.held_folder(engine.memory or held.memory()) as root,
         engine.sidecars(root, options.out) as cars,
     ):
         weights = _first_weights(options, config, parts, engine.dtype, root / "first")

@@ -10,9 +10,9 @@ from typing import ClassVar, Protocol
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm import held
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.rollouts import proof, weight_sync
-from jaxrl_llm.rollouts.exchange import exchange_folder
 from jaxrl_llm.rollouts.keys import FILE, read_key, write_key
 from jaxrl_llm.rollouts.link import address
 from jaxrl_llm.rollouts.model import Model
@@ -106,7 +106,7 @@ class Vllm:
     def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
         """A sampler whose servers start at its first push and end with the block."""
         with ExitStack() as stack:
-            root = stack.enter_context(exchange_folder(self.memory))
+            root = stack.enter_context(held.held_folder(self.memory or held.memory()))
             cars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
 
             def publish(weights: Path) -> None:

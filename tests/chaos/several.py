@@ -115,7 +115,7 @@ class Job:
         locks = {name: Place(self.out).read(name) for name in Place(self.out).names("lock")}
         if any(content != b"{}" for content in locks.values()):
             return f"locks are left: {locks}"
-        desks = [p for one in self.members for p in one.folder.glob("jaxrl-llm-desk-*")]
+        desks = [p for one in self.members for p in one.folder.glob("jaxrl-llm-*")]
         return f"desks are left: {desks}" if desks else ""
 
     def close(self, *, keep: bool = False) -> None:

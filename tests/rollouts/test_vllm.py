@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxrl_llm import held
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import exchange, vllm, weight_sync, work
+from jaxrl_llm.rollouts import vllm, weight_sync, work
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.server import NoAnswer, Server
 from jaxrl_llm.rollouts.vllm import VllmSampler
@@ -432,11 +433,11 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
 def test_the_exchange_folder_goes_and_takes_those_of_the_dead_along(tmp_path):
     dead = tmp_path / "jaxrl-llm-dead"
     dead.mkdir()
-    (dead / exchange.LOCK).write_bytes(exchange._mark())
+    (dead / held.LOCK).write_bytes(held._mark())
     (dead / "weights").write_bytes(b"0" * 100)
     (tmp_path / "jaxrl-llm-being-made").mkdir()  # its lock is still to come
-    with exchange.exchange_folder(tmp_path) as first:
-        with exchange.exchange_folder(tmp_path) as second:
+    with held.held_folder(tmp_path) as first:
+        with held.held_folder(tmp_path) as second:
             assert first.exists()
             assert second.exists()
         assert first.exists()

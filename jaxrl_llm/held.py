@@ -1,4 +1,4 @@
-"""The folder through which weights go to servers on the same host, in a place where strangers may write too."""
+"""A folder that lives as long as its process, in a place where strangers and other hosts may write too."""
 
 import contextlib
 import fcntl
@@ -18,13 +18,17 @@ PREFIX, LOCK = "jaxrl-llm-", "in-use"
 MARK_BYTES = 1000
 
 
+def memory() -> Path:
+    """Memory-backed storage, where there is any."""
+    return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
 @contextmanager
-def exchange_folder(under: Path | None = None) -> Iterator[Path]:
-    """A fresh folder in memory-backed storage where there is any, removed at the end.
+def held_folder(under: Path) -> Iterator[Path]:
+    """A fresh folder, removed at the end.
 
     What our own processes on this host have left behind that were killed is removed too.
     """
-    under = under or (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()))
     for folder in under.glob(f"{PREFIX}*"):
         _remove_if_dead(folder)
     try:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxrl_llm import held
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import exchange, keys, weight_sync
-from jaxrl_llm.rollouts.exchange import LOCK, exchange_folder
+from jaxrl_llm.held import LOCK, held_folder
+from jaxrl_llm.rollouts import keys, weight_sync
 
 NAME = "jaxrl-llm-x"
 CONFIG = {"vocab_size": 50, "tie_word_embeddings": False, "dtype": "float32"}
@@ -32,12 +33,12 @@ def fifo(under):
 
 
 def link_to_a_lock(under):
-    (under / "elsewhere").write_bytes(exchange._mark())
+    (under / "elsewhere").write_bytes(held._mark())
     (folder_with(None, under) / LOCK).symlink_to(under / "elsewhere")
 
 
 def link_to_a_folder(under):
-    folder_with(exchange._mark(), under).rename(under / "elsewhere")
+    folder_with(held._mark(), under).rename(under / "elsewhere")
     (under / NAME).symlink_to(under / "elsewhere")
 
 
@@ -63,7 +64,7 @@ def being_made(under):
 
 
 def no_folder(under):
-    (under / NAME).write_bytes(exchange._mark())
+    (under / NAME).write_bytes(held._mark())
 
 
 def a_huge_lock(under):
@@ -89,7 +90,7 @@ def contents(under):
 def test_what_is_not_ours_neither_hangs_nor_goes(tmp_path, trap):
     trap(tmp_path)
     before = contents(tmp_path)
-    with exchange_folder(tmp_path):
+    with held_folder(tmp_path):
         assert before.items() <= contents(tmp_path).items()
     assert contents(tmp_path) == before
 
@@ -97,20 +98,20 @@ def test_what_is_not_ours_neither_hangs_nor_goes(tmp_path, trap):
 @only_root
 @pytest.mark.parametrize("whose", ["", LOCK])
 def test_a_strangers_folder_stays(tmp_path, whose):
-    folder = folder_with(exchange._mark(), tmp_path)
+    folder = folder_with(held._mark(), tmp_path)
     os.chown(folder / whose, STRANGER, STRANGER)
-    with exchange_folder(tmp_path):
+    with held_folder(tmp_path):
         pass
     assert (folder / LOCK).exists()
 
 
 def test_a_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
-    folder = folder_with(exchange._mark(), tmp_path)
-    with (folder / LOCK).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with exchange_folder(tmp_path):
+    folder = folder_with(held._mark(), tmp_path)
+    with (folder / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with held_folder(tmp_path):
             assert folder.exists()
-    with exchange_folder(tmp_path) as ours:
+    with held_folder(tmp_path) as ours:
         assert not folder.exists()
         assert stat.S_IMODE(ours.stat().st_mode) == 0o700
         assert stat.S_IMODE((ours / LOCK).stat().st_mode) == 0o600
@@ -122,9 +123,9 @@ def write(folder):
 
 
 def test_a_folder_that_vanishes_does_not_come_back_open_to_all(tmp_path):
-    with exchange_folder(tmp_path) as root:
+    with held_folder(tmp_path) as root:
         write(root / "one")
-        exchange.shutil.rmtree(root)
+        held.shutil.rmtree(root)
         with pytest.raises(
             UserError, match=r"cannot write the weights to .*No such file or directory"
         ):
@@ -134,8 +135,8 @@ def test_a_folder_that_vanishes_does_not_come_back_open_to_all(tmp_path):
 
 @only_root
 def test_a_folder_that_somebody_else_has_made_anew_gets_nothing(tmp_path):
-    with exchange_folder(tmp_path) as root:
-        exchange.shutil.rmtree(root)
+    with held_folder(tmp_path) as root:
+        held.shutil.rmtree(root)
         root.mkdir(mode=0o777)
         os.chown(root, STRANGER, STRANGER)
         with pytest.raises(UserError, match="it belongs to another user"):
@@ -188,5 +189,5 @@ def test_without_a_file_the_key_is_the_environments(monkeypatch):
 
 
 def test_the_memory_of_this_machine_is_the_default():
-    with exchange_folder() as root:
+    with held_folder(held.memory()) as root:
         assert root.parent in (Path("/dev/shm"), Path(os.environ.get("TMPDIR", "/tmp")))
