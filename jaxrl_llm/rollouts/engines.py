@@ -117,24 +117,18 @@ class Vllm:
                 for car in cars:
                     car.check()
 
-            served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             transport = weight_sync.Folders(
-                root, publish, check, self.patience, carry=bool(self.servers)
+                root, self.patience, publish, check, carry=bool(self.servers)
             )
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
             yield VllmSampler(
                 [car.server for car in cars] or running,
                 transport,
-                config=served.config,
-                tensors=served.tensors,
-                score=served.score,
+                model.served(mesh.shape["data"] * mesh.shape["fsdp"]),
                 dtype=self.dtype,
                 concurrency=self.concurrency,
                 tolerance=self.tolerance,
-                patience=self.patience,
                 max_model_len=self.max_model_len,
-                check=check,
-                renew=transport.renew,
             )
 
     @contextmanager

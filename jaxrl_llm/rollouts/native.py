@@ -43,7 +43,8 @@ class NativeSampler:
 
     `slots` sequences decode at a time, prompts are prefilled `prefill_prompts` at a time, padded to a power
     of two, on all devices of the model; each process has its devices' share, rounded up to what these share
-    evenly. The loop returns to the host when `swap` slots are done, if anything waits, or after `steps` tokens.
+    evenly. The loop returns to the host when a sixteenth of the slots is done, if anything waits, or after `steps`
+    tokens.
     """
 
     def __init__(
@@ -52,7 +53,6 @@ class NativeSampler:
         *,
         slots: int,
         prefill_prompts: int,
-        swap: int | None = None,
         steps: int = 256,
     ):
         self.model, self.steps = model, steps
@@ -63,7 +63,7 @@ class NativeSampler:
         self.slots, self.lanes, self.together = shared_out(
             slots, prefill_prompts, devices, everywhere
         )
-        self.swap = swap or max(1, self.slots // 16)
+        self.swap = max(1, self.slots // 16)
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
@@ -140,7 +140,7 @@ class NativeSampler:
         slots = idle_slots(self.slots, sampling.max_tokens)
         rules = self.put(rules_of(sampling))
         working: list[Request | None] = [None] * self.slots
-        count: dict[str, Any] = {"prefill_tokens": 0, "decode_steps": 0, "slots": self.slots}
+        count: dict[str, Any] = {"prefill_tokens": 0, "decode_steps": 0}
         waiting = self._prefilled(requests, count)
         idle, since = 0.0, time.perf_counter()
         while left := results.count(None):
@@ -162,10 +162,8 @@ class NativeSampler:
             since = time.perf_counter()
             count["decode_steps"] += int(jax.device_get(steps))
             _collect(slots, working, results)
-        tokens = sum(len(tokens) for tokens, _, _ in results)
-        utilisation = tokens / (self.slots * count["decode_steps"])
         idle += time.perf_counter() - since
-        self.counters = count | {"tokens": tokens, "utilisation": utilisation, "idle_seconds": idle}
+        self.counters = count | {"idle_seconds": idle}
 
     def _columns(self, needed: int, limit: int) -> int:
         """Of the cache: all at once, or as many as are needed, rounded up so that few programs are compiled."""

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts import weight_sync
+from jaxrl_llm.rollouts.model import Served
 from jaxrl_llm.rollouts.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.rollouts.server import Server
@@ -31,55 +32,48 @@ LEAVE = 5.0  # seconds for threads to notice the end
 class VllmSampler:
     """A sampler on `servers`, each with at most `concurrency` requests at a time.
 
-    `config`, `tensors` and `score` are the model's, `transport` brings its weights over. The weights of every
-    push have a label of their own, and a response of others is refused. `check` raises if dead servers will
-    not return; while all are away the sampler waits `patience` seconds. `renew` brings the newest weights
-    into a server that has started again.
+    `transport` brings the weights of `served` over, also into a server that has started again, and knows how long
+    to wait for one. The weights of every push have a label of their own, and a response of others is refused.
     """
 
     def __init__(
         self,
         servers: Sequence[Server],
-        transport: weight_sync.Transport,
+        transport: weight_sync.Folders,
+        served: Served,
         *,
-        config: Callable[[Any, str], dict[str, Any]],
-        tensors: Callable[[Any, str], weight_sync.Tensors],
-        score: Callable[[Any, Sequence[Sequence[int]]], list[np.ndarray]],
-        renew: Callable[[Server, str], None],
-        dtype: str = "float32",
-        concurrency: int = 64,
+        dtype: str,
+        concurrency: int,
         tolerance: float | None = None,
-        patience: float = 600.0,
         max_model_len: int | None = None,
-        check: Callable[[], None] = lambda: None,
     ):
         self.servers, self.transport = list(servers), transport
         self.version: int | None = None
         self.report: weight_sync.Report | None = None
         self.counters: dict[str, Any] = {}
         self.sync: dict[str, float] = {}
-        self._config, self._tensors, self._score = config, tensors, score
-        self._dtype, self._concurrency, self._renew = dtype, concurrency, renew
-        self._patience, self._check, self._longest = patience, check, max_model_len
+        self._served, self._dtype = served, dtype
+        self._concurrency, self._longest = concurrency, max_model_len
         self._vocabulary = 0
         self._labels: dict[str, str] = {}
         self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance)
 
     def push(self, params: Any, version: int) -> None:
         """Syncs every server and compares its log-probs with the trainer's; `report` then holds the figures."""
-        config, label = self._config(params, self._dtype), new_label(version)
+        config, label = self._served.config(params, self._dtype), new_label(version)
         try:
-            sent = self.transport(self._tensors(params, self._dtype), config, label, self.servers)
+            tensors = self._served.tensors(params, self._dtype)
+            sent = self.transport(tensors, config, label, self.servers)
             start = time.monotonic()
-            expected = self._score(params, probe_sequences(config["vocab_size"]))
+            expected = self._served.score(params, probe_sequences(config["vocab_size"]))
             self._proof.expect(expected, config, sent.changed)
             labels = {server.url: label for server in self.servers}
             differences = [
                 weight_sync.persist(
                     partial(self._prove, server, labels, version),
                     f"{server.url} could not be probed",
-                    self._check,
-                    self._patience,
+                    self.transport.check,
+                    self.transport.patience,
                 )
                 for server in self.servers
             ]
@@ -98,16 +92,10 @@ class VllmSampler:
         tasks = make_tasks(prompts, n, sampling.seed)
         ask = partial(Server.complete, sampling=sampling, vocabulary=self._vocabulary)
         work = Work(tasks, self.servers, min(self._concurrency, len(tasks)), ask, self._label)
-        start = time.monotonic()
         with _running(work.threads(), work, self.servers):
-            work.wait(self._check, self._patience)
+            work.wait(self.transport.check, self.transport.patience)
         responses = [work.responses[task.place] for task in tasks]
-        tokens = sum(len(response.tokens) for response in responses)
-        self.counters = {
-            "tokens": tokens,
-            "seconds": time.monotonic() - start,
-            "retries": work.retries,
-        }
+        self.counters = {"retries": work.retries}
         return Rollout(
             prompts=[p for p in prompts for _ in range(n)],
             responses=[response.tokens for response in responses],
@@ -139,7 +127,7 @@ class VllmSampler:
         if label is None:
             labels[server.url] = new_label(version)
         if label in (None, weight_sync.loading(labels[server.url])):  # or it was ours that broke
-            self._renew(server, labels[server.url])
+            self.transport.renew(server, labels[server.url])
         return self._proof(server, labels[server.url])
 
     def _refuse(self, prompts, n: int, sampling: Sampling) -> None:

@@ -50,18 +50,9 @@ class Report:
     difference: float = 0.0
 
 
-Transport = Callable[[Tensors, Mapping[str, Any], str, Sequence[Server]], Report]
-"""Brings tensors and their config into servers that then serve them under a label.
-
-`Folders` is one, for every backend. 2026-11: on GPUs vLLM also takes tensors through a collective
-(/init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update with
---weight-transfer-config); one for it is another function of this form, and the proof is the same.
-"""
-
-
 @dataclass
 class Folders:
-    """A transport through model folders under `root`, of which only the newest is kept.
+    """Brings tensors into servers through model folders under `root`, of which only the newest is kept.
 
     `publish(folder)` is told of a folder before any server loads it: what restarts servers has to know.
     `check` raises if the servers will not come back; `patience` is how long to wait for one. With `carry` servers
@@ -69,9 +60,9 @@ class Folders:
     """
 
     root: Path
+    patience: float
     publish: Callable[[Path], None] = lambda folder: None
     check: Callable[[], None] = lambda: None
-    patience: float = 600.0
     carry: bool = False
     _serial: int = 0
     _newest: Path | None = None

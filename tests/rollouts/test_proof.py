@@ -1,5 +1,7 @@
 """The proof of a sync, against a server that computes in bfloat16 as a real one does."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -75,16 +77,17 @@ def fake():
 
 
 def sampler_of(fake, root):
-    transport = weight_sync.Folders(root, patience=0.5)
-    return VllmSampler(
-        [Server(fake.url, "key", 5.0)],
-        transport,
+    served = SimpleNamespace(
         config=lambda params, dtype: CONFIG,
         tensors=lambda params, dtype: params.items(),
         score=logps_of,
-        renew=transport.renew,
+    )
+    return VllmSampler(
+        [Server(fake.url, "key", 5.0)],
+        weight_sync.Folders(root, patience=0.5),
+        served,
         dtype="bfloat16",
-        patience=0.5,
+        concurrency=4,
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,17 +35,20 @@ def _quick(monkeypatch):
 
 
 def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
-    settings = {"patience": 0.5, "concurrency": 4} | settings
+    settings = {"dtype": "float32", "concurrency": 4} | settings
+    waiting = {"patience": 0.5} | {
+        k: settings.pop(k) for k in ("patience", "check") if k in settings
+    }
     root.mkdir(exist_ok=True)
-    check = settings.get("check", lambda: None)
-    transport = weight_sync.Folders(root, check=check, patience=settings["patience"])
-    return VllmSampler(
-        [Server(fake.url, key, timeout) for fake in fakes],
-        transport,
+    served = SimpleNamespace(
         config=lambda params, dtype: CONFIG | {"dtype": dtype},
         tensors=lambda params, dtype: params.items(),
         score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],
-        renew=transport.renew,
+    )
+    return VllmSampler(
+        [Server(fake.url, key, timeout) for fake in fakes],
+        weight_sync.Folders(root, **waiting),
+        served,
         **settings,
     )
 

@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -302,14 +303,17 @@ def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
         arguments=ENGINE.arguments, environment=dict(ON_CPU),
     )  # fmt: skip
     car = Sidecar(launch, tmp_path)
-    transport = weight_sync.Folders(tmp_path, car.serve, car.check)
+    transport = weight_sync.Folders(tmp_path, 600.0, car.serve, car.check)
     made = VllmSampler(
         [car.server],
         transport,
-        renew=transport.renew,
-        config=lambda params, dtype: hf.hf_config(SHAPE, dtype),
-        tensors=hf.named_tensors,
-        score=Policy(DEFINITION).served(1).score,
+        SimpleNamespace(
+            config=lambda params, dtype: hf.hf_config(SHAPE, dtype),
+            tensors=hf.named_tensors,
+            score=Policy(DEFINITION).served(1).score,
+        ),
+        dtype="float32",
+        concurrency=64,
     )
     try:
         made.push(params(0), 0)  # loads what it was started with
