@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import optax
@@ -65,20 +65,18 @@ Offload = Literal["none", "optimizer", "reference", "both"]
 class WarmStart:
     """A supervised phase on the task's demonstrations (or those of `demonstration`), before reinforcement.
 
-    `examples` limits them to the first so many of the training set (0: all of it). It is evaluated every
-    `evaluate_every` steps (0: only when it is over).
+    It is evaluated every `evaluate_every` steps (0: only when it is over).
     """
 
     steps: int
     collate: Collator
     optimizer: optax.GradientTransformation
     batch: int = 64
-    examples: int = 0
     demonstration: Callable[[Any], str] | None = None
     evaluate_every: int = 0
 
     def __post_init__(self):
-        at_least(0, "warm_start", self, "steps", "examples", "evaluate_every")
+        at_least(0, "warm_start", self, "steps", "evaluate_every")
         at_least(1, "warm_start", self, "batch")
         if self.batch % self.collate.minibatches:
             raise UserError(
@@ -182,13 +180,6 @@ class Config:
                 f"config: prompts of up to {self.collate.prompt_length} tokens are kept, and "
                 f"warm_start.collate has room for {self.warm_start.collate.prompt_length}: make them equal"
             )
-        for name, chosen, known in (
-            ("ratios", self.ratios, ("trainer", "sampler")),
-            ("long_prompts", self.long_prompts, ("skip", "refuse")),
-            ("offload", self.offload, get_args(Offload)),
-        ):
-            if chosen not in known:
-                raise UserError(f"config: {name} = {chosen!r} is none of {', '.join(known)}")
         if self.ratios == "sampler" and self.objective.corrects:
             raise UserError(
                 "config: with ratios = 'sampler' old_logp is the sampler's, and a factor or select that looks at "
@@ -251,7 +242,7 @@ _PARTS = {
 
 
 def _check_types(config: Config) -> None:
-    """A UserError for the first field of a wrong type."""
+    """A UserError for the first field of a wrong type, or that is none of what it can be."""
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
@@ -260,6 +251,8 @@ def _check_types(config: Config) -> None:
         ):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(f"config: {one.name} is a {type(value).__name__}, not a {names}")
+        if get_origin(one.type) is Literal and value not in (known := get_args(one.type)):
+            raise UserError(f"config: {one.name} = {value!r} is none of {', '.join(known)}")
     if not callable(config.task):
         raise UserError("config: task is a function of the data folder, as in lambda folder: ...")
 

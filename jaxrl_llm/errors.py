@@ -22,5 +22,10 @@ def cannot_write(folder: Any, error: OSError, advice: str = "") -> UserError:
     return UserError(f"cannot write to {folder}: {error.strerror or error}{advice}")
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 class Leaving(KeyboardInterrupt):
     """It is time to leave: raised where what is under way may be dropped."""

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import Leaving, UserError, first_line
 
 AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
@@ -196,7 +196,7 @@ def _join(process: str) -> None:
             **place, initialization_timeout=2 * int(MEETING), heartbeat_timeout_seconds=_FOREVER
         )
     except (RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(alone.format(process, reason)) from error
     finally:
         met.set()

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
 FIRST, PATIENCE = 20.0, 900.0
@@ -161,7 +161,7 @@ def _lasts(error: Exception) -> bool:
 
 
 def _cannot_reach(url: str, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return UserError(
-        f"cannot reach {url} ({reason}): check its name, the credentials in the environment and the network"
+        f"cannot reach {url} ({first_line(error)}): check its name, the credentials in the environment "
+        "and the network"
     )

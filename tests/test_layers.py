@@ -37,7 +37,7 @@ MAY_IMPORT = {  # rooms, or one file of a room
         "rollouts",
         "tasks",
     },
-    "machines": {"errors", "config", "learning", "models", "rollouts", "runs"},
+    "machines": {"errors", "config", "learning", "models", "rollouts"},
     "reports": {
         "desk",
         "errors",

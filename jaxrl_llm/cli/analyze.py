@@ -149,7 +149,7 @@ class _Programs:
         reference = reference if plain.reads("ref_logp") else None
         self._training = assemble.reinforcement(config, of.parts, of.state, reference)
         self._params = of.state.params
-        logp = of.parts.policy.logp(of.config.sampling.temperature or 1.0)
+        logp = of.parts.policy.logp(of.config.sampling.temperature)
         self.score = update.make_score(logp)
         self.optimizer = probe.Probe(of.state, self._training.update, self.score)
         self.gradient = probe.make_gradient(logp, plain, self._params)

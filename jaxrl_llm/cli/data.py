@@ -30,8 +30,9 @@ def main(options: Options, config: Config) -> None:
         parts = assemble.parts(config, options.data)
     train_set = assemble.readable(parts, parts.task.train, config, "training")
     test_set = assemble.askable(parts, parts.task.test, config)
-    for name, source in (("train", train_set), ("test", test_set)):
-        console.print(f"{name}: {len(source)} examples, {source.skipped} with too long a prompt")
+    too_long = f", {train_set.skipped} with too long a prompt"
+    for name, source, left_out in (("train", train_set, too_long), ("test", test_set, "")):
+        console.print(f"{name}: {len(source)} examples{left_out}")
         encode, step = parts.tokenizer.encode, max(1, len(source) // 1000)
         lengths = [len(encode(parts.task.prompt(source[i]))) for i in range(0, len(source), step)]
         console.print(

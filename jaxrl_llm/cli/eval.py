@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl_llm import desk
 from jaxrl_llm.cli.opened import DataFolder, opened
@@ -13,10 +13,11 @@ from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.reports import tables
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.runs import assemble, folder, terminal
-from jaxrl_llm.runs.assemble import Parts, Readable
+from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.tasks.math import suites
 from jaxrl_llm.tasks.math.records import Problem, without
 from jaxrl_llm.tasks.math.task import MathTask
+from jaxrl_llm.tasks.task import Source
 
 Problems = dict[str, tuple[suites.Suite, list[Problem]]]
 TEST = "test"  # what the run's own examples are called
@@ -25,7 +26,7 @@ TEST = "test"  # what the run's own examples are called
 class Asked(NamedTuple):
     """Examples, and how many responses are drawn to each besides the greedy one."""
 
-    examples: Readable
+    examples: Source[Any]
     samples: int
 
 

@@ -12,11 +12,11 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jaxrl_llm import desk, hosts
+from jaxrl_llm.cli import dryrun
 from jaxrl_llm.cli.data import building
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
-from jaxrl_llm.machines import dryrun
 from jaxrl_llm.models import sharding
 from jaxrl_llm.reports import curves, tables
 from jaxrl_llm.rollouts.native import NativeSampler

@@ -23,6 +23,8 @@ PROBABILITY = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
 SHARE = ["lowest quarter", "second", "third", "highest quarter"]
 GROUPS = ["chatter", "reasoning", "answer"]
 JACOBIAN_FLOATS = 2**25  # as many are fetched for one token's stretch, at most
+PIECE = 16  # tokens whose gradients are made at a time
+STRETCHED = 24  # tokens that are followed through the layers
 TOLERANCE = 1e-4  # of float32 sums, relative
 Say = Callable[[str], None]
 
@@ -182,19 +184,16 @@ def single_tokens(
     logits: Logits,
     offsets: Offsets,
     say: Say,
-    *,
-    stretched: int = 24,
-    piece: int = 16,
 ) -> dict[str, Any]:
     """Fig. 2: gradient norms of the log-probs of single tokens against 1 - pi, and the bounds of Prop. 4.2.
 
-    Where the vocabulary is small, the bounds of the layers too, for `stretched` of the tokens.
+    Where the vocabulary is small, the bounds of the layers too, for some of the tokens.
     """
     norms, found = token_gradients.make_norms(logits), []
     count = len(chosen.index)
-    for start in range(0, count, piece):
+    for start in range(0, count, PIECE):
         say(f"gradients of single tokens, {start} of {count}")
-        part = Chosen(*(x[np.arange(start, start + piece) % count] for x in chosen))  # one shape
+        part = Chosen(*(x[np.arange(start, start + PIECE) % count] for x in chosen))  # one shape
         found.append(jax.device_get(norms(params, offsets, part)))
     every = token_gradients.Norms(*(np.concatenate(x)[:count] for x in zip(*found, strict=True)))
     vocab = jax.eval_shape(logits, params, offsets, *(x[0] for x in chosen[:2])).shape[0]
@@ -214,7 +213,7 @@ def single_tokens(
         },
     }
     if vocab * offsets.layers.size <= JACOBIAN_FLOATS:
-        picked = np.linspace(0, count - 1, min(stretched, count)).astype(int)
+        picked = np.linspace(0, count - 1, min(STRETCHED, count)).astype(int)
         say(f"the stretch of {len(picked)} tokens")
         some = Chosen(*(x[picked] for x in chosen))
         stretch = token_gradients.make_stretch(logits)(params, offsets, some)

@@ -40,11 +40,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """The table by group, its last line all examples; and the greedy responses with their rewards."""
+    """The table by group, its last line all examples; and how many responses could not be judged."""
 
     lines: tuple[Line, ...]
-    responses: tuple[str, ...]
-    rewards: tuple[Reward, ...]
     unchecked: int
 
     @property
@@ -100,7 +98,7 @@ def evaluate(
         _line(name, index, answers.rewards, greedy, drawn_rewards)
         for name, index in [*named, (ALL, range(len(asked)))]
     ]
-    return Result(tuple(lines), tuple(answers.texts), tuple(answers.rewards), unchecked)
+    return Result(tuple(lines), unchecked)
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:

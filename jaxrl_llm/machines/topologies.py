@@ -16,7 +16,7 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 
 GB, GIB = 10**9, 2**30
 
@@ -166,7 +166,7 @@ def _slice(name: str, kind: str, layout: str) -> Machine:
     try:
         found = topologies.get_topology_desc(f"{kind}:{layout}", "tpu", **host)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"--on {name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--on {name}: {first_line(error)}") from error
     return Machine(name, tuple(found.devices), len(found.devices), CHIPS[kind])
 
 

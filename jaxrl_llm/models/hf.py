@@ -16,7 +16,7 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxrl_llm import files
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.hf_folder import (
     INDEX,
@@ -63,7 +63,7 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
         patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
         return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
     except Exception as error:  # of the name, the hub, the disk, or the network's library
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
         ) from error

@@ -45,11 +45,9 @@ class Scores(NamedTuple):
     proxy_logp: PerToken | None = None
 
 
-def of_responses(
-    definition, params, inputs: Inputs, *, temperature: float = 1.0, chunk: int | None = None
-) -> PerToken:
+def of_responses(definition, params, inputs: Inputs, *, temperature: float = 1.0) -> PerToken:
     """log softmax(logits / temperature) of each scored token, 0 on the others."""
-    return scores(definition, params, inputs, temperature=temperature, chunk=chunk).logp
+    return scores(definition, params, inputs, temperature=temperature).logp
 
 
 def scores(
@@ -58,7 +56,6 @@ def scores(
     inputs: Inputs,
     *,
     temperature: float = 1.0,
-    chunk: int | None = None,
     proxy: float = 0.0,
 ) -> Scores:
     """The log-prob of each scored token, the entropy, and with `proxy` the log-prob without unlikely tokens."""
@@ -72,7 +69,6 @@ def scores(
         jnp.take_along_axis(inputs.target, scored_first, axis=1),
         jnp.take_along_axis(inputs.scored, scored_first, axis=1),
         temperature=temperature,
-        chunk=chunk,
         proxy=proxy,
     )
     back = jnp.argsort(scored_first, axis=1)

@@ -58,9 +58,9 @@ def param_shardings(shapes, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(one, shapes)
 
 
-def params_like(shapes, mesh: Mesh, dtype="float32"):
+def params_like(shapes, mesh: Mesh):
     """The shapes and places of parameters, nothing allocated."""
-    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
+    like = lambda x, place: jax.ShapeDtypeStruct(x.shape, "float32", sharding=place)
     return jax.tree.map(like, shapes, param_shardings(shapes, mesh))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf_folder
 
 PAD, EOS = "<pad>", "<eos>"
@@ -73,7 +73,7 @@ def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
     except (
         Exception
     ) as error:  # the library raises bare Exceptions for a file it cannot make sense of
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
     if not (folder / "config.json").exists():
         return made

@@ -170,8 +170,8 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
     return Readable(source, kept, skipped)
 
 
-def askable(made: Parts, source: Source[E], config: Config) -> Readable[E]:
-    """All examples, to test on: they are only answered, so nothing but the model limits their prompts."""
+def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:
+    """The source, to test on: examples are only answered, so nothing but the model limits their prompts."""
     whole, engine = made.shape.max_length, config.engine
     if isinstance(engine, Vllm) and engine.max_model_len is not None:
         whole = min(whole, engine.max_model_len)
@@ -185,7 +185,7 @@ def askable(made: Parts, source: Source[E], config: Config) -> Readable[E]:
             )
     if not len(source):
         raise UserError("the test data is empty: it needs at least one example")
-    return Readable(source, list(range(len(source))), 0)
+    return source
 
 
 def first(source: Source[E], count: int) -> Source[E]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxrl_llm import errors
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs.ending import leave_threads_behind
 
@@ -108,7 +109,7 @@ def first_line(error: BaseException) -> str:
     """The innermost cause in a line; the libraries wrap an OSError in errors of their own."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if "Barrier timed out" in lines[0]:
+    line = errors.first_line(error)
+    if "Barrier timed out" in line:
         return "another process has not written its part, and may say why"
-    return lines[0][:200]
+    return line

@@ -17,7 +17,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxrl_llm import desk, files
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.runs import record, seal
 
 APART = ("checkpoints", "reference")  # in a bucket they are stored by themselves
@@ -153,7 +153,7 @@ class Journal:
                 id=record.identity(self.folder), resume="allow",
             )  # fmt: skip
         except Exception as error:  # the library's own errors have no common base
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise UserError(
                 f"Weights & Biases does not start ({reason}): log in to it, or leave {WANDB} out"
             ) from error

@@ -108,7 +108,7 @@ def _warm_start(
 ) -> Any:
     """The supervised phase from `start` on; returns the parameters."""
     config, parts = run.config, run.parts
-    data = Batches(assemble.first(run.splits.train, warm.examples), warm.batch, seed=config.seed)
+    data = Batches(run.splits.train, warm.batch, seed=config.seed)
     if cursor is not None:
         data.set_state(cursor.data)
     demonstrate = partial(

@@ -9,10 +9,10 @@ import numpy as np
 import rich.table
 
 from jaxrl_llm.cli.bench.turns import Peer, in_turn, least_one
-from jaxrl_llm.cli.bench.update import SMALL
+from jaxrl_llm.cli.bench.update import policy
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machines import flops
-from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -52,14 +52,7 @@ def main(
     console = terminal.plain(soft_wrap=False)
     dtype = jnp.bfloat16 if bfloat16 else jnp.float32
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    shape = hf.load_shape(hf.resolve(model)) if model else SMALL
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype))
-    where = sharding.param_shardings(shapes, mesh)
-    params = (
-        hf.load(hf.resolve(model), shape, where, jnp.float32)
-        if model
-        else qwen2.init(shape, shardings=where)
-    )
+    shape, definition, params = policy(model, mesh, dtype)
     prompts = (
         np.random.default_rng(0).integers(0, shape.vocab_size, (sequences, prompt_length)).tolist()
     )

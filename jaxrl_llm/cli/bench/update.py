@@ -65,7 +65,7 @@ def main(
         raise UserError(f"--devices {devices}: this machine has {len(jax.devices())}")
     mesh = sharding.make_mesh(devices, 1, 1, jax.devices()[:devices])
     with jax.set_mesh(mesh):
-        shape, definition, params = _policy(model, mesh, dtype)
+        shape, definition, params = policy(model, mesh, dtype)
         size = {
             "tokens": rows * (prompt_length + response_length),
             "scored": rows * response_length,
@@ -96,7 +96,8 @@ def main(
     _report(console, seconds, work / rate, size["tokens"])
 
 
-def _policy(model, mesh, dtype):
+def policy(model, mesh, dtype):
+    """Shape, definition and parameters of a model folder, or of a small one."""
     shape = hf.load_shape(hf.resolve(model)) if model else SMALL
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
     where = sharding.param_shardings(shapes, mesh)

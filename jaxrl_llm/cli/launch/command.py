@@ -15,6 +15,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.runs.leaving import UNFINISHED
+from jaxrl_llm.storage import url_of
 
 TEMPLATES = Path(__file__).parent
 OURS = ("--resume", "--process", "--dry-run")  # flags of train that the files set themselves
@@ -156,8 +157,9 @@ class JobSet:
 
     def values(self, trainer: Trainer) -> Mapping[str, str]:
         """In YAML; flags may not be taken for variables of Kubernetes."""
-        out, name = str(trainer.options.out or ""), terms.name(self.name or trainer.name)
-        if not (terms.is_url(out) or (self.claim and out.startswith(f"{SHARED}/"))):
+        out, name = trainer.options.out, terms.name(self.name or trainer.name)
+        url = out and url_of(out)
+        if not (url or (self.claim and out and Path(SHARED) in out.parents)):
             raise UserError(
                 f"--out {out or 'is missing'}: a pod's own files go with it: give a URL, or --claim NAME and a "
                 f"folder in {SHARED}"
@@ -221,8 +223,9 @@ class TpuPod:
 
     def values(self, trainer: Trainer) -> Mapping[str, str]:
         """In words of the shell."""
-        out, runtime = str(trainer.options.out or ""), RUNTIMES.get(self.type.partition("-")[0])
-        if not re.match(r"gs:/", out):
+        out, runtime = trainer.options.out, RUNTIMES.get(self.type.partition("-")[0])
+        url = out and url_of(out)
+        if not (url and url.startswith("gs://")):
             raise UserError(
                 f"--out {out or 'is missing'}: the workers share a bucket only: give gs://..."
             )
@@ -232,7 +235,6 @@ class TpuPod:
         if self.wheel.suffix != ".whl" or not self.wheel.is_file():
             raise UserError(f"--wheel {self.wheel} is no wheel: make it by pip wheel --no-deps .")
         _require_alone(trainer.file)
-        place = re.sub("^gs:/+", "gs://", out.rstrip("/")) + "-launch"
         more = ["--spot"] * self.spot
         if self.service_account:
             more.append(f"--service-account={self.service_account}")
@@ -244,7 +246,7 @@ class TpuPod:
             "more": shlex.join(more),
             "restarts": str(RESTARTS),
             "patience": str(_seconds(trainer) + MARGIN),
-            "place": shlex.quote(place),
+            "place": shlex.quote(f"{url}-launch"),
             "wheel": shlex.quote(str(self.wheel)),
             "wheel_name": shlex.quote(f"./{self.wheel.name}[tpu,gcs]"),
             "config": shlex.quote(str(trainer.file)),

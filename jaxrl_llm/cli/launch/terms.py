@@ -33,11 +33,6 @@ def name(name: str, flag: str = "name") -> str:
     return name
 
 
-def is_url(out: str) -> bool:
-    """Whether it is a URL, of any storage."""
-    return re.match(r"\w[\w+.-]+:/", out) is not None
-
-
 def yaml(value: object) -> str:
     """JSON, which is YAML."""
     return json.dumps(value, ensure_ascii=False)

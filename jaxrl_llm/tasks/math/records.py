@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 
 Row = Mapping[str, Any] | Sequence[Any]
 
@@ -156,7 +156,7 @@ def from_hub(
             name, repo_type="dataset", allow_patterns=["*.parquet", "*.jsonl"]
         )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"cannot download the data set {name!r}: {reason}") from error
     files = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in _READERS]
     chosen = [path for path in files if _of_split(path.relative_to(folder), split)]
