@@ -159,6 +159,7 @@ class Config:
 
     def __post_init__(self):
         _check_types(self)
+        self.objective.try_out()
         at_least(0, "config", self, "steps", "show_samples_every")
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)

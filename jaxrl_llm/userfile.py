@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 
 
 class _AsItIs(SourceFileLoader):
@@ -22,7 +22,7 @@ class _AsItIs(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-_RAN: dict[Path, None] = {}  # in order
+_RAN: dict[Path, Path] = {}  # in order, with what was run in its place
 _INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
@@ -56,7 +56,7 @@ def run(path: Path, kind: str) -> ModuleType:
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
     spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)
     assert spec
-    _RAN[stands_for.resolve()] = None
+    _RAN[stands_for.resolve()] = path
     module = importlib.util.module_from_spec(spec)
     sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:
@@ -72,6 +72,25 @@ def blame(path: Path, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f"{path}, line {getattr(error, 'lineno', None) or (lines[-1] if lines else '?')}"
+
+
+@contextmanager
+def answering_for(what: str) -> Iterator[None]:
+    """What a function of a user's file raises within the block, as a UserError that says where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        known = {str(path) for path in _RAN.values()}
+        path = next((p for p in _files_of(error) if p in known), None)
+        where = f"{blame(Path(path), error)}: " if path else ""
+        raise UserError(f"{what}: {where}{type(error).__name__}: {first_line(error)}") from error
+
+
+def _files_of(error: Exception) -> list[str]:
+    """The files that an error went through, the innermost first."""
+    return [frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))]
 
 
 def member(module: ModuleType, name: str, where: str) -> Any:

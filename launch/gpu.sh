@@ -9,7 +9,7 @@ export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxr
 told=
 trap 'told=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
 for left in $(seq 20 -1 0); do
-    .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto &
+    .venv/bin/python -P -m jaxrl_llm.cli train configs/kk.py --resume auto &
     while
         again=
         wait $!

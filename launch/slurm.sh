@@ -23,7 +23,7 @@ trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm 
 status=0
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=182 \
     --open-mode=append --output=logs/kk-%t.log \
-    .venv/bin/python -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
+    .venv/bin/python -P -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
 echo "exit code $status"
 if [ "$status" = 0 ] || [ -n "$cancelled" ]; then
     exit "$status"

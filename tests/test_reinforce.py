@@ -92,6 +92,9 @@ def test_unchecked_rewards_are_in_no_mean():
         (2 / 3, 2 / 3, 4 / 3)
     )
     assert (said["unchecked"], said["unchecked_share"], said["even_groups"]) == (1, 0.25, 0.0)
+    some = [RIGHT, Reward(0.0, False, {"y": 3.0}), WRONG, UNCHECKED]
+    said = reinforce._of_rollout(sampled(4), Answers([0] * 4, [""] * 4, some), 1.0, 2)
+    assert said["reward/y"] == 3.0  # of those that have it
     nothing = reinforce._of_rollout(sampled(4), Answers([0] * 4, [""] * 4, [UNCHECKED] * 4), 1.0, 2)
     assert nothing["unchecked_share"] == 1.0
     assert not {"reward", "accuracy", "even_groups"} & set(nothing)

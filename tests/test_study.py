@@ -197,6 +197,31 @@ def test_a_flag_that_changes_the_warm_start_has_to_be_named(tmp_path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+def test_so_has_one_that_is_bound_in_a_function(tmp_path, monkeypatch, capsys):
+    """Optimizers are functions, and tasks may be: what they close over tells."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("""from dataclasses import replace
+from jaxrl_llm.config import Config
+from jaxrl_llm.learning import optimizers
+from tests.runs.quick import config as quick
+
+def config(steps: int = 2, warm_rate: float = 1e-3, hint: str = "", seed: int = 0) -> Config:
+    made = quick(steps=steps, seed=seed)
+    warm = replace(made.warm_start, optimizer=optimizers.adamw(warm_rate))
+    return replace(made, warm_start=warm, task=lambda folder: (made.task(folder), hint)[0])
+""")
+    for flags, named in (({"warm_rate": 3e-3}, "warm_rate"), ({"hint": "x"}, "hint")):
+        text = f"""from jaxrl_llm.reports.study import Study
+study = Study(config={str(mine)!r}, variants={{"a": {{}}, "b": {{"steps": 3}}}}, baseline="a", flags={flags})
+"""
+        (tmp_path / "small.py").write_text(text)
+        with pytest.raises(SystemExit):
+            planned(monkeypatch, tmp_path / "small.py", "--out", tmp_path / "out")
+        assert "name the flag that changes it in warm" in capsys.readouterr().err
+        (tmp_path / "small.py").write_text(text.replace("flags=", f"warm=({named!r},), flags="))
+        planned(monkeypatch, tmp_path / "small.py", "--out", tmp_path / f"out-{named}")
+
+
 def test_a_seed_that_is_none_is_found_before_anything_starts(small, tmp_path, monkeypatch, capsys):
     for seed in ("-1", str(2**32)):
         with pytest.raises(SystemExit):
@@ -409,10 +434,16 @@ def test_cores_are_counted_from_one(small, tmp_path, flags, capsys):
 
 
 def test_a_flag_of_several_values_is_several_words(tmp_path):
-    flags = {"layers": (1, 2), "fast": False, "rate": 0.1}
-    made = grid.Grid(Study("c.py", {"a": {}}, "a"), "", "", pathlib.Path("c.py"), tmp_path)
+    flags = {"layers": (1, 2), "fast": False, "rate": 0.1, "packed": True}
+    file = tmp_path / "c.py"
+    file.write_text(
+        "def config(layers: tuple[int, ...] = (), fast: bool = True, rate: float = 0.0, "
+        "packed: bool | None = None): ..."
+    )
+    made = grid.Grid(Study("c.py", {"a": {}}, "a"), "", "", file, tmp_path)
     words = made.command(Planned("", "a", 0, flags))
-    assert words[2:8] == ["--layers", "1", "2", "--no-fast", "--rate", "0.1"]
+    expected = ["--layers", "1", "2", "--no-fast", "--rate", "0.1", "--packed", "True"]
+    assert words[2:10] == expected
 
 
 def test_a_figure_of_fewer_seeds_says_so(small, tmp_path, capsys):

@@ -116,7 +116,11 @@ def _train(
         out = folder.of(options.out, made_by)
         resume = hosts.told(lambda: options.resumes(out))
         warm_steps = config.warm_start.steps if config.warm_start else 0
-        begun = options.origin and desk.at_hand(options.origin).absolute()
+        given = options.origin
+        if resume:
+            last = warm_steps + config.steps
+            given = given or hosts.told(lambda: folder.began_with(out, at_most=last))
+        begun = given and desk.at_hand(Path(given)).absolute()
         if options.origin and not resume:
             origin.check(folder.at_hand(options.origin), parts, warm_steps)
     run, concluded, finished = None, None, False

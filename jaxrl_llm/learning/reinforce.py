@@ -237,7 +237,9 @@ def _of_rollout(
         out["reward"] = float(np.mean([r.score for r in checked]))
         out["accuracy"] = float(np.mean([r.correct for r in checked]))
     for name in dict.fromkeys(name for reward in checked for name in reward.fields):
-        out[f"reward/{name}"] = float(np.mean([r.fields.get(name, 0.0) for r in checked]))
+        out[f"reward/{name}"] = float(
+            np.mean([r.fields[name] for r in checked if name in r.fields])
+        )
     return out
 
 

@@ -166,7 +166,8 @@ def parts_of(planned: Planned) -> dict[str, int]:
     width = planned.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
     if config.compute.remat is jax.checkpoint:
         parts["inputs of layers"] = planned.shape.num_layers * rows * length * width
-    parts["logits at a time"] = logprobs.logit_bytes()
+    whole = 4 * rows * length * planned.shape.vocab_size
+    parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
     return parts
 
 

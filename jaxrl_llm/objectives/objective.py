@@ -12,6 +12,11 @@ from jaxrl_llm.objectives import aggregation, losses, partition, selections
 from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
 
 Weights = Float[Array, "S B T"]
+EXAMPLE = (
+    16,
+    64,
+    32,
+)  # prompts, responses of each and tokens of these, that an objective is tried on
 
 
 @dataclass(frozen=True)
@@ -41,21 +46,34 @@ class Objective:
         seen = _complete(reward, seen)
         split, join = _runs(minibatches)
         of_one = jax.vmap(self._credit_minibatch, out_axes=(0, 1, 0))
-        advantage, weight, seen = of_one(*split((self.advantage(reward, seen), seen)))
+        advantage, weight, seen = of_one(*split((self._advantage(reward, seen), seen)))
         return join(advantage), jax.vmap(join)(weight), join(seen)
+
+    def _advantage(self, reward: Rewards, seen: Seen) -> Tokens:
+        return _of_tokens("advantage", self.advantage(reward, seen), seen.mask)
 
     def _credit_minibatch(self, advantage: Tokens, seen: Seen) -> tuple[Tokens, Weights, Seen]:
         for factor in self.factors:
             advantage = jnp.where(seen.mask, advantage * factor(advantage, seen), 0.0)
-        seen = seen._replace(selected=self.select(advantage, seen))
-        return advantage, self.aggregate(seen.mask)[None] * self.partition(seen), seen
+            _of_tokens("advantage times factor", advantage, seen.mask)
+        selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
+        seen = seen._replace(selected=selected)
+        weight = _of_tokens("aggregate", self.aggregate(seen.mask), seen.mask)[None]
+        weight *= jax.vmap(lambda stage: _of_tokens("partition", stage, seen.mask))(
+            self.partition(seen)
+        )
+        return advantage, weight, seen
 
     def per_token(self, logp: Tokens, advantage: Tokens, seen: Seen) -> tuple[Tokens, Tokens]:
         """The surrogate and the weighted sum of the penalties; the loss is their sum."""
         penalty = jnp.zeros_like(logp)
         for coefficient, estimator in self.penalties:
-            penalty += coefficient * estimator(logp, seen)
-        return self.surrogate(logp, advantage, seen), penalty
+            penalty += coefficient * _of_tokens("penalty", estimator(logp, seen), logp)
+        return _of_tokens("surrogate", self.surrogate(logp, advantage, seen), logp), penalty
+
+    def try_out(self) -> None:
+        """Raises what its functions raise on shapes alone, which are those of EXAMPLE."""
+        self._read(self._everything)
 
     @property
     def stages(self) -> int:
@@ -65,7 +83,7 @@ class Objective:
     @property
     def whole_responses(self) -> bool:
         """Whether a token's loss depends on its whole response, so that every stage has to score all of it."""
-        return "response" in self._read(self.per_token)
+        return "response" in self._read(lambda _, x, seen: self.per_token(x, x, seen))
 
     def reads(self, field: str) -> bool:
         """Whether a function of the objective looks at this field of `Seen`."""
@@ -74,35 +92,32 @@ class Objective:
     @property
     def corrects(self) -> bool:
         """Whether a factor or the selection looks at the sampler: in vain, where `old_logp` is the sampler's."""
-        return "sampler_logp" in self._read(self._chosen)
+        return "sampler_logp" in self._read(lambda _, x, seen: self._chosen(x, seen))
 
     @property
     def allows_for_staleness(self) -> bool:
         """Whether what a token weighs looks at the sampler: a factor, the selection or the surrogate."""
-        weighs = lambda *what: (self._chosen(*what), self.surrogate(*what))
+        weighs = lambda _, x, seen: (self._chosen(x, seen), self.surrogate(x, x, seen))
         return "sampler_logp" in self._read(weighs)
 
-    def _chosen(self, logp: Tokens, advantage: Tokens, seen: Seen):
-        del logp
+    def _chosen(self, advantage: Tokens, seen: Seen):
         for factor in self.factors:
             factor(advantage, seen)
         self.select(advantage, seen)
 
-    def _everything(self, logp: Tokens, advantage: Tokens, seen: Seen):
-        self.advantage(advantage[:, :1], seen)
-        self._chosen(logp, advantage, seen)
-        self.partition(seen)
-        return self.per_token(logp, advantage, seen)
+    def _everything(self, reward: Rewards, logp: Tokens, seen: Seen):
+        self._credit_minibatch(self._advantage(reward, seen), seen)
+        self.per_token(logp, logp, seen)
 
-    def _read(self, call: Callable[[Tokens, Tokens, Seen], object]) -> set[str]:
-        """The fields that a call reads, found by tracing it on the shapes of one token."""
+    def _read(self, call: Callable[[Rewards, Tokens, Seen], object]) -> set[str]:
+        """The fields that a call reads, found by tracing it on shapes; its tokens may be of anything."""
         notes = _Notes()
 
-        def traced(logp, advantage, seen):
-            call(logp, advantage, _Watched.of(seen, notes))
+        def traced(reward, tokens, seen):
+            call(reward, tokens, _Watched.of(seen, notes))
 
         seen = _example()
-        jax.eval_shape(traced, seen.old_logp, seen.old_logp, seen)
+        jax.eval_shape(traced, jax.ShapeDtypeStruct(EXAMPLE[:2], jnp.float32), seen.old_logp, seen)
         return notes.fields
 
 
@@ -151,11 +166,22 @@ jax.tree_util.register_pytree_node(
 
 
 def _example() -> Seen:
-    """The shapes of one token of which everything is known."""
-    of = lambda kind: jax.ShapeDtypeStruct((1, 1), kind)
+    """The shapes of a batch of which everything is known."""
+    prompts, responses, tokens = EXAMPLE
+    of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
     known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
     known |= {"mask": of(jnp.bool_), "selected": of(jnp.bool_), "response": of(jnp.int32)}
     return Seen(**known)
+
+
+def _of_tokens(name: str, made: Any, like: Any) -> Any:
+    """What a function has made, if it is a number for every token: indexing would not notice another shape."""
+    if jnp.shape(made) != like.shape:
+        raise TypeError(
+            f"{name} has the shape {jnp.shape(made)}, not that of the tokens, {like.shape}: a figure of each "
+            "response is x[:, None] * seen.mask"
+        )
+    return made
 
 
 def _complete(reward: Rewards, seen: Seen) -> Seen:

@@ -8,6 +8,7 @@ generates by itself, on its own devices; only `push` is of all.
 """
 
 import itertools
+import math
 import time
 import zlib
 from collections import defaultdict
@@ -245,5 +246,10 @@ def _collect(slots: Slots, working: list, results: list) -> None:
         if request is not None and slots.done[s]:
             size = slots.count[s]
             tokens, logps = slots.tokens[s, :size].tolist(), slots.logps[s, :size].tolist()
+            if not all(map(math.isfinite, logps)):
+                raise UserError(
+                    "the model gives log-probs that are not finite: look at its weights, and for a dtype that "
+                    "its logits are too large for"
+                )
             results[request.index] = tokens, logps, bool(slots.stopped[s])
             working[s] = None

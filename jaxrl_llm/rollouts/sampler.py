@@ -25,7 +25,7 @@ class Sampling:
     def __post_init__(self):
         for name, fine in (
             ("temperature", self.temperature >= 0),
-            ("top_p", 0 < self.top_p <= 1),
+            ("top_p", 1e-6 <= self.top_p <= 1),
             ("top_k", self.top_k >= 0),
             ("max_tokens", self.max_tokens >= 1),
             ("seed", 0 <= self.seed < 2**32),

@@ -68,6 +68,7 @@ class Launch:
             "VLLM_SERVER_DEV_MODE": "1",  # which is what the sync's routes need
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),
+            "PYTHONSAFEPATH": "1",  # or a config named math.py in the folder here hides Python's own
             "JAXRL_WEIGHTS": str(self.socket.with_suffix(".weights")),
             **self.environment,
             "VLLM_API_KEY": self.key,

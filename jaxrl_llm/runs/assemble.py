@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from jaxrl_llm import desk
+from jaxrl_llm import desk, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import reinforce, shares, update
@@ -21,7 +21,7 @@ from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from jaxrl_llm.runs import anchor
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.tasks.task import Source, Task
+from jaxrl_llm.tasks.task import Source, Task, check_members
 
 E = TypeVar("E")
 
@@ -71,7 +71,9 @@ def parts(config: Config, data: Path) -> Parts:
     definition, _ = qwen2.graph(shape, config.compute)
     here = desk.at_hand(data)
     desk.fetch(here)
-    task = config.task(here)
+    with userfile.answering_for("the task cannot be made"):
+        task = config.task(here)
+    check_members(task, "config: task")
     desk.store(here)
     return Parts(task, words, shape, Policy(definition), mesh, source)
 
@@ -150,7 +152,7 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
     """Leaves out the examples with too long a prompt to learn from, or refuses them, as the config says."""
     limit, kept, skipped = config.collate.prompt_length, [], 0
     for i in range(len(source)):
-        length = len(made.tokenizer.encode(made.task.prompt(source[i])))
+        length = _prompt_length(made, source, i, name)
         if 0 < length <= limit:
             kept.append(i)
         elif config.long_prompts == "refuse":
@@ -170,18 +172,28 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
     return Readable(source, kept, skipped)
 
 
+def _prompt_length(made: Parts, source: Source[E], i: int, name: str) -> int:
+    with userfile.answering_for(f"{name} example {i} has no prompt"):
+        prompt = made.task.prompt(source[i])
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt() returned a {type(prompt).__name__}, not a str")
+    return len(made.tokenizer.encode(prompt))
+
+
 def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:
     """The source, to test on: examples are only answered, so nothing but the model limits their prompts."""
     whole, engine = made.shape.max_length, config.engine
+    more = ""
     if isinstance(engine, Vllm) and engine.max_model_len is not None:
+        more = ", raise the engine's max_model_len" if engine.max_model_len < whole else ""
         whole = min(whole, engine.max_model_len)
     response = config.collate.response_length
     for i in range(len(source)):
-        length = len(made.tokenizer.encode(made.task.prompt(source[i])))
+        length = _prompt_length(made, source, i, "test")
         if not 0 < length <= whole - response:
             raise UserError(
-                f"test example {i} has a prompt of {length} tokens; with {response} to come, the model has room "
-                f"for {whole - response}: raise max_model_len, or leave the example out of the task"
+                f"test example {i} has a prompt of {length} tokens, and {whole} is room for it and {response} to "
+                f"come: lower response_length{more}, or leave the example out of the task"
             )
     if not len(source):
         raise UserError("the test data is empty: it needs at least one example")

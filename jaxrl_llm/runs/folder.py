@@ -59,6 +59,21 @@ def resumable(folder: Path) -> bool:
     return (folder / record.NAME).exists()
 
 
+def began_with(folder: Path, *, at_most: int) -> str | None:
+    """Whose warm start a run that goes on has begun with; a UserError if it has made more steps than it should."""
+    if not resumable(folder):
+        return None
+    there = folder / "checkpoints"
+    names = [*desk.entries(there), *(path.name for path in there.glob("*"))]
+    done = max((int(name) for name in names if name.isdigit()), default=0)
+    if done > at_most:
+        raise UserError(
+            f"{folder} has made {done} steps, and would have {at_most} with these --steps: "
+            f"give {done - at_most} more, or leave --steps out"
+        )
+    return record.read(folder)["from"]
+
+
 @contextmanager
 def opened(
     folder: Path,

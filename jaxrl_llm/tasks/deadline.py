@@ -31,6 +31,11 @@ def _late(seconds: float) -> TimeoutError:
     return TimeoutError(f"no result after {seconds:g} s")
 
 
+def _left(error: SystemExit) -> RuntimeError:
+    """A function that ends the program ends itself alone."""
+    return RuntimeError(f"it called exit({error.code})")
+
+
 def _interrupted(call: Callable[[], T], seconds: float) -> T | Exception:
     def interrupt(*_: object) -> None:
         raise _OutOfTimeError
@@ -44,6 +49,8 @@ def _interrupted(call: Callable[[], T], seconds: float) -> T | Exception:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _OutOfTimeError:
         return _late(seconds)
+    except SystemExit as error:
+        return _left(error)
     except Exception as error:  # foreign code: any error is its own
         return error
     finally:
@@ -69,6 +76,8 @@ def _given_up(
                 begun[index] = time.monotonic()
             try:
                 outcome: Any = calls[index]()
+            except SystemExit as error:
+                outcome = _left(error)
             except BaseException as error:
                 outcome = error
             with lock:

@@ -146,27 +146,23 @@ def load_task(spec: str) -> Task[Any]:
         raise UserError(f"task {spec!r}: write it as path/to/file.py:name")
     module = userfile.run(Path(path), "task")
     task = userfile.member(module, name, f"task {spec!r}: {path}")
-    if isinstance(task, type):
-        raise UserError(
-            f"task {spec!r}: {name} is a class; name an instance, as in task = {name}()"
-        )
-    _check_members(task, spec)
+    check_members(task, f"task {spec!r}")
     return task
 
 
-def _check_members(task: Any, spec: str) -> None:
+def check_members(task: Any, where: str) -> None:
     """Raises a UserError that names the first thing that keeps `task` from being a Task."""
+    if isinstance(task, type):
+        raise UserError(f"{where} is a class: an instance is wanted, as {task.__name__}()")
     for member in ("name", "train", "test", "prompt", "reward"):
         if not hasattr(task, member):
-            raise UserError(f"task {spec!r}: it has no {member!r} (see jaxrl_llm/tasks/task.py)")
+            raise UserError(f"{where}: it has no {member!r} (see jaxrl_llm/tasks/task.py)")
     for member in ("prompt", "reward"):
         if not callable(getattr(task, member)):
-            raise UserError(f"task {spec!r}: {member!r} is not a function")
+            raise UserError(f"{where}: {member!r} is not a function")
     for member in ("train", "test"):
         source = getattr(task, member)
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise UserError(
-                f"task {spec!r}: {member!r} needs a length and access by index, as a list has"
+                f"{where}: {member!r} needs a length and access by index, as a list has"
             )
-        if len(source) == 0:
-            raise UserError(f"task {spec!r}: {member!r} is empty")

@@ -435,6 +435,37 @@ def test_an_objective_knows_what_it_reads():
     assert not held.reads("ref_logp")
 
 
+MISSHAPEN = {
+    "a figure a response": {"advantage": lambda reward, seen: reward},
+    "in a row": {"advantage": lambda reward, seen: reward.ravel()},
+    "in a column": {"advantage": lambda reward, seen: reward.reshape(-1, 1)},
+    "select": {"select": lambda advantage, seen: seen.mask[:, :1]},
+    "surrogate": {"surrogate": lambda logp, advantage, seen: -(advantage * logp).mean()},
+    "penalty": {"penalties": ((1.0, lambda logp, seen: logp.sum(1)),)},
+    "aggregate": {"aggregate": lambda mask: 1.0 / mask.sum()},
+    "partition": {"partition": lambda seen: jnp.ones((2, 1, 1), bool)},
+}
+
+
+@pytest.mark.parametrize("parts", MISSHAPEN.values(), ids=MISSHAPEN)
+def test_what_is_no_figure_of_each_token_is_refused(parts):
+    """Indexing by token would take some other token's, and say nothing."""
+    reward, seen, logp = data(21)
+    one = Objective(**{"advantage": advantages.grpo, **parts})
+    with pytest.raises(TypeError, match=r"has the shape .* not that of the tokens"):
+        one.try_out()
+    with pytest.raises(TypeError, match=r"has the shape .* not that of the tokens"):
+        one.per_token(logp, *one.credit(reward, seen)[::2])
+
+
+def test_an_objective_is_tried_on_groups_and_not_on_a_token():
+    def of_the_best(reward, seen):
+        best = jax.lax.top_k(reward, 4)[0].mean(1)
+        return (reward - best[:, None]).reshape(-1, 1) * seen.mask
+
+    Objective(advantage=of_the_best, select=selections.highest_entropy).try_out()
+
+
 def from_unpacked(logp, seen):
     _, _, ref, *_ = seen
     return logp - ref

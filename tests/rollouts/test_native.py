@@ -162,6 +162,14 @@ def test_finished_rows_are_replaced_by_waiting_ones():
     assert counters["decode_steps"] <= sum(lengths) / 8 + 24
 
 
+def test_a_model_without_numbers_is_an_error():
+    """Else the tokens are none of the vocabulary's."""
+    made = engine()
+    made.push(jax.tree.map(lambda x: x * np.nan, tiny.policy()[1]), 2)
+    with pytest.raises(UserError, match="log-probs that are not finite"):
+        made.generate(prompts(2), n=1, sampling=SAMPLING)
+
+
 def test_each_prompt_is_prefilled_once_for_its_group():
     asked = prompts(5)
     engine().generate(asked, n=8, sampling=SAMPLING)

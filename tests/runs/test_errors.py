@@ -40,6 +40,11 @@ def written(tmp_path):
     return write
 
 
+TASK = """made = config()
+def config(): return dataclasses.replace(made, task=lambda folder: Mine())
+class Mine:
+  name, train, test = 'mine', [1, 2], [3]
+  """
 REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
 
 
@@ -71,6 +76,17 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "prompts of up to 40 tokens are kept, and warm_start.collate has room for 20"),
         (REPLACE + "engine=Vllm(max_model_len=87))", "prompt and response may have 88 tokens, max_model_len = 87"),
         (REPLACE + "engine=Vllm(), sampling=Sampling(top_p=0.9))", "vLLM tells log-probs after truncation only"),
+        (REPLACE + "objective=Objective(advantages.grpo, factors=factors.truncated))", "line 4: "),
+        ("def mine(logp, advantage, seen):\n    return -advantage * seen.old_logps\n" + REPLACE +
+         "objective=Objective(advantages.grpo, surrogate=mine))", "line 4: AttributeError: "),
+        (REPLACE + "objective=Objective(lambda reward, seen: reward))", "not that of the tokens"),
+        (REPLACE + "task=lambda folder: open('/nowhere'))", "the task cannot be made: "),
+        (TASK + "def reward(self, e, r): return 0", "config: task: it has no 'prompt'"),
+        (TASK + "def prompt(self, e): return 'a'\n  def rewards(self, e, r): return 0", "it has no 'reward'"),
+        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return [1]", "a list, not a str"),
+        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return e['q']",
+         "training example 0 has no prompt: "),
+        (TASK.replace("Mine()", "Mine"), "config: task is a class: an instance is wanted, as Mine()"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
         ("def config(x: 'jax.numpi' = 1): pass", "an annotation of config() cannot be resolved"),
         ("def config() -> 'Cnfig': return made", "an annotation of config() cannot be resolved: name 'Cnfig'"),
@@ -139,12 +155,17 @@ def test_no_test_example_is_dropped_for_its_length(environment, written, capsys,
         def config():
             return dataclasses.replace(made, model=Scratch(short, kk_tiny.vocabulary()))
     """)
-    message = "test example 2 has a prompt of 25 tokens; with 48 to come, the model has room for 22"
+    message = (
+        "test example 2 has a prompt of 25 tokens, and 70 is room for it and 48 to come: lower"
+    )
     assert message in fails(capsys, "train", path, "--out", tmp_path / "other")
     assert not (tmp_path / "other").exists()
     made = dataclasses.replace(quick.config(prompt_length=24), engine=Vllm(max_model_len=72))
     parts = assemble.parts(made, tmp_path)
-    with pytest.raises(UserError, match="the model has room for 24: raise max_model_len"):
+    with pytest.raises(
+        UserError,
+        match="72 is room for it and 48 to come: lower response_length, raise the engine's max_model_len",
+    ):
         assemble.askable(parts, parts.task.test, made)
 
 

@@ -11,7 +11,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.notes import REINFORCE
 from tests.runs import quick
-from tests.runs.process import QUICK, finished, metrics, train
+from tests.runs.process import QUICK, contents, finished, metrics, train
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,19 @@ def test_a_shared_warm_start_changes_nothing(environment, whole, warm, tmp_path,
     run = finished(environment, tmp_path / "run", "--from", str(warm))
     assert metrics(run) == [r for r in metrics(whole) if r["phase"] == REINFORCE]
     assert json.loads((run / "run.json").read_text())["from"] == str(warm)
-    said = refused(capsys, "--out", run, "--resume")
+    said = refused(capsys, "--out", run, "--resume", "--from", tmp_path)
     assert f"was started with --from {warm}: resume it so" in said
+    again = train(environment, run, "--resume")
+    assert "nothing was left to do" in again.stdout, again.stderr
+
+
+def test_a_run_does_not_get_shorter(whole, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    before = contents(run)
+    said = refused(capsys, "--out", run, "--resume", "--steps", "1")
+    assert "would have 5 with these --steps: give" in said
+    assert contents(run) == before
 
 
 def test_what_it_began_with_is_needed_until_something_is_saved(environment, warm, tmp_path, capsys):
@@ -42,10 +53,10 @@ def test_what_it_began_with_is_needed_until_something_is_saved(environment, warm
     shutil.copytree(warm, origin)
     finished(environment, run, "--from", str(origin), "--steps", "1")
     shutil.rmtree(origin)
-    done = train(environment, run, "--from", str(origin), "--steps", "1", "--resume")
+    done = train(environment, run, "--steps", "1", "--resume")
     assert "nothing was left to do" in done.stdout, done.stderr
     shutil.rmtree(run / "checkpoints")
-    flags = ("--out", run, "--from", origin, "--steps", "1")
+    flags = ("--out", run, "--steps", "1")
     assert "checkpoint of step 4, the end of its warm start, is gone" in refused(
         capsys, *flags, "--resume"
     )

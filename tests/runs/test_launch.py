@@ -332,7 +332,7 @@ def test_slurm_queues_again_what_did_not_finish(cluster, capsys, code, failures,
     assert len(noted.read_text().splitlines()) == failures + (code in (1, 2))
     assert done.returncode == code
     assert cluster.calls("scontrol") == ["scontrol requeue 7"] * again
-    [call] = cluster.calls("-m jaxrl_llm.cli train ")
+    [call] = cluster.calls("-P -m jaxrl_llm.cli train ")
     assert call.endswith(" --resume auto --process auto")
 
 
@@ -381,7 +381,7 @@ def test_one_host_starts_a_broken_trainer_again(cluster, capsys):
     words = ("gpu", str(ROOT / process.QUICK), "--python", "trainer")
     done = cluster.run(printed(capsys, *words))
     assert done.returncode == 0, done.stderr
-    assert len(cluster.calls("-m jaxrl_llm.cli train")) == 3
+    assert len(cluster.calls("-P -m jaxrl_llm.cli train")) == 3
     assert cluster.calls("sleep") == ["sleep 30"] * 2
     cluster.add("trainer", ENDS.format(1))
     assert cluster.run(printed(capsys, *words)).returncode == 1

@@ -34,6 +34,7 @@ def task(checker):
         (r"</think> \boxed{}", ""),
         (r"</think> \boxed{\boxed{5}}", "5"),
         (r"</think> \boxed{4} \boxed{ \boxed{\boxed{5}} }", "5"),
+        ("</think> " + r"\boxed{" * 20 + "5" + "}" * 20, r"\boxed{" * 11 + "5" + "}" * 11),
         (r"</think> \boxed{\boxed{5} is wrong}", r"\boxed{5} is wrong"),
         (r"</think> \boxed{x=\boxed{5}}", r"x=\boxed{5}"),
         (r"</think> \boxed{4} \boxed{5", None),

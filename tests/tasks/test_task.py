@@ -145,6 +145,16 @@ def test_rewards_that_hang_in_threads_are_given_up():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+def test_a_reward_that_ends_the_program_ends_itself(threads, caplog):
+    """As one that runs what the model wrote may: `exit(0)` would look like a run that is finished."""
+    good = lambda e: Reward(e, True)
+    leave = lambda _: sys.exit(0)
+    scored = score_responses(Fake([good, leave]), [5, 6, 7], ["0", "1", "0"], threads=threads)
+    assert [r.checked for r in scored.rewards] == [True, False, True]
+    assert "it called exit(0)" in caplog.text
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 def test_a_reward_that_hangs_does_not_keep_the_program_from_its_end(threads):
     program = f"""
 import time
@@ -202,7 +212,7 @@ def test_a_user_task_is_one_small_file(tmp_path):
     ("name", "message"),
     [
         ("tsak", "did you mean 'task'"),
-        ("Sums", "is a class; name an instance"),
+        ("Sums", "is a class: an instance is wanted, as Sums"),
         ("unfinished", "has no 'name'"),
     ],
 )
@@ -219,7 +229,6 @@ def test_a_wrong_name_is_a_one_line_error(tmp_path, name, message):
         ("class Sums:", "class Sums", "line 5: SyntaxError"),
         ("task = Sums()", "task = Sum()", "line 18: NameError"),
         ("def reward", "def rewards", "has no 'reward'"),
-        ("test = [(5, b) for b in range(5)]", "test = []", "'test' is empty"),
         ("test = [(5, b) for b in range(5)]", "test = iter('ab')", "'test' needs a length"),
         (
             "def prompt(self, example):",

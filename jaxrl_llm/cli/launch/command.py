@@ -295,7 +295,7 @@ def main(kind: Kind, trainer: Trainer, words: Sequence[str]) -> None:
 
 def _command(python: str, trainer: Trainer, process: str = "") -> str:
     arguments = trainer.arguments(str(trainer.file), process)
-    return shlex.join([python, "-m", "jaxrl_llm.cli", *arguments])
+    return shlex.join([python, "-P", "-m", "jaxrl_llm.cli", *arguments])
 
 
 def _require_alone(config: Path) -> None:

@@ -109,7 +109,7 @@ def _run(
             return False
         more = continued(where)
         begun = grid.folder_of(origin).absolute() if origin else None
-        command = [sys.executable, "-m", "jaxrl_llm.cli", *grid.command(run, begun), *more]
+        command = [sys.executable, "-P", "-m", "jaxrl_llm.cli", *grid.command(run, begun), *more]
         after = origin.name if origin and origin.name in jobs else ""
         log = grid.out / "logs" / f"{run.name}.log"
         jobs[run.name] = fleet.Job(run.name, [*command, "--data", str(data)], log, after)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError
@@ -83,9 +83,10 @@ class Grid:
     def command(self, run: Planned, origin: Path | None = None) -> list[str]:
         """What makes the run, as anybody can type it."""
         flags: list[str] = []
+        hints = get_type_hints(self.make)
         for name, value in run.flags.items():
             dashed = name.replace("_", "-")
-            if isinstance(value, bool):
+            if isinstance(value, bool) and hints.get(name) is bool:
                 flags.append(f"--{dashed}" if value else f"--no-{dashed}")
             else:
                 words = value if isinstance(value, list | tuple) else [value]
@@ -157,7 +158,9 @@ def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Co
         "the model": (made.model, warm.model),
         "the task": (_bound(made.task), _bound(warm.task)),
         "the demonstrations": (_bound(ours.demonstration), _bound(its.demonstration)),
-        "the steps of the warm start": (ours.steps, its.steps),
+        "the optimizer of the warm start": (_bound(ours.optimizer), _bound(its.optimizer)),
+        "its batch": ((ours.batch, ours.collate), (its.batch, its.collate)),
+        "its steps": (ours.steps, its.steps),
     }
     for what, (one, other) in parts.items():
         if one != other:
@@ -167,10 +170,19 @@ def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Co
             )
 
 
-def _bound(made: Any) -> dict[str, Any]:
-    """The arguments that are bound to a function, as far as they can be compared."""
-    given = made.keywords if isinstance(made, partial) else {}
-    return {k: v for k, v in given.items() if isinstance(v, str | int | float | Path)}
+def _bound(made: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
+    """The plain values that are bound in a function or a tuple of them, however deep."""
+    if isinstance(made, str | int | float | Path):
+        return [made]
+    if id(made) in seen:
+        return []
+    if isinstance(made, partial):
+        parts = [made.func, *made.args, *made.keywords.values()]
+    elif inspect.isfunction(made):
+        parts = [*(made.__defaults__ or ()), *inspect.getclosurevars(made).nonlocals.values()]
+    else:
+        parts = made if isinstance(made, tuple) else []
+    return [value for part in parts for value in _bound(part, seen | {id(made)})]
 
 
 def lengths_of(grid: Grid, runs: Sequence[Planned]) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from jaxrl_llm.tasks.math.evaluated import worked_out
 from jaxrl_llm.tasks.math.expression import (
     ARITHMETIC,
     CONSTANTS,
+    GREEK,
     Node,
     UnreadableError,
     key,
@@ -25,7 +26,8 @@ from jaxrl_llm.tasks.math.plainly import factors, plainly
 
 Engine = Callable[[Node, Node], bool]
 
-_NAME = r"(?:\\angle\s*)?(?:[A-Za-z]{1,3}|\\[a-z]+|\\text\s*\{[^{}]*\})(?:_\{?\w+\}?)?'*(?:\(\w{1,3}\))?"
+_LETTERS = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)})|\\text\s*\{{[^{{}}]*\}}"
+_NAME = rf"(?:\\angle\s*)?(?:{_LETTERS})(?:_\{{?\w+\}}?)?'*(?:\(\w{{1,3}}\))?"
 _NAMES = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
 _BASED = re.compile(r"([0-9A-Fa-f]+)_\s*(?:\{\s*(?:\\text\s*\{)?\(?\s*(\w+)\s*\)?\}?\s*\}|(\d))")
@@ -130,6 +132,8 @@ def _read(text: str, depth: int = 0) -> Form:
     if said is not None:
         return Form("text " + said)
     text = notation.unwrapped(text)
+    if not text:
+        raise UnreadableError("an empty text")
     member = _MEMBER.fullmatch(text)
     if member:
         return replace(_read(member[2], depth + 1), name=member[1])
@@ -173,6 +177,8 @@ def _relation(text: str, depth: int) -> Form | None:
     sides = [side.strip() for side in _RELATIONS.split(text)]
     if len(sides) == 1:
         return None
+    if len(sides) == 3 and sides[1] == "=" and notation.denies(sides[0]):
+        raise UnreadableError("what it is not")
     if len(sides) == 3 and sides[1] == "=" and _NAMES.fullmatch(sides[0]):
         name = re.sub(r"[\s{}]", "", sides[0])
         right = _read(sides[2], depth)

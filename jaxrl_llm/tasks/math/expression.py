@@ -249,6 +249,8 @@ class _Reader:
                 factors.append(self._power(depth + 1))
             inner = _product_of(factors)
         e = Node("symbol", (), "e")
+        if exponent is not None and exponent.rational == -1 and "arc" + name in FUNCTIONS:
+            return Node("arc" + name, (inner,))
         node = Node("power", (e, inner)) if name == "exp" else Node(name, (inner, *base))
         return node if exponent is None else Node("power", (node, exponent))
 

@@ -16,6 +16,7 @@ _REWRITES = [
     for pattern, replacement in (
         (r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
+        (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
         (
             r"\\(?:mbox|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname)(?=\s*\{)",
             r"\\text",
@@ -37,7 +38,10 @@ _REWRITES = [
         (r"\\(?:lbrace|rbrace)(?![A-Za-z])", lambda m: r"\{" if m[0] == r"\lbrace" else r"\}"),
         (r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|cot|ln|log|infty)(?![A-Za-z])", r"\\\1 "),
         (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ","),
-        (r"\\%|%|\\text\s*\{\s*percent\s*\}|(?<![A-Za-z])percent(?![A-Za-z])", r"\\%"),
+        (
+            r"\\%|%|\\text\s*\{\s*(?:per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:per\s?cent|pct)(?![A-Za-z])",
+            r"\\%",
+        ),
     )
 ]
 _THOUSANDS = re.compile(r"(?:[^,]*=)?[^,=\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d].*)?")
@@ -141,7 +145,15 @@ _UNIT_NAMES = {
     "am": "am", "pm": "pm",
 }  # fmt: skip
 _UNIT_OF = {name: unit for unit, names in _UNIT_NAMES.items() for name in names.split()}
-_SHORT = {"m": "m", "s": "s", "g": "g", "h": "h", "L": "l", "l": "l"}  # units only within \text
+_SHORT = {  # only within \text
+    "m": "m", "s": "s", "g": "g", "h": "h", "L": "l", "l": "l", "M": "million", "k": "thousand",
+}  # fmt: skip
+_SYMBOLS = frozenset(  # that are shorter than a word; other letters may be names of numbers
+    """
+    m s g h l n j w v a c f t k hz pa ev kw kn kj kv mj mw gw ma mv nm pm um ms us ns db ly au pc hp cc ha
+    gb mb kb tb dm cl dl mn wb lm lx cd th st nd rd
+    """.split()  # noqa: SIM905 (a list of words is easier to read as words)
+)
 KNOWN_UNITS = frozenset(_UNIT_NAMES) | {f"{unit}^{n}" for unit in _UNIT_NAMES for n in "23"} | {"%"}
 _TEXT_UNIT = re.compile(r"(.*?)\s*\\text\s*\{([^{}]*)\}\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?$")
 _JOINT = re.compile(
@@ -153,6 +165,9 @@ _NO_UNITS = frozenset(
     """
     hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens score
     gross pair pairs couple half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths
+    eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen thirty forty fifty sixty seventy
+    eighty ninety mil lakh lakhs crore crores doz factorials negative opposite inverse reciprocal mille permille
+    ppm fold twofold threefold tenfold hundredfold thousandfold millionfold
     seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths
     one two three four five six seven eight nine ten twenty plus minus times over by divided squared cubed
     factorial mod modulo root power to the percent choose base binary octal not no non never or and nor either
@@ -160,6 +175,7 @@ _NO_UNITS = frozenset(
     around less more fewer greater least most than under above below between through repeating
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
+_DENIALS = frozenset("not no non never nor neither wrong false incorrect except unless neg".split())  # noqa: SIM905
 _BARE_UNIT = re.compile(
     r"(.*?[\d)}])\s*((?:square |cubic |sq |cu )?[A-Za-z]{2,})(?:\^\{?([23])\}?)?$"
 )
@@ -192,8 +208,15 @@ def _joined(text: str) -> str:
 
 def is_unit(unit: str) -> bool:
     """Whether it leaves the number before it as it is: `students`, `m/s`; not `thousand`, `or less`."""
-    compound = _COMPOUND.fullmatch(unit) and not _NO_UNITS & {*re.findall("[a-z]+", unit)}
+    words = re.findall("[a-z]+", unit)
+    plain = all(len(word) > 2 or word in _SYMBOLS or word in _UNIT_OF for word in words)
+    compound = _COMPOUND.fullmatch(unit) and plain and not _NO_UNITS & {*words}
     return unit in KNOWN_UNITS or bool(compound)
+
+
+def denies(name: str) -> bool:
+    r"""Whether a name says that what follows is not it: `\text{wrong}`, `\neg`."""
+    return bool(_DENIALS & {*re.findall("[a-z]+", name.casefold())})
 
 
 def _unit(name: str, exponent: str | None, short: dict[str, str]) -> str:
@@ -202,5 +225,7 @@ def _unit(name: str, exponent: str | None, short: dict[str, str]) -> str:
     for prefix, power in (("square ", "2"), ("sq ", "2"), ("cubic ", "3"), ("cu ", "3")):
         if plain.startswith(prefix) and exponent is None:
             plain, exponent = plain.removeprefix(prefix), power
+    if len(plain) == 1 and plain.islower() and plain not in short:
+        return f"\\{plain}" + (f"^{exponent}" if exponent else "")  # a letter, and no unit
     unit = short.get(plain) or _UNIT_OF.get(plain.casefold()) or plain.casefold()
     return f"{unit}^{exponent}" if exponent else unit

@@ -12,6 +12,7 @@ _PROMPT = (
     "<|im_start|>assistant\n<think>"
 )
 _BOX = "\\boxed{"
+NESTED = 8  # boxes in boxes that are looked into
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def boxed_answer(response: str) -> str | None:
         if inside is None:
             return None
         start = text.find(_BOX, start + len(_BOX) + len(inside))
-    while inside is not None and inside.strip().startswith(_BOX):
+    for _ in range(NESTED):
+        if inside is None or not inside.strip().startswith(_BOX):
+            break
         inner = _braced(inside.strip(), len(_BOX))
         if inner is None or len(inner) + len(_BOX) + 1 < len(inside.strip()):
             return inside
