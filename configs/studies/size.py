@@ -1,13 +1,13 @@
 """Does what the methods do grow with the size of the model?
 
-The paper's models (arXiv:2505.12929) have 3B and 7B parameters. Here a model of six times as many as kk_tiny's.
+The paper's models (arXiv:2505.12929) have 3B and 7B parameters. Here a model of six times as many as in `main`.
 """
 
 from jaxrl_llm.reports.study import Study
 
 study = Study(
     config="../kk_tiny.py",
-    panels={"5M": {"size": "5M"}, "0.8M": {"size": "0.8M"}},
+    panels={"5M": {"size": "5M"}},
     variants={
         "plain": {"alpha": 0.0, "eta": 0.0},
         "reweighting": {"alpha": 0.3, "eta": 0.0},
