@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as Fast
@@ -64,8 +65,9 @@ def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
     hf.export(qwen2.init(shape), shape, tmp_path / "model", source=tmp_path / "words")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
     config = load("kk_tiny").config()
+    task = SimpleNamespace(name="none", train=[1], test=[2], prompt=str, reward=int)
     config = dataclasses.replace(
-        config, model=Pretrained(str(tmp_path / "model")), task=lambda folder: None
+        config, model=Pretrained(str(tmp_path / "model")), task=lambda folder: task
     )
     parts = assemble.parts(config, tmp_path)
     assert parts.sampling(config).stop == (1, 4)

@@ -164,7 +164,7 @@ def test_finished_rows_are_replaced_by_waiting_ones():
 
 def test_a_model_without_numbers_is_an_error():
     """Else the tokens are none of the vocabulary's."""
-    made = engine()
+    made = engine.__wrapped__()
     made.push(jax.tree.map(lambda x: x * np.nan, tiny.policy()[1]), 2)
     with pytest.raises(UserError, match="log-probs that are not finite"):
         made.generate(prompts(2), n=1, sampling=SAMPLING)
