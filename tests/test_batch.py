@@ -104,3 +104,33 @@ def test_eos_that_equals_the_padding_token_is_a_token():
 def test_bad_rollouts_are_refused(rollout, message):
     with pytest.raises(UserError, match=re.escape(message)):
         tiny.collator(minibatches=2)(rollout)
+
+
+def test_responses_of_a_bin_are_numbered_apart():
+    batch = tiny.collator(pack=True)(Rollout([[1, 2]] * 8, [[3, 4, 5]] * 8, [[-1.0] * 3] * 8))
+    layout, width = batch.layout, batch.layout.in_bins.shape[1]
+    rows = np.where(layout.in_rows >= 0, layout.in_rows // width, -1)
+    columns = rows.shape[-1]
+    for row, number in zip(
+        rows.reshape(-1, columns), layout.response.reshape(-1, columns), strict=True
+    ):
+        pairs = {(int(r), int(n)) for r, n in zip(row, number, strict=True)}
+        assert len({r for r, _ in pairs}) == len({n for _, n in pairs}) == len(pairs)
+        assert all((r == -1) == (n == 0) for r, n in pairs)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("pack", [False, True])
+def test_slices_divide_over_shards(shards, pack):
+    batch = tiny.collator(microbatches=3, shards=shards, pack=pack)(tiny.rollout(rows=16))
+    assert batch.inputs.tokens.shape[2] % shards == 0
+
+
+def test_a_bin_that_is_just_full_is_filled():
+    batch = tiny.collator(pack=True)(Rollout([[1] * 8] * 2, [[2] * 3] * 2, [[0.0] * 3] * 2))
+    assert batch.inputs.scored.any(-1).sum() == 1
+
+
+def test_a_response_over_the_limit_is_refused():
+    with pytest.raises(UserError, match="response 1 has 15 tokens, the limit is 1 to 14"):
+        tiny.collator()(Rollout([[1], [1]], [[2], [2] * 15], [[0.0], [0.0] * 15]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import evaluate
+from jaxrl_llm.learning import evaluate, imitate, reinforce
 from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
@@ -138,3 +138,40 @@ def test_words_are_tokens_and_survive_a_folder(tmp_path):
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer"):
         tokenizer.load(tmp_path)
+
+
+class Noting(Scripted):
+    """Notes how it was asked."""
+
+    def __init__(self):
+        super().__init__(right_for_even)
+        self.asked = []
+
+    def generate(self, prompts, *, n, sampling):
+        self.asked.append((n, sampling))
+        return super().generate(prompts, n=n, sampling=sampling)
+
+
+def test_greedy_is_greedy_and_drawn_is_drawn():
+    sampler, task = Noting(), TokenTask(Echo(), WORDS)
+    sampling = Sampling(temperature=0.7, max_tokens=4, stop=(WORDS.eos,))
+    evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4)
+    assert [(n, how.temperature) for n, how in sampler.asked] == [(1, 0.0), (4, 0.7)]
+
+
+def test_draws_follow_the_seed_and_the_step():
+    sampler, task = Noting(), TokenTask(Echo(), WORDS)
+    sampling = Sampling(max_tokens=4, stop=(WORDS.eos,))
+    for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        reinforce.respond(sampler, task, 2, sampling, seed, step, [1, 2])
+    seeds = [how.seed for _, how in sampler.asked]
+    assert (len({*seeds}), seeds[0]) == (3, seeds[3])
+
+
+def test_a_demonstration_over_the_limit_is_cut():
+    task = TokenTask(Echo(), WORDS)
+    made = imitate.demonstrations(task, lambda e: "1 2 3" if e else "1", 2, [0, 1])
+    assert list(made.finished) == [True, False]
+    assert list(map(len, made.responses)) == [2, 2]
+    with pytest.raises(UserError, match="no demonstration of a batch of 1 fits into 2 tokens"):
+        imitate.demonstrations(task, lambda _: "1 2 3", 2, [1])

@@ -38,3 +38,14 @@ def test_imitation_is_the_mean_negative_log_likelihood():
     surrogate, penalty = objective.per_token(OLD, advantage, seen)
     loss = jnp.sum(weight[0] * (surrogate + penalty))
     assert loss == pytest.approx(-np.log([0.9, 0.4, 0.2, 0.3]).mean(), rel=1e-6)
+
+
+def test_gaps_of_both_signs_do_not_cancel():
+    ours, theirs = jnp.asarray([[-1.0, -1.0]]), jnp.asarray([[-1.5, -0.5]])
+    figures = metrics.describe_mismatch(ours, theirs, jnp.ones((1, 2), bool))
+    assert figures["mismatch_mean"] == pytest.approx(0.5)
+
+
+def test_an_update_whose_norm_is_not_finite_was_skipped():
+    visits = {"share": np.ones(2), "loss": np.ones(2), "grad_norm": np.asarray([np.inf, 1.0])}
+    assert metrics.count_updates(visits) == {"updates": 1, "skipped": 1}

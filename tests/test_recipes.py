@@ -21,7 +21,7 @@ import rich.table
 
 from jaxrl_llm.learning import imitate, optimizers, update
 from jaxrl_llm.models import logprobs, qwen2, tokenizer
-from jaxrl_llm.objectives import losses, recipes
+from jaxrl_llm.objectives import Objective, losses, recipes
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.knights_knaves import generate, tiny
 from jaxrl_llm.tasks.knights_knaves.task import reward
@@ -169,3 +169,78 @@ def test_the_table_of_names_is_the_file():
     ]
     assert list(recipes.BY_NAME) == written
     assert max(len(inspect.getsource(f).splitlines()) for f in recipes.BY_NAME.values()) <= 12
+
+
+PLAIN = Objective(advantage=print)
+PUBLISHED = {  # at a limit of 90 tokens, defaults of functions too
+    "grpo": "grpo; clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
+    "reinforce_plus_plus": (
+        "reinforce_plus_plus(kl_coef 0.001, gamma 1, estimator k1); clipped(low 0.2, high 0.24, dual 10)"
+    ),
+    "rloo": "rloo; reinforce; seq_mean_token_sum",
+    "dr_grpo": "dr_grpo; clipped(low 0.2, high 0.2, dual 10); constant_length(length 90)",
+    "dapo": (
+        "shaped(then grpo, by overlong(buffer 18, factor 1, floor -1, longest 90)); "
+        "clipped(low 0.2, high 0.28, dual 10)"
+    ),
+    "gspo": "grpo; gspo(low 0.0003, high 0.0004); seq_mean_token_mean",
+    "cispo": "grpo; cispo(low 1, high 4, anchor trainer)",
+    "dppo": "dr_grpo; dppo_tv(low 0.15, high 0.15, anchor sampler, then cispo(low 1, high 9, anchor sampler))",
+    "dppo_kl": "dr_grpo; dppo_kl(low 0.05, high 0.05, anchor sampler, then cispo(low 1, high 9, anchor sampler))",
+    "gmpo": "grpo; gmpo(low 0.4, high 0.4); seq_mean_token_mean",
+    "sapo": "grpo; sapo(tau_positive 1, tau_negative 1.05); seq_mean_token_mean",
+    "ce_gppo": "grpo; ce_gppo(low 0.2, high 0.2, dual 10, beta1 0.75, beta2 1)",
+    "aspo": "grpo; calm(quantile 0.8); aspo(calm 0.2, open 0.4, dual 3)",
+    "topr": "dr_grpo; topr(positive positive_reward, weights 1 1)",
+    "kl_cov": "grpo; covariance(share 0.002, logp None); importance(anchor trainer); 1 drift_of_selected",
+    "clip_cov": (
+        "grpo; "
+        "without(select covariance_band(share 0.0002, lower 1, upper 5, low 1, high 1, seed 0, logp None)); "
+        "clipped(low 1, high 1, dual 10)"
+    ),
+    "entropy_80_20": (
+        "shaped(then grpo, by overlong(buffer 18, factor 1, floor -1, longest 90)); "
+        "only(select highest_entropy(share 0.2)); clipped(low 0.2, high 0.28, dual 10)"
+    ),
+    "lp_reg": "grpo; lowest_probability(share 0.01, positive_share 0, logp None); lp_reg(low 1, high 9, coef 1)",
+    "w_reinforce": "w_reinforce(positive 0.1); clipped(low 0.2, high 0.2, dual 10)",
+    "maxrl": "maxrl; importance(anchor trainer)",
+    "opo": "opo; importance(anchor trainer)",
+    "asymre": "asymre(shift -0.1); reinforce",
+    "unlikeliness": (
+        "shaped(then grpo, by unlikeliness(beta 0.25)); clipped(low 0.2, high 0.24, dual 10); 0.001 k3"
+    ),
+    "tis": "grpo; truncated(cap 2, floor 0, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
+    "icepop": "grpo; masked(low 0.5, high 5, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
+    "mis": "grpo; masked(low 0, high 3, weight response_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
+    "opsm": "grpo; opsm(delta 0.0001, anchor trainer, then clipped(low 0.2, high 0.24, dual 10)); 0.001 k3",
+}
+
+
+def said(part):
+    """A function with its settings in words, or several."""
+    if isinstance(part, tuple):
+        return " ".join(map(said, part))
+    if not callable(part):
+        return str(part) if part is None else f"{part:g}"
+    function, given = (part.func, part.keywords) if isinstance(part, partial) else (part, {})
+    known = inspect.signature(function).parameters.values()
+    settings = {p.name: p.default for p in known if p.default is not p.empty} | given
+    inside = ", ".join(f"{name} {said(value)}" for name, value in settings.items())
+    return f"{function.__name__}({inside})" if inside else function.__name__
+
+
+@pytest.mark.parametrize("name", recipes.BY_NAME)
+def test_settings_are_the_published_ones(name):
+    made = recipes.BY_NAME[name](90)
+    fields = [field.name for field in dataclasses.fields(made)]
+    changed = [getattr(made, x) for x in fields if getattr(made, x) != getattr(PLAIN, x)]
+    assert "; ".join(map(said, changed)) == PUBLISHED[name]
+
+
+def test_both_methods_come_after_what_a_recipe_has():
+    tamed = recipes.with_rare_tokens_tamed(recipes.tis(90))
+    assert said(tamed.factors) == (
+        "truncated(cap 2, floor 0, weight token_ratio) linear_in_probability(alpha 0.3)"
+    )
+    assert said(tamed.partition) == "lopti(eta 0.5)"

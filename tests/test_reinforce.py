@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.learning import optimizers, reinforce, update
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.learning.token_task import Answers
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -137,3 +138,38 @@ def test_a_gradient_that_is_not_finite_is_counted_and_kept_out_of_the_figures():
     }  # fmt: skip
     said = reinforce._of_update(visits, {}, {})
     assert (said["updates"], said["skipped"], said["loss"]) == (1, 1, 2.0)
+
+
+def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
+    optimizer = optimizers.adamw(1e-2)
+    state = update.init_state(tiny.policy()[1], optimizer)
+    for its_own in (False, True):
+        programs = reinforce.compiled(
+            Policy(), Objective(advantages.grpo), optimizer, Collator(8, 14, round_to=4), MESH, state,
+            group_size=2, sampler_ratios=its_own,
+        )  # fmt: skip
+        batch, _ = programs.batch(sampled(), [RIGHT, WRONG] * 4)
+        old = batch.layout.to_rows(programs.score(state.params, batch)[0]["old_logp"])
+        assert np.array_equal(old, batch.sampler_logp) == its_own
+
+
+def test_what_the_responses_of_a_step_say():
+    whole = [True, False, True, True]
+    rollout = Rollout([[1]] * 4, [[1], [1, 2, 3], [1], [1]], [[0.0]] * 4, whole)
+    said = reinforce._of_rollout(rollout, Answers([0] * 4, [""] * 4, [RIGHT] * 4), 2.0, 2)
+    assert (said["cut"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
+
+
+def test_what_is_idle_and_what_is_waited_for(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("jaxrl_llm.learning.clock.time.perf_counter", lambda: now[0])
+    clock = Clock()
+    for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
+        with clock(phase):
+            now[0] += seconds
+    now[0] += 10.0
+    clock.pause(10.0)
+    now[0] += 2.0
+    figures = clock.lap(1.0)
+    assert figures["time/step"] == 10.0
+    assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxrl_llm.learning.stream import Stream
+from jaxrl_llm.learning.stream import Cursor, Stream
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.runs.notes import Notes
 from jaxrl_llm.tasks.pipeline import Batches
@@ -68,3 +68,35 @@ def test_what_goes_wrong_in_the_background_is_raised():
     stream.begin(7)
     with pytest.raises(ValueError, match="step 7"):
         stream.settle()
+
+
+def test_the_cursor_of_a_failed_batch_is_before_it():
+    def broken(step, examples):
+        raise ZeroDivisionError
+
+    stream = Stream(data(), broken)
+    stream.begin(0)
+    with pytest.raises(ZeroDivisionError):
+        stream.settle()
+    assert stream.cursor() == Cursor(data().get_state())
+
+
+def test_responses_are_brought_together_once():
+    calls = []
+
+    def whole(examples, rollout):
+        calls.append(len(examples))
+        return rollout
+
+    stream = Stream(data(), answer, whole=whole)
+    stream.begin(0)
+    stream.settle()
+    cursor = stream.cursor()
+    stream.take(0)
+    assert len(calls) == 1
+    again = Stream(data(), answer, cursor, whole)
+    again.take(0)
+    assert len(calls) == 1
+    again.begin(1)
+    again.take(1)
+    assert len(calls) == 2

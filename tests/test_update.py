@@ -330,3 +330,10 @@ def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers():
     narrow = policy.narrowed(params)
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_array_equal(score(narrow, batch.inputs), score(params, batch.inputs))
+
+
+def test_weights_decay():
+    optimizer, params = optimizers.adamw(0.1, weight_decay=0.5), {"a": jnp.ones(3)}
+    step = jnp.zeros((), jnp.int32)
+    found, _ = optimizer.update({"a": jnp.zeros(3)}, optimizer.init(params), params, step=step)
+    np.testing.assert_allclose(found["a"], -0.05, rtol=1e-6)

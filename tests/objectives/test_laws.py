@@ -501,3 +501,37 @@ def test_whole_responses_are_scored_where_a_token_depends_on_the_others(surrogat
     bumped = [value(logp.at[:, 1:].add(step)) for step in (0.0, 0.5)]
     depends = not np.allclose(*bumped, rtol=1e-6)
     assert objective(surrogate=surrogate).whole_responses == depends
+
+
+@pytest.mark.parametrize("function", AGGREGATIONS)
+def test_rows_without_tokens_count_in_no_aggregation(function):
+    mask = jnp.asarray([[True, True, False], [False] * 3, [True, False, False]])
+    some = np.asarray([0, 2])
+    assert np.array_equal(function(mask)[some], function(mask[some]))
+    assert not np.any(function(jnp.zeros((2, 3), bool)))
+
+
+def test_a_small_share_is_one_token_at_least():
+    likely = jnp.asarray([[0.1, 0.5, 0.9], [0.2, 0.6, 0.8]])
+    seen = Seen(jnp.ones((2, 3), bool), jnp.log(likely))
+    advantage = jnp.asarray([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
+    assert selections.covariance(advantage, seen, share=1e-4).sum() == 1
+    lowest = selections.lowest_probability(advantage, seen, share=1e-4, positive_share=1e-4)
+    assert lowest.tolist() == [[True, False, False]] * 2
+
+
+def test_where_nothing_is_kept_nothing_is_learned():
+    seen = Seen(jnp.ones((2, 3), bool), jnp.zeros((2, 3)))
+    factor = factors.renormalised(jnp.ones((2, 3)), seen, select=selections.nothing)
+    assert not np.any(factor)
+
+
+def test_rewards_of_other_rows_are_refused():
+    with pytest.raises(ValueError, match="rewards"):
+        advantages.grpo(jnp.ones((2, 3)), Seen(jnp.ones((4, 2), bool), jnp.zeros((4, 2))))
+
+
+def test_k3_is_bounded():
+    ref = jnp.asarray([[3.0, 20.0, -20.0]])
+    seen = Seen(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)
+    close(kl.k3(jnp.zeros((1, 3)), seen), [[10.0, 10.0, np.exp(-5) + 4]])

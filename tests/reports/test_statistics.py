@@ -92,3 +92,8 @@ def test_a_curve_of_parts():
     assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [(1.5, 2.0), (3.5, 6.0)]
     assert smoothed([1.0, 3.0, 5.0], 2) == [(1.5, 2.0), (3.0, 5.0)]
     assert smoothed([1.0, 3.0], 8) == [(1.0, 1.0), (2.0, 3.0)]  # fewer steps than parts
+
+
+def test_ranks_of_equal_values():
+    assert rank_correlation([1.0] * 3, [1.0, 2.0, 3.0]) is None
+    assert rank_correlation([1, 1, 2, 3], [2, 1, 3, 4]) == pytest.approx(0.9486833)

@@ -321,3 +321,9 @@ def test_released_weights_are_gone_until_the_next_push(make):
         made.generate([[1]], n=1, sampling=SAMPLING)
     made.push(tiny.policy()[1], 2)
     assert made.generate([[1]], n=1, sampling=SAMPLING).version == 2
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 1.1}, {"top_p": 1e-39}, {"seed": 2**32}])
+def test_sampling_out_of_range_is_refused(wrong):
+    with pytest.raises(UserError, match="is out of range"):
+        Sampling(**wrong)

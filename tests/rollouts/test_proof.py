@@ -202,3 +202,26 @@ def test_the_likely_cause_is_named(logp, config, says):
                 proof(server, "a-3")  # pyright: ignore[reportArgumentType]
         else:
             assert proof(server, "a-3") == 0.0  # pyright: ignore[reportArgumentType]
+
+
+class Still:
+    """A server whose answers hardly move."""
+
+    url, logp = "a server", -1.0
+
+    def label(self):
+        return "a"
+
+    def score(self, tokens):
+        return [self.logp] * (len(tokens) - 1)
+
+
+def test_answers_that_hardly_move_are_of_old_weights():
+    server, proof = Still(), Proof(1.0)
+    probes = probe_sequences(CONFIG["vocab_size"])
+    proof.expect([np.full(len(s) - 1, -1.0) for s in probes], CONFIG, 1.0)
+    proof(server, "a")
+    server.logp = -1.0001
+    proof.expect([np.full(len(s) - 1, -1.5) for s in probes], CONFIG, 1.0)
+    with pytest.raises(UserError, match="still computes with the old weights"):
+        proof(server, "a")

@@ -573,3 +573,15 @@ def test_nobody_listens():
         taken.bind(("127.0.0.1", 0))
         with pytest.raises(NoAnswer, match="refused"):
             Server(f"http://127.0.0.1:{taken.getsockname()[1]}").label()
+
+
+def test_rest_doubles_and_is_forgotten(monkeypatch):
+    monkeypatch.setattr(work, "REST", (0.1, 5.0))
+    line, rests = work._Line(None), []
+    for _ in range(8):
+        line.broke()
+        rests.append(line.rest)
+    assert (rests[:3], rests[-1]) == ([0.1, 0.2, 0.4], 5.0)
+    line.worked()
+    line.broke()
+    assert line.rest == 0.1

@@ -62,3 +62,9 @@ def test_when_to_stop():
     assert "jaxrl-llm export RUN FOLDER --step N" in said
     assert reason_to_stop(steps(1) + skipped[1:], 0.5) == ""
     assert reason_to_stop(steps(3, updates=0), 0.5) == ""  # nothing was tried
+
+
+def test_a_few_steps_are_no_alarm():
+    assert alarms(steps(4, even_groups=1.0)) == {}
+    assert alarms(steps(2) + steps(3, entropy=0.01)) == {}
+    assert alarms(steps(1, unchecked_share=0.1)) == {}

@@ -179,3 +179,10 @@ def test_of_many_at_once_one_gets_it(tmp_path):
     """All see the lock of a dead process; each either holds it alone or is refused."""
     written(tmp_path, machine=machine(), started="1")
     one_of_many_holds(tmp_path)
+
+
+def test_it_beats_several_times_before_it_would_be_stale(tmp_path):
+    with lock.hold(tmp_path, stale=2.0):
+        time.sleep(1.8)
+        said = note(tmp_path).read_bytes()
+    assert int(json.loads(said)["beat"]) >= 2

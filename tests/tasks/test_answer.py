@@ -12,6 +12,8 @@ from jaxrl_llm.tasks.math.expression import UnreadableError, key, parse
 from jaxrl_llm.tasks.math.plainly import plainly
 
 RIGHT = (
+    ("2<x<5", "5>x>2"),
+    (r"5\text{ cm}^3", r"5\text{ cubic centimeters}"),
     ("2i", r"2\mathrm{i}"),
     ("3+4i", r"3+4\mathrm{i}"),
     ("e^2", r"\mathrm{e}^2"),
@@ -140,6 +142,13 @@ RIGHT = (
     (r"0.\bar3", r"\frac13"),
 )
 WRONG = (
+    ("2<x<5", "2<x>5"),
+    ("2<x<5", "5>x<2"),
+    (r"1 \le x < 4", r"4>x\le 1"),
+    ("x+3", "(x+1)+2"),
+    ("x", "x^1"),
+    ("x^6", "(x^2)^3"),
+    (r"5 \text{ cm}^2", r"5\text{ cubic cm}"),
     ("5", r"\text{}"),
     ("5", r"x=\text{ }"),
     ("(5,1)", r"(\text{},1)"),

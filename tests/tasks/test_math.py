@@ -4,6 +4,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,3 +140,18 @@ def test_more_threads_than_workers_wait_their_turn(checker):
     with ThreadPoolExecutor(8) as pool:
         verdicts = list(pool.map(lambda pair: checker.check(*pair), pairs))
     assert [v is Verdict.EQUAL for v in verdicts] == [bool(n % 3) for n in range(2, 26)]
+
+
+@pytest.mark.parametrize(
+    ("found", "checked", "correct"),
+    [
+        ([Verdict.UNDECIDED, Verdict.DIFFERENT], False, False),
+        ([Verdict.UNDECIDED, Verdict.EQUAL], True, True),
+        ([Verdict.DIFFERENT] * 2, True, False),
+    ],
+)
+def test_of_several_truths_one_is_enough(found, checked, correct):
+    left = iter(found)
+    task = MathTask([], [], SimpleNamespace(check=lambda *_: next(left)))
+    reward = task.reward(Problem("?", ("1", "2")), r"</think> \boxed{3}")
+    assert (reward.checked, reward.correct) == (checked, correct)

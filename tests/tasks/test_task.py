@@ -256,3 +256,16 @@ def test_a_faulty_file_is_a_one_line_error(tmp_path, old, new, message):
 def test_a_wrong_path_is_a_one_line_error(spec, message):
     with pytest.raises(UserError, match=message):
         load_task(spec)
+
+
+def test_a_reward_that_catches_its_interruption_is_interrupted_again():
+    def stubborn(_):
+        try:
+            time.sleep(60)
+        except BaseException:
+            time.sleep(60)
+
+    start = time.monotonic()
+    scored = score_responses(Fake([stubborn]), [1], ["0"], seconds=0.2)
+    assert not scored.rewards[0].checked
+    assert time.monotonic() - start < 30

@@ -183,10 +183,11 @@ def _relation(text: str, depth: int) -> Form | None:
         name = re.sub(r"[\s{}]", "", sides[0])
         right = _read(sides[2], depth)
         return replace(right, name=name) if not right.name else _unreadable()
-    if any(relation in _MIRRORED for relation in sides[1::2]):
+    directions = {*sides[1::2]} & {*_MIRRORED, *_MIRRORED.values()}
+    if directions & _MIRRORED.keys():
+        if directions - _MIRRORED.keys():
+            raise UnreadableError("inequalities in both directions")
         sides = [_MIRRORED.get(side, side) for side in reversed(sides)]
-    if any(side in _MIRRORED for side in sides):
-        raise UnreadableError("inequalities in both directions")
     return Form("relation " + "".join(sides[1::2]), tuple(_read(s, depth) for s in sides[::2]))
 
 
