@@ -1,5 +1,6 @@
 """Places in buckets, the folders here that stand for them, and their locks, against a server on this machine."""
 
+import errno
 import json
 import os
 import subprocess
@@ -115,15 +116,32 @@ def test_who_has_never_heard_of_a_bucket_hears_soon_that_it_does_not_answer(url,
     assert time.monotonic() - start < 15
 
 
+def test_what_no_attempt_would_cure():
+    assert storage._lasts(OSError(errno.ENOSPC, "No space left on device"))
+    assert storage._lasts(Exception("Forbidden: https://storage.googleapis.com/b/o"))
+    assert not storage._lasts(OSError(errno.ECONNRESET, "Connection reset by peer"))
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Neither attempt nor pause follows the first error."""
+    monkeypatch.setattr(storage, "FIRST", 60.0)
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.usefixtures("at_once")
 def test_a_bucket_that_is_not_there_is_said_at_once(wire):
     with pytest.raises(UserError, match=r"cannot reach s3://nobodys/a \(The specified bucket does"):
         Place("s3://nobodys/a").names()
 
 
+@pytest.mark.usefixtures("at_once")
 def test_missing_credentials_are_said_at_once(url, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     forget()
-    with pytest.raises(UserError, match="credentials"):
+    with pytest.raises(UserError, match=r"cannot reach \S+ \(.*credentials.*\)"):
         Place(url).names()
 
 
