@@ -12,11 +12,7 @@ from jaxrl_llm.objectives import aggregation, losses, partition, selections
 from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
 
 Weights = Float[Array, "S B T"]
-EXAMPLE = (
-    16,
-    64,
-    32,
-)  # prompts, responses of each and tokens of these, that an objective is tried on
+EXAMPLE = (16, 64, 32)  # what objectives are tried on: prompts, responses of each, tokens of these
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,8 @@ class Objective:
         selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
         seen = seen._replace(selected=selected)
         weight = _of_tokens("aggregate", self.aggregate(seen.mask), seen.mask)[None]
-        weight *= jax.vmap(lambda stage: _of_tokens("partition", stage, seen.mask))(
-            self.partition(seen)
-        )
+        a_stage = lambda stage: _of_tokens("partition", stage, seen.mask)
+        weight *= jax.vmap(a_stage)(self.partition(seen))
         return advantage, weight, seen
 
     def per_token(self, logp: Tokens, advantage: Tokens, seen: Seen) -> tuple[Tokens, Tokens]:
