@@ -28,7 +28,7 @@ from jaxrl_llm import desk, files, hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import sharding
 from jaxrl_llm.runs import stored, writers
-from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_closed_loops, writing
+from jaxrl_llm.runs.disk import DamageError, first_line, patiently, silence_given_up, writing
 from jaxrl_llm.runs.fingerprint import describe, on_host, same_form
 from jaxrl_llm.runs.seal import sealed, unsealed
 from jaxrl_llm.runs.settling import Settling
@@ -62,7 +62,7 @@ class Checkpoints:
         self._gathers = writers.gathers(folder)
         for name in ("absl", "asyncio"):  # they say again what is raised here
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        silence_closed_loops()
+        silence_given_up()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.LatestN(None),  # what goes, goes in `_prune`
             lightweight_initialize=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import orbax.checkpoint as ocp
 
 from jaxrl_llm import errors
 from jaxrl_llm.errors import UserError
@@ -23,6 +24,7 @@ _PASSING = re.compile(
     "Input/output error|Permission denied|Too many open files|Stale file handle|No space left",
     re.IGNORECASE,
 )
+_ORBAX = str(Path(ocp.__file__).parent)
 _MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -88,20 +90,22 @@ def _silence_what_is_left_behind() -> None:
     leave_threads_behind()
 
 
-def silence_closed_loops() -> None:
-    """What a library's threads report to a loop that it closed after an error is no news, and a traceback each."""
-    if not isinstance(sys.unraisablehook, _ButClosedLoops):
-        sys.unraisablehook = _ButClosedLoops(sys.unraisablehook)
+def silence_given_up() -> None:
+    """What reads and writes that were given up after an error report is no news: a traceback each."""
+    if not isinstance(sys.unraisablehook, _ButGivenUp):
+        sys.unraisablehook = _ButGivenUp(sys.unraisablehook)
 
 
-class _ButClosedLoops:
-    """Hands on to the hook before what is no report to a closed loop."""
+class _ButGivenUp:
+    """Hands on to the hook before what is no report of orbax's coroutines, or to the loop that it closed."""
 
     def __init__(self, inner: Callable[[Any], Any]):
         self._inner = inner
 
     def __call__(self, report: Any) -> None:
-        if str(report.exc_value) != "Event loop is closed":
+        code = getattr(report.object, "cr_code", None)
+        of_orbax = code is not None and code.co_filename.startswith(_ORBAX)
+        if not of_orbax and str(report.exc_value) != "Event loop is closed":
             self._inner(report)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxrl_llm.errors import UserError
@@ -390,14 +391,24 @@ def test_threads_that_wait_for_ever_do_not_keep_a_process_that_cannot_write():
     assert done.returncode == 75
 
 
-def test_a_loop_that_was_closed_is_no_news(tmp_path, monkeypatch):
-    """What writes for orbax reports to it after an error, in tracebacks; the error is raised where we wait."""
+def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):
+    """What reads and writes for orbax says it in a traceback each; the error is raised where we wait."""
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     for name in "ab":
         Checkpoints(tmp_path / name)
-    for said in ("Event loop is closed", "other"):
-        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(said)))
+    defined = {}
+    exec(compile("async def reading(): pass", ocp.__file__, "exec"), defined)
+
+    async def ours():
+        pass
+
+    reading, own = defined["reading"](), ours()
+    for said, where in (("Event loop is closed", None), ("while reading", reading), ("other", own)):
+        report = SimpleNamespace(exc_value=RuntimeError(said), object=where)
+        sys.unraisablehook(report)
+    reading.close()
+    own.close()
     assert [str(report.exc_value) for report in heard] == ["other"]
 
 
