@@ -1,7 +1,7 @@
 """Does what the methods do grow with the share of low-probability tokens?
 
 If such tokens over-dominate (arXiv:2505.12929), the more of them there are, the more taming them helps. Chatter
-sets their share: at the start of reinforcement 6, 16, 29 and 67 of 100 tokens have p < 0.5; the paper's runs have
+sets their share: at the start of reinforcement 6, 16, 30 and 67 of 100 tokens have p < 0.5; the paper's runs have
 about 30.
 """
 

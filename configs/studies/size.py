@@ -1,6 +1,7 @@
 """Does what the methods do grow with the size of the model?
 
-The paper's models (arXiv:2505.12929) have 3B and 7B parameters. Here a model of six times as many as in `main`.
+The paper's models (arXiv:2505.12929) have 3B and 7B parameters. Here a model has 5M, six times
+as many as in `main`.
 """
 
 from jaxrl_llm.reports.study import Study

@@ -1,0 +1,141 @@
+"""The figures of ../README.md that stand in no table of a study: `python configs/studies/results/more.py`.
+
+From the records alone, in points of accuracy where nothing else is said; 95% intervals over seeds.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl_llm.reports import statistics
+
+HERE = Path(__file__).parent
+VARIANTS = ("reweighting", "Lopti", "both")
+DOSES = (0.0, 0.15, 0.35, 0.6)
+Values = Mapping[int, float]  # by seed
+
+
+def runs(study: str, panel: str, variant: str) -> list[dict]:
+    """The records of a cell of a study."""
+    found = json.loads((HERE / study / "results.json").read_text())["runs"]
+    return [r for r in found if (r["panel"], r["variant"]) == (panel, variant)]
+
+
+def values(study: str, panel: str, variant: str, figure: str, seeds: Collection = ()) -> Values:
+    """A figure of each seed, in points if it is an accuracy."""
+    scale = 1.0 if figure in ("kl_reference", "entropy", "steps_to_level") else 100.0
+    found = {r["seed"]: scale * r["figures"][figure] for r in runs(study, panel, variant)}
+    return {seed: x for seed, x in found.items() if not seeds or seed in seeds}
+
+
+def eighths(variant: str, parts: slice) -> Values:
+    """Sampled accuracy in some eighths of the runs of GRPO."""
+    return {r["seed"]: 100 * statistics.mean([y for _, y in r["curves"]["sampled"]][parts])
+            for r in runs("main", "GRPO", variant)}  # fmt: skip
+
+
+def said(apart: Collection[float]) -> str:
+    """A mean, its interval and how many values it has."""
+    one = statistics.estimate([*apart])
+    return f"{one.mean:+.2f} ({one.low:+.2f} to {one.high:+.2f}), n {one.n}"
+
+
+def lead(of: Values, over: Values) -> str:
+    """A paired difference."""
+    return said(statistics.differences(of, over))
+
+
+def main() -> None:
+    """Prints them."""
+    parts = {"first": slice(0, 1), "third and fourth": slice(2, 4),
+             "sixth and seventh": slice(5, 7), "last": slice(7, 8)}  # fmt: skip
+    for variant in VARIANTS:
+        for name, part in parts.items():
+            print(
+                f"main, {variant}, {name} eighth:",
+                lead(eighths(variant, part), eighths("plain", part)),
+            )
+        loss = [
+            {seed: eighths(v, slice(2, 4))[seed] - x for seed, x in eighths(v, slice(7, 8)).items()}
+            for v in (variant, "plain")
+        ]
+        print(
+            f"main, {variant}, what of the lead is lost from there to the last eighth:", lead(*loss)
+        )
+        few = [values("main", "GRPO", v, "sampled", {*range(8)} - {6}) for v in (variant, "plain")]
+        print(f"main, {variant}, at the end without seed 6:", lead(*few))
+
+    for variant, study, cells in (
+        ("reweighting", "alpha", ("alpha 0.3", "alpha 0")),
+        ("Lopti", "eta", ("eta 0.5", "eta 0")),
+    ):
+        eight = [values("main", "GRPO", v, "sampled_mean") for v in (variant, "plain")]
+        two = [values(study, "", v, "sampled_mean", (0, 1)) for v in cells]
+        apart = [*statistics.differences(*eight), *statistics.differences(*two)]
+        print(f"main and {study}, {variant}, mean of the curve, ten warm starts:", said(apart))
+
+    for figure in ("sampled", "sampled_mean"):
+        for variant in VARIANTS:
+            leads = [
+                statistics.differences(
+                    values("main", algorithm, variant, figure, (0, 1, 6, 7)),
+                    values("main", algorithm, "plain", figure),
+                )
+                for algorithm in ("GRPO", "REINFORCE++")
+            ]
+            print(
+                f"GRPO's lead less REINFORCE++'s, {figure}, {variant}:",
+                said(np.subtract(leads[0], leads[1])),
+            )
+
+    for variant in VARIANTS:
+        leads = [
+            statistics.differences(
+                values("dose", f"chatter {dose:g}", variant, "sampled_mean", range(4)),
+                values("dose", f"chatter {dose:g}", "plain", "sampled_mean"),
+            )
+            for dose in DOSES
+        ]
+        for begin in (0, 1):
+            slopes = np.polyfit(DOSES[begin:], np.array(leads[begin:]), 1)[0]
+            print(f"dose, {variant}, lead per unit from {DOSES[begin]:g} on:", said(slopes))
+        for dose, apart in zip(DOSES, leads, strict=True) if variant == "Lopti" else ():
+            plain = [r for r in runs("dose", f"chatter {dose:g}", "plain") if r["seed"] < 4]
+            gains = [100 * (r["figures"]["sampled"] - r["curves"]["sampled"][0][1]) for r in plain]
+            share = 100 * np.mean(apart) / np.mean(gains)
+            print(
+                f"dose {dose:g}: plain gains {np.mean(gains):.1f}, Lopti's lead is {share:.0f}% of it"
+            )
+
+    for figure in ("sampled_mean", "sampled", "greedy", "kl_reference"):
+        chances, apart = {}, {}
+        lopti = values("controls", "", "Lopti", figure)
+        study = json.loads((HERE / "controls" / "results.json").read_text())["study"]
+        for variant in [v for v in study["variants"] if v != "Lopti"]:
+            apart[variant] = statistics.differences(values("controls", "", variant, figure), lopti)
+            chances[variant] = statistics.chance(apart[variant])
+        corrected = statistics.holm(chances)
+        for variant, differences in apart.items():
+            print(
+                f"controls, {variant} over Lopti, {figure}: {said(differences)}, Holm {corrected[variant]:.2f}"
+            )
+
+    late = {
+        variant: {
+            r["seed"]: 100
+            * statistics.mean([y for step, y in r["curves"]["greedy"] if step >= 150])
+            for r in runs("length", "300 steps", variant)
+        }
+        for variant in ("plain", *VARIANTS)
+    }
+    test = json.loads((HERE / "length" / "test_set.json").read_text())
+    for name, measured in (("greedy from step 150 on", late), ("test set", test)):
+        print(f"300 steps, {name}, plain: {np.mean([*measured['plain'].values()]):.1f}")
+        for variant in VARIANTS:
+            print(f"300 steps, {name}, {variant}:", lead(measured[variant], measured["plain"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The page of the studies says what their records say."""
+
+import json
+import pathlib
+import runpy
+
+import pytest
+
+STUDIES = pathlib.Path(__file__).parents[1] / "configs" / "studies"
+CURVE, END = "sampled_mean", "sampled"
+TABLES = [
+    ("main", "GRPO", (CURVE, END, "greedy")),
+    *(("dose", f"chatter {dose}", (CURVE,)) for dose in (0, 0.15, 0.35, 0.6)),
+    ("controls", "", (CURVE, END)), ("alpha", "", (CURVE, END)), ("eta", "", (CURVE, END)),
+    ("length", "300 steps", (CURVE, END)), ("masking", "", (END,)),
+]  # fmt: skip
+ALONE = [
+    *(("length", f"{n} mini-batches", None) for n in (4, 8)), ("people", "four people", None),
+    ("size", "5M", None), ("length", "rate 3e-6", None), ("length", "rate 1e-4", None),
+]  # fmt: skip
+
+
+def summary(study, panel, figure):
+    found = json.loads((STUDIES / "results" / study / "results.json").read_text())["summary"]
+    return [entry for entry in found if (entry["panel"], entry["figure"]) == (panel, figure)]
+
+
+def points(share, sign="+"):
+    """As the page writes them: a true minus, and 0.0 without a sign."""
+    said = f"{100 * share:{sign}.1f}"
+    return "0.0" if said.strip("+-") == "0.0" else said.replace("-", "\u2212")
+
+
+def said(difference):
+    low, high = (points(difference[side]) for side in ("low", "high"))
+    holm = difference.get("holm")
+    mean = points(difference["mean"])
+    return f"{f'**{mean}**' if holm is not None and holm < 0.05 else mean} ({low} to {high})"
+
+
+@pytest.fixture(scope="module")
+def page():
+    return " ".join((STUDIES / "README.md").read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("study", "panel", "figure"), [(s, p, f) for s, p, figures in TABLES for f in figures]
+)
+def test_tables(page, study, panel, figure):
+    entries = summary(study, panel, figure)
+    [base] = [entry for entry in entries if not entry["difference"]]
+    assert f" {points(base['mean'], '')} " in page
+    missing = [
+        (entry["variant"], said(entry["difference"]))
+        for entry in entries
+        if entry["difference"] and said(entry["difference"]) not in page
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(("study", "panel"), [(study, panel) for study, panel, _ in ALONE])
+def test_rows_of_one_seed(page, study, panel):
+    entries = {e["variant"]: e for e in summary(study, panel, END)}
+    row = [points(entries["plain"]["mean"], "") + " %"]
+    row += [points(entries[v]["difference"]["mean"]) for v in ("reweighting", "Lopti", "both")]
+    assert f"| {' | '.join(row)} |" in page
+
+
+def test_figures_that_stand_in_no_table(page, capsys):
+    runpy.run_path(str(STUDIES / "results" / "more.py"), run_name="__main__")
+    lines = dict(line.rsplit(": ", 1) for line in capsys.readouterr().out.splitlines())
+    for name, words in (
+        ("main, Lopti, third and fourth eighth", "1.9 points in the third and fourth eighth"),
+        ("main, reweighting, sixth and seventh eighth", "1.2 in the sixth and seventh eighth"),
+        (
+            "main and eta, Lopti, mean of the curve, ten warm starts",
+            "+1.3 (+0.8 to +1.8) for Lopti",
+        ),
+        ("300 steps, test set, both", "+0.8 (\u22121.9 to +3.6)"),
+    ):
+        assert words in page
+        assert float(lines[name].split(" ")[0]) == pytest.approx(
+            float(words.split(" ")[0]), abs=0.051
+        )
