@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -159,7 +159,6 @@ class Config:
 
     def __post_init__(self):
         _check_types(self)
-        self.objective.try_out()
         at_least(0, "config", self, "steps", "show_samples_every")
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)
@@ -172,6 +171,9 @@ class Config:
                 f"config: {self.prompts * self.group_size} responses a step do not divide into "
                 f"{self.collate.minibatches} mini-batches: choose prompts x group_size as a multiple of it"
             )
+        batch = (self.prompts, self.group_size, self.collate.response_length)
+        object.__setattr__(self, "objective", replace(self.objective, tried_on=batch))
+        self.objective.try_out()
         if self.look_ahead:
             self._check_look_ahead()
         if isinstance(self.engine, engines.Vllm):

@@ -69,9 +69,11 @@ def run(path: Path, kind: str) -> ModuleType:
 
 def blame(path: Path, error: Exception) -> str:
     """The file and the line of it that an error came from."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"{path}, line {getattr(error, 'lineno', None) or (lines[-1] if lines else '?')}"
+    return f"{path}, line {lines[-1] if lines else '?'}"
 
 
 @contextmanager

@@ -204,22 +204,35 @@ def test_so_has_one_that_is_bound_in_a_function(tmp_path, monkeypatch, capsys):
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
 from tests.runs.quick import config as quick
+import optax
 
-def config(steps: int = 2, warm_rate: float = 1e-3, hint: str = "", seed: int = 0) -> Config:
+def config(
+    steps: int = 2, warm_rate: float = 1e-3, hint: str = "", peak: float = 0.0, many: int = 2, seed: int = 0
+) -> Config:
     made = quick(steps=steps, seed=seed)
-    warm = replace(made.warm_start, optimizer=optimizers.adamw(warm_rate))
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, 2, 4) if peak else warm_rate
+    collate = replace(made.warm_start.collate, microbatches=many)
+    warm = replace(made.warm_start, optimizer=optimizers.adamw(rate), collate=collate)
     return replace(made, warm_start=warm, task=lambda folder: (made.task(folder), hint)[0])
 """)
-    for flags, named in (({"warm_rate": 3e-3}, "warm_rate"), ({"hint": "x"}, "hint")):
-        text = f"""from jaxrl_llm.reports.study import Study
-study = Study(config={str(mine)!r}, variants={{"a": {{}}, "b": {{"steps": 3}}}}, baseline="a", flags={flags})
+    written = lambda flags, warm=(): (
+        f"""from jaxrl_llm.reports.study import Study
+study = Study(
+    config={str(mine)!r}, variants={{"a": {{}}, "b": {{"steps": 3}}}}, baseline="a", warm={warm}, flags={flags}
+)
 """
+    )
+    for flags in ({"warm_rate": 3e-3}, {"hint": "x"}, {"peak": 3e-3}):
+        [named] = flags
+        text = written(flags)
         (tmp_path / "small.py").write_text(text)
         with pytest.raises(SystemExit):
             planned(monkeypatch, tmp_path / "small.py", "--out", tmp_path / "out")
         assert "name the flag that changes it in warm" in capsys.readouterr().err
-        (tmp_path / "small.py").write_text(text.replace("flags=", f"warm=({named!r},), flags="))
+        (tmp_path / "small.py").write_text(written(flags, (named,)))
         planned(monkeypatch, tmp_path / "small.py", "--out", tmp_path / f"out-{named}")
+    (tmp_path / "small.py").write_text(written({"many": 1}))  # how it is computed, not what
+    planned(monkeypatch, tmp_path / "small.py", "--out", tmp_path / "out-many")
 
 
 def test_a_seed_that_is_none_is_found_before_anything_starts(small, tmp_path, monkeypatch, capsys):
@@ -434,16 +447,16 @@ def test_cores_are_counted_from_one(small, tmp_path, flags, capsys):
 
 
 def test_a_flag_of_several_values_is_several_words(tmp_path):
-    flags = {"layers": (1, 2), "fast": False, "rate": 0.1, "packed": True}
+    flags = {"layers": (1, 2), "fast": False, "rate": 0.1, "packed": True, "quick": False}
     file = tmp_path / "c.py"
     file.write_text(
         "def config(layers: tuple[int, ...] = (), fast: bool = True, rate: float = 0.0, "
-        "packed: bool | None = None): ..."
+        "packed: bool | None = None, quick=True): ..."
     )
     made = grid.Grid(Study("c.py", {"a": {}}, "a"), "", "", file, tmp_path)
     words = made.command(Planned("", "a", 0, flags))
     expected = ["--layers", "1", "2", "--no-fast", "--rate", "0.1", "--packed", "True"]
-    assert words[2:10] == expected
+    assert words[2:11] == [*expected, "--no-quick"]
 
 
 def test_a_figure_of_fewer_seeds_says_so(small, tmp_path, capsys):

@@ -118,8 +118,8 @@ def _train(
         warm_steps = config.warm_start.steps if config.warm_start else 0
         given = options.origin
         if resume:
-            last = warm_steps + config.steps
-            given = given or hosts.told(lambda: folder.began_with(out, at_most=last))
+            hosts.told(lambda: folder.require_at_most(out, warm_steps + config.steps))
+            given = given or hosts.told(lambda: folder.began_with(out))
         begun = given and desk.at_hand(Path(given)).absolute()
         if options.origin and not resume:
             origin.check(folder.at_hand(options.origin), parts, warm_steps)

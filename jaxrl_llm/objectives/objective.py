@@ -1,7 +1,7 @@
 """An objective is a record of pure functions, in the order in which the data meets them."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jaxrl_llm.objectives import aggregation, losses, partition, selections
 from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
 
 Weights = Float[Array, "S B T"]
-EXAMPLE = (16, 64, 32)  # what objectives are tried on: prompts, responses of each, tokens of these
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,9 @@ class Objective:
     """What is maximised: `credit` is constant in the parameters, `per_token` is what is differentiated.
 
     `advantage` sees the whole batch; what follows sees one mini-batch. `proxy` is how likely, against the most
-    likely, a token must be to stay in the policy of `seen.proxy_logp`.
+    likely, a token must be to stay in the policy of `seen.proxy_logp`. What the functions read is found by
+    trying them on the shapes of a batch: of so many prompts, responses of each and tokens of these; a config sets
+    its own.
     """
 
     advantage: Callable[[Rewards, Seen], Tokens]
@@ -31,6 +32,7 @@ class Objective:
     aggregate: Callable[[Mask], Tokens] = aggregation.token_mean
     partition: Callable[[Seen], Bool[Array, "S B T"]] = partition.together
     proxy: float = 0.02
+    tried_on: tuple[int, int, int] = field(default=(16, 64, 32), compare=False)
 
     def credit(
         self, reward: Rewards, seen: Seen, *, minibatches: int = 1
@@ -54,10 +56,12 @@ class Objective:
             _of_tokens("advantage times factor", advantage, seen.mask)
         selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
         seen = seen._replace(selected=selected)
-        weight = _of_tokens("aggregate", self.aggregate(seen.mask), seen.mask)[None]
-        a_stage = lambda stage: _of_tokens("partition", stage, seen.mask)
-        weight *= jax.vmap(a_stage)(self.partition(seen))
-        return advantage, weight, seen
+        weight = self.aggregate(seen.mask)
+        if jnp.ndim(weight) == 0:  # one number does for all
+            weight = jnp.broadcast_to(weight, seen.mask.shape)
+        stages = self.partition(seen)
+        _of_tokens("a stage of partition", stages[0], seen.mask)
+        return advantage, _of_tokens("aggregate", weight, seen.mask)[None] * stages, seen
 
     def per_token(self, logp: Tokens, advantage: Tokens, seen: Seen) -> tuple[Tokens, Tokens]:
         """The surrogate and the weighted sum of the penalties; the loss is their sum."""
@@ -67,13 +71,13 @@ class Objective:
         return _of_tokens("surrogate", self.surrogate(logp, advantage, seen), logp), penalty
 
     def try_out(self) -> None:
-        """Raises what its functions raise on shapes alone, which are those of EXAMPLE."""
+        """Raises what its functions raise on shapes alone."""
         self._read(self._everything)
 
     @property
     def stages(self) -> int:
         """How many optimizer steps the partition asks for."""
-        return jax.eval_shape(self.partition, _example()).shape[0]
+        return jax.eval_shape(self.partition, self._example()).shape[0]
 
     @property
     def whole_responses(self) -> bool:
@@ -111,9 +115,18 @@ class Objective:
         def traced(reward, tokens, seen):
             call(reward, tokens, _Watched.of(seen, notes))
 
-        seen = _example()
-        jax.eval_shape(traced, jax.ShapeDtypeStruct(EXAMPLE[:2], jnp.float32), seen.old_logp, seen)
+        seen = self._example()
+        rewards = jax.ShapeDtypeStruct(self.tried_on[:2], jnp.float32)
+        jax.eval_shape(traced, rewards, seen.old_logp, seen)
         return notes.fields
+
+    def _example(self) -> Seen:
+        """The shapes of a batch of which everything is known."""
+        prompts, responses, tokens = self.tried_on
+        of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
+        known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
+        known |= {"mask": of(jnp.bool_), "selected": of(jnp.bool_), "response": of(jnp.int32)}
+        return Seen(**known)
 
 
 class _Notes:
@@ -160,22 +173,16 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _example() -> Seen:
-    """The shapes of a batch of which everything is known."""
-    prompts, responses, tokens = EXAMPLE
-    of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
-    known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
-    known |= {"mask": of(jnp.bool_), "selected": of(jnp.bool_), "response": of(jnp.int32)}
-    return Seen(**known)
-
-
 def _of_tokens(name: str, made: Any, like: Any) -> Any:
     """What a function has made, if it is a number for every token: indexing would not notice another shape."""
-    if jnp.shape(made) != like.shape:
-        raise TypeError(
-            f"{name} has the shape {jnp.shape(made)}, not that of the tokens, {like.shape}: a figure of each "
-            "response is x[:, None] * seen.mask"
-        )
+    shape = jnp.shape(made) if made is not None else None
+    if shape != like.shape:
+        hints = {
+            (): "aggregate is what sums up",
+            like.shape[:1]: "x[:, None] * seen.mask spreads it",
+        }
+        hint = f": {hints[shape]}" if shape in hints else ""
+        raise TypeError(f"{name} has the shape {shape}, not that of the tokens, {like.shape}{hint}")
     return made
 
 

@@ -73,7 +73,7 @@ def parts(config: Config, data: Path) -> Parts:
     desk.fetch(here)
     with userfile.answering_for("the task cannot be made"):
         task = config.task(here)
-    check_members(task, "config: task")
+        check_members(task, "config: task")
     desk.store(here)
     return Parts(task, words, shape, Policy(definition), mesh, source)
 

@@ -59,19 +59,21 @@ def resumable(folder: Path) -> bool:
     return (folder / record.NAME).exists()
 
 
-def began_with(folder: Path, *, at_most: int) -> str | None:
-    """Whose warm start a run that goes on has begun with; a UserError if it has made more steps than it should."""
-    if not resumable(folder):
-        return None
+def began_with(folder: Path) -> str | None:
+    """Whose warm start a run that goes on has begun with."""
+    return record.read(folder)["from"] if resumable(folder) else None
+
+
+def require_at_most(folder: Path, steps: int) -> None:
+    """A UserError if the run has made more."""
     there = folder / "checkpoints"
     names = [*desk.entries(there), *(path.name for path in there.glob("*"))]
     done = max((int(name) for name in names if name.isdigit()), default=0)
-    if done > at_most:
+    if resumable(folder) and done > steps:
         raise UserError(
-            f"{folder} has made {done} steps, and would have {at_most} with these --steps: "
-            f"give {done - at_most} more, or leave --steps out"
+            f"{folder} has made {done} steps, and would have {steps} with these --steps: "
+            f"give {done - steps} more, or leave --steps out"
         )
-    return record.read(folder)["from"]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Laws that hold for any data."""
 
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -442,7 +443,8 @@ MISSHAPEN = {
     "select": {"select": lambda advantage, seen: seen.mask[:, :1]},
     "surrogate": {"surrogate": lambda logp, advantage, seen: -(advantage * logp).mean()},
     "penalty": {"penalties": ((1.0, lambda logp, seen: logp.sum(1)),)},
-    "aggregate": {"aggregate": lambda mask: 1.0 / mask.sum()},
+    "aggregate": {"aggregate": lambda mask: 1.0 / mask.sum(1)},
+    "nothing": {"select": lambda advantage, seen: None},
     "partition": {"partition": lambda seen: jnp.ones((2, 1, 1), bool)},
 }
 
@@ -464,6 +466,34 @@ def test_an_objective_is_tried_on_groups_and_not_on_a_token():
         return (reward - best[:, None]).reshape(-1, 1) * seen.mask
 
     Objective(advantage=of_the_best, select=selections.highest_entropy).try_out()
+
+
+def test_one_number_does_for_the_weight_of_all_tokens():
+    reward, seen, _ = data(21)
+    one, each = (
+        Objective(advantages.grpo, aggregate=aggregate)
+        for aggregate in (lambda mask: 1.0 / mask.sum(), aggregation.token_mean)
+    )
+    one.try_out()
+    assert one.stages == 1
+    alone, usual = (np.where(seen.mask, o.credit(reward, seen)[1], 0.0) for o in (one, each))
+    np.testing.assert_allclose(alone, usual, rtol=1e-6)
+
+
+def test_an_objective_is_tried_on_the_batch_of_its_config():
+    """What knows its config's group and response, as it may, is refused by no made-up shape."""
+
+    def of_rank(reward, seen):
+        weights = jnp.array([[-1.0, -0.5, 0.5, 1.0]])
+        return (jnp.sort(reward, 1) * weights).sum(1).repeat(4)[:, None] * seen.mask
+
+    late = lambda advantage, seen: 0.99 ** jnp.arange(48.0)[None]
+    made = Objective(of_rank, factors=(late,), tried_on=(6, 4, 48))
+    made.try_out()
+    assert not made.reads("ref_logp")
+    assert made == replace(made, tried_on=(16, 64, 32))
+    with pytest.raises((TypeError, ValueError)):
+        replace(made, tried_on=(16, 64, 32)).try_out()
 
 
 def from_unpacked(logp, seen):

@@ -86,6 +86,10 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return [1]", "a list, not a str"),
         (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return e['q']",
          "training example 0 has no prompt: "),
+        (TASK + "@property\n  def train(self): return 1 / 0\n  def reward(self, e, r): return 0\n"
+         "  def prompt(self, e): return 'a'", "line 8: ZeroDivisionError"),
+        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e):\n    import json\n"
+         "    return json.loads('{')", "line 10: JSONDecodeError"),
         (TASK.replace("Mine()", "Mine"), "config: task is a class: an instance is wanted, as Mine()"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
         ("def config(x: 'jax.numpi' = 1): pass", "an annotation of config() cannot be resolved"),

@@ -48,6 +48,14 @@ def test_a_run_does_not_get_shorter(whole, tmp_path, capsys):
     assert contents(run) == before
 
 
+def test_nor_one_that_is_told_again_what_it_began_with(environment, warm, tmp_path, capsys):
+    run = finished(environment, tmp_path / "run", "--from", str(warm))
+    before = contents(run)
+    flags = ("--out", run, "--resume", "--from", warm, "--steps", "1")
+    assert "would have 5 with these --steps: give" in refused(capsys, *flags)
+    assert contents(run) == before
+
+
 def test_what_it_began_with_is_needed_until_something_is_saved(environment, warm, tmp_path, capsys):
     origin, run = tmp_path / "origin", tmp_path / "run"
     shutil.copytree(warm, origin)

@@ -529,6 +529,8 @@ def test_no_text_breaks_out_of_the_shell(cluster, capsys, nasty):
         ("jobset configs/kk.py --image x --out runs/x --claim y", "a folder in /shared"),
         ("jobset configs/kk.py --image x --out /shared/x", "--claim NAME"),
         ("jobset configs/kk.py --image x --out https://host/x", "only s3:// and gs:// are known"),
+        ("slurm configs/kk.py --out https://host/x", "only s3:// and gs:// are known"),
+        ("gpu configs/kk.py --out https://host/x", "only s3:// and gs:// are known"),
         ("tpu-pod configs/kk.py --type v5litepod-16 --zone z", "--wheel"),
         ("slurm configs/kk.py --time 10:00", "give 10 minutes more than that"),
         ("slurm configs/kk.py --time 1:2:3:4", "write it as Slurm does"),

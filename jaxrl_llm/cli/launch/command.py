@@ -284,6 +284,8 @@ def flag_of(word: str) -> str:
 
 def main(kind: Kind, trainer: Trainer, words: Sequence[str]) -> None:
     """Print the file that starts a run on machines elsewhere: gpu, slurm, jobset or tpu-pod."""
+    if trainer.options.out:
+        url_of(trainer.options.out)  # a URL of another kind is refused
     values = {
         "printed_by": shlex.join(["jaxrl-llm", "launch", *words]),
         "unfinished": str(UNFINISHED),

@@ -13,6 +13,7 @@ import rich.console
 import rich.live
 import rich.table
 
+import jaxrl_llm
 from jaxrl_llm import files, userfile
 from jaxrl_llm.cli.study.grid import (
     Grid,
@@ -120,9 +121,12 @@ def _run(
         if warm and warm.name not in jobs and not finished(grid.folder_of(run), *lengths[run.name]):
             add(warm, None)
         add(run, warm)
+    package = str(Path(jaxrl_llm.__file__).parents[1])  # which need not be the installed one
     cache = {"JAX_COMPILATION_CACHE_DIR": str((grid.out / "compiled").absolute()),
              "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
     environment = {k: v for k, v in cache.items() if k not in os.environ}
+    paths = filter(None, (package, os.environ.get("PYTHONPATH")))
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     stop = Stop()
     console.print(
         f"{len(jobs)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.reports import study as studies
 from jaxrl_llm.reports.study import Outcome, Planned, Study
 from jaxrl_llm.runs import journal, record
@@ -86,7 +87,7 @@ class Grid:
         hints = get_type_hints(self.make)
         for name, value in run.flags.items():
             dashed = name.replace("_", "-")
-            if isinstance(value, bool) and hints.get(name) is bool:
+            if isinstance(value, bool) and hints.get(name, bool) is bool:
                 flags.append(f"--{dashed}" if value else f"--no-{dashed}")
             else:
                 words = value if isinstance(value, list | tuple) else [value]
@@ -159,19 +160,24 @@ def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Co
         "the task": (_bound(made.task), _bound(warm.task)),
         "the demonstrations": (_bound(ours.demonstration), _bound(its.demonstration)),
         "the optimizer of the warm start": (_bound(ours.optimizer), _bound(its.optimizer)),
-        "its batch": ((ours.batch, ours.collate), (its.batch, its.collate)),
+        "its batch": ((ours.batch, _rows(ours)), (its.batch, _rows(its))),
         "its steps": (ours.steps, its.steps),
     }
     for what, (one, other) in parts.items():
         if one != other:
             raise UserError(
                 f"study: {run.name} and the warm start that it would begin with have not {what} in common: "
-                f"name the flag that changes it in warm; {[*run.flags]} are set"
+                f"name the flag that changes it in warm, and set it for a panel or for all; {[*run.flags]} are set"
             )
 
 
+def _rows(warm_start: configs.WarmStart) -> Collator:
+    """What its batches hold, in however many slices they are computed."""
+    return replace(warm_start.collate, microbatches=1, shards=1)
+
+
 def _bound(made: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
-    """The plain values that are bound in a function or a tuple of them, however deep."""
+    """The plain values that are bound in a function or a collection of them, however deep."""
     if isinstance(made, str | int | float | Path):
         return [made]
     if id(made) in seen:
@@ -180,8 +186,10 @@ def _bound(made: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
         parts = [made.func, *made.args, *made.keywords.values()]
     elif inspect.isfunction(made):
         parts = [*(made.__defaults__ or ()), *inspect.getclosurevars(made).nonlocals.values()]
+    elif isinstance(made, Mapping):
+        parts = [*made.values()]
     else:
-        parts = made if isinstance(made, tuple) else []
+        parts = made if isinstance(made, list | tuple) else []
     return [value for part in parts for value in _bound(part, seen | {id(made)})]
 
 

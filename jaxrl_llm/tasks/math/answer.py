@@ -1,55 +1,54 @@
-r"""Compares a given answer with the truth part by part, and refuses what is not worked out.
-
-The shape must agree (interval, tuple, set, matrix, equation, number in a base, words); single expressions
-are compared as exact fractions where they are numbers, else by `engine`, which may be slow.
-"""
+r"""Reads answers, and compares a given one with the truth: the same form, worked out, not the question's own."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 from jaxrl_llm.tasks.math import notation
-from jaxrl_llm.tasks.math.evaluated import worked_out
 from jaxrl_llm.tasks.math.expression import (
-    ARITHMETIC,
-    CONSTANTS,
     GREEK,
     Node,
     UnreadableError,
     key,
     literal,
+    number,
     parse,
 )
+from jaxrl_llm.tasks.math.form import Engine, Form, equal, exactly, same_curve
 from jaxrl_llm.tasks.math.plainly import factors, plainly
 
-Engine = Callable[[Node, Node], bool]
-
-_LETTERS = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)})|\\text\s*\{{[^{{}}]*\}}"
-_NAME = rf"(?:\\angle\s*)?(?:{_LETTERS})(?:_\{{?\w+\}}?)?'*(?:\(\w{{1,3}}\))?"
-_NAMES = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
+_LETTERS = (
+    rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|\\text\s*\{{[A-Za-z ]*\}}"
+)
+_NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LETTERS})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
+_MEASURE = (
+    r"[a-z](?:\s*\+\s*[a-z]){1,3}|\|\s*[A-Z]{2}\s*\||\\overline\s*\{\s*[A-Z]{2}\s*\}|\[[A-Z]{3,5}\]"
+)
+_NAMES = re.compile(rf"{_NAME}|{_MEASURE}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
-_BASED = re.compile(r"([0-9A-Fa-f]+)_\s*(?:\{\s*(?:\\text\s*\{)?\(?\s*(\w+)\s*\)?\}?\s*\}|(\d))")
-_MATRIX = re.compile(r"\\begin\s*\{([pb])matrix\}(.*)\\end\s*\{\1matrix\}")
+_BASED = re.compile(
+    r"(?:\(\s*)?(?:\\text\s*\{\s*)?([0-9A-Fa-f]+)\s*\}?\s*\)?"
+    r"(?:_\s*(?:\{\s*(?:\\text\s*\{)?\s*(?:base\s*)?\(?\s*(\w+)\s*\)?(?:\s*\}\s*(\d+))?\}?\s*\}?|(\d))"
+    r"|\\text\s*\{\s*\(?\s*base\s*(\w+)\s*\)?\s*\})"
+)
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
+_MATRIX = re.compile(
+    r"\\begin\s*\{([pb](?:small)?)matrix\}(.*)\\end\s*\{\1matrix\}|"
+    r"[(\[]\s*\\begin\s*\{array\}\s*\{[lcr ]*\}(.*)\\end\s*\{array\}\s*[)\]]"
+)
+_LABELS = re.compile(r"(?:\(\d\)\s*){2,}")
+_ROW = re.compile(r"\\\\(?:\s*\[[^\[\]&]*\])?")
+_CALL = re.compile(r"[fghFGHP]'*\(-?\d+\)")
 _RELATIONS = re.compile(r"(<|>|=|≤|≥|≠)")
 _MIRRORED = {">": "<", "≥": "≤"}
 _PERCENT = re.compile(r"percent|%", re.IGNORECASE)
 _FACTOR = re.compile(r"\bfactor", re.IGNORECASE)
-_INEQUALITY = re.compile(r"relation ([<≤]{1,2})")
-_INFINITY = Node("symbol", (), "\\infty")
+_CURVE = re.compile(r"\bequation", re.IGNORECASE)
+_ARRANGED = re.compile(
+    r"\b(form|solve|solution|root|express|in terms|simplif|factor)", re.IGNORECASE
+)
 _PARTS = 64
-
-
-@dataclass(frozen=True)
-class Form:
-    """An answer's shape: its kind, its parts, or one expression; with the name and unit it came with."""
-
-    kind: str
-    parts: tuple["Form", ...] = ()
-    node: Node | None = None
-    name: str = ""
-    unit: str = ""
 
 
 def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
@@ -65,9 +64,12 @@ def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
         return False  # 0.5 is not 0.5%
     if _restates(given, true, question):
         return False
-    if _equal(true, given, _exactly):
+    if equal(true, given, exactly):
         return True
-    return not _unfactored(given, true, question) and _equal(true, given, engine)
+    if not _unfactored(given, true, question) and equal(true, given, engine):
+        return True
+    curve = _CURVE.search(question) and not _ARRANGED.search(question)
+    return bool(curve) and same_curve(true, given, engine)
 
 
 def _restates(given: Form, true: Form, question: str) -> bool:
@@ -96,10 +98,6 @@ def _nodes(form: Form) -> list[Node]:
 
 def _in_percent(form: Form) -> bool:
     return form.unit == "%" or any(map(_in_percent, form.parts))
-
-
-def _exactly(truth: Node, answer: Node) -> bool:
-    return False  # beyond what `_equal_nodes` finds without an engine
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +144,9 @@ def _read(text: str, depth: int = 0) -> Form:
 
 def _list(text: str, depth: int) -> Form | None:
     r"""`1,-2`, `\{1,-2\}` and `1 \pm \sqrt{2}`: parts in any order, none twice."""
-    if text.startswith("\\{") and notation.closing(text, 1) == len(text) - 1:
+    if _LABELS.fullmatch(text):
+        parts = re.findall(r"\d", text)
+    elif text.startswith("\\{") and notation.closing(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
         parts = [part for part in notation.split(inside, ",") if inside]
     else:
@@ -167,7 +167,7 @@ def _distinct(forms: list[Form]) -> list[Form]:
     """The forms without those that are plainly equal to an earlier one: `0.09 \\text{ or } 9/100`."""
     out: list[Form] = []
     for form in forms:
-        if not any(_equal(form, other, _exactly) for other in out):
+        if not any(equal(form, other, exactly) for other in out):
             out.append(form)
     return out
 
@@ -204,11 +204,11 @@ def _group(text: str, depth: int) -> Form | None:
     """Intervals and tuples (which look alike), matrices, ratios and times of day."""
     matrix = _MATRIX.fullmatch(text)
     if matrix:
-        rows = [row for row in matrix[2].split("\\\\") if row.strip()]
+        rows = [row for row in _ROW.split(matrix[2] or matrix[3]) if row.strip()]
         cells = [Form("row", tuple(_read(c.strip(), depth) for c in r.split("&"))) for r in rows]
         return Form("matrix", tuple(cells))
     if text[0] in "([" and notation.closing(text, 0) == len(text) - 1:
-        parts = notation.split(text[1:-1], ",")
+        parts = notation.split(notation.stripped(text[1:-1]), ",")
         if len(parts) > 1:
             forms = tuple(_read(part, depth) for part in parts)
             return Form(f"tuple {text[0]}{text[-1]}", forms)
@@ -221,85 +221,20 @@ def _group(text: str, depth: int) -> Form | None:
 
 def _based(text: str, depth: int) -> Form | None:
     match = _BASED.fullmatch(text)
-    if match is None or not match[1][0].isdigit():
+    if match is None or not (match[1][0].isdigit() or (match[1].isupper() and len(match[1]) > 1)):
         return None
-    return Form(f"{match[1].upper()} in base {(match[2] or match[3]).casefold()}")
+    base = next(filter(None, (match[3], match[2], match[4], match[5]))).casefold()
+    return Form(f"{match[1].upper()} in base {_BASES.get(base, base)}")
 
 
 def _scalar(text: str, depth: int) -> Form:
+    if _CALL.fullmatch(text):
+        raise UnreadableError("a value that is not told")
     inside, unit = notation.unit_split(text)
     if inside.startswith("-\\$"):
         inside, unit = "-" + inside[3:], "$"
-    return Form("scalar", node=parse(notation.without_thousands(inside)), unit=unit)
-
-
-def _alike(form: Form, other: Form) -> Form:
-    r"""The form in the notation of the other where that says the same: `\{2\}`, `x=1,y=2`, `x>2`."""
-    if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
-        return form.parts[0]
-    if form.kind == "set" and other.kind == "tuple ()":
-        names = [part.name for part in form.parts]
-        if all(names) and names == sorted(set(names)):
-            return replace(other, parts=tuple(replace(part, name="") for part in form.parts))
-    if other.kind.startswith("tuple"):
-        return _interval(form) or form
-    return form
-
-
-def _interval(form: Form) -> Form | None:
-    """`2<x≤3` as an interval."""
-    relation = _INEQUALITY.fullmatch(form.kind)
-    places = [i for i, part in enumerate(form.parts) if _is_variable(part)]
-    if relation is None or len(places) != 1 or (len(form.parts) == 3 and places != [1]):
-        return None
-    (place,), signs = places, relation[1]
-    low, high = form.parts[:place], form.parts[place + 1 :]
-    infinite = Form("scalar", node=_INFINITY), Form("scalar", node=Node("negative", (_INFINITY,)))
-    kind = ("[" if low and signs[0] == "≤" else "(") + ("]" if high and signs[-1] == "≤" else ")")
-    return Form(f"tuple {kind}", (*(low or infinite[1:]), *(high or infinite[:1])))
-
-
-def _is_variable(form: Form) -> bool:
-    node = form.node
-    return node is not None and node.op == "symbol" and node.value not in CONSTANTS
-
-
-def _equal(truth: Form, answer: Form, engine: Engine) -> bool:
-    truth, answer = _alike(truth, answer), _alike(answer, truth)
-    if truth.name and answer.name and truth.name != answer.name:
-        return False
-    same_unit = answer.unit in ("", truth.unit)
-    if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
-        return False
-    if not (same_unit or (not truth.unit and notation.is_unit(answer.unit))):
-        return False
-    if truth.node is not None and answer.node is not None:
-        return _equal_nodes(truth.node, answer.node, engine)
-    pairs = zip(truth.parts, answer.parts, strict=True)
-    if truth.kind not in ("set", "union", "relation ="):
-        return all(_equal(t, a, engine) for t, a in pairs)
-    left = list(answer.parts)
-    for part in truth.parts:
-        match = next((other for other in left if _equal(part, other, engine)), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
-
-
-def _equal_nodes(truth: Node, answer: Node, engine: Engine) -> bool:
-    if key(truth) == key(answer):
-        return True
-    if not worked_out(answer, truth):
-        return False
-    known = truth.rational
-    if known is not None or _too_long(truth):
-        return known is not None and known == answer.rational
-    return engine(truth, answer)
-
-
-def _too_long(truth: Node) -> bool:
-    """Whether it is a rational number that nobody writes out, or none at all, as 1/0 is."""
-    exponents = [part.args[1].rational for part in truth.walk() if part.op == "power"]
-    rooted = any(known is not None and known.denominator != 1 for known in exponents)
-    return not rooted and all(part.op in ARITHMETIC for part in truth.walk())
+    node = parse(notation.without_thousands(inside))
+    scale, left = notation.scaled(unit)
+    if scale > 1 and literal(node) and node.rational is not None:
+        return Form("scalar", node=number(scale * node.rational), unit=left)
+    return Form("scalar", node=node, unit=unit)

@@ -5,6 +5,7 @@ So `\sqrt{3}/2` is an answer, and `\sum_{k=1}^{10} k^2`, `\log_2 8`, `2+3`, `\sq
 
 from collections import Counter
 from fractions import Fraction
+from itertools import islice, product
 
 from jaxrl_llm.tasks.math.expression import (
     ARITHMETIC,
@@ -17,6 +18,7 @@ from jaxrl_llm.tasks.math.expression import (
 
 _EXPONENT = 100  # beyond it an exponent must be one of the truth's
 _NUMBER = 10**20  # likewise a number beside roots, constants, names; others are compared
+_TERMS = 200  # of a product of sums
 _PRIMES = 1000  # whose powers are taken out of roots
 
 
@@ -49,21 +51,22 @@ def open_computations(node: Node) -> Counter[str]:
 
 
 def _sum(node: Node, _: bool) -> list[str]:
-    found = []
-    terms = [_split(term) for term in node.args]
-    cores = [core for core, _ in terms]
-    if len(set(cores)) < len(cores):
-        found.append("like terms")
-    if any(sums for _, sums in terms):
-        found.append("sum in a sum")
-    return found
+    cores = [core for term in node.args for core in _cores(term)]
+    return ["like terms"] if len(set(cores)) < len(cores) else []
 
 
-def _split(term: Node) -> tuple[tuple[str, ...], bool]:
-    """A term without its rational coefficient, as a key; and whether a sum is one of its factors."""
-    factors = _factors(term)
-    rest = [factor for factor in factors if factor.rational is None]
-    return tuple(sorted(map(_core, rest))), any(factor.op == "sum" for factor in factors)
+def _cores(term: Node) -> list[tuple[str, ...]]:
+    """The keys of what a term gives when its sums are multiplied out, without rational coefficients."""
+    cores: list[tuple[str, ...]] = [()]
+    for factor in _factors(term):
+        if factor.rational is not None:
+            continue
+        if factor.op == "sum":
+            inner = [core for part in factor.args for core in _cores(part)]
+        else:
+            inner = [(_core(factor),)]
+        cores = [tuple(sorted(a + b)) for a, b in islice(product(cores, inner), _TERMS)]
+    return cores
 
 
 def _core(factor: Node) -> str:

@@ -130,9 +130,14 @@ class _Reader:
         raise UnreadableError("nested too deeply")
 
     def _starts_factor(self) -> bool:
-        """Whether a factor follows without a sign of multiplication; a number never does."""
+        """Whether a factor follows without a sign of multiplication; a number does only as in `n2^{n-1}`."""
         sign = self.sign
-        return sign in ("(", "{") or sign.isalpha() or (sign[:1] == "\\" and _is_atom(sign[1:]))
+        if sign[:1].isdigit():
+            before, after = self._text[: self._begin].rstrip(), self._text[self._end :].lstrip()
+            return after[:1] == "^" and (before[-1:].isalpha() or before[-1:] in (")", "}"))
+        return (
+            sign in ("(", "{", "[") or sign.isalpha() or (sign[:1] == "\\" and _is_atom(sign[1:]))
+        )
 
     def _power(self, depth: int) -> Node:
         node = self._atom(depth)
@@ -177,6 +182,8 @@ class _Reader:
             return self._group("(", ")", depth)
         if sign == "{":
             return self._group("{", "}", depth)
+        if sign == "[" and (node := self._group("[", "]", depth)).op == "sum":
+            return node  # [x] may be the floor of x
         if sign == "|":
             return Node("absolute", (self._group("|", "|", depth),))
         if sign.isalpha() or sign[1:] in GREEK or sign in CONSTANTS:
@@ -226,9 +233,9 @@ class _Reader:
             if self.sign == "(":
                 return Node("root", (self._group("(", ")", depth), index))
             return Node("root", (self._argument(depth + 1), index))
-        if name == "lfloor":
+        if name in ("lfloor", "lceil"):
             node = self.sum(depth + 1)
-            self._expect("\\rfloor")
+            self._expect("\\r" + name[1:])
             return Node(name, (node,))
         return self._function(name, depth)
 
@@ -257,7 +264,7 @@ class _Reader:
 
 def _is_atom(name: str) -> bool:
     known = name in FUNCTIONS or name in GREEK or "\\" + name in CONSTANTS
-    return known or name in ("frac", "sqrt", "binom", "lfloor")
+    return known or name in ("frac", "sqrt", "binom", "lfloor", "lceil")
 
 
 def _product_of(factors: list[Node]) -> Node:

@@ -3,25 +3,33 @@ r"""One way of writing for what LaTeX writes in many: `\dfrac`, `\left(`, `10,\!
 # ruff: noqa: RUF001 (signs of mathematics that look like letters are what is replaced here)
 import re
 
-from jaxrl_llm.tasks.math.expression import UnreadableError
+from jaxrl_llm.tasks.math.expression import FUNCTIONS, UnreadableError
 
 LONGEST = 2000  # characters of an answer
 _SIGNS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "√": r"\sqrt ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ",
-    "∈": r"\in ", "°": r"\degree ", "\u00a0": " ", "’": "'",
+    "∈": r"\in ", "°": r"\degree ", "²": "^2", "³": "^3", "\u00a0": " ", "’": "'",
 })  # fmt: skip
+_FUNCTIONS = "|".join(sorted(FUNCTIONS))
+_POWER_IN_TEXT = re.compile(r"(\\text\s*\{[^{}]*)(?:\^\s*\{\s*(-?\d)\s*\}|(\\cdot)(?![A-Za-z]))")
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac"),
         (r"\\(?:dbinom|tbinom)(?![A-Za-z])", r"\\binom"),
         (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
+        (r"\{\s*\\(?:rm|bf|it|sf)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (
-            r"\\(?:mbox|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname)(?=\s*\{)",
+            r"\\(?:mbox|hbox|textup|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname)(?=\s*\{)",
             r"\\text",
         ),
-        (r"\\(?:left|right|bigl|bigr|Bigl|Bigr|big|Big|displaystyle|limits)(?![A-Za-z])", ""),
+        (rf"\\text\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"_\s*\{\s*\\text\s*\{\s*(\w+)\s*\}\s*\}", r"_{\1}"),
+        (r"\\text\s*\{\s*([:,])\s*\}|\{(:)\}", r"\1\2"),
+        (r"\\colon(?![A-Za-z])", ":"),
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])", ""),
         (r"\\(?:lvert|rvert|vert)(?![A-Za-z])", "|"),
         (r"(?<=\d)(?:\{,\}|,\\!\s?|\\,)(?=\d{3}(?!\d))", "\x01"),  # thousands, beyond doubt
         (r"\\(?:emptyset|varnothing)(?![A-Za-z])", r"\\{\\}"),
@@ -29,17 +37,22 @@ _REWRITES = [
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"(?<![A-Za-z])([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
+        (r"(?<=\d)\s*\^\s*\{?\s*(\\text\s*\{\s*(?:th|st|nd|rd)\s*\})\s*\}?", r"\1"),
         (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))", r"\\degree "),
+        (r"\\degree\s*(?:\\text\s*\{\s*[CF]\s*\}|[CF])\s*$", r"\\degree "),
+        (r"\\mu\s*\\text\s*\{\s*(?=[a-z])", r"\\text{u"),
+        (r"(?<=[\d}])\s*\\Omega\s*$", r"\\text{ ohm}"),
+        (r"\\mathbb\s*\{\s*R\s*\}", r"(-\\infty,\\infty)"),
         (r"\\(?:leq|leqslant|le)(?![A-Za-z])", "≤"),
         (r"\\(?:geq|geqslant|ge)(?![A-Za-z])", "≥"),
-        (r"\\(?:neq|ne)(?![A-Za-z])", "≠"),
+        (r"\\(?:neq|ne)(?![A-Za-z])|\\not\s*=", "≠"),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r"\\(?:lbrace|rbrace)(?![A-Za-z])", lambda m: r"\{" if m[0] == r"\lbrace" else r"\}"),
         (r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|cot|ln|log|infty)(?![A-Za-z])", r"\\\1 "),
         (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ","),
         (
-            r"\\%|%|\\text\s*\{\s*(?:per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:per\s?cent|pct)(?![A-Za-z])",
+            r"\\%|%|\\text\s*\{\s*(?:per\s?cent|pct|\\?%)\s*\}|(?<![A-Za-z])(?:per\s?cent|pct)(?![A-Za-z])",
             r"\\%",
         ),
     )
@@ -57,10 +70,17 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return _stripped(text.replace("\x01", ""))
+    exact, rounded, _ = text.partition("\\approx")
+    if rounded and "=" not in exact and re.search(r"\d", exact):
+        text = exact
+    while match := _POWER_IN_TEXT.search(text):  # \text{m \cdot s^{-1}}
+        inside = f"^{match[2]}" if match[2] else "*"
+        text = text[: match.start()] + match[1] + inside + text[match.end() :]
+    return stripped(text.replace("\x01", ""))
 
 
-def _stripped(text: str) -> str:
+def stripped(text: str) -> str:
+    """Without what closes a sentence, and without braces around all of it."""
     text = re.sub(r"\s+", " ", text).strip().rstrip(" .,;")
     while len(text) > 1 and text[0] == "{" and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -80,7 +100,7 @@ def readings(text: str) -> list[str]:
     return [*dict.fromkeys((text, _EULER_OR_TEN.sub(r"\1 \\times 10^{\2}", other)))]
 
 
-_PAIRS = re.compile(r"\d{1,3}(,\d{3})+")
+_PAIRS = re.compile(r"\d{1,3}(,[1-9]\d{2})+")
 _EULER_OR_TEN = re.compile(r"(?<![\w.])(\d+)[eE]([+-]\d{1,3})(?![\w.^!])")
 
 
@@ -109,6 +129,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_ROMAN = re.compile(r"[IVX]{2,}")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 
 
@@ -119,7 +140,7 @@ def words(text: str) -> str | None:
     if not WORDS.fullmatch(said):
         return None
     long = any(len(word) > 2 for word in re.findall("[A-Za-z]+", said)) or said.casefold() == "no"
-    if long or (wrapped and len(said) > 1):
+    if long or (wrapped and len(said) > 1) or _ROMAN.fullmatch(said):
         return said.casefold()
     return None
 
@@ -128,18 +149,20 @@ def unwrapped(text: str) -> str:
     r"""`5` for `\text{5}`, `C` for `\text{(C)}` and `(C)`."""
     wrapped = _TEXT.fullmatch(text)
     text = wrapped[1].strip() if wrapped else text
-    letter = re.fullmatch(r"\(\s*([A-Za-z])\s*\)", text)
-    return letter[1] if letter else text
+    letter = re.fullmatch(r"\(?\s*([A-Za-z])\s*\)|([A-Za-z])\s*\.", text)
+    return letter[1] or letter[2] if letter else text
 
 
 _UNIT_NAMES = {
     "cm": "cm centimeter centimeters centimetre centimetres", "m": "meter meters metre metres",
-    "mm": "mm millimeter millimeters", "km": "km kilometer kilometers", "in": "in inch inches",
+    "mm": "mm millimeter millimeters millimetre millimetres",
+    "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
     "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles", "mph": "mph",
     "g": "gram grams", "kg": "kg kilogram kilograms", "mg": "mg", "lb": "lb lbs pound pounds",
     "oz": "oz ounce ounces", "s": "sec second seconds", "min": "min minute minutes",
-    "h": "hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
-    "year": "year years", "$": "dollar dollars", "cent": "cent cents", "unit": "unit units",
+    "h": "hr hrs hour hours", "day": "day days", "week": "week weeks wk wks",
+    "month": "month months mo", "year": "year years yr yrs", "$": "dollar dollars",
+    "cent": "cent cents", "unit": "unit units",
     "degree": "degree degrees", "rad": "rad radian radians", "l": "liter liters litre litres",
     "ml": "ml milliliter milliliters", "people": "people",
     "am": "am", "pm": "pm",
@@ -151,7 +174,7 @@ _SHORT = {  # only within \text
 _SYMBOLS = frozenset(  # that are shorter than a word; other letters may be names of numbers
     """
     m s g h l n j w v a c f t k hz pa ev kw kn kj kv mj mw gw ma mv nm pm um ms us ns db ly au pc hp cc ha
-    gb mb kb tb dm cl dl mn wb lm lx cd th st nd rd
+    gb mb kb tb dm cl dl mn wb lm lx cd th st nd rd qt pt ac of o
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
 KNOWN_UNITS = frozenset(_UNIT_NAMES) | {f"{unit}^{n}" for unit in _UNIT_NAMES for n in "23"} | {"%"}
@@ -160,7 +183,8 @@ _JOINT = re.compile(
     r"(\\text\s*\{[^{}]*)\}\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?\s*(/|\\cdot|)\s*\\text\s*\{"
 )
 _TURNED = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_COMPOUND = re.compile(r"[a-z]+(\^?-?\d)?([ /*]+[a-z]+(\^?-?\d)?){0,3}")
+_COMPOUND = re.compile(r"[a-z]+(\^?-?\d)?([ /*'-]+[a-z]+(\^?-?\d)?){0,3}")
+_PLAIN = frozenset({"times", "ordered pairs", "unordered pairs"})  # where they stand alone
 _NO_UNITS = frozenset(
     """
     hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens score
@@ -175,7 +199,9 @@ _NO_UNITS = frozenset(
     around less more fewer greater least most than under above below between through repeating
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
-_DENIALS = frozenset("not no non never nor neither wrong false incorrect except unless neg".split())  # noqa: SIM905
+_DENIALS = frozenset(
+    "not no non never nor neither wrong false incorrect except unless neg isn minus half".split()  # noqa: SIM905
+)
 _BARE_UNIT = re.compile(
     r"(.*?[\d)}])\s*((?:square |cubic |sq |cu )?[A-Za-z]{2,})(?:\^\{?([23])\}?)?$"
 )
@@ -206,12 +232,21 @@ def _joined(text: str) -> str:
     return text
 
 
+_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
+def scaled(unit: str) -> tuple[int, str]:
+    """What the number before it is multiplied by, and the unit that is left: `million dollars`."""
+    word, _, rest = unit.partition(" ")
+    return (_SCALES[word], _unit(rest, None, {})) if word in _SCALES else (1, unit)
+
+
 def is_unit(unit: str) -> bool:
     """Whether it leaves the number before it as it is: `students`, `m/s`; not `thousand`, `or less`."""
     words = re.findall("[a-z]+", unit)
     plain = all(len(word) > 2 or word in _SYMBOLS or word in _UNIT_OF for word in words)
     compound = _COMPOUND.fullmatch(unit) and plain and not _NO_UNITS & {*words}
-    return unit in KNOWN_UNITS or bool(compound)
+    return unit in KNOWN_UNITS | _PLAIN or bool(compound)
 
 
 def denies(name: str) -> bool:

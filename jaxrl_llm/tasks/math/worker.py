@@ -32,7 +32,7 @@ _WARMING = (  # pairs that load here, once, what the algebra system would load i
     (r"\frac{x-1}{x+1}", r"\frac{(x-1)^2}{x^2+1}"),
 )
 _NAMES = {"ln": "log", "arcsin": "asin", "arccos": "acos", "arctan": "atan", "absolute": "Abs",
-          "binom": "binomial", "lfloor": "floor"}  # fmt: skip
+          "binom": "binomial", "lfloor": "floor", "lceil": "ceiling"}  # fmt: skip
 
 
 def in_sympy(node: Node) -> sympy.Expr:
