@@ -27,11 +27,7 @@ _MEASURE = (
 )
 _NAMES = re.compile(rf"{_NAME}|{_MEASURE}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
-_BASED = re.compile(
-    r"(?:\(\s*)?(?:\\text\s*\{\s*)?([0-9A-Fa-f]+)\s*\}?\s*\)?"
-    r"(?:_\s*(?:\{\s*(?:\\text\s*\{)?\s*(?:base\s*)?\(?\s*(\w+)\s*\)?(?:\s*\}\s*(\d+))?\}?\s*\}?|(\d))"
-    r"|\\text\s*\{\s*\(?\s*base\s*(\w+)\s*\)?\s*\})"
-)
+_BASED = re.compile(r"(?:\(\s*)?([0-9A-Fa-f]+)\s*\)?_\s*(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d))")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 _MATRIX = re.compile(
     r"\\begin\s*\{([pb](?:small)?)matrix\}(.*)\\end\s*\{\1matrix\}|"
@@ -223,7 +219,7 @@ def _based(text: str, depth: int) -> Form | None:
     match = _BASED.fullmatch(text)
     if match is None or not (match[1][0].isdigit() or (match[1].isupper() and len(match[1]) > 1)):
         return None
-    base = next(filter(None, (match[3], match[2], match[4], match[5]))).casefold()
+    base = (match[2] or match[3]).casefold()
     return Form(f"{match[1].upper()} in base {_BASES.get(base, base)}")
 
 
