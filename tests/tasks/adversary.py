@@ -49,17 +49,18 @@ def _decimal(truth: str) -> str | None:
         number = parse(truth).rational
     except UnreadableError:
         return None
-    if number is None or number.denominator == 1 or set(_factors(number.denominator)) - {2, 5}:
+    if number is None or number.denominator == 1:
         return None
-    sign, digits = "-" * (number < 0), 0
-    while (number * 10**digits).denominator > 1:
-        digits += 1
+    sign, digits = (
+        "-" * (number < 0),
+        number.denominator.bit_length(),
+    )  # enough, if there are enough
+    if (number * 10**digits).denominator > 1:
+        return None
+    while (number * 10 ** (digits - 1)).denominator == 1:
+        digits -= 1
     whole, rest = divmod(abs(int(number * 10**digits)), 10**digits)
     return f"{sign}{whole}.{rest:0{digits}d}"
-
-
-def _factors(n: int) -> list[int]:
-    return [p for p in range(2, min(n, 1000) + 1) if n % p == 0 and all(p % q for q in range(2, p))]
 
 
 def _plain(truth: str) -> bool:

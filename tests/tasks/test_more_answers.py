@@ -28,7 +28,7 @@ RIGHT = (
     ("12", r"12^{\text{th}}"),
     ("12", r"12^{\text{th}} \text{ grade}"),
     ("12", r"12^\circ\text{F}"),
-    (r"30^\circ", r"30^\circ\mathrm{C}"),
+    (r"30^\circ\text{C}", "30"),
     (r"\frac{1+\sqrt3}{2}", r"\frac{1}{2}\left[1+\sqrt3\right]"),
     (r"\left\lceil\frac{n}{2}\right\rceil", r"\lceil n/2\rceil"),
     ("2516_8", "(2516)_8"),
@@ -77,8 +77,39 @@ RIGHT = (
     ("(2,1)", "y=1,x=2"),
     (r"\left(2,\frac{\pi}{2}\right)", r"r=2,\theta=\frac{\pi}{2}"),
     ("x=1,x=2", "2,1"),
+    ("x+y=7", "y+x=7"),
+    ("5", r"\text{x-coordinate}=5"),
+    ("5", r"\text{Time (hours)}=5"),
+    ("5", r"\text{P(win)}=5"),
+    ("5", r"\text{day 3}=5"),
+    ("5", r"\text{John's age}=5"),
+    ("5", r"\text{probability of heads or tails}=5"),
+    ("12", r"12\text{ baseballs}"),
+    ("12", r"12\text{ bases}"),
+    (r"5\text{ pairs}", "5"),
+    ("1,050", r"\mathbf{1,050}"),
+    ("1050", r"\text{1,050}"),
+    ("II", "(II)"),
+    ("g(0)", "x=g(0)"),
+    ("600", r"6\text{ hundred}"),
 )  # fmt: skip
 WRONG = (
+    ("x+y=7", "7"),
+    ("3x", "x(x+3)-x^2"),
+    ("3x", r"\frac12 x(2x+6)-x^2"),
+    (r"\sqrt2", r"\sqrt2(\sqrt2+1)-2"),
+    (r"\sqrt2", r"\sqrt2(\sqrt3+1)-\sqrt6"),
+    ("i", "i(i+1)+1"),
+    ("3+6i", "2i(3+i)+5"),
+    ("e^x", "e^x(e^x+1)-e^{2x}"),
+    ("y=-x+6", "(x-1)^2+(y-2)^2=(x-4)^2+(y-5)^2"),
+    ("7:38", r"\frac{14}{76}"),
+    (r"12^\circ\text{C}", r"12^\circ\text{F}"),
+    ("5", r"5\approx5, 6"),
+    ("5", "(5)(5)"),
+    ("(2,3)", "m=3,b=2"),
+    ("5", r"\text{5+}=5"),
+    ("5", r"\text{2*x}=5"),
     (r"5\text{ million}", "5"),
     (r"5\text{ thousand dollars}", "5"),
     (r"2\text{ dozen}", "2"),
@@ -124,41 +155,3 @@ def test_right(checker, truth, answer):
 @pytest.mark.parametrize(("truth", "answer"), WRONG)
 def test_wrong(checker, truth, answer):
     assert checker.check(truth, answer) is Verdict.DIFFERENT
-
-
-LINE = "What is the equation of the line?"
-
-
-@pytest.mark.parametrize(
-    ("question", "truth", "answer", "verdict"),
-    [
-        (LINE, "2x-3y=0", r"y=\frac{2}{3}x", Verdict.EQUAL),
-        (LINE, "2x-3y=0", "2x=3y", Verdict.EQUAL),
-        (LINE, "2x-3y=0", "3y-2x=0", Verdict.EQUAL),
-        (LINE, "5x - 7y + 11z + 4 = 0", "5x-7y+11z=-4", Verdict.EQUAL),
-        (LINE, "y = 2x - 13", "2x-y=13", Verdict.EQUAL),
-        (LINE, "y = 2x - 13", "4x-2y-26=0", Verdict.EQUAL),
-        (LINE, "x^2+y^2=4", r"\frac{x^2}{4}+\frac{y^2}{4}=1", Verdict.EQUAL),
-        (LINE, "y = 2x - 13", "2x-y=12", Verdict.DIFFERENT),
-        (LINE, "y = 2x - 13", "x-y=13", Verdict.DIFFERENT),
-        (LINE, "y = 2x - 13", "y-x=x-13", Verdict.DIFFERENT),
-        (LINE, "y = 2x - 13", "(y-2x+13)^2=0", Verdict.DIFFERENT),
-        (LINE, "x=5", "2x=10", Verdict.DIFFERENT),
-        (LINE, "5", "2x=10", Verdict.DIFFERENT),
-        (
-            "Write the equation in slope-intercept form.",
-            "y = 2x - 13",
-            "2x-y=13",
-            Verdict.DIFFERENT,
-        ),
-        ("Solve the equation for $y$.", "y = 2x - 13", "2x-y=13", Verdict.DIFFERENT),
-        (
-            "What is the equation of the line $2x=y+13$?",
-            "y = 2x - 13",
-            "2x=y+13",
-            Verdict.DIFFERENT,
-        ),
-    ],
-)
-def test_equations_of_curves(checker, question, truth, answer, verdict):
-    assert checker.check(truth, answer, question) is verdict

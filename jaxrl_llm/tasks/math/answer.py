@@ -15,16 +15,13 @@ from jaxrl_llm.tasks.math.expression import (
     number,
     parse,
 )
-from jaxrl_llm.tasks.math.form import Engine, Form, equal, exactly, same_curve
+from jaxrl_llm.tasks.math.form import Engine, Form, equal, exactly
 from jaxrl_llm.tasks.math.plainly import factors, plainly
 
-_LETTERS = (
-    rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|\\text\s*\{{[A-Za-z ]*\}}"
-)
+_WORDS = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # that compute nothing
+_LETTERS = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|{_WORDS}"
 _NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LETTERS})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
-_MEASURE = (
-    r"[a-z](?:\s*\+\s*[a-z]){1,3}|\|\s*[A-Z]{2}\s*\||\\overline\s*\{\s*[A-Z]{2}\s*\}|\[[A-Z]{3,5}\]"
-)
+_MEASURE = r"\|\s*[A-Z]{2}\s*\||\\overline\s*\{\s*[A-Z]{2}\s*\}|\[[A-Z]{3,5}\]"
 _NAMES = re.compile(rf"{_NAME}|{_MEASURE}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)")
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
 _BASED = re.compile(r"(?:\(\s*)?([0-9A-Fa-f]+)\s*\)?_\s*(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d))")
@@ -40,10 +37,6 @@ _RELATIONS = re.compile(r"(<|>|=|≤|≥|≠)")
 _MIRRORED = {">": "<", "≥": "≤"}
 _PERCENT = re.compile(r"percent|%", re.IGNORECASE)
 _FACTOR = re.compile(r"\bfactor", re.IGNORECASE)
-_CURVE = re.compile(r"\bequation", re.IGNORECASE)
-_ARRANGED = re.compile(
-    r"\b(form|solve|solution|root|express|in terms|simplif|factor)", re.IGNORECASE
-)
 _PARTS = 64
 
 
@@ -62,10 +55,7 @@ def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
         return False
     if equal(true, given, exactly):
         return True
-    if not _unfactored(given, true, question) and equal(true, given, engine):
-        return True
-    curve = _CURVE.search(question) and not _ARRANGED.search(question)
-    return bool(curve) and same_curve(true, given, engine)
+    return not _unfactored(given, true, question) and equal(true, given, engine)
 
 
 def _restates(given: Form, true: Form, question: str) -> bool:
@@ -125,9 +115,11 @@ def _read(text: str, depth: int = 0) -> Form:
     said = notation.words(text)
     if said is not None:
         return Form("text " + said)
-    text = notation.unwrapped(text)
+    text = notation.without_thousands(notation.unwrapped(text))
     if not text:
         raise UnreadableError("an empty text")
+    if notation.ROMAN.fullmatch(text):
+        return Form("text " + text.casefold())
     member = _MEMBER.fullmatch(text)
     if member:
         return replace(_read(member[2], depth + 1), name=member[1])
@@ -140,8 +132,9 @@ def _read(text: str, depth: int = 0) -> Form:
 
 def _list(text: str, depth: int) -> Form | None:
     r"""`1,-2`, `\{1,-2\}` and `1 \pm \sqrt{2}`: parts in any order, none twice."""
-    if _LABELS.fullmatch(text):
-        parts = re.findall(r"\d", text)
+    labels = re.findall(r"\d", text) if _LABELS.fullmatch(text) else []
+    if labels and labels == sorted({*labels}):
+        parts = labels
     elif text.startswith("\\{") and notation.closing(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
         parts = [part for part in notation.split(inside, ",") if inside]
@@ -225,7 +218,7 @@ def _based(text: str, depth: int) -> Form | None:
 
 def _scalar(text: str, depth: int) -> Form:
     if _CALL.fullmatch(text):
-        raise UnreadableError("a value that is not told")
+        return Form("text " + text)  # whatever its value
     inside, unit = notation.unit_split(text)
     if inside.startswith("-\\$"):
         inside, unit = "-" + inside[3:], "$"

@@ -5,13 +5,14 @@ So `\sqrt{3}/2` is an answer, and `\sum_{k=1}^{10} k^2`, `\log_2 8`, `2+3`, `\sq
 
 from collections import Counter
 from fractions import Fraction
-from itertools import islice, product
+from itertools import product
 
 from jaxrl_llm.tasks.math.expression import (
     ARITHMETIC,
     Node,
     key,
     literal,
+    number,
     symbols,
     variables,
 )
@@ -19,6 +20,7 @@ from jaxrl_llm.tasks.math.expression import (
 _EXPONENT = 100  # beyond it an exponent must be one of the truth's
 _NUMBER = 10**20  # likewise a number beside roots, constants, names; others are compared
 _TERMS = 200  # of a product of sums
+_LETTER = "letter "
 _PRIMES = 1000  # whose powers are taken out of roots
 
 
@@ -51,22 +53,43 @@ def open_computations(node: Node) -> Counter[str]:
 
 
 def _sum(node: Node, _: bool) -> list[str]:
-    cores = [core for term in node.args for core in _cores(term)]
-    return ["like terms"] if len(set(cores)) < len(cores) else []
+    terms = [_cores(term) for term in node.args]
+    cores = [core for found in terms for core in found or ()]
+    like = ["like terms"] if len(set(cores)) < len(cores) else []
+    return like + ["sum in a sum"] * (None in terms)
 
 
-def _cores(term: Node) -> list[tuple[str, ...]]:
-    """The keys of what a term gives when its sums are multiplied out, without rational coefficients."""
+def _cores(term: Node) -> list[tuple[str, ...]] | None:
+    """The keys of what a term gives when its sums are multiplied out, without rational coefficients.
+
+    None where more than letters are multiplied, which could make one of two.
+    """
+    factors = [factor for factor in _factors(term) if factor.rational is None]
+    multiplied = len(factors) > 1 and any(factor.op == "sum" for factor in factors)
     cores: list[tuple[str, ...]] = [()]
-    for factor in _factors(term):
-        if factor.rational is not None:
-            continue
+    for factor in factors:
         if factor.op == "sum":
-            inner = [core for part in factor.args for core in _cores(part)]
+            found = [_cores(part) for part in factor.args]
+            if None in found:
+                return None
+            inner = [core for one in found for core in one or ()]
         else:
-            inner = [(_core(factor),)]
-        cores = [tuple(sorted(a + b)) for a, b in islice(product(cores, inner), _TERMS)]
+            inner = [_letters(factor) or (_core(factor),)]
+        if multiplied and not all(key.startswith(_LETTER) for core in inner for key in core):
+            return None
+        if len(cores) * len(inner) > _TERMS:
+            return None
+        cores = [tuple(sorted(a + b)) for a, b in product(cores, inner)]
     return cores
+
+
+def _letters(factor: Node) -> tuple[str, ...]:
+    """A name, as often as it is multiplied; nothing for another factor."""
+    base, exponent = factor.args if factor.op == "power" else (factor, number(1))
+    times = exponent.rational
+    if base.op != "symbol" or base.value == "i" or times is None or times.denominator != 1:
+        return ()
+    return (f"{_LETTER}{base.value}",) * int(times) if 1 <= times <= _EXPONENT else ()
 
 
 def _core(factor: Node) -> str:

@@ -4,7 +4,7 @@ Single expressions are compared as exact fractions where they are numbers, else 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrl_llm.tasks.math import notation
@@ -14,9 +14,7 @@ from jaxrl_llm.tasks.math.expression import (
     CONSTANTS,
     Node,
     key,
-    number,
     symbols,
-    variables,
 )
 
 Engine = Callable[[Node, Node], bool]
@@ -46,16 +44,34 @@ def _alike(form: Form, other: Form) -> Form:
     if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
         return form.parts[0]
     if form.kind == "set" and other.kind == "tuple ()":
-        parts = sorted(form.parts, key=lambda part: part.name.strip("\\"))
-        if _told_apart(form):
-            return replace(other, parts=tuple(replace(part, name="") for part in parts))
-    if form.kind == "ratio" and other.kind == "scalar" and len(form.parts) == 2 and not form.unit:
-        upper, lower = (part.node for part in form.parts)
-        if upper is not None and lower is not None:
-            return Form("scalar", node=Node("quotient", (upper, lower)))
+        ordered = sorted(form.parts, key=lambda part: part.name.strip("\\"))
+        plain = {part.name for part in ordered} <= {"x", "y", "z"}
+        if _told_apart(form) and (plain or ordered == [*form.parts]):
+            return replace(other, parts=tuple(replace(part, name="") for part in ordered))
+    quotient = form.node if form.node and form.node.op == "quotient" and not form.unit else None
+    if quotient and other.kind == "ratio":
+        return Form("ratio", tuple(Form("scalar", node=part) for part in quotient.args))
     if other.kind.startswith("tuple"):
         return _interval(form) or form
     return form
+
+
+def _result(answer: Form, truth: Form) -> Form:
+    """`m+n=10` as 10, where that is asked for."""
+    if (
+        answer.kind != "relation ="
+        or truth.kind != "scalar"
+        or truth.name
+        or len(answer.parts) != 2
+    ):
+        return answer
+    left, right = answer.parts
+    letters = (
+        left.node is not None
+        and left.node.op == "sum"
+        and all(term.op == "symbol" for term in left.node.args)
+    )
+    return right if letters else answer
 
 
 def _told_apart(form: Form) -> bool:
@@ -84,10 +100,10 @@ def _is_variable(form: Form) -> bool:
 
 def equal(truth: Form, answer: Form, engine: Engine) -> bool:
     """Whether they say the same, the answer worked out as far as the truth."""
-    truth, answer = _alike(truth, answer), _alike(answer, truth)
+    truth, answer = _alike(truth, answer), _result(_alike(answer, truth), truth)
     if truth.name and answer.name and truth.name != answer.name:
         return False
-    same_unit = answer.unit == truth.unit or (not answer.unit and notation.is_unit(truth.unit))
+    same_unit = answer.unit in ("", truth.unit)
     if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
         return False
     if not (same_unit or (not truth.unit and notation.is_unit(answer.unit))):
@@ -125,37 +141,3 @@ def _too_long(truth: Node) -> bool:
     exponents = [part.args[1].rational for part in truth.walk() if part.op == "power"]
     rooted = any(known is not None and known.denominator != 1 for known in exponents)
     return not rooted and all(part.op in ARITHMETIC for part in truth.walk())
-
-
-def same_curve(truth: Form, answer: Form, engine: Engine) -> bool:
-    """Whether two equations in several variables are one but for what stands on which side, and a factor."""
-    true, given = _one_side(truth), _one_side(answer)
-    if true is None or given is None or len(variables(true)) < 2 or not worked_out(given, true):
-        return False
-    point = {name: number(3 + 2 * i) for i, name in enumerate(sorted(variables(true)))}
-    there, here = _at(true, point).rational, _at(given, point).rational
-    if not there or not here:
-        return False
-    return engine(Node("product", (number(here / there), true)), given)
-
-
-def _one_side(form: Form) -> Node | None:
-    """What an equation says is 0; None for what is none."""
-    if form.kind == "relation =" and len(form.parts) == 2:
-        left, right = form.parts[0].node, form.parts[1].node
-    elif form.kind == "scalar" and len(form.name) == 1:
-        left, right = Node("symbol", (), form.name), form.node
-    else:
-        return None
-    if left is None or right is None or any(part.name or part.unit for part in form.parts):
-        return None
-    if right.rational == 0 or left.rational == 0:
-        return left if right.rational == 0 else right
-    return Node("sum", (left, Node("negative", (right,))))
-
-
-def _at(node: Node, point: Mapping[str, Node]) -> Node:
-    """With numbers for names."""
-    if node.op == "symbol":
-        return point.get(str(node.value), node)
-    return Node(node.op, tuple(_at(arg, point) for arg in node.args), node.value)

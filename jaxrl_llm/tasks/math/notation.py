@@ -27,7 +27,7 @@ _REWRITES = [
         ),
         (rf"\\text\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
         (r"_\s*\{\s*\\text\s*\{\s*(?:base\s*)?\(?\s*(\w*)\s*\)?\s*\}\s*(\d*)\s*\}", r"_{\1\2}"),
-        (r"\\text\s*\{\s*\(?\s*base\s*(\w+)\s*\)?\s*\}$", r"_{\1}"),
+        (r"\\text\s*\{\s*\(?\s*base(?: (\w+)|(\d+))\s*\)?\s*\}$", r"_{\1\2}"),
         (r"\\text\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)", r"\1"),
         (r"\\text\s*\{\s*([:,])\s*\}|\{(:)\}", r"\1\2"),
         (r"\\colon(?![A-Za-z])", ":"),
@@ -41,7 +41,7 @@ _REWRITES = [
         (r"(?<![A-Za-z])([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
         (r"(?<=\d)\s*\^\s*\{?\s*(\\text\s*\{\s*(?:th|st|nd|rd)\s*\})\s*\}?", r"\1"),
         (r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))", r"\\degree "),
-        (r"\\degree\s*(?:\\text\s*\{\s*[CF]\s*\}|[CF])\s*$", r"\\degree "),
+        (r"\\degree\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))\s*$", r"\\text{ degree \1\2}"),
         (r"\\mu\s*\\text\s*\{\s*(?=[a-z])", r"\\text{u"),
         (r"(?<=[\d}])\s*\\Omega\s*$", r"\\text{ ohm}"),
         (r"\\mathbb\s*\{\s*R\s*\}", r"(-\\infty,\\infty)"),
@@ -59,6 +59,7 @@ _REWRITES = [
         ),
     )
 ]
+_ROUNDED = re.compile(r" ?-?\d+(?:\.\d+)?(?: ?\\text ?\{[^{}]*\})? ?")
 _THOUSANDS = re.compile(r"(?:[^,]*=)?[^,=\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d].*)?")
 
 
@@ -69,11 +70,11 @@ def clean(text: str) -> str:
     text = text.translate(_SIGNS)
     if not text.isascii():
         raise UnreadableError("letters or digits that are not ASCII")
-    text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", text)
+    text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", re.sub(r"\s+", " ", text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    exact, rounded, _ = text.partition("\\approx")
-    if rounded and "=" not in exact and re.search(r"\d", exact):
+    exact, _, rounded = text.partition("\\approx")
+    if _ROUNDED.fullmatch(rounded) and "=" not in exact and re.search(r"\d", exact):
         text = exact
     while match := _POWER_IN_TEXT.search(text):  # \text{m \cdot s^{-1}}
         inside = f"^{match[2]}" if match[2] else "*"
@@ -131,7 +132,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
-_ROMAN = re.compile(r"[IVX]{2,}")
+ROMAN = re.compile(r"[IVX]{2,}")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 
 
@@ -142,7 +143,7 @@ def words(text: str) -> str | None:
     if not WORDS.fullmatch(said):
         return None
     long = any(len(word) > 2 for word in re.findall("[A-Za-z]+", said)) or said.casefold() == "no"
-    if long or (wrapped and len(said) > 1) or _ROMAN.fullmatch(said):
+    if long or (wrapped and len(said) > 1) or ROMAN.fullmatch(said):
         return said.casefold()
     return None
 
@@ -151,7 +152,7 @@ def unwrapped(text: str) -> str:
     r"""`5` for `\text{5}`, `C` for `\text{(C)}` and `(C)`."""
     wrapped = _TEXT.fullmatch(text)
     text = wrapped[1].strip() if wrapped else text
-    letter = re.fullmatch(r"\(?\s*([A-Za-z])\s*\)|([A-Za-z])\s*\.", text)
+    letter = re.fullmatch(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.", text)
     return letter[1] or letter[2] if letter else text
 
 
@@ -234,7 +235,14 @@ def _joined(text: str) -> str:
     return text
 
 
-_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 
 
 def scaled(unit: str) -> tuple[int, str]:
