@@ -69,11 +69,7 @@ def run(path: Path, kind: str) -> ModuleType:
 
 def blame(path: Path, error: Exception) -> str:
     """The file and the line of it that an error came from."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f"{path}, line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"{path}, line {lines[-1] if lines else '?'}"
+    return _place({str(path)}, error) or f"{path}, line ?"
 
 
 @contextmanager
@@ -84,15 +80,17 @@ def answering_for(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        known = {str(path) for path in _RAN.values()}
-        path = next((p for p in _files_of(error) if p in known), None)
-        where = f"{blame(Path(path), error)}: " if path else ""
-        raise UserError(f"{what}: {where}{type(error).__name__}: {first_line(error)}") from error
+        where = _place({str(path) for path in _RAN.values()}, error)
+        said = f"{where}: " if where else ""
+        raise UserError(f"{what}: {said}{type(error).__name__}: {first_line(error)}") from error
 
 
-def _files_of(error: Exception) -> list[str]:
-    """The files that an error went through, the innermost first."""
-    return [frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))]
+def _place(files: set[str], error: Exception) -> str:
+    """The innermost of these files that an error came from, and the line of it; "" if from none."""
+    if isinstance(error, SyntaxError) and error.filename in files:
+        return f"{error.filename}, line {error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def member(module: ModuleType, name: str, where: str) -> Any:

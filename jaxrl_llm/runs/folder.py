@@ -65,11 +65,13 @@ def began_with(folder: Path) -> str | None:
 
 
 def require_at_most(folder: Path, steps: int) -> None:
-    """A UserError if the run has made more."""
+    """A UserError if a run that goes on has made more."""
+    if not resumable(folder):
+        return
     there = folder / "checkpoints"
     names = [*desk.entries(there), *(path.name for path in there.glob("*"))]
     done = max((int(name) for name in names if name.isdigit()), default=0)
-    if resumable(folder) and done > steps:
+    if done > steps:
         raise UserError(
             f"{folder} has made {done} steps, and would have {steps} with these --steps: "
             f"give {done - steps} more, or leave --steps out"

@@ -10,6 +10,7 @@ from jaxrl_llm.tasks.math.check import Verdict
 from jaxrl_llm.tasks.math.evaluated import worked_out
 from jaxrl_llm.tasks.math.expression import UnreadableError, key, parse
 from jaxrl_llm.tasks.math.plainly import plainly
+from tests.tasks import notations
 
 RIGHT = (
     ("2<x<5", "5>x>2"),
@@ -256,12 +257,12 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize(("truth", "answer"), RIGHT)
+@pytest.mark.parametrize(("truth", "answer"), RIGHT + notations.RIGHT)
 def test_honest_forms_are_right(checker, truth, answer):
     assert checker.check(truth, answer) is Verdict.EQUAL
 
 
-@pytest.mark.parametrize(("truth", "answer"), WRONG)
+@pytest.mark.parametrize(("truth", "answer"), WRONG + notations.WRONG)
 def test_other_values_and_what_is_left_to_compute_are_wrong(checker, truth, answer):
     assert checker.check(truth, answer) is Verdict.DIFFERENT
 

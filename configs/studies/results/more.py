@@ -5,6 +5,7 @@ From the records alone, in points of accuracy where nothing else is said; 95% in
 
 import json
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,15 @@ DOSES = (0.0, 0.15, 0.35, 0.6)
 Values = Mapping[int, float]  # by seed
 
 
+@cache
+def recorded(study: str) -> dict:
+    """The results of a study."""
+    return json.loads((HERE / study / "results.json").read_text())
+
+
 def runs(study: str, panel: str, variant: str) -> list[dict]:
     """The records of a cell of a study."""
-    found = json.loads((HERE / study / "results.json").read_text())["runs"]
+    found = recorded(study)["runs"]
     return [r for r in found if (r["panel"], r["variant"]) == (panel, variant)]
 
 
@@ -112,8 +119,7 @@ def main() -> None:
     for figure in ("sampled_mean", "sampled", "greedy", "kl_reference"):
         chances, apart = {}, {}
         lopti = values("controls", "", "Lopti", figure)
-        study = json.loads((HERE / "controls" / "results.json").read_text())["study"]
-        for variant in [v for v in study["variants"] if v != "Lopti"]:
+        for variant in [v for v in recorded("controls")["study"]["variants"] if v != "Lopti"]:
             apart[variant] = statistics.differences(values("controls", "", variant, figure), lopti)
             chances[variant] = statistics.chance(apart[variant])
         corrected = statistics.holm(chances)

@@ -5,6 +5,7 @@ So `\sqrt{3}/2` is an answer, and `\sum_{k=1}^{10} k^2`, `\log_2 8`, `2+3`, `\sq
 
 from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 
 from jaxrl_llm.tasks.math.expression import (
@@ -100,13 +101,17 @@ def _core(factor: Node) -> str:
     if radicand is None or degree is None or degree.denominator != 1 or not 2 <= degree <= 8:
         return key(factor)
     n = int(degree)
-    left = radicand.numerator * radicand.denominator ** (n - 1)
-    if abs(left) > _NUMBER:
-        return key(factor)
+    whole = radicand.numerator * radicand.denominator ** (n - 1)
+    return key(factor) if abs(whole) > _NUMBER else f"root {n} of {_stays(whole, n)}"
+
+
+@lru_cache(maxsize=4096)
+def _stays(radicand: int, n: int) -> int:
+    """What stays under a root of degree n when all has been taken out; a text may have the same root often."""
     for prime in range(2, _PRIMES):
-        while left and left % prime**n == 0:
-            left //= prime**n
-    return f"root {n} of {left}"
+        while radicand and radicand % prime**n == 0:
+            radicand //= prime**n
+    return radicand
 
 
 def _factors(node: Node) -> list[Node]:

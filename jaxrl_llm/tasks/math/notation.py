@@ -143,7 +143,7 @@ def words(text: str) -> str | None:
     if not WORDS.fullmatch(said):
         return None
     long = any(len(word) > 2 for word in re.findall("[A-Za-z]+", said)) or said.casefold() == "no"
-    if long or (wrapped and len(said) > 1) or ROMAN.fullmatch(said):
+    if long or (wrapped and len(said) > 1):
         return said.casefold()
     return None
 

@@ -1,8 +1,4 @@
-"""Right and wrong answers in the notations that models and data sets use beside the plain ones."""
-
-import pytest
-
-from jaxrl_llm.tasks.math.check import Verdict
+"""Truths with right and wrong answers, in the notations that models and data sets use beside the plain ones."""
 
 RIGHT = (
     (r"5\text{ million}", "5000000"),
@@ -145,13 +141,3 @@ WRONG = (
     ("(0,1)", r"\mathbb{R}"),
     ("10", "m-n=10+1"),
 )
-
-
-@pytest.mark.parametrize(("truth", "answer"), RIGHT)
-def test_right(checker, truth, answer):
-    assert checker.check(truth, answer) is Verdict.EQUAL
-
-
-@pytest.mark.parametrize(("truth", "answer"), WRONG)
-def test_wrong(checker, truth, answer):
-    assert checker.check(truth, answer) is Verdict.DIFFERENT
