@@ -165,11 +165,14 @@ def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     ends = job.ends()
     assert time.monotonic() - start < LOST + 20
     assert ends[victim] == -signal.SIGKILL
-    assert ends[1 - victim] != 0
     said = job.said(1 - victim)
     assert "Traceback" not in said
-    named = "process 1 on " if victim else "the leader (usually slice 0 task 0)"
-    assert named in said
+    if victim or ends[1] == 2:
+        assert ends[1 - victim] == 2
+        assert f"jaxrl-llm: process {victim} on " in said
+    else:  # JAX misses the first in its own way, mostly before we do
+        assert ends[1] == -signal.SIGABRT
+        assert "the leader (usually slice 0 task 0)" in said
     Job(environment, job.out, 2, 2, "--resume", "auto").finished()
     assert metrics(job.out) == metrics(pair)
 
