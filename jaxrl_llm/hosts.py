@@ -158,9 +158,12 @@ def announce(error: BaseException) -> None:
 
 
 def _outwait(error: BaseException) -> None:
-    """If it is of a program that one of us is missing from, the watch will say who."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        time.sleep(_JOB.lost + 2 * BEAT)
+    """If it comes of a program, or of a store, that one of us is missing from, the watch will say who."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
+        cause = cause.__cause__
+    if cause is not None and "Barrier timed out" not in str(cause):
+        time.sleep(1.25 * _JOB.lost + 5 * BEAT)
 
 
 def exchange(payload: bytes) -> list[bytes]:

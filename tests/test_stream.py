@@ -52,6 +52,7 @@ def test_a_stream_goes_on_from_the_notes_of_a_checkpoint(ahead):
         stream.take(step)
     if ahead:
         stream.begin(3)
+        stream.settle()
     notes = Notes("reinforce", 0.5, stream.cursor())
     again = Notes.from_json(json.loads(json.dumps(notes.to_json() | {"fingerprint": {}})))
     assert (again.phase, again.best) == (notes.phase, notes.best)

@@ -198,16 +198,18 @@ def _end(process: subprocess.Popen) -> None:
 
 def _bound(log: Path) -> None:
     """Moves the end of a long log aside; the server goes on at its beginning, because it appends."""
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        log.with_name(log.name + ".1").write_bytes(_tail(log, LOG_BYTES))
-        os.truncate(log, 0)
+    with contextlib.suppress(FileNotFoundError):  # somebody has moved it
+        if log.stat().st_size > LOG_BYTES:
+            log.with_name(log.name + ".1").write_bytes(_tail(log, LOG_BYTES))
+            os.truncate(log, 0)
 
 
 def _last_error(log: Path) -> str:
     """The last line of a log that speaks of an error."""
-    if not log.exists():
+    try:
+        lines = _tail(log, TAIL_BYTES).decode(errors="replace").splitlines() or ["it is empty"]
+    except FileNotFoundError:
         return "it is gone"
-    lines = _tail(log, TAIL_BYTES).decode(errors="replace").splitlines() or ["it is empty"]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines)[-1].strip()[:300]
 

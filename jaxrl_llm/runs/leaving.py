@@ -1,5 +1,6 @@
 """Leaving in good order: a signal or the clock asks, what may be dropped is dropped, what is known is saved."""
 
+import gc
 import os
 import select
 import signal
@@ -8,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 from jaxrl_llm import hosts
 from jaxrl_llm.errors import Leaving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds that a second Ctrl-C leaves
+AGAIN = b"\0"  # beside the numbers of signals: one came where it could not be raised
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
 
 
@@ -65,27 +68,41 @@ def leaving_gracefully(
     A second Ctrl-C interrupts.
     """
 
-    def ask(number: int, frame: object) -> None:
-        del frame
-        if stop.asked and number == signal.SIGINT:
+    def ask(number: int, frame: FrameType | None) -> None:
+        if _of_the_collector(frame):
+            os.write(write, AGAIN)
+        elif stop.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.ask()
+        else:
+            stop.ask()
 
     read, write = os.pipe()
     os.set_blocking(write, False)
+    over = threading.Lock()  # held while we ask ourselves; from the end on for good
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     before = {number: signal.signal(number, ask) for number in SIGNALS}
-    threading.Thread(target=_watch, args=(read, grace, minutes), daemon=True).start()
+    threading.Thread(target=_watch, args=(read, over, grace, minutes), daemon=True).start()
     try:
         yield
     finally:
+        over.acquire()
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         os.close(write)
 
 
-def _watch(read: int, grace: float, minutes: float | None) -> None:
+def _of_the_collector(frame: FrameType | None) -> bool:
+    """Whether it is one of the garbage collector's: what is raised there Python prints, and goes on."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _watch(read: int, over: threading.Lock, grace: float, minutes: float | None) -> None:
     """Reads the numbers of signals as they arrive, though the main thread may be deep in a program.
 
     Asks when the time is over, and ends the process when the grace is.
@@ -100,15 +117,25 @@ def _watch(read: int, grace: float, minutes: float | None) -> None:
             if not numbers:  # closed: the block is over
                 os.close(read)
                 return
+            if AGAIN in numbers:
+                time.sleep(0.01)
+                _ask_here(over)
             for number in (n for n in numbers if n in SIGNALS):
                 interrupts += number == signal.SIGINT
                 latest = time.monotonic() + (grace if interrupts < 2 else HURRY)
                 deadline = latest if deadline is None else min(deadline, latest)
         elif deadline is None:
             deadline = time.monotonic() + grace
-            os.kill(os.getpid(), signal.SIGUSR1)
+            _ask_here(over)
         else:
             _end(grace, interrupted=interrupts > 1)
+
+
+def _ask_here(over: threading.Lock) -> None:
+    """Asks the main thread to leave, unless the block is over: the signal would end the process."""
+    if over.acquire(blocking=False):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        over.release()
 
 
 def _end(grace: float, *, interrupted: bool) -> None:

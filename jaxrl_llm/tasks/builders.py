@@ -136,9 +136,9 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
                 builder = make()
             builder.download_and_prepare(file_format="array_record")
         except OSError as error:
-            builder = make()
-            if not builder.data_path.exists():  # else another process has built the same meanwhile
+            if not make().data_path.exists():  # else another process has built the same meanwhile
                 raise UserError(f"cannot build the data set: {error}") from error
+        builder = make()  # of what is there now, whoever has put it there
         sources = [builder.as_data_source(split=split) for split in SPLITS]
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
 

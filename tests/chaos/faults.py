@@ -83,7 +83,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
     A jump back while a checkpoint is written: tensorstore waits until the clock is there again. SIGTERM ends that.
     """
-    after = draw.randrange(whole.operations)
+    after = int(draw.random() * whole.operations)
     seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
     scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
     end = time.monotonic() + 3 * whole.seconds + 30
@@ -98,7 +98,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
 def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Operations on files fail, from a random one on."""
-    first = draw.randrange(whole.operations)
+    first = int(draw.random() * whole.operations)
     scene.start(first, first + count - 1, code, -1, 0)
     return f"operation {first} of {whole.operations}"
 
@@ -106,7 +106,7 @@ def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Und
 def torn_off(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Killed in the middle of an operation on a file; half of a write is done."""
     scene.told = (signal.SIGKILL,)
-    first = draw.randrange(whole.operations)
+    first = int(draw.random() * whole.operations)
     scene.start(first, first, -1, -1, 0)
     return f"operation {first} of {whole.operations}"
 
@@ -152,7 +152,7 @@ def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
     """A bit of a file is another."""
     if not (files := _files(scene, kind)):
         return "nothing there", {}
-    path = draw.choice(files)
+    path = draw.choice(sorted(files, key=lambda p: (str(p.parent), p.stat().st_size)))
     content = path.read_bytes()
     at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
     path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])

@@ -195,7 +195,7 @@ class Scene:
             raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
         lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
         if status in (0, UNFINISHED):
-            return "stopped" if "go on with --resume" in text or lines else "completed"
+            return "stopped" if status or lines else "completed"
         if status in (1, 2) and len(lines) == 1:
             return "a line"
         if status == 130 and signal.SIGINT in self.told:

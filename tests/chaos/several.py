@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from tests.chaos.scene import (
 from tests.chaos.trial import RESUMES, Trial
 from tests.runs import s3
 from tests.runs.conftest import forget
+from tests.runs.process import port
 
 DEVICES = 4  # of a job, shared out
 LOST = 15.0
@@ -64,8 +64,7 @@ class Job:
 
     def start(self, victim: int = 0, arm: tuple[int, ...] = ()) -> None:
         """Starts all, or resumes them; `arm` is what shim.c is to do to one."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            where = f"127.0.0.1:{free.getsockname()[1]}"
+        where = f"127.0.0.1:{port()}"
         for i, one in enumerate(self.members):
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             one.start(*(arm if i == victim else ()))
@@ -242,7 +241,7 @@ def full(
     job: Job, victim: int, kind: str, draw: random.Random, whole: Undisturbed
 ) -> tuple[str, list[str]]:
     """From a random operation on, or for one, there is no room for what a process writes."""
-    first = draw.randrange(whole.operations)
+    first = int(draw.random() * whole.operations)
     last = first if kind == FULL_ONCE else FOREVER
     job.start(victim, (first, last, errno.ENOSPC, -1, 0))
     return f"operation {first}", job.ends(3 * whole.seconds + 60 + LOST + SLACK)

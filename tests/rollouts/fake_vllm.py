@@ -41,7 +41,7 @@ class Fake:
         self.label = "default"
         self.calls, self.bodies, self.loaded = Counter(), [], []
         self.cache_cleared = True
-        self._open = set()
+        self._open, self._lock, self._dead = set(), threading.Lock(), False
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -58,7 +58,10 @@ class Fake:
 
             def setup(self):
                 super().setup()
-                fake._open.add(self.connection)
+                with fake._lock:
+                    fake._open.add(self.connection)
+                    if fake._dead:
+                        fake.cut()
 
             def do_GET(self):
                 self.reply({})
@@ -70,11 +73,12 @@ class Fake:
 
             def reply(self, body):
                 path = self.path.split("?")[0]
-                fake.calls[path] += 1
+                key, query = self.headers.get("Authorization"), self.path.partition("?")[2]
+                with fake._lock:
+                    fake.calls[path] += 1
+                    number = fake.calls[path]
                 try:
-                    status, content = fake.answer(
-                        path, body, self.headers.get("Authorization"), self.path.partition("?")[2]
-                    )
+                    status, content = fake.answer(path, body, key, query, number)
                 except ConnectionError:
                     self.connection.close()
                     self.close_connection = True
@@ -107,14 +111,19 @@ class Fake:
         """Stops listening and cuts every connection."""
         self.http.shutdown()
         self.http.server_close()
+        with self._lock:
+            self._dead = True
+            self.cut()
+
+    def cut(self):
         for connection in self._open:
             with contextlib.suppress(OSError):
                 connection.shutdown(2)
 
-    def answer(self, path, body, authorization, query=""):
+    def answer(self, path, body, authorization, query, number):
         if authorization != f"Bearer {self.key}" and path != "/health":
             return 401, b'{"error": "Unauthorized"}'
-        if self.fault is not None and (instead := self.fault(path, body, self.calls[path])):
+        if self.fault is not None and (instead := self.fault(path, body, number)):
             return instead
         if path.startswith("/weights/"):
             return self.received(path, query, body)

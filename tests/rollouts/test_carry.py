@@ -190,17 +190,18 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
         assert same(new.loaded[-1], newest(root))
 
 
-def test_time_is_allowed_by_the_part(root, there):
+def test_time_is_allowed_by_the_part(root, there, monkeypatch):
     """All together take longer than an answer may, and longer than patience."""
+    monkeypatch.setattr(carry, "PART_BYTES", 300)
     with Elsewhere(there, fault=lambda path, *_: slow(path)) as fake:
-        made = carried(fake, root=root, timeout=0.4, patience=0.4)
+        made = carried(fake, root=root, timeout=1.0, patience=1.0)
         made.push(WEIGHTS, 1)
         assert made.sync["sync/reload"] > 1.0
 
 
 def slow(path):
     if path == "/weights/part":
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):

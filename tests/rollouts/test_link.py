@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -285,11 +286,13 @@ with socket.socket(socket.AF_UNIX) as listener:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_who_has_taken_the_place_of_a_socket_gets_no_key(tmp_path):
-    tmp_path.chmod(0o777)
-    for parent in list(tmp_path.parents)[:-2]:
-        parent.chmod(0o755)
-    path = tmp_path / "s"
+def test_who_has_taken_the_place_of_a_socket_gets_no_key():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        taken(f"{folder}/s")
+
+
+def taken(path):
     with subprocess.Popen(
         [sys.executable, "-c", LISTENER, path], stdout=subprocess.PIPE, text=True
     ) as other:

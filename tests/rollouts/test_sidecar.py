@@ -28,6 +28,7 @@ from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
 from tests import tiny
 
 HERE = Path(__file__).parent
+RUN = f".{os.getpid():07d}"  # what sleeps for other tests on this machine is not ours
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,13 @@ def commands(word):
     return [args for _, args in listing(word)]
 
 
+def end(victims):
+    """Kills what is still there of them."""
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def servers(car):
     return [pid for pid in processes(car.launch.url[7:]) if pid not in processes("keeper.py")]
 
@@ -105,8 +113,7 @@ def test_a_server_is_started_restarted_with_the_newest_and_ended(root, car):
     car.serve(root / "newer")
     assert model_of(car) == root / "weights"  # it is for a sync to change that
     car.server.post("/update_weight_version", {"new_version": "a-1"})
-    for pid in servers(car):
-        os.kill(pid, signal.SIGKILL)
+    end(servers(car))
     until(lambda: car.restarts == 1 and car.answers())
     assert model_of(car) == root / "newer"
     assert car.server.label() is None  # and for who uses it to say what it serves
@@ -135,8 +142,7 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, t
         with contextlib.closing(Server(url[0], keys.read_key(Path(key[1])))) as server:
             assert server.label() is None
         victims = [p for p in processes(url[1]) if p not in processes("keeper.py")]
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
+        end(victims)
         assert "started again" in serving.stdout.readline()
         serving.terminate()
         try:
@@ -219,7 +225,7 @@ def test_a_server_is_told_no_secrets_that_it_does_not_need(root, python, monkeyp
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_server_ends_with_its_trainer(root, how):
     """However that ends; and a child that does not heed SIGTERM ends as well."""
-    stubborn = f"trap '' TERM; sleep 987{how} & wait; wait"
+    stubborn = f"trap '' TERM; sleep 987{how}{RUN} & wait; wait"
     trainer = f"""
 import os, subprocess, sys, time
 keep = [sys.executable, {keeper.__file__!r}, str(os.getpid()), {str(root)!r}]
@@ -227,10 +233,10 @@ subprocess.Popen([*keep, "sh", "-c", {stubborn!r}], start_new_session=True, stdi
 time.sleep(100)
 """
     process = subprocess.Popen([sys.executable, "-c", trainer])
-    until(lambda: len(processes(f"sleep 987{how}")) >= 2)
+    until(lambda: len(processes(f"sleep 987{how}{RUN}")) >= 2)
     process.send_signal(how)
     process.wait()
-    until(lambda: not processes(f"sleep 987{how}"))
+    until(lambda: not processes(f"sleep 987{how}{RUN}"))
     until(lambda: not root.exists())
 
 
@@ -242,29 +248,29 @@ def kept(root, *command):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_job_is_for_the_trainer(root, how):
-    with kept(root, "sleep", f"986{how}") as process:
-        until(lambda: len(processes(f"sleep 986{how}")) == 2)
+    with kept(root, "sleep", f"986{how}{RUN}") as process:
+        until(lambda: len(processes(f"sleep 986{how}{RUN}")) == 2)
         process.send_signal(how)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=1)
-        assert processes(f"sleep 986{how}")
+        assert processes(f"sleep 986{how}{RUN}")
         process.stdin.close()
         process.wait(timeout=10)
-    assert not processes(f"sleep 986{how}")
+    assert not processes(f"sleep 986{how}{RUN}")
     assert root.exists()
 
 
 def test_the_server_ends_with_its_keeper(root):
     """Nobody is left to end it, so the kernel does."""
-    with kept(root, "sleep", "985") as process:
-        until(lambda: len(processes("sleep 985")) == 2)
+    with kept(root, "sleep", f"985{RUN}") as process:
+        until(lambda: len(processes(f"sleep 985{RUN}")) == 2)
         process.kill()
-    until(lambda: not processes("sleep 985"), seconds=5)
+    until(lambda: not processes(f"sleep 985{RUN}"), seconds=5)
 
 
 def test_nothing_is_left_if_trainer_and_keeper_are_killed_at_once(root):
     """The kernel kills the first process of the server alone."""
-    tree = "sh -c 'sleep 982 & sleep 982' & sleep 982 & sleep 982"
+    tree = "sh -c 'SLEEP & SLEEP' & SLEEP & SLEEP".replace("SLEEP", f"sleep 982{RUN}")
     trainer = f"""
 import os, subprocess, sys, time
 keep = [sys.executable, {keeper.__file__!r}, str(os.getpid()), {str(root)!r}]
@@ -276,12 +282,14 @@ time.sleep(100)
     with process:
         keeping = int(process.stdout.readline())
         until(
-            lambda: len([args for args in commands("sleep 982") if args.startswith("sleep")]) == 4
+            lambda: (
+                len([args for args in commands(f"sleep 982{RUN}") if args.startswith("sleep")]) == 4
+            )
         )
         os.kill(process.pid, signal.SIGSTOP)  # it ends nothing, and neither does its keeper
         os.kill(keeping, signal.SIGKILL)
         process.kill()
-    until(lambda: not processes("sleep 982"), seconds=5)
+    until(lambda: not processes(f"sleep 982{RUN}"), seconds=5)
 
 
 def test_a_keeper_does_not_end_before_its_server(root, monkeypatch, tmp_path):
@@ -289,24 +297,24 @@ def test_a_keeper_does_not_end_before_its_server(root, monkeypatch, tmp_path):
     keeping = tmp_path / "keeper.py"
     keeping.write_text(Path(keeper.__file__).read_text().replace("GRACE = 10.0", "GRACE = 0.3"))
     monkeypatch.setattr(keeper, "__file__", str(keeping))
-    stubborn = "trap '' TERM; sleep 984 & sleep 984; sleep 984"
+    stubborn = "trap '' TERM; SLEEP & SLEEP; SLEEP".replace("SLEEP", f"sleep 984{RUN}")
     with kept(root, "sh", "-c", stubborn) as process:
-        until(lambda: len(processes("sleep 984")) >= 3)
+        until(lambda: len(processes(f"sleep 984{RUN}")) >= 3)
         process.stdin.close()
         process.wait(timeout=10)
-        until(lambda: not processes("sleep 984"), seconds=1)
+        until(lambda: not processes(f"sleep 984{RUN}"), seconds=5)
 
 
 def test_the_last_of_a_server_tidies_up(root):
     """As a process of multiprocessing does, when all others are gone: shared memory would stay for ever."""
     left = root / "shared"
     tidy = f"trap '' TERM; touch {left}; while kill -0 $1 2>/dev/null; do sleep 0.1; done; sleep 0.5; rm {left}"
-    with kept(root, "sh", "-c", 'sh -c "$0" tidy $$ & exec sleep 983', tidy) as process:
+    with kept(root, "sh", "-c", f'sh -c "$0" tidy $$ & exec sleep 983{RUN}', tidy) as process:
         until(left.exists)
         process.stdin.close()
         process.wait(timeout=10)
     assert not left.exists()
-    until(lambda: not processes("sleep 983"))
+    until(lambda: not processes(f"sleep 983{RUN}"))
 
 
 def test_a_keeper_that_is_killed_leaves_one_server_not_two(root, car):
@@ -314,8 +322,7 @@ def test_a_keeper_that_is_killed_leaves_one_server_not_two(root, car):
     car.serve(root / "weights")
     until(car.answers)
     older = servers(car)
-    for pid in set(processes(car.launch.url[7:])) - set(older):
-        os.kill(pid, signal.SIGKILL)
+    end(set(processes(car.launch.url[7:])) - set(older))
     until(lambda: car.restarts == 1 and car.answers())
     assert len(servers(car)) == 1
     assert not set(older) & set(servers(car))
@@ -357,8 +364,7 @@ def test_a_root_that_vanishes_ends_the_server_with_a_line(root, car):
     car.serve(root / "weights")
     until(car.answers)
     shutil.rmtree(root)
-    for pid in servers(car):
-        os.kill(pid, signal.SIGKILL)
+    end(servers(car))
 
     def failed():
         try:

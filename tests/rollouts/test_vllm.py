@@ -191,15 +191,16 @@ def test_a_request_that_always_fails_is_given_up(tmp_path):
 
 
 def test_a_server_that_hangs_costs_a_timeout(tmp_path):
-    hang = iter([True])
+    hang, leave = iter([True]), threading.Event()
 
     def fault(path, body, number):
         if path == "/v1/completions" and number > 4 and next(hang, False):
-            time.sleep(2)
+            leave.wait(20)
 
     with Fake(fault=fault) as fake:
-        made = ready(fake, root=tmp_path, timeout=0.3)
+        made = ready(fake, root=tmp_path, timeout=1.0, patience=10.0)
         rollout = made.generate(PROMPTS, n=1, sampling=SAMPLING)
+        leave.set()
     assert list(rollout.responses) == expected_responses(1)
     assert made.counters["retries"] == 1
 

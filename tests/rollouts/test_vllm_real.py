@@ -3,6 +3,7 @@
 A start of the server takes half a minute or more; the tests that kill it wait for several.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -109,7 +110,8 @@ def processes(sampler):
 
 def kill(victims):
     for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])

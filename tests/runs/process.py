@@ -1,6 +1,9 @@
 """A run in a process of its own, as a user starts it."""
 
+import contextlib
 import pathlib
+import random
+import socket
 import subprocess
 import sys
 
@@ -8,6 +11,14 @@ from jaxrl_llm.runs import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = "tests/runs/quick.py"
+
+
+def port():
+    """One that is free, and not of those that the kernel gives to whoever asks for any."""
+    while True:
+        number = random.randrange(12_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
 
 
 def train(environment, out, *flags, program=("-m", "jaxrl_llm.cli"), config=QUICK):

@@ -5,8 +5,8 @@ whether an object is there and making it.
 """
 
 import contextlib
+import io
 import os
-import pathlib
 import selectors
 import socket
 import subprocess
@@ -16,21 +16,20 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.runs.process import ROOT, port
+
 BUCKET = "bucket"
 
 
 @contextlib.contextmanager
 def served() -> Iterator[int]:
     """The port of a server with an empty bucket."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.runs.s3", str(port)]
+    number = port()
+    command = [sys.executable, "-W", "ignore", "-m", "tests.runs.s3", str(number)]
     quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=clean(), **quiet) as server:
         try:
-            made = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+            made = urllib.request.Request(f"http://127.0.0.1:{number}/{BUCKET}", method="PUT")
             until = time.monotonic() + 120
             while True:
                 try:
@@ -40,7 +39,7 @@ def served() -> Iterator[int]:
                     assert server.poll() is None
                     assert time.monotonic() < until
                     time.sleep(0.1)
-            yield port
+            yield number
         finally:
             server.kill()
 
@@ -127,10 +126,15 @@ class Wire:
 def main(port: int) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
+    from werkzeug.wsgi import get_input_stream
 
     inner, alone = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def application(environ, start_response):
+        body = get_input_stream(
+            environ
+        ).read()  # of one that stands still, while nobody waits for it
+        environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
         with alone:
             return list(inner(environ, start_response))
 

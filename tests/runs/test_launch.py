@@ -20,7 +20,7 @@ import yaml
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.runs import process
-from tests.runs.process import metrics
+from tests.runs.process import metrics, port
 
 ROOT = pathlib.Path(__file__).parents[2]
 WHEEL = "jaxrl_llm-0.1.0-py3-none-any.whl"
@@ -230,6 +230,7 @@ def cluster(tmp_path, monkeypatch, environment):
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "SLURM_JOB_ID": "7",
+            "JAX_COORDINATOR_PORT": str(port()),  # not that of job 7
         }
 
         def add(self, name, text=NOTED):

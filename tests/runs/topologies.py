@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from jaxrl_llm.runs import assemble
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.tasks.pipeline import Batches
 from tests.chaos import small
-from tests.runs.process import ROOT
+from tests.runs.process import ROOT, port
 
 WRITERS = ("1x8", "2x4", "4x2")  # processes x devices of each
 READERS = (*WRITERS, "1x4", "2x2", "4x1", "1x1")
@@ -64,8 +63,7 @@ def main() -> None:
 def run(name: str, folder: Path, writes: str) -> None:
     """A job of processes, to its end."""
     processes, devices = map(int, name.split("x"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+    where = f"127.0.0.1:{port()}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),

@@ -76,6 +76,19 @@ def test_a_race_between_two_builds_is_won_by_both(tmp_path):
     assert outputs[0] == outputs[1] != ""
 
 
+def test_a_build_that_another_has_finished_meanwhile_is_opened(tmp_path):
+    """It was begun while nothing was there, and so knows nothing of what is."""
+
+    def late():
+        builder = builders.MathBuilder(PROBLEMS, PROBLEMS, data_dir=tmp_path)
+        if not builder.data_path.exists():
+            builders.math_problems(PROBLEMS, PROBLEMS, tmp_path)
+        return builder
+
+    train, _ = builders._prepared(late, builders._decode_problem)
+    assert sorted(p.question for p in train) == sorted(p.question for p in PROBLEMS)
+
+
 def test_configs_cover_each_number_of_people_and_the_mix():
     recipes = {
         name: vars(config)["recipe"].people
