@@ -1,5 +1,6 @@
 """What ends a run from outside: an error for people (one line, exit code 2, nothing half done), or a wish."""
 
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,6 +26,16 @@ def cannot_write(folder: Any, error: OSError, advice: str = "") -> UserError:
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def causes(error: BaseException, *, implicit: bool = False) -> Iterator[BaseException]:
+    """The error, the one that it was raised from (or `implicit`ly while), and so on; each once."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        yield link
+        seen.append(link)
+        link = link.__cause__ or (link.__context__ if implicit else None)
 
 
 class Leaving(KeyboardInterrupt):

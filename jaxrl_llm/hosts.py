@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 
 AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
@@ -34,6 +34,7 @@ LEAVE = 10.0  # seconds that one which knows of an end has for its own
 LEAST = 2**16  # bytes that an exchange has room for
 SLICE = 200  # milliseconds of a wait after which signals are looked at
 _FOREVER = 10**7  # seconds: JAX's own watch would end a process without a line
+_NOBODY_MISSING = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")
 
 
 @dataclass
@@ -93,8 +94,7 @@ def joined(
             yield
             agree()
         except BaseException as error:
-            agreed = getattr(error, "agreed", False)
-            if not agreed:
+            if not (agreed := getattr(error, "agreed", False)):
                 _outwait(error)
             _put(f"ended/{_JOB.index}", "" if agreed else _line(error))
             raise
@@ -159,10 +159,8 @@ def announce(error: BaseException) -> None:
 
 def _outwait(error: BaseException) -> None:
     """If it comes of a program, or of a store, that one of us is missing from, the watch will say who."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
-        cause = cause.__cause__
-    if cause is not None and "Barrier timed out" not in str(cause):
+    ours = (e for e in causes(error) if isinstance(e, jax.errors.JaxRuntimeError))
+    if any(not _NOBODY_MISSING.search(str(e)) for e in ours):
         time.sleep(1.25 * _JOB.lost + 5 * BEAT)
 
 
@@ -199,8 +197,7 @@ def _join(process: str) -> None:
             **place, initialization_timeout=2 * int(MEETING), heartbeat_timeout_seconds=_FOREVER
         )
     except (RuntimeError, ValueError) as error:
-        reason = first_line(error)
-        raise UserError(alone.format(process, reason)) from error
+        raise UserError(alone.format(process, first_line(error))) from error
     finally:
         met.set()
     from jax._src import distributed  # as orbax does: nothing public says what the processes share

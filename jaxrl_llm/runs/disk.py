@@ -53,16 +53,12 @@ def patiently(what: str, read: Callable[[], T]) -> T:
 
 def may_pass(error: BaseException) -> bool:
     """Whether an error is of the disk, the network or the memory, and not of what was read."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, MemoryError):
-            return True
-        if isinstance(chain, OSError) and chain.errno not in _MISSING:
-            return True
-        if _PASSING.search(str(chain)):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
+    return any(
+        isinstance(cause, MemoryError)
+        or (isinstance(cause, OSError) and cause.errno not in _MISSING)
+        or _PASSING.search(str(cause)) is not None
+        for cause in errors.causes(error, implicit=True)
+    )
 
 
 @contextmanager
@@ -111,9 +107,8 @@ class _ButGivenUp:
 
 def first_line(error: BaseException) -> str:
     """The innermost cause in a line; the libraries wrap an OSError in errors of their own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    line = errors.first_line(error)
+    *_, innermost = errors.causes(error)
+    line = errors.first_line(innermost)
     if "Barrier timed out" in line:
         return "another process has not written its part, and may say why"
     return line

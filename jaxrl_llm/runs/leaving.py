@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -16,8 +17,9 @@ from jaxrl_llm.errors import Leaving
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds that a second Ctrl-C leaves
-AGAIN = b"\0"  # beside the numbers of signals: one came where it could not be raised
+AGAIN = b"\0"  # beside the numbers of signals: one came where Leaving would be lost
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
+_WEAK = {f.__code__.co_filename for f in (weakref.finalize.__call__, weakref.WeakSet.__init__)}
 
 
 class Stop:
@@ -69,7 +71,8 @@ def leaving_gracefully(
     """
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if _of_the_collector(frame):
+        if _swallows(frame):
+            stop.asked = True
             os.write(write, AGAIN)
         elif stop.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -92,11 +95,12 @@ def leaving_gracefully(
         os.close(write)
 
 
-def _of_the_collector(frame: FrameType | None) -> bool:
-    """Whether it is one of the garbage collector's: what is raised there Python prints, and goes on."""
+def _swallows(frame: FrameType | None) -> bool:
+    """Whether it runs for the garbage collector or a finalizer: what is raised there is printed and lost."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
-        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+        code = frame.f_code
+        if code in callbacks or code.co_name == "__del__" or code.co_filename in _WEAK:
             return True
         frame = frame.f_back
     return False

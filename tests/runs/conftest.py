@@ -2,12 +2,19 @@
 
 import os
 import re
+import sys
 
 import pytest
 
 from jaxrl_llm import desk, storage
 from tests.runs import s3
 from tests.runs.process import finished
+
+
+@pytest.fixture(autouse=True)
+def _what_cannot_be_raised_is_reported(monkeypatch):
+    """In the next test too, though an error of the disk has silenced it."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
 
 @pytest.fixture(scope="session")

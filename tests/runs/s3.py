@@ -131,9 +131,7 @@ def main(port: int) -> None:
     inner, alone = DomainDispatcherApplication(create_backend_app), threading.Lock()
 
     def application(environ, start_response):
-        body = get_input_stream(
-            environ
-        ).read()  # of one that stands still, while nobody waits for it
+        body = get_input_stream(environ).read()  # one that stands still holds up nobody else
         environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
         with alone:
             return list(inner(environ, start_response))

@@ -223,7 +223,10 @@ def test_a_first_process_that_does_not_answer_is_given_up(monkeypatch):
     assert said[0] == (-1, "process 0 on a, through which all meet, has not answered for 1 s")
 
 
-@pytest.mark.parametrize(("said", "naps"), [("UNAVAILABLE: closed", 1), ("Barrier timed out", 0)])
+@pytest.mark.parametrize(
+    ("said", "naps"),
+    [("UNAVAILABLE: closed", 1), ("Barrier timed out", 0), ("RESOURCE_EXHAUSTED: no memory", 0)],
+)
 def test_a_process_that_goes_while_all_write_is_not_taken_for_a_full_disk(
     monkeypatch, tmp_path, said, naps
 ):
@@ -233,7 +236,10 @@ def test_a_process_that_goes_while_all_write_is_not_taken_for_a_full_disk(
     def ask(*_, **__):
         raise jax.errors.JaxRuntimeError(said)
 
-    monkeypatch.setattr(hosts.time, "sleep", lambda _: known.append(hosts._JOB.failure))
+    def sleep(seconds):
+        known.append((seconds > hosts._JOB.lost, hosts._JOB.failure))
+
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(sleep=sleep))
     job = hosts._Job(index=1, count=2, store=SimpleNamespace(key_value_set=ask))
     monkeypatch.setattr(hosts, "_JOB", job)
     with (
@@ -242,7 +248,7 @@ def test_a_process_that_goes_while_all_write_is_not_taken_for_a_full_disk(
         disk.writing(tmp_path, "a checkpoint"),
     ):
         ask()
-    assert known == [""] * naps
+    assert known == [(True, "")] * naps
     assert "cannot write a checkpoint" in job.failure
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -83,6 +84,12 @@ class Finalized:
         tell(signal.SIGTERM)
 
 
+def forgotten():
+    one = threading.Event()
+    weakref.finalize(one, tell, signal.SIGTERM)
+    del one
+
+
 def collected():
     def told(phase, _):
         if phase == "start":
@@ -95,12 +102,19 @@ def collected():
         gc.callbacks.remove(told)
 
 
-@pytest.mark.parametrize("collect", [collected, Finalized])
+@pytest.mark.parametrize("collect", [collected, forgotten, Finalized])
 def test_a_signal_in_a_garbage_collection_is_not_lost(collect):
     """What is raised there Python prints, and goes on."""
     stop = Stop()
     with leaving_gracefully(stop), pytest.raises(Leaving), stop.droppable():
         in_work(collect)
+
+
+@pytest.mark.parametrize("collect", [collected, forgotten, Finalized])
+def test_a_signal_at_the_end_that_cannot_be_raised_is_known(collect):
+    with leaving_gracefully(stop := Stop()):
+        collect()
+    assert stop.asked
 
 
 def test_a_second_interrupt_is_an_interrupt():
