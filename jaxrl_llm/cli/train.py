@@ -135,7 +135,9 @@ def _train(
             checkpoints = Checkpoints(
                 out / "checkpoints", config.keep_checkpoints, regular=config.saves, check=check
             )
-        written = (Journal if hosts.first() else Unwritten)(out, console, check=check)
+        written = stack.enter_context(
+            (Journal if hosts.first() else Unwritten)(out, console, check=check)
+        )
         try:
             with stop.droppable():
                 sampler = stack.enter_context(config.engine.start(parts.policy, parts.mesh, out))

@@ -5,10 +5,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import rich.console
 import rich.progress
@@ -41,6 +41,7 @@ class Journal:
         check: Callable[[], None] = lambda: None,
     ):
         self.folder, self.console, self._check = folder, console, check
+        self._open = ExitStack()
         self.progress = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(bar_width=12),
@@ -54,6 +55,14 @@ class Journal:
             console=console,
             expand=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets go of the files, where an error has kept them from being closed: that is what will be told."""
+        with suppress(OSError):
+            self._open.close()
 
     def start(self, after: int = -1) -> None:
         """Opens the files; what they hold of steps later than `after` is forgotten."""
@@ -75,8 +84,9 @@ class Journal:
                     "the file has lost its end"
                 )
             files.write(path, b"".join(map(seal.line, kept)).decode())
-            self._file = path.open("ab", buffering=0)
+            self._file = self._open.enter_context(path.open("ab", buffering=0))
             self._board = _Board(self.folder / "tensorboard", after + 1 if kept else None)
+            self._open.callback(self._board.close)
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
@@ -120,8 +130,7 @@ class Journal:
         """Everything to disk."""
         with self._writing(METRICS):
             os.fsync(self._file.fileno())
-            self._file.close()
-            self._board.close()
+            self._open.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -438,6 +438,8 @@ def test_a_missing_reference_is_one_line(copied, capsys):
     shutil.rmtree(copied / "reference")
     said = fails(capsys, "train", QUICK, "--out", copied, "--resume", "--steps", "7")
     assert "the policy before reinforcement, cannot be used" in said
+    opened = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.startswith(f"{copied}/")]
 
 
 def test_a_foreign_tokenizer_is_one_line(copied):
