@@ -1,12 +1,12 @@
 """The page of the studies says what their records say."""
 
-import json
 import pathlib
 import runpy
 
 import pytest
 
 STUDIES = pathlib.Path(__file__).parents[1] / "configs" / "studies"
+MORE = runpy.run_path(str(STUDIES / "results" / "more.py"))
 CURVE, END = "sampled_mean", "sampled"
 TABLES = [
     ("main", "GRPO", (CURVE, END, "greedy")),
@@ -21,7 +21,7 @@ ALONE = [
 
 
 def summary(study, panel, figure):
-    found = json.loads((STUDIES / "results" / study / "results.json").read_text())["summary"]
+    found = MORE["recorded"](study)["summary"]
     return [entry for entry in found if (entry["panel"], entry["figure"]) == (panel, figure)]
 
 
@@ -60,12 +60,7 @@ def test_tables(page, study, panel, figure):
 
 @pytest.mark.parametrize(("study", "panel"), ALONE)
 def test_rows_of_one_or_two_seeds(page, study, panel):
-    found = json.loads((STUDIES / "results" / study / "results.json").read_text())["runs"]
-    of = lambda variant: {
-        r["seed"]: r["figures"][END]
-        for r in found
-        if (r["panel"], r["variant"]) == (panel, variant)
-    }
+    of = lambda variant: {r["seed"]: r["figures"][END] for r in MORE["runs"](study, panel, variant)}
     base = of("plain")
     ahead = (
         ", ".join(points(x - base[seed]) for seed, x in sorted(of(variant).items()))

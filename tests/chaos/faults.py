@@ -1,8 +1,6 @@
 """What can happen to a run: each fault starts it, does its worst at a random moment, and says when that was."""
 
-import contextlib
 import errno
-import os
 import random
 import signal
 import time
@@ -13,6 +11,8 @@ from pathlib import Path
 
 from tests.chaos import proxy
 from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
+from tests.processes import kill
+from tests.runs.process import steady
 
 NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9
@@ -83,7 +83,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
     A jump back while a checkpoint is written: tensorstore waits until the clock is there again. SIGTERM ends that.
     """
-    after = int(draw.random() * whole.operations)
+    after = whole.operation(draw)
     seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
     scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
     end = time.monotonic() + 3 * whole.seconds + 30
@@ -98,7 +98,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
 
 def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Operations on files fail, from a random one on."""
-    first = int(draw.random() * whole.operations)
+    first = whole.operation(draw)
     scene.start(first, first + count - 1, code, -1, 0)
     return f"operation {first} of {whole.operations}"
 
@@ -106,7 +106,7 @@ def failing(code: int, count: int, scene: Scene, draw: random.Random, whole: Und
 def torn_off(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """Killed in the middle of an operation on a file; half of a write is done."""
     scene.told = (signal.SIGKILL,)
-    first = int(draw.random() * whole.operations)
+    first = whole.operation(draw)
     scene.start(first, first, -1, -1, 0)
     return f"operation {first} of {whole.operations}"
 
@@ -152,7 +152,7 @@ def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
     """A bit of a file is another."""
     if not (files := _files(scene, kind)):
         return "nothing there", {}
-    path = draw.choice(sorted(files, key=lambda p: (str(p.parent), p.stat().st_size)))
+    path = draw.choice(steady(files))
     content = path.read_bytes()
     at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
     path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
@@ -191,18 +191,11 @@ def server_signalled(
         *(_pids(scene, keeper=False) if "server" in victims else []),
         *([scene.pid] if "trainer" in victims else []),
     ]
-    for pid in chosen:
-        _tell(pid, number)
+    kill(chosen, number)
     if number == signal.SIGSTOP:
         time.sleep(draw.uniform(0.5, 15.0))
-        for pid in chosen:
-            _tell(pid, signal.SIGCONT)
+        kill(chosen, signal.SIGCONT)
     return f"{moment}, {len(chosen)} processes"
-
-
-def _tell(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
@@ -212,8 +205,7 @@ def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str
     for path in scene.folder.rglob("vllm-0.sock"):
         path.unlink(missing_ok=True)
     time.sleep(draw.uniform(0.0, 2.0))
-    for pid in _pids(scene, keeper=False):
-        _tell(pid, signal.SIGKILL)
+    kill(_pids(scene, keeper=False))
     return moment
 
 

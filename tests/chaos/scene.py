@@ -19,6 +19,7 @@ from jaxrl_llm.runs import journal
 from jaxrl_llm.runs.leaving import UNFINISHED
 from jaxrl_llm.runs.lock_notes import Files, Lock, holder_of
 from tests.chaos.proxy import Proxy
+from tests.processes import kill
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "chaos" / "small.py"
@@ -102,6 +103,10 @@ class Undisturbed:
     moments: list[str]
     operations: int
     calls: dict[str, int] = field(default_factory=dict)
+
+    def operation(self, draw: random.Random) -> int:
+        """One of its operations on files; nearly the same where a run has had a few more or less."""
+        return int(draw.random() * self.operations)
 
 
 @dataclass
@@ -222,9 +227,7 @@ class Scene:
         return found
 
     def kill_all(self) -> None:
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.processes())
         if self.pid:
             self.signal(signal.SIGKILL)
             self.until(lambda: False)

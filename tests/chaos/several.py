@@ -241,7 +241,7 @@ def full(
     job: Job, victim: int, kind: str, draw: random.Random, whole: Undisturbed
 ) -> tuple[str, list[str]]:
     """From a random operation on, or for one, there is no room for what a process writes."""
-    first = int(draw.random() * whole.operations)
+    first = whole.operation(draw)
     last = first if kind == FULL_ONCE else FOREVER
     job.start(victim, (first, last, errno.ENOSPC, -1, 0))
     return f"operation {first}", job.ends(3 * whole.seconds + 60 + LOST + SLACK)

@@ -26,6 +26,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.server import Server
 from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
 from tests import tiny
+from tests.processes import kill
 
 HERE = Path(__file__).parent
 RUN = f".{os.getpid():07d}"  # what sleeps for other tests on this machine is not ours
@@ -88,13 +89,6 @@ def commands(word):
     return [args for _, args in listing(word)]
 
 
-def end(victims):
-    """Kills what is still there of them."""
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def servers(car):
     return [pid for pid in processes(car.launch.url[7:]) if pid not in processes("keeper.py")]
 
@@ -113,7 +107,7 @@ def test_a_server_is_started_restarted_with_the_newest_and_ended(root, car):
     car.serve(root / "newer")
     assert model_of(car) == root / "weights"  # it is for a sync to change that
     car.server.post("/update_weight_version", {"new_version": "a-1"})
-    end(servers(car))
+    kill(servers(car))
     until(lambda: car.restarts == 1 and car.answers())
     assert model_of(car) == root / "newer"
     assert car.server.label() is None  # and for who uses it to say what it serves
@@ -142,7 +136,7 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, t
         with contextlib.closing(Server(url[0], keys.read_key(Path(key[1])))) as server:
             assert server.label() is None
         victims = [p for p in processes(url[1]) if p not in processes("keeper.py")]
-        end(victims)
+        kill(victims)
         assert "started again" in serving.stdout.readline()
         serving.terminate()
         try:
@@ -322,7 +316,7 @@ def test_a_keeper_that_is_killed_leaves_one_server_not_two(root, car):
     car.serve(root / "weights")
     until(car.answers)
     older = servers(car)
-    end(set(processes(car.launch.url[7:])) - set(older))
+    kill(set(processes(car.launch.url[7:])) - set(older))
     until(lambda: car.restarts == 1 and car.answers())
     assert len(servers(car)) == 1
     assert not set(older) & set(servers(car))
@@ -364,7 +358,7 @@ def test_a_root_that_vanishes_ends_the_server_with_a_line(root, car):
     car.serve(root / "weights")
     until(car.answers)
     shutil.rmtree(root)
-    end(servers(car))
+    kill(servers(car))
 
     def failed():
         try:

@@ -3,11 +3,9 @@
 A start of the server takes half a minute or more; the tests that kill it wait for several.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -32,6 +30,7 @@ from jaxrl_llm.rollouts.server import Server
 from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
 from jaxrl_llm.rollouts.vllm import VllmSampler
 from tests import tiny
+from tests.processes import kill
 
 PYTHON = os.environ.get("JAXRL_VLLM_PYTHON")
 pytestmark = [
@@ -106,12 +105,6 @@ def processes(sampler):
     found = pids(sampler.servers[0].url.removeprefix("unix://"))
     assert found
     return found
-
-
-def kill(victims):
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])

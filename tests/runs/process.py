@@ -43,6 +43,11 @@ def metrics(out):
     ]
 
 
+def steady(files):
+    """Files in an order that does not hang on their names, some of which a checkpoint draws."""
+    return sorted(files, key=lambda path: (str(path.parent), path.stat().st_size))
+
+
 def contents(out):
     """Every file of a run and what it holds, but who works in it."""
     files = (p for p in out.rglob("*") if p.is_file() and p.parent.name != "lock")
