@@ -33,12 +33,12 @@ def test_the_next_batch_is_sampled_while_the_caller_goes_on():
 
     def slow(step, examples):
         entered.set()
-        assert leave.wait(10)
+        assert leave.wait(60)
         return answer(step, examples)
 
     stream = Stream(data(), slow)
     stream.begin(0)
-    assert entered.wait(10)
+    assert entered.wait(60)
     leave.set()
     stream.settle()
     assert stream.take(0).rollout.responses[0][0] == 0

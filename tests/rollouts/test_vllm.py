@@ -487,7 +487,7 @@ def test_a_sync_that_never_works_ends(tmp_path):
         start = time.monotonic()
         with pytest.raises(UserError, match=r"did not load the weights \w+-7 within 0\.5 s"):
             ready(fake, root=tmp_path)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60
 
 
 def test_a_server_that_does_not_take_the_label_is_found_out(tmp_path):
@@ -503,8 +503,8 @@ ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"weight_version":"a-1"}
 def test_a_kept_connection_that_the_server_closed():
     """A busy trainer reads an answer long after it was sent, so it cannot know how old a connection is."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(4) as pool:
-        together, port = threading.Barrier(3, timeout=10), listener.getsockname()[1]
-        listener.settimeout(10)
+        together, port = threading.Barrier(3, timeout=60), listener.getsockname()[1]
+        listener.settimeout(60)
 
         def answer_once(wait):
             link, _ = listener.accept()

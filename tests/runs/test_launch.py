@@ -366,7 +366,7 @@ def test_told_to_stop_the_trainer_may_save(cluster, capsys, kind, code):
                 time.sleep(0.02)
             tell = os.killpg if kind == "slurm" else os.kill
             tell(running.pid, signal.SIGTERM)
-            assert running.wait(timeout=20) == code
+            assert running.wait(timeout=100) == code
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)

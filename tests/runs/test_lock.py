@@ -55,7 +55,7 @@ def test_a_second_trainer_hears_who_holds_it_and_a_dead_one_is_replaced_at_once(
         start = time.monotonic()
         with lock.hold(tmp_path) as check:
             check()
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 60
             assert [*note(tmp_path).parent.iterdir()] == [note(tmp_path, 2)]
     assert note(tmp_path, 2).read_bytes().strip() == FREE
     with lock.hold(tmp_path):
@@ -95,7 +95,7 @@ def test_elsewhere_a_holder_without_a_heartbeat_is_given_up(tmp_path):
     os.utime(note(tmp_path), (2**33, 2**33))  # far in the future of our clock
     start = time.monotonic()
     with lock.hold(tmp_path, stale=0.5) as check:
-        assert 0.5 <= time.monotonic() - start < 5
+        assert 0.5 <= time.monotonic() - start < 60
         check()
     assert note(tmp_path, 2).read_bytes().strip() == FREE
 

@@ -307,7 +307,7 @@ def test_elsewhere_a_beating_holder_is_alive_and_a_silent_one_is_given_up(url):
     heart.join()
     start, said = time.monotonic(), []
     with lock.hold(here, said.append, stale=0.5):
-        assert 0.5 <= time.monotonic() - start < 5
+        assert 0.5 <= time.monotonic() - start < 60
     assert "watching" in said[0]
 
 

@@ -122,7 +122,7 @@ def test_a_reward_that_hangs_is_interrupted(hanging):
     good = lambda e: Reward(e, True)
     start = time.monotonic()
     scored = score_responses(Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], seconds=0.2)
-    assert 0.4 <= time.monotonic() - start < 10
+    assert 0.4 <= time.monotonic() - start < 60
     assert [r.checked for r in scored.rewards] == [True, False, True, False]
     assert [r.score for r in scored.rewards] == [5.0, 0.0, 7.0, 0.0]
     assert signal.getsignal(signal.SIGALRM) is before
