@@ -13,6 +13,7 @@ TABLES = [
     *(("dose", f"chatter {dose}", (CURVE,)) for dose in (0, 0.15, 0.35, 0.6)),
     ("controls", "", (CURVE, END)), ("alpha", "", (CURVE, END)), ("eta", "", (CURVE, END)),
     ("length", "300 steps", (CURVE, END)), ("masking", "", (END,)),
+    ("neighbours", "", (CURVE, END, "greedy")),
 ]  # fmt: skip
 ALONE = [
     *(("length", f"{n} mini-batches") for n in (4, 8)), ("people", "four people"), ("size", "5M"),

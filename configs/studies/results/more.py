@@ -116,17 +116,20 @@ def main() -> None:
                 f"dose {dose:g}: plain gains {np.mean(gains):.1f}, Lopti's lead is {share:.0f}% of it"
             )
 
-    for figure in ("sampled_mean", "sampled", "greedy", "kl_reference"):
-        chances, apart = {}, {}
-        lopti = values("controls", "", "Lopti", figure)
-        for variant in [v for v in recorded("controls")["study"]["variants"] if v != "Lopti"]:
-            apart[variant] = statistics.differences(values("controls", "", variant, figure), lopti)
-            chances[variant] = statistics.chance(apart[variant])
-        corrected = statistics.holm(chances)
-        for variant, differences in apart.items():
-            print(
-                f"controls, {variant} over Lopti, {figure}: {said(differences)}, Holm {corrected[variant]:.2f}"
-            )
+    accuracies = ("sampled_mean", "sampled", "greedy")
+    for study, figures in (("controls", (*accuracies, "kl_reference")), ("neighbours", accuracies)):
+        variants = [v for v in recorded(study)["study"]["variants"] if v != "Lopti"]
+        for figure in figures:
+            lopti = values(study, "", "Lopti", figure)
+            apart = {
+                v: statistics.differences(values(study, "", v, figure), lopti) for v in variants
+            }
+            corrected = statistics.holm({v: statistics.chance(apart[v]) for v in variants})
+            for variant in variants:
+                print(
+                    f"{study}, {variant} over Lopti, {figure}: {said(apart[variant])}, "
+                    f"Holm {corrected[variant]:.2f}"
+                )
 
     late = {
         variant: {
