@@ -13,10 +13,10 @@ TABLES = [
     *(("dose", f"chatter {dose}", (CURVE,)) for dose in (0, 0.15, 0.35, 0.6)),
     ("controls", "", (CURVE, END)), ("alpha", "", (CURVE, END)), ("eta", "", (CURVE, END)),
     ("length", "300 steps", (CURVE, END)), ("masking", "", (END,)),
-    ("neighbours", "", (CURVE, END, "greedy")),
+    ("neighbours", "", (CURVE, END, "greedy")), ("people", "four people", (CURVE, END, "greedy")),
 ]  # fmt: skip
 ALONE = [
-    *(("length", f"{n} mini-batches") for n in (4, 8)), ("people", "four people"), ("size", "5M"),
+    *(("length", f"{n} mini-batches") for n in (4, 8)), ("size", "5M"),
     *(("length", f"rate {rate}") for rate in ("3e-6", "3e-5", "1e-4", "3e-4")),
 ]  # fmt: skip
 
