@@ -139,7 +139,7 @@ def test_servers_of_one_host_share_a_copy_and_have_none_of_other_trainers(root, 
 @pytest.mark.parametrize("path", ["/weights/find", "/weights/part", "/weights/whole"])
 def test_what_fails_is_sent_again(root, there, path, fault):
     with Elsewhere(there, fault=only(path, None, fault)) as fake:
-        made = carried(fake, root=root, patience=10.0)
+        made = carried(fake, root=root)
         made.push(WEIGHTS, 1)
         made.push(WEIGHTS, 2)
         assert same(fake.loaded[-1], newest(root))
@@ -156,7 +156,7 @@ def test_a_part_that_arrives_otherwise_is_sent_again(root, there):
             return super().received(path, query, body)
 
     with Noisy(there) as fake:
-        made = carried(fake, root=root, patience=10.0)
+        made = carried(fake, root=root)
         made.push(WEIGHTS, 1)
         assert fake.noise == 0
         assert same(fake.loaded[-1], newest(root))
@@ -169,7 +169,7 @@ def test_a_host_that_lost_them_half_way_gets_them_from_the_beginning(root, there
                 file.unlink()
 
     with Elsewhere(there, fault=lost) as fake:
-        made = carried(fake, root=root, patience=10.0)
+        made = carried(fake, root=root)
         made.push(WEIGHTS, 1)
         assert same(fake.loaded[-1], newest(root))
 
@@ -178,7 +178,7 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
     """The server comes back without weights, label and files in the middle of a rollout."""
     with contextlib.ExitStack() as stack:
         fake = stack.enter_context(Elsewhere(there))
-        made = carried(fake, root=root, patience=10.0)
+        made = carried(fake, root=root)
         made.push(WEIGHTS, 7)
         fake.die()
         fresh = there.parent / "anew" / there.name

@@ -95,8 +95,8 @@ def test_who_creates_again_because_an_answer_was_lost_has_created(url):
 def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch):
     place = Place(url)
     monkeypatch.setattr(type(place._objects), "retries", 1)
-    monkeypatch.setattr(storage, "FIRST", 0.5)
     assert place.read("a") is None  # an answer too
+    monkeypatch.setattr(storage, "FIRST", 0.5)
     wire.cut()
     Objects(place).beat(1, b"")  # a beat that fails says nothing
     start = time.monotonic()
