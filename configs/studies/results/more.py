@@ -131,6 +131,20 @@ def main() -> None:
                     f"Holm {corrected[variant]:.2f}"
                 )
 
+    for figure, name in (
+        ("sampled_mean", "mean of the curve"), ("sampled", "at the end"), ("greedy", "greedy")
+    ):  # fmt: skip
+        two = {v: values("neighbours", "", v, figure) for v in ("GRPO", "reweighting", "Lopti")}
+        eight = {v: values("length", "8 mini-batches", v, figure) for v in ("plain", *VARIANTS)}
+        for over in ("GRPO", "Lopti"):
+            print(f"eight mini-batches, plain over {over} with two, {name}:",
+                  lead(eight["plain"], two[over]))  # fmt: skip
+        for variant in ("reweighting", "Lopti"):
+            leads = [statistics.differences(two[variant], two["GRPO"]),
+                     statistics.differences(eight[variant], eight["plain"])]  # fmt: skip
+            print(f"lead with two mini-batches less that with eight, {variant}, {name}:",
+                  said(np.subtract(*leads)))  # fmt: skip
+
     late = {
         variant: {
             r["seed"]: 100
