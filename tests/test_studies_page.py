@@ -82,7 +82,7 @@ def test_figures_that_stand_in_no_table(page, capsys):
         ),
         (
             "eight mini-batches, plain over Lopti with two, mean of the curve",
-            "2.8 (2.1 to 3.6) ahead of Lopti",
+            "2.8 (2.1 to 3.5) ahead of Lopti",
         ),
         ("300 steps, test set, both", "+0.8 (\u22121.9 to +3.6)"),
     ):
