@@ -4,8 +4,8 @@ From the records alone, in points of accuracy where nothing else is said; 95% in
 """
 
 import json
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +46,23 @@ def eighths(variant: str, parts: slice) -> Values:
 def said(apart: Collection[float]) -> str:
     """A mean, its interval and how many values it has."""
     one = statistics.estimate([*apart])
-    return f"{one.mean:+.2f} ({one.low:+.2f} to {one.high:+.2f}), n {one.n}"
+    return f"{one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f}), n {one.n}"
 
 
 def lead(of: Values, over: Values) -> str:
     """A paired difference."""
     return said(statistics.differences(of, over))
+
+
+def lost(
+    here: Callable[..., Values], there: Callable[..., Values], variant: str, figure: str
+) -> str:
+    """A lead over plain here less that there, within seeds; plain is called GRPO in `neighbours`."""
+    leads = (
+        statistics.differences(here(variant, figure), here("GRPO", figure)),
+        statistics.differences(there(variant, figure), there("plain", figure)),
+    )
+    return said(np.subtract(*leads))
 
 
 def main() -> None:
@@ -131,33 +142,22 @@ def main() -> None:
                     f"Holm {corrected[variant]:.2f}"
                 )
 
-    for figure, name in (
-        ("sampled_mean", "mean of the curve"), ("sampled", "at the end"), ("greedy", "greedy")
-    ):  # fmt: skip
-        two = {v: values("neighbours", "", v, figure) for v in ("GRPO", "reweighting", "Lopti")}
-        eight = {v: values("length", "8 mini-batches", v, figure) for v in ("plain", *VARIANTS)}
-        for over in ("GRPO", "Lopti"):
-            print(f"eight mini-batches, plain over {over} with two, {name}:",
-                  lead(eight["plain"], two[over]))  # fmt: skip
-        for variant in ("reweighting", "Lopti"):
-            leads = [statistics.differences(two[variant], two["GRPO"]),
-                     statistics.differences(eight[variant], eight["plain"])]  # fmt: skip
-            print(f"lead with two mini-batches less that with eight, {variant}, {name}:",
-                  said(np.subtract(*leads)))  # fmt: skip
-
-    late = {
-        variant: {
-            r["seed"]: 100
-            * statistics.mean([y for step, y in r["curves"]["greedy"] if step >= 150])
-            for r in runs("length", "300 steps", variant)
-        }
-        for variant in ("plain", *VARIANTS)
-    }
+    two = partial(values, "neighbours", "")  # mini-batches
+    for count in (4, 8):
+        more = partial(values, "length", f"{count} mini-batches")
+        for figure in (*accuracies, "kl_reference"):
+            for over in ("GRPO", "Lopti"):
+                print(f"{count} mini-batches, plain over {over} with two, {figure}:",
+                      lead(more("plain", figure), two(over, figure)))  # fmt: skip
+            for variant in ("reweighting", "Lopti"):
+                less = lost(two, more, variant, figure)
+                print(f"{count} mini-batches, what {variant} loses to two, {figure}:", less)
+    for variant in ("reweighting", "Lopti"):
+        less = lost(two, partial(values, "length", "300 steps"), variant, "sampled")
+        print(f"300 steps, what {variant} loses to 40 at the end:", less)
     test = json.loads((HERE / "length" / "test_set.json").read_text())
-    for name, measured in (("greedy from step 150 on", late), ("test set", test)):
-        print(f"300 steps, {name}, plain: {np.mean([*measured['plain'].values()]):.1f}")
-        for variant in VARIANTS:
-            print(f"300 steps, {name}, {variant}:", lead(measured[variant], measured["plain"]))
+    for variant in VARIANTS:
+        print(f"300 steps, test set, {variant}:", lead(test[variant], test["plain"]))
 
 
 if __name__ == "__main__":
