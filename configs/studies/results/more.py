@@ -4,8 +4,8 @@ From the records alone, in points of accuracy where nothing else is said; 95% in
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
+from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,14 @@ def values(study: str, panel: str, variant: str, figure: str, seeds: Collection 
     return {seed: x for seed, x in found.items() if not seeds or seed in seeds}
 
 
+def leads(
+    study: str, panel: str, variant: str, figure: str, seeds: Collection = (), over: str = "plain"
+) -> list[float]:
+    """How far a variant is ahead of another in each seed."""
+    cells = (values(study, panel, of, figure, seeds) for of in (variant, over))
+    return statistics.differences(*cells)
+
+
 def eighths(variant: str, parts: slice) -> Values:
     """Sampled accuracy in some eighths of the runs of GRPO."""
     return {r["seed"]: 100 * statistics.mean([y for _, y in r["curves"]["sampled"]][parts])
@@ -52,17 +60,6 @@ def said(apart: Collection[float]) -> str:
 def lead(of: Values, over: Values) -> str:
     """A paired difference."""
     return said(statistics.differences(of, over))
-
-
-def lost(
-    here: Callable[..., Values], there: Callable[..., Values], variant: str, figure: str
-) -> str:
-    """A lead over plain here less that there, within seeds; plain is called GRPO in `neighbours`."""
-    leads = (
-        statistics.differences(here(variant, figure), here("GRPO", figure)),
-        statistics.differences(there(variant, figure), there("plain", figure)),
-    )
-    return said(np.subtract(*leads))
 
 
 def main() -> None:
@@ -82,44 +79,38 @@ def main() -> None:
         print(
             f"main, {variant}, what of the lead is lost from there to the last eighth:", lead(*loss)
         )
-        few = [values("main", "GRPO", v, "sampled", {*range(8)} - {6}) for v in (variant, "plain")]
-        print(f"main, {variant}, at the end without seed 6:", lead(*few))
+        few = leads("main", "GRPO", variant, "sampled", {*range(8)} - {6})
+        print(f"main, {variant}, at the end without seed 6:", said(few))
 
-    for variant, study, cells in (
-        ("reweighting", "alpha", ("alpha 0.3", "alpha 0")),
-        ("Lopti", "eta", ("eta 0.5", "eta 0")),
+    for variant, study, cell, over in (
+        ("reweighting", "alpha", "alpha 0.3", "alpha 0"),
+        ("Lopti", "eta", "eta 0.5", "eta 0"),
     ):
-        eight = [values("main", "GRPO", v, "sampled_mean") for v in (variant, "plain")]
-        two = [values(study, "", v, "sampled_mean", (0, 1)) for v in cells]
-        apart = [*statistics.differences(*eight), *statistics.differences(*two)]
-        print(f"main and {study}, {variant}, mean of the curve, ten warm starts:", said(apart))
+        eight = leads("main", "GRPO", variant, "sampled_mean")
+        two = leads(study, "", cell, "sampled_mean", (0, 1), over)
+        print(
+            f"main and {study}, {variant}, mean of the curve, ten warm starts:", said(eight + two)
+        )
 
     for figure in ("sampled", "sampled_mean"):
         for variant in VARIANTS:
-            leads = [
-                statistics.differences(
-                    values("main", algorithm, variant, figure, (0, 1, 6, 7)),
-                    values("main", algorithm, "plain", figure),
-                )
+            grpo, other = (
+                leads("main", algorithm, variant, figure, (0, 1, 6, 7))
                 for algorithm in ("GRPO", "REINFORCE++")
-            ]
+            )
             print(
                 f"GRPO's lead less REINFORCE++'s, {figure}, {variant}:",
-                said(np.subtract(leads[0], leads[1])),
+                said(np.subtract(grpo, other)),
             )
 
     for variant in VARIANTS:
-        leads = [
-            statistics.differences(
-                values("dose", f"chatter {dose:g}", variant, "sampled_mean", range(4)),
-                values("dose", f"chatter {dose:g}", "plain", "sampled_mean"),
-            )
-            for dose in DOSES
+        by_dose = [
+            leads("dose", f"chatter {dose:g}", variant, "sampled_mean", range(4)) for dose in DOSES
         ]
         for begin in (0, 1):
-            slopes = np.polyfit(DOSES[begin:], np.array(leads[begin:]), 1)[0]
+            slopes = np.polyfit(DOSES[begin:], np.array(by_dose[begin:]), 1)[0]
             print(f"dose, {variant}, lead per unit from {DOSES[begin]:g} on:", said(slopes))
-        for dose, apart in zip(DOSES, leads, strict=True) if variant == "Lopti" else ():
+        for dose, apart in zip(DOSES, by_dose, strict=True) if variant == "Lopti" else ():
             plain = [r for r in runs("dose", f"chatter {dose:g}", "plain") if r["seed"] < 4]
             gains = [100 * (r["figures"]["sampled"] - r["curves"]["sampled"][0][1]) for r in plain]
             share = 100 * np.mean(apart) / np.mean(gains)
@@ -131,10 +122,7 @@ def main() -> None:
     for study, figures in (("controls", (*accuracies, "kl_reference")), ("neighbours", accuracies)):
         variants = [v for v in recorded(study)["study"]["variants"] if v != "Lopti"]
         for figure in figures:
-            lopti = values(study, "", "Lopti", figure)
-            apart = {
-                v: statistics.differences(values(study, "", v, figure), lopti) for v in variants
-            }
+            apart = {v: leads(study, "", v, figure, over="Lopti") for v in variants}
             corrected = statistics.holm({v: statistics.chance(apart[v]) for v in variants})
             for variant in variants:
                 print(
@@ -142,19 +130,23 @@ def main() -> None:
                     f"Holm {corrected[variant]:.2f}"
                 )
 
-    two = partial(values, "neighbours", "")  # mini-batches
+    forty = ("neighbours", "")  # steps in two mini-batches, whose plain is called GRPO
     for count in (4, 8):
-        more = partial(values, "length", f"{count} mini-batches")
+        more = ("length", f"{count} mini-batches")
         for figure in (*accuracies, "kl_reference"):
             for over in ("GRPO", "Lopti"):
                 print(f"{count} mini-batches, plain over {over} with two, {figure}:",
-                      lead(more("plain", figure), two(over, figure)))  # fmt: skip
+                      lead(values(*more, "plain", figure), values(*forty, over, figure)))  # fmt: skip
             for variant in ("reweighting", "Lopti"):
-                less = lost(two, more, variant, figure)
-                print(f"{count} mini-batches, what {variant} loses to two, {figure}:", less)
+                two = leads(*forty, variant, figure, over="GRPO")
+                less = np.subtract(two, leads(*more, variant, figure))
+                print(f"{count} mini-batches, what {variant} loses to two, {figure}:", said(less))
     for variant in ("reweighting", "Lopti"):
-        less = lost(two, partial(values, "length", "300 steps"), variant, "sampled")
-        print(f"300 steps, what {variant} loses to 40 at the end:", less)
+        less = np.subtract(
+            leads(*forty, variant, "sampled", over="GRPO"),
+            leads("length", "300 steps", variant, "sampled"),
+        )
+        print(f"300 steps, what {variant} loses to 40 at the end:", said(less))
     test = json.loads((HERE / "length" / "test_set.json").read_text())
     for variant in VARIANTS:
         print(f"300 steps, test set, {variant}:", lead(test[variant], test["plain"]))
