@@ -1,4 +1,4 @@
-"""What ends a run from outside: an error for people (one line, exit code 2, nothing half done), or a wish."""
+"""What ends a command from outside: an error for people (one line, exit code 2), or the wish to stop."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,35 +8,27 @@ class UserError(Exception):
     """Something outside the program is wrong: the message says what, where, and what to do."""
 
 
+class Leaving(Exception):  # noqa: N818 (no error: somebody asked the run to stop)
+    """The run was asked to stop; raised where what is under way may be dropped."""
+
+
 def at_least(least: int, where: str, record: Any, *names: str) -> None:
-    """A UserError for the first of these fields of a record that is less."""
+    """Raises a UserError for the first of these fields of a record that is less than `least`."""
     for name in names:
         if getattr(record, name) < least:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
-ELSEWHERE = ": choose another --out"
-
-
-def cannot_write(folder: Any, error: OSError, advice: str = "") -> UserError:
-    """A disk that is full, or not ours."""
-    return UserError(f"cannot write to {folder}: {error.strerror or error}{advice}")
-
-
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line; its type if it says nothing."""
+    """The first line of an error's message, at most 200 characters; its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def causes(error: BaseException, *, implicit: bool = False) -> Iterator[BaseException]:
-    """The error, the one that it was raised from (or `implicit`ly while), and so on; each once."""
+    """The error, the one it was raised from (or with `implicit` while handling), and so on; each once."""
     seen: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in seen:
-        yield link
-        seen.append(link)
-        link = link.__cause__ or (link.__context__ if implicit else None)
-
-
-class Leaving(KeyboardInterrupt):
-    """It is time to leave: raised where what is under way may be dropped."""
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        yield found
+        seen.append(found)
+        found = found.__cause__ or (found.__context__ if implicit else None)

@@ -1,27 +1,185 @@
-"""A place in a bucket: objects that are put whole or not at all, made only if absent, listed, removed.
+"""Files: written whole or not at all, folders with one writer, and buckets as mirrors of local folders.
 
-It is reached through fsspec, as orbax's paths are. What may pass (the network, a busy server) is tried again:
-for `PATIENCE` seconds, or `FIRST` seconds as long as the bucket has not answered once, so that a wrong name or
-address is said soon and an outage does not end a run; and after `PATIENCE` in vain, so that a run ends soon then.
+A run is always worked on in a local folder. Where a bucket is named instead (`s3://...`, `gs://...`), `local`
+gives the folder that mirrors it; `pull` brings what is missing there, `push` stores what has changed. For a
+folder of a file system `pull` and `push` do nothing, so callers need not know which of the two they have.
 """
 
+import atexit
 import errno
+import fcntl
+import json
 import logging
+import os
 import re
+import shutil
+import socket
+import stat
+import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
-FIRST, PATIENCE = 20.0, 900.0
-SHORTEST, LONGEST = 0.5, 15.0  # seconds to the next attempt
+logger = logging.getLogger(__name__)
+
+# Files.
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in; at the end of the block it is on the disk and takes the place of `path`."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        with beside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """The content, in place of what was there."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def copy(source: Path, target: Path) -> None:
+    """The bytes of one file and its permissions, in place of what was there."""
+    with replacing(target) as file:
+        os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
+        file.write(source.read_bytes())
+
+
+def sync(path: Path) -> None:
+    """Asks for what was written to a file, or the names in a folder, to be on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # as some file systems say to a folder
+            raise
+    finally:
+        os.close(number)
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything in a folder, and the folder."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+# Folders with one writer.
+
+MEMORY = Path("/dev/shm")  # noqa: S108 (a folder with a random name is made in it)
+PREFIX, LOCK = "jaxrl-llm-", "lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """This process is the only writer of the folder for the block; a UserError names the one that is.
+
+    The kernel lets go of the lock when the process ends, however it ends: there is no stale lock to break, and
+    a process that stands still keeps it. A bucket's mirror is locked in the bucket too.
+    """
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            who = file.read().strip() or "another process"
+            raise UserError(
+                f"{folder} is in use by {who}: wait for it, end it, or choose another --out"
+            ) from error
+        file.truncate(0)
+        with suppress(OSError):  # on a full disk the lock holds, and has no name
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        mirror = _mirror_of(folder)
+        with mirror.lease() if mirror else ExitStack():
+            yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine has the folder locked."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def memory() -> Path:
+    """Memory-backed storage, where there is any."""
+    return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+@contextmanager
+def temporary_folder(under: Path) -> Iterator[Path]:
+    """A fresh folder that is removed at the end; so are those that killed processes of ours have left.
+
+    Others may write to `under` too, and make what bears such a name, a link or a pipe: nothing here follows
+    or waits, and what another user or host has made stays.
+    """
+    for folder in under.glob(f"{PREFIX}*"):
+        _remove_if_abandoned(folder)
+    try:
+        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
+        lock = os.open(root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, _here())
+    except OSError as error:
+        raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
+    try:
+        yield root
+    finally:
+        os.close(lock)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    how = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with ExitStack() as stack, suppress(OSError):  # whatever it is, it is not ours to remove
+        inside = os.open(folder, how | os.O_DIRECTORY)
+        stack.callback(os.close, inside)
+        lock = os.open(LOCK, how, dir_fd=inside)
+        stack.callback(os.close, lock)
+        ours = all(os.fstat(it).st_uid == os.geteuid() for it in (inside, lock))
+        if ours and stat.S_ISREG(os.fstat(lock).st_mode) and os.read(lock, 1000) == _here():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+
+
+def _here() -> bytes:
+    """What a lock file says: a lock means nothing on another host, which may see the same folder."""
+    return f"jaxrl-llm on {socket.gethostname()}\n".encode()[:1000]
+
+
+# Buckets.
+
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
+WRITERS = "writers"  # the folder of a bucket's lock
+FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds: before a bucket has ever answered, and after
+SHORTEST, LONGEST = 0.5, 15.0  # seconds to the next attempt
+BEAT, STALE = (
+    10.0,
+    120.0,
+)  # seconds between signs of life, and without one until a writer is given up
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LASTING = (
     FileNotFoundError,
     PermissionError,
@@ -30,121 +188,295 @@ _LASTING = (
     ImportError,
     NotImplementedError,
 )
-logger = logging.getLogger(__name__)
 
 
-def url_of(path: Path) -> str | None:
-    """The URL that a path was given as (pathlib leaves one slash of two); None for one in a file system."""
-    found = re.fullmatch(r"(\w[\w+.-]+):/+([^/]+.*?)/*", str(path))
+def is_url(where: str | Path) -> bool:
+    """Whether it names a place in a bucket; a UserError for a URL that can be none."""
+    found = re.fullmatch(r"(\w[\w+.-]+):(/.*)", str(where))
     if found is None:
-        return None
-    if found[1] not in EXTRAS:
-        raise UserError(f"{found[1]}://{found[2]}: of URLs only s3:// and gs:// are known")
-    return f"{found[1]}://{found[2]}"
+        return False
+    bucket, _, name = found[2].strip("/").partition("/")
+    if found[1] not in EXTRAS or not bucket or not name or "//" in found[2].lstrip("/"):
+        raise UserError(f"{where}: write a URL as s3://bucket/name or gs://bucket/name")
+    if isinstance(where, str) and not re.match(r"\w[\w+.-]+://[^/]", where):
+        raise UserError(f"{where}: the URL names no bucket (is a variable of the shell empty?)")
+    return True
 
 
-class Place:
-    """The objects under a URL, by their names below it."""
+def local(where: str | Path, *, but: tuple[str, ...] = ()) -> Path:
+    """The folder that a path or URL names; of a bucket all but what lies in folders of names `but` is pulled."""
+    if not is_url(where):
+        return Path(where)
+    scheme, _, rest = str(where).partition(":")
+    url = f"{scheme}://{rest.strip('/')}"
+    if url not in _MIRRORS:
+        _MIRRORS[url] = _Mirror(url)
+    mirror = _MIRRORS[url]
+    mirror.pull("", but)
+    return mirror.folder
+
+
+def shared(folder: Path) -> bool:
+    """Whether all hosts that name this folder see the same one: a mirror is each host's own."""
+    return _mirror_of(folder) is None
+
+
+def pull(path: Path) -> None:
+    """Brings a file, or all files below a folder, that are not here as they are stored."""
+    if mirror := _mirror_of(path):
+        mirror.pull(mirror.name(path))
+
+
+def push(path: Path, *, but: tuple[str, ...] = ()) -> None:
+    """Stores what has changed of a file or below a folder (not hidden files, nor folders of names `but`).
+
+    What says that a folder is whole (`LAST`) goes last.
+    """
+    if mirror := _mirror_of(path):
+        mirror.push(path, but)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder, here and where it is stored; half a folder is never taken for a whole one."""
+    if mirror := _mirror_of(folder):
+        mirror.remove(mirror.name(folder))
+    if folder.exists():
+        gone = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.gone")
+        folder.rename(gone)
+        shutil.rmtree(gone)
+
+
+def spoken(text: Any) -> str:
+    """A text for people, in which mirrors are called by their URLs."""
+    text = str(text)
+    for url, mirror in _MIRRORS.items():
+        text = text.replace(str(mirror.folder), url)
+    return text
+
+
+def retrying(
+    call: Callable[[], T], *, patience: float, lasts: Callable[[Exception], bool], say: str
+) -> T:
+    """What a call returns; an error that may pass is tried again for `patience` seconds, then raised."""
+    until, delay = time.monotonic() + patience, SHORTEST
+    while True:
+        try:
+            return call()
+        except Exception as error:  # the libraries' errors have no common base
+            if lasts(error) or time.monotonic() + delay > until:
+                raise
+            if delay == SHORTEST:
+                logger.warning("%s (%s): trying again", say, first_line(error))
+        time.sleep(delay)
+        delay = min(2 * delay, LONGEST)
+
+
+class _Mirror:
+    """A folder here for what lies under a URL; it lives as long as the process.
+
+    It is reached through fsspec: of the libraries at hand the one that knows every store, and the one that orbax
+    uses. Orbax itself writes no arrays to s3://.
+    """
 
     def __init__(self, url: str):
         self.url = url
         scheme, _, self._root = url.partition("://")
-        self._answered = False
         try:
-            self._objects = _opened(scheme)
+            self._objects = _file_system(scheme)
         except ImportError as error:
             raise UserError(
-                f"{scheme}:// needs a package more: pip install 'jaxrl-llm[{EXTRAS[scheme]}]'"
+                f"{scheme}:// needs one more package: pip install 'jaxrl-llm[{EXTRAS[scheme]}]'"
             ) from error
+        self._answered = False
+        until_exit = ExitStack()
+        atexit.register(until_exit.close)
+        under = Path(tempfile.gettempdir())
+        root = until_exit.enter_context(temporary_folder(under)).resolve()
+        self.folder = root / re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
+        self.folder.mkdir()
+        self._stored: dict[
+            str, tuple[int, int]
+        ] = {}  # size and time of the files as they were stored
+        self._note = 0  # the number of ours, while we are the writer
 
-    def names(self, under: str = "") -> dict[str, int]:
+    def name(self, path: Path) -> str:
+        """What the object is called whose file this is; "" for the folder itself."""
+        name = path.relative_to(self.folder).as_posix()
+        return "" if name == "." else name
+
+    def pull(self, under: str, but: tuple[str, ...] = ()) -> None:
+        for name, size in self._names(under).items():
+            file = self.folder / name
+            folders = {*name.split("/")[:-1]}
+            if folders & {*but, WRITERS} or (file.exists() and file.stat().st_size == size):
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_name(f".{file.name}.new")
+            self._try(lambda n=name, b=beside: self._objects.get_file(self._path(n), str(b)))
+            beside.replace(file)
+            self._stored[name] = _mark(file)
+
+    def push(self, path: Path, but: tuple[str, ...]) -> None:
+        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        names = {self.name(file): file for file in files}
+        for name in sorted(names, key=lambda name: (_rank(name), name)):
+            *folders, last = name.split("/")
+            hidden = any(part.startswith(".") or ".orbax-" in part for part in (*folders, last))
+            file = names[name]
+            if hidden or name == LOCK or {*but} & {*folders} or not file.exists():
+                continue
+            if self._stored.get(name) != (mark := _mark(file)):
+                self._require_lease()
+                self._try(lambda n=name, f=file: self._objects.put_file(str(f), self._path(n)))
+                self._stored[name] = mark
+
+    def remove(self, under: str) -> None:
+        self._require_lease()
+        for name in sorted(self._names(under), key=_rank, reverse=True):
+            self._delete(name)
+            self._stored.pop(name, None)
+
+    # The lease: numbered notes, each created by one process alone; the highest number is the writer. Who takes
+    # the place of a dead writer makes the next number, and of several one succeeds. Nobody writes to another's
+    # note, so a writer that stood still can take nothing back. An empty note, the last, says that nobody writes.
+
+    @contextmanager
+    def lease(self) -> Iterator[None]:
+        """This process is the only writer below the URL for the block."""
+        self._note = self._take()
+        done = threading.Event()
+        heart = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        heart.start()
+        try:
+            yield
+        finally:
+            done.set()
+            heart.join()
+            with suppress(UserError):  # a bucket that is away: the note goes stale
+                if self._highest()[0] == self._note:
+                    path = self._path(f"{WRITERS}/{self._note:06d}")
+                    self._try(lambda: self._objects.pipe_file(path, b""))
+            self._note = 0
+
+    def _take(self) -> int:
+        while True:
+            number, said = self._highest()
+            if said and not self._is_dead(said):
+                who = json.loads(said)["who"]
+                logger.warning("%s is in use by %s: watching whether it is alive", self.url, who)
+                until = time.monotonic() + STALE
+                while time.monotonic() < until and self._highest() == (number, said):
+                    time.sleep(min(1.0, STALE / 20))
+                now = self._highest()
+                if now != (number, said) and now[1]:
+                    raise UserError(
+                        f"{self.url} is in use by {who}: wait for it, end it, or choose another --out"
+                    )
+            mine = number + 1
+            create = lambda name=f"{WRITERS}/{mine:06d}": self._objects.pipe_file(
+                self._path(name), self._sign(0), mode="create"
+            )
+            try:
+                self._try(create)
+            except (
+                FileExistsError
+            ):  # another was quicker; or an answer was lost, and the note is ours
+                if self._read(mine) != self._sign(0):
+                    continue
+            if self._highest()[0] == mine:
+                for older in self._numbers()[:-1]:
+                    self._delete(f"{WRITERS}/{older:06d}")
+                return mine
+
+    def _require_lease(self) -> None:
+        """A UserError if another has become the writer; nothing to ask where nobody locks (data, exports)."""
+        if self._note and self._highest()[0] != self._note:
+            raise UserError(
+                f"{self.url} has another writer now: this process stood still; it ends, and writes nothing more"
+            )
+
+    def _beat(self, done: threading.Event) -> None:
+        beats = 0
+        while not done.wait(min(BEAT, STALE / 4)):
+            beats += 1
+            path = self._path(f"{WRITERS}/{self._note:06d}")
+            with suppress(Exception):  # the next one may come through
+                self._objects.pipe_file(path, self._sign(beats))
+
+    def _sign(self, beats: int) -> bytes:
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        note = {"who": who, "machine": _machine(), "folder": str(self.folder.parent)}
+        return json.dumps(note | {"beats": beats}).encode()
+
+    def _is_dead(self, said: bytes) -> bool:
+        """Whether the writer was a process of this machine, and is no more: its folder is not locked."""
+        note = json.loads(said)
+        return note["machine"] == _machine() and not is_locked(Path(note["folder"]))
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(name.rpartition("/")[2]) for name in self._names(WRITERS))
+
+    def _highest(self) -> tuple[int, bytes]:
+        numbers = self._numbers()
+        return (numbers[-1], self._read(numbers[-1])) if numbers else (0, b"")
+
+    def _read(self, number: int) -> bytes:
+        with suppress(FileNotFoundError):
+            name = self._path(f"{WRITERS}/{number:06d}")
+            return self._try(lambda: self._objects.cat_file(name))
+        return b""
+
+    # One way to ask the store.
+
+    def _names(self, under: str) -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
-        found = self._patiently(lambda: self._objects.find(self._path(under), detail=True))
+        found = self._try(lambda: self._objects.find(self._path(under), detail=True))
         sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
         for name in sizes:
             if name.startswith("/") or ".." in name.split("/"):
-                raise UserError(
-                    f"{self.url} holds an object {name!r}, which would lie outside a folder here"
-                )
+                raise UserError(f"{self.url} holds an object {name!r}, which would lie outside it")
         return {name: size for name, size in sizes.items() if name and not name.endswith("/")}
 
-    def read(self, name: str) -> bytes | None:
-        """What an object holds; None if there is none."""
-        try:
-            return self._patiently(lambda: self._objects.cat_file(self._path(name)), absent=True)
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, content: bytes, patience: float | None = None) -> None:
-        """An object, in place of what was there."""
-        self._patiently(
-            lambda: self._objects.pipe_file(self._path(name), content), patience=patience
-        )
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Whether the object was not there, and now holds this; of many who try one hears so."""
-        try:
-            self._patiently(
-                lambda: self._objects.pipe_file(self._path(name), content, mode="create")
-            )
-        except FileExistsError:  # or an attempt came through whose answer was lost
-            return self.read(name) == content
-        return True
-
-    def upload(self, file: Path, name: str) -> None:
-        """A file as an object."""
-        self._patiently(lambda: self._objects.put_file(str(file), self._path(name)))
-
-    def download(self, name: str, file: Path) -> None:
-        """An object as a file, which appears when it is whole; a FileNotFoundError if there is none."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_name(f".{file.name}.new")
-        self._patiently(lambda: self._objects.get_file(self._path(name), str(beside)), absent=True)
-        beside.replace(file)
-
-    def remove(self, name: str) -> None:
-        """An object less; it need not be there."""
+    def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._patiently(lambda: self._objects.rm_file(self._path(name)), absent=True)
+            self._try(lambda: self._objects.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _patiently(
-        self, call: Callable[[], T], *, absent: bool = False, patience: float | None = None
-    ) -> T:
-        """What a call returns; with `absent` its FileNotFoundError is of an object, else of the bucket."""
-        usual = PATIENCE if self._answered else FIRST
-        until = time.monotonic() + (usual if patience is None else patience)
-        delay = SHORTEST
-        while True:
-            try:
-                found = call()
-            except Exception as error:  # the libraries' errors have no common base
-                if isinstance(error, FileExistsError) or (
-                    absent and isinstance(error, FileNotFoundError)
-                ):
-                    self._answered = True
-                    raise
-                if _lasts(error) or time.monotonic() + delay > until:
-                    if patience is None:
-                        self._answered = False
-                    raise _cannot_reach(self.url, error) from error
-                if delay == SHORTEST:  # fsspec has tried five times by itself
-                    logger.warning("%s does not answer (%s): trying again", self.url, error)
-                time.sleep(delay)
-                delay = min(2 * delay, LONGEST)
-            else:
-                self._answered = True
-                return found
+    def _try(self, call: Callable[[], T]) -> T:
+        patience = PATIENCE if self._answered else FIRST_PATIENCE
+        say = f"{self.url} does not answer"
+        try:
+            found = retrying(call, patience=patience, lasts=_lasts, say=say)
+        except (FileNotFoundError, FileExistsError):  # an answer, too
+            self._answered = True
+            raise
+        except Exception as error:
+            raise UserError(
+                f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
+                "environment and the network"
+            ) from error
+        self._answered = True
+        return found
+
+
+_MIRRORS: dict[str, _Mirror] = {}
+
+
+def _mirror_of(path: Path) -> _Mirror | None:
+    for mirror in _MIRRORS.values():
+        if path == mirror.folder or mirror.folder in path.parents:
+            return mirror
+    return None
 
 
 @cache
-def _opened(scheme: str) -> Any:
-    """The file system of fsspec, which must not remember what it has listed: others write there too."""
+def _file_system(scheme: str) -> Any:
+    """That of fsspec, which must not remember what it has listed: others write there too."""
     import fsspec
 
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it says again what is raised here
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it repeats what is raised here
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = {"retries": {"max_attempts": 1}}
@@ -153,15 +485,29 @@ def _opened(scheme: str) -> Any:
 
 def _lasts(error: Exception) -> bool:
     """Whether no new attempt would help."""
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return True
-    if str(error).startswith("Forbidden"):  # as gcsfs says it
-        return True
-    return isinstance(error, _LASTING) or "Credential" in type(error).__name__
-
-
-def _cannot_reach(url: str, error: Exception) -> UserError:
-    return UserError(
-        f"cannot reach {url} ({first_line(error)}): check its name, the credentials in the environment "
-        "and the network"
+    return (
+        isinstance(error, (FileExistsError, *_LASTING))
+        or (isinstance(error, OSError) and error.errno in _NO_ROOM)
+        or str(error).startswith("Forbidden")  # as gcsfs says it
+        or "Credential" in type(error).__name__
     )
+
+
+def _rank(name: str) -> int:
+    """0, or the turn among those that say a folder is whole."""
+    last = name.rpartition("/")[2]
+    return 1 + LAST.index(last) if last in LAST else 0
+
+
+def _mark(file: Path) -> tuple[int, int]:
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns
+
+
+def _machine() -> str:
+    """This boot of this machine, as the processes that can see one another share it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"

@@ -1,5 +1,6 @@
-"""`python -m jaxrl_llm.cli`."""
+"""`python -m jaxrl_llm.cli`, the same program as `jaxrl-llm`."""
 
-from jaxrl_llm.cli.main import main
+from jaxrl_llm.cli.main import entry
 
-main()
+if __name__ == "__main__":
+    entry()

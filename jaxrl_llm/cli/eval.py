@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrl_llm import desk
+from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
@@ -12,12 +12,14 @@ from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.reports import tables
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.runs import assemble, folder, terminal
-from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.tasks.math import suites
 from jaxrl_llm.tasks.math.records import Problem, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
+from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import terminal
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.parts import DATA, Parts, askable
 
 Problems = dict[str, tuple[suites.Suite, list[Problem]]]
 TEST = "test"  # what the run's own examples are called
@@ -30,8 +32,12 @@ class Asked(NamedTuple):
     samples: int
 
 
+def run(words: list[str]) -> None:
+    parse.call(main, words, "eval")
+
+
 def main(
-    run: Path,
+    run: str,
     /,
     *,
     step: int | None = None,
@@ -39,7 +45,7 @@ def main(
     suite: tuple[str, ...] = (),
     samples: int | None = None,
     temperature: float = 1.0,
-    data: DataFolder = folder.DATA,
+    data: DataFolder = DATA,
 ) -> None:
     """Evaluate a run's policy on all test examples: greedy accuracy by group, avg@k and pass@k.
 
@@ -57,7 +63,7 @@ def main(
         data: where data sets are kept.
     """
     console = terminal.plain()
-    run = folder.at_hand(run)
+    folder = folders.at(run)
     if last and step is not None:
         raise UserError("eval: give either --step or --last")
     if samples is not None and samples < 0:
@@ -65,7 +71,7 @@ def main(
     sources = [(name, source) for name, _, source in (word.partition("=") for word in suite)]
     if len(dict(sources)) < len(sources):
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
-    steps = _last(run, last) if last else [step]
+    steps = _last(folder, last) if last else [step]
     problems = {name: _suite(name, source) for name, source in sources}
     with opened(run, data, steps[0]) as (config, parts, sampler, chosen):
         asked = dict(_asked(config, parts, problems, samples))
@@ -74,7 +80,7 @@ def main(
         table: dict[int, dict[str, Result]] = {}
         for number in steps:
             if table:
-                chosen, params = folder.params(run, parts, number)
+                chosen, params = folders.params(folder, parts, number)
                 sampler.push(params, chosen)
                 del params
             with console.status(f"step {chosen}"):
@@ -83,11 +89,9 @@ def main(
                     for name, one in asked.items()
                 }
     if last or suite:
-        console.print(
-            tables.checkpoints(f"{desk.named(run)}: accuracy in percent (95% interval)", table)
-        )
+        console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
     else:
-        title = f"{desk.named(run)}, step {chosen}: test accuracy in percent (95% interval)"
+        title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
         console.print(tables.accuracies(title, {"": table[chosen][TEST]}, config.evaluation.by))
     if unchecked := sum(one.unchecked for made in table.values() for one in made.values()):
         console.print(f"{unchecked} responses could not be checked, and count nowhere")
@@ -99,13 +103,16 @@ def _suite(name: str, source: str) -> tuple[suites.Suite, list[Problem]]:
     return found, found.load(source)
 
 
-def _last(run: Path, count: int) -> list[int]:
+def _last(folder: Path, count: int) -> list[int]:
     """The steps of the last regular checkpoints; they are there if the run keeps as many."""
-    config = folder.reopen(run)
-    keeps, steps = config.keep_checkpoints, [s for s in folder.steps(run) if config.saves(s)]
+    config = folders.reopen(folder)
+    keeps, steps = (
+        config.keep_checkpoints,
+        [s for s in folders.checkpoints(folder).steps if config.saves(s)],
+    )
     if not 0 < count <= min(keeps, len(steps)):
         raise UserError(
-            f"--last {count}: {desk.named(run)} has regular checkpoints of {steps} and keeps the last {keeps} "
+            f"--last {count}: {folder} has regular checkpoints of {steps} and keeps the last {keeps} "
             "(save_every and keep_checkpoints in its config)"
         )
     return steps[-count:]
@@ -119,14 +126,14 @@ def _asked(
 ) -> Iterator[tuple[str, Asked]]:
     """What is asked, by name: the test examples, or the suites."""
     if not problems:
-        yield TEST, Asked(assemble.askable(parts, parts.task.test, config), samples or 0)
+        yield TEST, Asked(askable(parts, parts.task.test, config), samples or 0)
     elif not isinstance(parts.task, MathTask):
         raise UserError(
             f"--suite asks math problems in the way of the run's task, and that is {parts.task.name}"
         )
     for name, (suite, there) in problems.items():
         k = suite.samples if samples is None else samples
-        yield name, Asked(assemble.askable(parts, there, config), k)
+        yield name, Asked(askable(parts, there, config), k)
 
 
 def _overlaps(parts: Parts, problems: Problems) -> Iterator[str]:
@@ -147,4 +154,5 @@ def _answered(
         parts.sampling(config, temperature=temperature, seed=config.seed),
         samples=asked.samples,
         by=config.evaluation.by,
+        stop=Stop(),
     )

@@ -1,16 +1,19 @@
 """`jaxrl-llm export`: a run's policy as others read it."""
 
-from pathlib import Path
-
 import jax
 
-from jaxrl_llm import desk
+from jaxrl_llm import storage
+from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.runs import folder
+from jaxrl_llm.training import folder as folders
 
 
-def main(run: Path, target: Path, /, *, step: int | None = None, dtype: str = "float32") -> None:
+def run(words: list[str]) -> None:
+    parse.call(main, words, "export")
+
+
+def main(run: str, target: str, /, *, step: int | None = None, dtype: str = "float32") -> None:
     """Write a run's policy as a Hugging Face folder: safetensors, config.json and tokenizer.
 
     It reads the model and the checkpoint; the run's config file is not executed.
@@ -23,10 +26,8 @@ def main(run: Path, target: Path, /, *, step: int | None = None, dtype: str = "f
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
-    run, target = folder.at_hand(run), desk.at_hand(target)
-    if desk.entries(target):
-        raise UserError(f"{target} is not empty: export to a new place")
-    chosen, shape, params = folder.weights(run, step)
-    hf.export(params, shape, target, source=run / "model", dtype=jax.numpy.dtype(dtype))
-    desk.store(target)
-    print(desk.spoken(f"step {chosen} of {run} written to {target}"))
+    here, there = folders.at(run), storage.local(target)
+    chosen, shape, params = folders.weights(here, step)
+    hf.export(params, shape, there, source=here / "model", dtype=jax.numpy.dtype(dtype))
+    storage.push(there)
+    print(f"step {chosen} of {run} written to {target}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -10,24 +9,22 @@ import tyro
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.runs import assemble, folder
-from jaxrl_llm.runs.assemble import Parts
+from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.parts import Parts, parts
 
-DataFolder = Annotated[Path, tyro.conf.arg(help="where data sets are kept")]
+DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 
 @contextmanager
-def opened(
-    where: Path, data: Path, step: int | None
-) -> Iterator[tuple[Config, Parts, Sampler, int]]:
+def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Config, Parts, Sampler, int]]:
     """A run's policy, ready to answer."""
-    here = folder.at_hand(where)
-    config = folder.reopen(here)
-    parts = assemble.parts(config, data)
+    here = folders.at(where)
+    config = folders.reopen(here)
+    made = parts(config, data)
     with (
-        jax.set_mesh(parts.mesh),
-        config.engine.start(parts.policy, parts.mesh, here) as sampler,
+        jax.set_mesh(made.mesh),
+        config.engine.start(made.policy, made.mesh, here) as sampler,
     ):
-        chosen, params = folder.params(here, parts, step)
+        chosen, params = folders.params(here, made, step)
         sampler.push(params, chosen)
-        yield config, parts, sampler, chosen
+        yield config, made, sampler, chosen

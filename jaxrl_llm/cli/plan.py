@@ -3,11 +3,12 @@
 import json
 from dataclasses import dataclass
 
+from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.machines import plan_text, search, topologies
 from jaxrl_llm.machines.plan import plan
-from jaxrl_llm.runs import terminal
+from jaxrl_llm.training import terminal
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Options:
     """mean length of a response to reckon time with (default: the limit)"""
     json: bool = False
     """print one JSON object instead of tables"""
+
+
+def run(words: list[str]) -> None:
+    options, config, _ = parse.with_config("plan", words, Options, main.__doc__)
+    main(options, config)
 
 
 def main(options: Options, config: Config) -> None:

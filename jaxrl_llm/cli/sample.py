@@ -2,17 +2,22 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.token_task import remark
-from jaxrl_llm.runs import folder, terminal
+from jaxrl_llm.learning.answers import in_words
 from jaxrl_llm.tasks.task import score_responses
+from jaxrl_llm.training import terminal
+from jaxrl_llm.training.parts import DATA
+
+
+def run(words: list[str]) -> None:
+    parse.call(main, words, "sample")
 
 
 def main(
-    run: Path,
+    run: str,
     prompt: str | None = None,
     /,
     *,
@@ -22,7 +27,7 @@ def main(
     max_tokens: int | None = None,
     step: int | None = None,
     seed: int = 0,
-    data: DataFolder = folder.DATA,
+    data: DataFolder = DATA,
 ) -> None:
     """Talk to a run's policy: give a prompt, or an --example of its test set, or type prompts line by line.
 
@@ -60,7 +65,7 @@ def main(
                     scored = score_responses(
                         parts.task, [chosen], [words], seconds=config.reward_seconds
                     )
-                    console.print(remark(scored.rewards[0]))
+                    console.print(in_words(scored.rewards[0]))
 
         if chosen is not None:
             prompt = parts.task.prompt(chosen)

@@ -10,11 +10,12 @@ class Clock:
     """Seconds per phase of a step; what no phase covers and what the sampler reports is idle device time."""
 
     def __init__(self):
-        self._restart()
+        self.restart()
 
-    def _restart(self):
+    def restart(self) -> None:
+        """Begins a step: what lies before (an evaluation, a checkpoint) belongs to none."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self._start, self._excluded = time.perf_counter(), 0.0
+        self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -23,15 +24,11 @@ class Clock:
         yield
         self.seconds[phase] += time.perf_counter() - start
 
-    def pause(self, seconds: float) -> None:
-        """Takes time that belongs to no step (an evaluation) out of this one."""
-        self._excluded += seconds
-
     def lap(self, idle_inside: float = 0.0) -> dict[str, float]:
         """The step that ends here: total, phases, and the share in which no program was in flight."""
-        total = time.perf_counter() - self._start - self._excluded
+        total = time.perf_counter() - self._start
         busy = sum(v for k, v in self.seconds.items() if k not in ("reward", "collate"))
         out = {f"time/{name}": value for name, value in self.seconds.items()}
         out |= {"time/step": total, "time/idle_share": 1 - (busy - idle_inside) / total}
-        self._restart()
+        self.restart()
         return out

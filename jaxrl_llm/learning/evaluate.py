@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.learning import shares
-from jaxrl_llm.learning.token_task import TokenTask
+from jaxrl_llm.distributed import Stop
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
 from jaxrl_llm.tasks.task import Reward, Source
 
@@ -72,17 +72,19 @@ def evaluate(
     *,
     samples: int = 0,
     by: str = "",
+    stop: Stop,
 ) -> Result:
-    """Greedy responses to all examples, and `samples` drawn ones to each with `sampling.temperature`."""
+    """Greedy responses to all examples, and `samples` drawn ones to each with `sampling.temperature`.
+
+    Raises Leaving if the run was asked to stop meanwhile.
+    """
     asked = [examples[i] for i in range(len(examples))]
-    prompts = task.prompts(asked)
-    greedy = shares.generate(sampler, prompts, n=1, sampling=replace(sampling, temperature=0.0))
-    answers = task.answers(asked, greedy)
+    greedy = replace(sampling, temperature=0.0)
+    answers = task.answer(sampler, asked, n=1, sampling=greedy, stop=stop)
     unchecked = len(asked) - len(answers.checked)
     drawn_rewards: list[Sequence[Reward]] = [()] * len(asked)
     if samples:
-        responses = shares.generate(sampler, prompts, n=samples, sampling=sampling)
-        drawn = task.answers(asked, responses)
+        drawn = task.answer(sampler, asked, n=samples, sampling=sampling, stop=stop)
         drawn_rewards = [
             drawn.rewards[i : i + samples] for i in range(0, len(drawn.rewards), samples)
         ]
@@ -95,7 +97,7 @@ def evaluate(
             groups.setdefault(f"{group:g}", []).append(i)
     named = sorted(groups.items(), key=lambda item: float(item[0]))
     lines = [
-        _line(name, index, answers.rewards, greedy, drawn_rewards)
+        _line(name, index, answers.rewards, answers.rollout, drawn_rewards)
         for name, index in [*named, (ALL, range(len(asked)))]
     ]
     return Result(tuple(lines), unchecked)

@@ -1,6 +1,6 @@
-"""The warm start in time: supervised steps on demonstrations, by the algebra of objectives with advantage 1."""
+"""One step of imitation: demonstrations as if they had been sampled, learned from with advantage 1."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,16 +12,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.learning.clock import Clock
-from jaxrl_llm.learning.step import Step
-from jaxrl_llm.learning.stream import Cursor
-from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, losses
 from jaxrl_llm.rollouts.sampler import Rollout
-from jaxrl_llm.tasks.pipeline import Batches
 
 IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
 
@@ -32,38 +28,6 @@ class Programs:
 
     batch: Callable[[Rollout], update.Credited]
     update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
-
-
-def imitate(
-    steps: range,
-    state: update.TrainState,
-    data: Batches[Any],
-    demonstrate: Callable[[Sequence[Any]], Rollout],
-    programs: Programs,
-    clock: Clock,
-) -> Iterator[Step]:
-    """Yields after each step; the batch of the next is made on the host while the devices work."""
-
-    def prepare() -> tuple[update.Credited, int]:
-        rollout = demonstrate(next(data))
-        return programs.batch(rollout), rollout.finished.count(False)
-
-    with clock("collate"):
-        credited, too_long = prepare()
-    for step in steps:
-        with clock("update"):
-            state, visits = programs.update(state, credited)
-            cursor, cut = Cursor(data.get_state()), too_long
-            if step + 1 in steps:
-                credited, too_long = prepare()
-            visits = jax.device_get(visits)
-        values = {
-            "loss": visits["loss"].mean(),
-            "grad_norm": visits["grad_norm"].mean(),
-            "too_long": cut,
-            **metrics.count_updates(visits),
-        }
-        yield Step(step + 1, state, cursor, partial(dict, values | clock.lap()))
 
 
 def demonstrations(
@@ -105,3 +69,14 @@ def compiled(
     shardings = jax.tree.map(lambda x: x.sharding, like)
     step = update.make_train_step(policy.logp(), IMITATION, optimizer, shardings=shardings)
     return Programs(make_batch, step)
+
+
+def describe(visits: Any, too_long: int) -> dict[str, Any]:
+    """The figures of a step, fetched from the devices; `too_long` demonstrations were cut and not learned from."""
+    visits = jax.device_get(visits)
+    return {
+        "loss": visits["loss"].mean(),
+        "grad_norm": visits["grad_norm"].mean(),
+        "too_long": too_long,
+        **metrics.count_updates(visits),
+    }

@@ -1,13 +1,10 @@
-"""Reinforcement in time: prompts, rollout, reward, batch, score, credit, update, sync.
+"""One step of reinforcement: its programs (batch, score, credit, update) and its figures.
 
-A step is a function of the state, the cursor in the data and its own number, so a run that goes on from a
-checkpoint repeats the uninterrupted one bit for bit.
+In which order they run, step after step, is in `training/loop.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,18 +12,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm import hosts
-from jaxrl_llm.errors import Leaving, UserError
-from jaxrl_llm.learning import metrics, shares, update
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import metrics, update
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch, Collator
-from jaxrl_llm.learning.clock import Clock
-from jaxrl_llm.learning.step import Step
-from jaxrl_llm.learning.stream import Stream
-from jaxrl_llm.learning.token_task import Answers, TokenTask
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective
-from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
+from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Reward
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
@@ -40,64 +33,6 @@ class Programs:
     score: Callable[[Any, Batch], tuple[dict[str, Any], dict[str, Any]]]
     credit: Callable[..., update.Credited]
     update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
-
-
-def reinforce(
-    steps: range,
-    state: update.TrainState,
-    stream: Stream[Any],
-    task: TokenTask,
-    programs: Programs,
-    sampler: Sampler,
-    clock: Clock,
-    *,
-    look_ahead: bool = False,
-    meanwhile: Callable[[], None] = lambda: None,
-    droppable: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Iterator[Step]:
-    """Yields after each step, when the sampler has its weights; `meanwhile` is called while the devices update.
-
-    The waits for responses, `droppable`, may end in Leaving. From the update on a step is handed over
-    whatever happens, for the state before it is gone.
-    """
-    for step in steps:
-        trouble = None
-        with clock("rollout"), droppable():
-            examples, rollout, seconds = stream.take(step)
-        if look_ahead and step + 1 in steps:
-            stream.begin(step + 1)
-        else:
-            sampler.release()
-        with clock("reward"):
-            answers = task.answers(examples, rollout)
-        with clock("collate"):
-            batch, reward = programs.batch(rollout, answers.rewards)
-        with clock("score"):
-            scores, described = jax.block_until_ready(programs.score(state.params, batch))
-            require_our_policy(rollout, step, described)
-        with clock("update"):
-            credited = programs.credit(batch, reward, **scores)
-        try:
-            with hosts.together():
-                with clock("update"):
-                    state, visits = programs.update(state, credited)
-                    meanwhile()
-                    jax.block_until_ready(state)
-                with clock("rollout"), droppable():
-                    stream.settle()
-                with clock("sync"):
-                    sampler.push(state.params, step + 1)
-        except (UserError, Leaving) as error:
-            trouble = error
-        host = clock.lap(sampler.counters.get("idle_seconds", 0.0))
-        host = (
-            _of_rollout(rollout, answers, seconds, len(rollout.responses) // reward.shape[0]) | host
-        )
-        host |= {"lag": step - rollout.version, **(sampler.sync if trouble is None else {})}
-        fetch = partial(_of_update, visits, described, host)
-        yield Step(step + 1, state, stream.cursor(), fetch, answers, trouble)
-        if trouble is not None:
-            return
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
@@ -114,21 +49,6 @@ def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]
             f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or its "
             "answers are altered; look into that, then go on with --resume"
         )
-
-
-def respond(
-    sampler: Sampler,
-    task: TokenTask,
-    n: int,
-    sampling: Sampling,
-    seed: int,
-    step: int,
-    examples: Sequence[Any],
-) -> Rollout:
-    """`n` responses to the prompt of each example of this process; the draws are made of seed and step."""
-    drawn = int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
-    settings = replace(sampling, seed=drawn)
-    return shares.share(sampler, task.prompts(examples), n=n, sampling=settings)
 
 
 def compiled(
@@ -215,21 +135,23 @@ def _even(rewards: Sequence[Reward], checked: np.ndarray) -> np.ndarray:
     return highest.max(1) <= lowest.min(1)
 
 
-def _of_rollout(
-    rollout: Rollout, answers: Answers, seconds: float, group_size: int
-) -> dict[str, float]:
-    """What the responses of a step say; figures of rewards are those of the checked ones, if there are any."""
-    checked, lengths = answers.checked, [len(r) for r in rollout.responses]
-    known = np.asarray([r.checked for r in answers.rewards]).reshape(-1, group_size)
+def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
+    """What the responses of a step say; figures of rewards are those of the checked ones, if there are any.
+
+    `seconds` is how long sampling took, 0 where that is unknown (a batch out of a checkpoint).
+    """
+    checked, lengths = answers.checked, [len(r) for r in answers.rollout.responses]
+    groups = len(answers.examples)
+    known = np.asarray([r.checked for r in answers.rewards]).reshape(groups, -1)
     comparable = known.sum(1) > 1
     out = {
         "length": float(np.mean(lengths)),
-        "cut": 1.0 - float(np.mean(rollout.finished)),
+        "cut": 1.0 - float(np.mean(answers.rollout.finished)),
         "unchecked": len(lengths) - len(checked),
         "unchecked_share": 1.0 - len(checked) / len(lengths),
         "time/sampling": seconds,
     }
-    if seconds:  # unknown for a batch out of a checkpoint
+    if seconds:
         out["time/tokens_per_second"] = sum(lengths) / seconds
     if comparable.any():
         out["even_groups"] = float(np.mean(_even(answers.rewards, known)[comparable]))
@@ -243,7 +165,7 @@ def _of_rollout(
     return out
 
 
-def _of_update(visits: Any, described: Any, host: dict[str, Any]) -> dict[str, Any]:
+def describe_update(visits: Any, described: Any, host: Mapping[str, Any]) -> dict[str, Any]:
     """Fetched from the devices, beside what the host knows; a figure per stage is the mean over its updates."""
     visits, described = jax.device_get((visits, described))
     stages, done = int(visits["stage"].max()) + 1, metrics.updates(visits)
@@ -253,4 +175,4 @@ def _of_update(visits: Any, described: Any, host: dict[str, Any]) -> dict[str, A
         tail = f"/stage{s + 1}" if stages > 1 else ""
         for name in (name for name in FIGURES if name in visits):
             out[name + tail] = float(visits[name][here].mean()) if here.any() else 0.0
-    return out | host
+    return out | dict(host)

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
 
-from jaxrl_llm import files
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.hf_folder import (
@@ -145,7 +145,7 @@ def export(
         for path in partial.glob("*.safetensors"):  # which the library makes for the owner alone
             shutil.copymode(description, path)
         write_sums(partial)
-        files.sync_tree(partial)
+        storage.sync_tree(partial)
         partial.rename(folder)  # in place of an empty one too
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}; nothing is left there") from error

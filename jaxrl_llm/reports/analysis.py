@@ -7,7 +7,7 @@ from typing import Any
 
 import rich.table
 
-from jaxrl_llm import files
+from jaxrl_llm import storage
 from jaxrl_llm.errors import cannot_write
 from jaxrl_llm.reports import analysis_figures, statistics
 
@@ -17,7 +17,7 @@ NAME = "analysis.json"
 def write(found: Mapping[str, Any], folder: Path) -> None:
     """All numbers as JSON, and the figures."""
     try:
-        files.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
         analysis_figures.draw(found, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error

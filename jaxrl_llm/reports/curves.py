@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import desk, files
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.runs import journal
-from jaxrl_llm.runs.notes import REINFORCE, WARM_START
+from jaxrl_llm.training import journal
+from jaxrl_llm.training.journal import REINFORCE, WARM_START
 
 PICTURE = "curves.png"
 
@@ -47,7 +47,7 @@ def curves(folders: Sequence[Path], target: Path) -> None:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     try:
-        with files.replacing(target) as file:
+        with storage.replacing(target) as file:
             figure.savefig(file, dpi=130, format=target.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise UserError(
@@ -57,7 +57,7 @@ def curves(folders: Sequence[Path], target: Path) -> None:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell the runs apart."""
-    paths = [Path(desk.named(folder.absolute())).parts for folder in folders]
+    paths = [Path(storage.spoken(folder.absolute())).parts for folder in folders]
     length = 1
     while len({path[-length:] for path in paths}) < len(set(paths)):
         length += 1

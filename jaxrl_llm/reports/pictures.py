@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import files
+from jaxrl_llm import storage
 
 
 def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -30,5 +30,5 @@ def save(figures: Mapping[str, Any], folder: Path) -> None:
         for name, drawn in figures.items():
             figure = drawn()
             for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-                with files.replacing(folder / f"{name}.{kind}") as file:
+                with storage.replacing(folder / f"{name}.{kind}") as file:
                     figure.savefig(file, format=kind, dpi=130, metadata=metadata)

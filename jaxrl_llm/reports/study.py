@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import statistics
-from jaxrl_llm.runs.notes import REINFORCE
+from jaxrl_llm.training.journal import REINFORCE
 
 Flags = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import files
+from jaxrl_llm import storage
 from jaxrl_llm.errors import cannot_write
 from jaxrl_llm.reports import study_figures
 
@@ -34,8 +34,8 @@ def write(results: Mapping[str, Any], folder: Path) -> str:
     """results.json, results.md and the pictures; the text."""
     text = markdown(results)
     try:
-        files.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
-        files.write(folder / "results.md", text)
+        storage.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+        storage.write(folder / "results.md", text)
         study_figures.draw(results, folder)
     except OSError as error:
         raise cannot_write(folder, error) from error

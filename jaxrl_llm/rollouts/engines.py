@@ -1,7 +1,7 @@
 """What generates: a record of settings whose `start` gives a sampler that lives as long as the `with` block."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import held
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.rollouts import proof, weight_sync
 from jaxrl_llm.rollouts.keys import FILE, read_key, write_key
@@ -26,13 +26,18 @@ from jaxrl_llm.rollouts.vllm import VllmSampler
 class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
+    `check` is called while responses are made; what it raises ends that.
     `own_weights` says whether it goes on with the weights of the last push while the trainer changes its own.
     """
 
     own_weights: ClassVar[bool]
 
     def start(
-        self, model: Model, mesh: Mesh, folder: Path = Path()
+        self,
+        model: Model,
+        mesh: Mesh,
+        folder: Path = Path(),
+        check: Callable[[], None] = lambda: None,
     ) -> AbstractContextManager[Sampler]: ...
 
 
@@ -55,11 +60,19 @@ class Native:
         at_least(1, "engine", self, "slots", "prefill_prompts", "block")
 
     @contextmanager
-    def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
+    def start(
+        self,
+        model: Model,
+        mesh: Mesh,
+        folder: Path = Path(),
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[Sampler]:
         """A sampler that reads the trainer's own parameters."""
         del folder
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
-        yield NativeSampler(decoder, slots=self.slots, prefill_prompts=self.prefill_prompts)
+        yield NativeSampler(
+            decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
+        )
 
 
 @dataclass(frozen=True)
@@ -103,10 +116,16 @@ class Vllm:
                 )
 
     @contextmanager
-    def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
+    def start(
+        self,
+        model: Model,
+        mesh: Mesh,
+        folder: Path = Path(),
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[Sampler]:
         """A sampler whose servers start at its first push and end with the block."""
         with ExitStack() as stack:
-            root = stack.enter_context(held.held_folder(self.memory or held.memory()))
+            root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             cars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
 
             def publish(weights: Path) -> None:

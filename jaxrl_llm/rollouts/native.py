@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,8 +55,9 @@ class NativeSampler:
         slots: int,
         prefill_prompts: int,
         steps: int = 256,
+        check: Callable[[], None] = lambda: None,
     ):
-        self.model, self.steps = model, steps
+        self.model, self.steps, self._check = model, steps, check
         whole = model.mesh
         self.mesh = None if whole is None else part.of_mesh(whole)
         devices = 1 if self.mesh is None else self.mesh.size
@@ -145,6 +146,7 @@ class NativeSampler:
         waiting = self._prefilled(requests, count)
         idle, since = 0.0, time.perf_counter()
         while left := results.count(None):
+            self._check()
             cache = self._admit(cache, slots, working, waiting)
             more_wait = left > self.slots - working.count(None)
             quota = self.put(np.int32(self.swap if more_wait else self.slots))

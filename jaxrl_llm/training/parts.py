@@ -1,29 +1,28 @@
-"""A config to the parts that a run is made of: task, tokenizer, model, mesh."""
+"""A config to the parts that a run is made of: task, tokenizer, model, mesh, and its examples."""
 
+import itertools
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
-from jaxrl_llm import desk, userfile
+from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import reinforce, shares, update
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.learning.stream import Cursor, Stream
-from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.models import hf, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.sampler import Sampler, Sampling
-from jaxrl_llm.runs import anchor
-from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.tasks.task import Source, Task, check_members
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.task import Mapped, Source, Task, check_members
 
 E = TypeVar("E")
+DATA = "~/.cache/jaxrl_llm"
+SHARE = 4  # validation is at most a quarter of the training data
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,16 @@ class Parts:
     source: Path | None
 
     @property
-    def shardings(self) -> Any:
-        """Where each parameter lies."""
-        return sharding.param_shardings(qwen2.graph(self.shape)[1], self.mesh)
+    def like(self) -> Any:
+        """The shapes and places of the parameters, nothing allocated."""
+        return sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
+
+    def fresh(self, seed: int) -> Any:
+        """The parameters that a run starts from, in place, in float32."""
+        places = sharding.param_shardings(qwen2.graph(self.shape)[1], self.mesh)
+        if self.source is not None:
+            return hf.load(self.source, self.shape, places, "float32")
+        return qwen2.init(self.shape, seed, shardings=places)
 
     def sampling(self, config: Config, **changes: Any) -> Sampling:
         """How responses are drawn, with the limit of the config and the stop tokens of the tokenizer."""
@@ -56,81 +62,90 @@ class Parts:
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
 
-def parts(config: Config, data: Path) -> Parts:
+def parts(config: Config, data: str | Path = DATA) -> Parts:
     """Builds or finds the data (in a folder, or under a URL), the tokenizer and the architecture.
 
     No parameter is read yet.
     """
     if isinstance(config.model, Pretrained):
-        source = hf.resolve(_at_hand(config.model.name))
+        name = config.model.name
+        source = hf.resolve(storage.local(name) if storage.is_url(name) else name)
         shape = hf.load_shape(source)
         words = tokenizer.load(source, hf.stop_tokens(source, shape.vocab_size))
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     definition, _ = qwen2.graph(shape, config.compute)
-    here = desk.at_hand(data)
-    desk.fetch(here)
+    folder = storage.local(data).expanduser()
     with userfile.answering_for("the task cannot be made"):
-        task = config.task(here)
+        task = config.task(folder)
         check_members(task, "config: task")
-    desk.store(here)
+    storage.push(folder)
     return Parts(task, words, shape, Policy(definition), mesh, source)
 
 
-def _at_hand(model: str) -> str | Path:
-    """The folder of a model under a URL, fetched; other names as they are."""
-    here = desk.at_hand(Path(model))
-    desk.fetch(here)
-    return model if desk.place(here) is None else here
+class Splits(NamedTuple):
+    """Three disjoint choices of a task's examples: `validation` is taken out of its training data.
+
+    `skipped` training examples have prompts that are too long to learn from.
+    """
+
+    train: Source[Any]
+    validation: Source[Any]
+    test: Source[Any]
+    skipped: int
 
 
-def fresh_params(config: Config, made: Parts) -> Any:
-    """The parameters that the run starts from, in place, in float32."""
-    if made.source is not None:
-        return hf.load(made.source, made.shape, made.shardings, "float32")
-    return qwen2.init(made.shape, config.seed, shardings=made.shardings)
+def splits(made: Parts, config: Config) -> Splits:
+    """The examples of a run; a UserError for the first whose prompt cannot be used."""
+    known = readable(made, made.task.train, config, "training")
+    test = askable(made, made.task.test, config)
+    train, validation = _set_aside(known, config.evaluation.validation)
+    return Splits(train, validation, test, known.skipped)
 
 
-def like_params(made: Parts) -> Any:
-    """The shapes and places of the parameters, nothing allocated."""
-    return sharding.params_like(qwen2.graph(made.shape)[1], made.mesh)
+def _set_aside(source: Source[E], validation: int) -> tuple[Source[E], Source[E]]:
+    """Sets `validation` examples aside, one out of each of as many equal stretches of the training data.
+
+    So they are like the rest where that is sorted; which of a stretch is drawn, for it may also go in cycles.
+    """
+    size = len(source)
+    count = min(validation, size // SHARE)
+    if count < 1:
+        raise UserError(
+            f"the training data has {size} examples: at least {SHARE} are needed, to set one aside for validation"
+        )
+    stretches = itertools.pairwise(i * size // count for i in range(count + 1))
+    rng = np.random.default_rng(0)
+    aside = {int(rng.integers(*stretch)) for stretch in stretches}
+    rest = [i for i in range(size) if i not in aside]
+    get = source.__getitem__
+    return Mapped(rest, get), Mapped(sorted(aside), get)
 
 
-def reference(config: Config, made: Parts, kept: Path) -> Any:
-    """The parameters of the reference policy, in the precision of the model, where they wait."""
-    params = made.policy.narrowed(anchor.read(kept, like_params(made)))
-    return sharding.to_hosts(params) if config.offloads("reference") else params
+def overlap(task: Task[Any], divided: Splits) -> str:
+    """A line on examples of one split whose prompt is in another, if there are any.
 
-
-def stream(
-    config: Config, made: Parts, sampler: Sampler, examples: Source[Any], cursor: Cursor | None
-) -> Stream[Any]:
-    """The training examples in batches, with responses by the sampler."""
-    task, sampling = made.token_task(config), made.sampling(config)
-    respond = partial(reinforce.respond, sampler, task, config.group_size, sampling, config.seed)
-    whole = lambda examples, share: shares.whole(share, task.prompts(examples))
-    return Stream(Batches(examples, config.prompts, seed=config.seed + 1), respond, cursor, whole)
-
-
-def reinforcement(
-    config: Config, made: Parts, like: update.TrainState, reference: Any
-) -> reinforce.Programs:
-    """The programs of the reinforcement phase, for states that lie as `like` does."""
-    return reinforce.compiled(
-        made.policy,
-        config.objective,
-        config.optimizer,
-        made.collator(config.collate),
-        made.mesh,
-        like,
-        group_size=config.group_size,
-        reference=reference,
-        temperature=config.sampling.temperature,
-        order=config.order,
-        sampler_ratios=config.ratios == "sampler",
-        drop_even_groups=config.drop_even_groups,
+    A UserError where the test data say nothing, because all of their prompts are trained on.
+    """
+    train, validation, test = (
+        [task.prompt(source[i]) for i in range(len(source))] for source in divided[:3]
     )
+    known = set(train)
+    seen = sum(prompt in known for prompt in test)
+    if seen == len(test):
+        raise UserError(
+            f"the prompts of all {seen} test examples are in the training data: give the task a test set "
+            "of its own"
+        )
+    chosen_by = set(validation) - known
+    counts = (
+        (seen, "test prompts are in the training data"),
+        (sum(p in chosen_by for p in test), "test prompts are in the validation data"),
+        (sum(p in known for p in validation), "validation prompts are in the training data"),
+    )
+    said = [f"{count} {what}" for count, what in counts if count]
+    return f"warning: {'; '.join(said)}" if said else ""
 
 
 @dataclass(frozen=True)
@@ -198,8 +213,3 @@ def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:
     if not len(source):
         raise UserError("the test data is empty: it needs at least one example")
     return source
-
-
-def first(source: Source[E], count: int) -> Source[E]:
-    """The first `count` examples, all of them if 0."""
-    return [source[i] for i in range(min(count, len(source)))] if count else source

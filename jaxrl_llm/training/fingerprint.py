@@ -1,4 +1,4 @@
-"""What an array is, in three short values: dtype, shape and a number that any change of its bits changes."""
+"""Fingerprints of arrays: dtype, shape and a number that changes with any bit, one pass over the arrays on their devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,6 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import sharding
 
-_PIECE = 1 << 22  # elements that are looked at together on the host
-
 
 def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
     """`[dtype, shape, number]` of each array by its place in the tree; without `values` the number is 0."""
@@ -22,17 +20,6 @@ def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
         jax.tree_util.keystr(path): [str(leaf.dtype), list(leaf.shape), int(number)]
         for (path, leaf), number in zip(leaves, numbers, strict=True)
     }
-
-
-def on_host(array: np.ndarray) -> list[Any]:
-    """What `describe` says of an array, computed on the host a piece at a time."""
-    flat, total = np.ascontiguousarray(array).reshape(-1), 0
-    for start in range(0, flat.size, _PIECE):
-        piece = flat[start : start + _PIECE]
-        words = piece.view(f"uint{8 * piece.dtype.itemsize}").astype(np.uint32)
-        index = np.arange(start, start + piece.size, dtype=np.uint64).astype(np.uint32)
-        total += int(np.sum(words * _mixed(index), dtype=np.uint32))
-    return [str(array.dtype), list(array.shape), total % 2**32]
 
 
 def same_form(what: str, saved: dict[str, Any], like: Any) -> None:

@@ -1,0 +1,256 @@
+"""The processes of a run, one a host: how they meet, agree, share their work, and end when one of them does.
+
+They agree on small things at few places: in `share`, which every rollout and evaluation goes through, whether to
+go on; in `from_first` what the first one read. An error is not agreed upon: the process that has it says its line
+and ends, a thread of every other sees that and ends its own, and the launcher starts all again with
+`--resume auto`. Alone, a process agrees with itself.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.errors import Leaving, UserError, first_line
+
+T = TypeVar("T")
+AUTO = "auto"
+BEAT = 1.0  # seconds between two signs of life
+LOST = 60.0  # seconds without one after which a process is given up
+MEETING = 300  # seconds in which all have to have been started
+LEAVE = 10.0  # seconds that a process has to end by itself after another has
+LEAST = 2**16  # bytes that a gathering has room for: few sizes, few programs
+_FOREVER = 10**6  # seconds: JAX's own watch would end a process with a page of C++
+
+
+class Stop(Protocol):
+    """Whether the run was asked to stop."""
+
+    asked: bool
+
+    def ask(self) -> None: ...
+
+
+@dataclass
+class _Job:
+    """This process among `count`, and the coordinator's store that all can read and write."""
+
+    index: int = 0
+    count: int = 1
+    store: Any = None
+    names: list[str] = field(default_factory=list)
+    round: int = 0
+    heard: int = 0  # how often the store has answered
+
+
+_JOB = _Job()
+
+
+def count() -> int:
+    """How many processes there are."""
+    return _JOB.count
+
+
+def index() -> int:
+    """The number of this process, from 0."""
+    return _JOB.index
+
+
+def first() -> bool:
+    """Whether this is the process that writes what is there once."""
+    return _JOB.index == 0
+
+
+@contextmanager
+def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[None]:
+    """One of the processes of a job for the block: AUTO, as the cluster says, or I/N@HOST:PORT; None is alone.
+
+    When one has failed, or is not heard of for `lost` seconds, the others end with exit code 2. The wish of one to
+    stop reaches all.
+    """
+    if process is None:
+        yield
+        return
+    _join(process)
+    done = threading.Event()
+    for watch in (_watch, _watch_the_store):
+        threading.Thread(target=watch, args=(done, lost, stop), daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        known = isinstance(error, (UserError, SystemExit, KeyboardInterrupt))
+        said = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
+        _put(f"ended/{_JOB.index}", said)
+        if first():  # the store goes with this process: let the others read why
+            time.sleep(3 * BEAT)
+        raise
+    _put(f"ended/{_JOB.index}", "")
+    agree("")  # nobody leaves before all have come here
+    done.set()
+
+
+def agree(word: str) -> list[str]:
+    """The words of all processes, in their order, as soon as the last has said its own."""
+    if _JOB.count == 1:
+        return [word]
+    _JOB.round += 1
+    here = f"round/{_JOB.round}"
+    _put(f"{here}/{_JOB.index}", word)
+    words = [_get(f"{here}/{i}") for i in range(_JOB.count)]
+    if _JOB.round > 1:  # all have come to this round, so all have read the one before
+        _JOB.store.key_value_delete(f"round/{_JOB.round - 1}/{_JOB.index}")
+    return words
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What the first process makes, in all; something that JSON can say."""
+    if _JOB.count == 1:
+        return make()
+    return json.loads(agree(json.dumps(make()) if first() else "")[0])
+
+
+def check(stop: Stop) -> None:
+    """Raises Leaving in all processes if one of them was asked to stop."""
+    if "leave" in agree("leave" if stop.asked else ""):
+        raise Leaving
+
+
+def share(
+    work: Callable[[], T],
+    stop: Stop,
+    *,
+    to_bytes: Callable[[T], bytes],
+    from_bytes: Callable[[bytes], T],
+) -> list[T]:
+    """What every process makes of its share of a work, in all of them.
+
+    Raises Leaving in all if one was asked to stop meanwhile; `work` may end early by raising it.
+    """
+    made: list[T] = []
+    try:
+        made.append(work())
+    except Leaving:
+        stop.asked = True
+    check(stop)
+    if _JOB.count == 1:
+        return made
+    return [from_bytes(payload) for payload in gather(to_bytes(made[0]))]
+
+
+def gather(payload: bytes) -> list[bytes]:
+    """The payloads of all processes, by way of the devices."""
+    if _JOB.count == 1:
+        return [payload]
+    sizes = [int(size) for size in agree(str(len(payload)))]
+    room = max(LEAST, 1 << max(sizes).bit_length())
+    padded = np.zeros(room, np.uint8)
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _join(process: str) -> None:
+    """Connects to the other processes, before JAX looks at its devices."""
+    where: dict[str, Any] = {}
+    if process != AUTO:
+        found = re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process)
+        if not found or int(found[1]) >= int(found[2]):
+            raise UserError(
+                f"--process {process}: write auto, or I/N@HOST:PORT, process I (from 0) of N, which meet there"
+            )
+        where = {"process_id": int(found[1]), "num_processes": int(found[2])}
+        where |= {"coordinator_address": found[3], "cluster_detection_method": "deactivate"}
+        where |= {"coordinator_bind_address": found[3]} if found[1] == "0" else {}
+    alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
+    late = alone.format(process, f"not all came within {MEETING} s")
+    timer = threading.Timer(
+        MEETING, _end, args=(late,)
+    )  # JAX's own end of the waiting is a page of C++
+    timer.daemon = True
+    timer.start()
+    jax.config.update("jax_enable_preemption_service", False)  # it would take our SIGTERM
+    try:
+        jax.distributed.initialize(
+            **where, initialization_timeout=2 * MEETING, heartbeat_timeout_seconds=_FOREVER
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(alone.format(process, first_line(error))) from error
+    finally:
+        timer.cancel()
+    from jax._src import distributed  # as orbax does: nothing public gives the store
+
+    state = distributed.global_state
+    _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
+    hosts = agree(socket.gethostname())
+    _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
+    if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
+        jax.config.update("jax_cuda_visible_devices", "all")
+    # programs for CPUs that are read back from JAX's cache have lost the order of their collectives
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _put(key: str, value: str) -> None:
+    _JOB.store.key_value_set(key, value, allow_overwrite=True)
+
+
+def _get(key: str) -> str:
+    """The value of a key, once somebody has set it; the watch ends the process if nobody will."""
+    return _JOB.store.blocking_key_value_get(key, 1000 * _FOREVER)
+
+
+def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
+    """Gives signs of life and looks at those of the others, until the job is done."""
+    seen: dict[str, tuple[str, float]] = {}
+    while not done.wait(BEAT):
+        try:
+            _put(f"alive/{_JOB.index}", f"{_JOB.heard} {'leaving' if stop.asked else ''}")
+            alive = dict(_JOB.store.key_value_dir_get("alive/"))
+            ended = dict(_JOB.store.key_value_dir_get("ended/"))
+        except jax.errors.JaxRuntimeError:
+            if not done.wait(BEAT):
+                _end(f"{_JOB.names[0]}, through which all meet, cannot be reached")
+            return
+        _JOB.heard += 1
+        now = time.monotonic()
+        for i in set(range(_JOB.count)) - {_JOB.index}:
+            value, end = alive.get(f"alive/{i}", ""), ended.get(f"ended/{i}")
+            if seen.get(name := _JOB.names[i], ("", 0.0))[0] != value or name not in seen:
+                seen[name] = (value, now)
+            if end and not done.wait(LEAVE):
+                _end(f"{name} has ended: {end}")
+            if end is None and now - seen[name][1] > lost:
+                _end(f"{name} has not been heard of for {lost:g} s")
+            if value.endswith("leaving") and not stop.asked:
+                stop.ask()
+
+
+def _watch_the_store(done: threading.Event, lost: float, stop: Stop) -> None:
+    """Ends this process if the first no longer answers: what `_watch` asks it may wait for ever.
+
+    Seconds are counted in which this process was awake itself.
+    """
+    del stop
+    heard, silent = -1, 0
+    while not done.wait(BEAT):
+        heard, silent = _JOB.heard, silent + 1 if _JOB.heard == heard else 0
+        if silent * BEAT > lost + LEAVE:
+            _end(f"{_JOB.names[0]}, through which all meet, has not answered for {lost:g} s")
+
+
+def _end(reason: str) -> NoReturn:
+    """Ends this process, whose main thread may wait in a program for one that is gone."""
+    said = f"jaxrl-llm: {reason}; this process ends too: start all again with --resume auto"
+    print(said, file=sys.stderr, flush=True)
+    os._exit(2)

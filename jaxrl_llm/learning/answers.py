@@ -1,0 +1,175 @@
+"""Prompts answered by a sampler and judged by a task; each process of a run has its share of the prompts."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm import distributed
+from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
+from jaxrl_llm.tasks.task import Reward, Task, score_responses
+
+
+class Answers(NamedTuple):
+    """`n` responses to each example, side by side, each with what it earned."""
+
+    examples: Sequence[Any]
+    rollout: Rollout
+    rewards: Sequence[Reward]
+
+    @property
+    def checked(self) -> list[Reward]:
+        """The rewards that are known."""
+        return [reward for reward in self.rewards if reward.checked]
+
+
+def in_words(reward: Reward) -> str:
+    """A reward for people."""
+    known = f"reward {reward.score:g}, {'correct' if reward.correct else 'wrong'}"
+    return known if reward.checked else "unchecked"
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """A task in the tokens of a tokenizer; a reward that takes `seconds` is given up."""
+
+    task: Task[Any]
+    tokenizer: Tokenizer
+    threads: int = 1
+    seconds: float = 300.0
+
+    def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
+        """The prompt of each example."""
+        return [self.tokenizer.encode(self.task.prompt(example)) for example in examples]
+
+    def sample(
+        self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
+    ) -> Rollout:
+        """`n` responses to the prompt of each example of this process."""
+        prompts = self.prompts(examples)
+        own = [prompts[i] for i in _own(prompts)]
+        return sampler.generate(own, n=n, sampling=sampling) if own else Rollout([], [], [])
+
+    def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
+        """Those responses with their rewards."""
+        mine = [examples[i] for i in _own(self.prompts(examples))]
+        n = len(own.responses) // max(len(mine), 1)
+        rewards = score_responses(
+            self.task,
+            [example for example in mine for _ in range(n)],
+            [self.tokenizer.decode(response) for response in own.responses],
+            threads=self.threads,
+            seconds=self.seconds,
+        ).rewards
+        return Answers(mine, own, rewards)
+
+    def answer(
+        self,
+        sampler: Sampler,
+        examples: Sequence[Any],
+        *,
+        n: int,
+        sampling: Sampling,
+        stop: distributed.Stop,
+    ) -> Answers:
+        """Responses to all examples, judged, in all processes; raises Leaving if one was asked to stop."""
+        work = lambda: self.judge(examples, self.sample(sampler, examples, n=n, sampling=sampling))
+        return self.together(examples, work, stop)
+
+    def together(
+        self, examples: Sequence[Any], work: Callable[[], Answers], stop: distributed.Stop
+    ) -> Answers:
+        """What every process makes by `work` of its share of the examples, in all of them."""
+        shares = distributed.share(work, stop, to_bytes=_packed, from_bytes=_unpacked)
+        if len(shares) == 1:
+            return shares[0]
+        return Answers(examples, *_merged(self.prompts(examples), shares))
+
+    def whole(self, examples: Sequence[Any], own: Rollout) -> Rollout:
+        """The responses of all processes, of which `own` are this one's."""
+        if distributed.count() == 1:
+            return own
+        shares = map(_unpacked, distributed.gather(_packed(Answers((), own, ()))))
+        return _merged(self.prompts(examples), [*shares])[0]
+
+    def own(self, examples: Sequence[Any], whole: Rollout) -> Rollout:
+        """Of the responses of all processes those of this one."""
+        n = len(whole.responses) // len(examples)
+        rows = [i * n + k for i in _own(self.prompts(examples)) for k in range(n)]
+        pick = lambda values: [values[row] for row in rows]
+        prompts, responses = pick(whole.prompts), pick(whole.responses)
+        logps, finished = pick(whole.logps), pick(whole.finished)
+        return Rollout(prompts, responses, logps, finished, whole.version, whole.tolerance)
+
+
+def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The process of each prompt. Equal prompts have the same: a sampler counts the responses to each."""
+    numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    return [numbers[tuple(prompt)] * distributed.count() // len(numbers) for prompt in prompts]
+
+
+def _own(prompts: Sequence[Sequence[int]]) -> list[int]:
+    return [i for i, owner in enumerate(_owners(prompts)) if owner == distributed.index()]
+
+
+def _merged(
+    prompts: Sequence[Sequence[int]], shares: Sequence[Answers]
+) -> tuple[Rollout, list[Reward]]:
+    """The shares of the processes, equally many responses to each prompt, in the order of the prompts."""
+    n = sum(len(share.rollout.responses) for share in shares) // len(prompts)
+    taken, order = [0] * len(shares), []
+    for owner in _owners(prompts):
+        order += [(owner, taken[owner] + k) for k in range(n)]
+        taken[owner] += n
+    rollouts = [share.rollout for share in shares]
+    held = [one for one in rollouts if one.responses]
+    tolerances = [one.tolerance for one in held if one.tolerance is not None]
+    whole = Rollout(
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        responses=[rollouts[i].responses[row] for i, row in order],
+        logps=[rollouts[i].logps[row] for i, row in order],
+        finished=[rollouts[i].finished[row] for i, row in order],
+        version=max(one.version for one in held),
+        tolerance=max(tolerances, default=None),
+    )
+    return whole, [shares[i].rewards[row] for i, row in order if shares[i].rewards]
+
+
+def _packed(share: Answers) -> bytes:
+    """Responses and rewards of a share as bytes; `_unpacked` gives them back, without prompts and examples."""
+    rollout = share.rollout
+    flat = lambda rows, dtype: np.asarray([x for row in rows for x in row], dtype)
+    rest = {
+        "version": rollout.version,
+        "tolerance": rollout.tolerance,
+        "rewards": [astuple(reward) for reward in share.rewards],
+    }
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        allow_pickle=False,
+        lengths=np.asarray([len(row) for row in rollout.responses], np.int32),
+        tokens=flat(rollout.responses, np.int32),
+        logps=flat(rollout.logps, np.float32),
+        finished=np.asarray(rollout.finished, bool),
+        rest=np.frombuffer(json.dumps(rest).encode(), np.uint8),
+    )
+    return buffer.getvalue()
+
+
+def _unpacked(payload: bytes) -> Answers:
+    with np.load(io.BytesIO(payload), allow_pickle=False) as found:
+        part = dict(found)
+    rest = json.loads(part["rest"].tobytes())
+    ends = np.cumsum(part["lengths"])[:-1]
+    tokens, logps = (
+        [row.tolist() for row in np.split(part[name], ends)][: len(part["lengths"])]
+        for name in ("tokens", "logps")
+    )
+    finished = part["finished"].tolist()
+    rollout = Rollout((), tokens, logps, finished, rest["version"], rest["tolerance"])
+    return Answers((), rollout, [Reward(*one) for one in rest["rewards"]])

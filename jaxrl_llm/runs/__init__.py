@@ -1,1 +1,0 @@
-"""A run as a thing in time and on disk: folder, checkpoints, journal, resume, leaving."""

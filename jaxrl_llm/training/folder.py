@@ -1,0 +1,271 @@
+"""A run's folder: what is written when a run starts, and read when it is resumed, evaluated or talked to.
+
+run.json               what the run is: its id, flags and sessions, and the run whose warm start it began with
+config.py files/       the config file and the other files of the user's that it was started with
+model/                 tokenizer and config.json in Hugging Face format
+metrics.jsonl tensorboard/ samples/ curves.png
+checkpoints/N/         the state after step N
+initial/N/             the policy that reinforcement began with: the reference, and where --from begins
+lock                   who works in it, if anybody does
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import distributed, storage, userfile
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update
+from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.training import journal, record
+from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, first_line
+from jaxrl_llm.training.journal import REINFORCE
+from jaxrl_llm.training.parts import Parts
+from jaxrl_llm.training.record import CONFIG, Source
+
+CHECKPOINTS, INITIAL = "checkpoints", "initial"
+WILD = "[]*?\\"  # in a path orbax takes them for a pattern, and misses its own files
+SHARED = 60.0  # seconds until all processes see what the first has written
+
+
+def at(where: str | Path) -> Path:
+    """The folder of a run by its path or URL; of one in a bucket all but the arrays of checkpoints is brought."""
+    return storage.local(where, but=(ARRAYS,))
+
+
+def resumable(folder: Path) -> bool:
+    """Whether a run was started here, so that it can only be resumed."""
+    return (folder / record.NAME).exists()
+
+
+@contextmanager
+def opened(
+    folder: Path, parts: Parts, source: Source | None, *, resume: bool, origin: Path | None = None
+) -> Iterator[None]:
+    """The folder of a run, started or found to be the same run, with this run as its only writer for the block.
+
+    Of several processes the first writes; a UserError unless all see the same folder.
+    """
+    with ExitStack() as stack:
+        if distributed.first():
+            if resume and not resumable(folder):
+                raise UserError(
+                    f"{folder} holds no run to resume: leave --resume out, or check --out"
+                )
+            if wild := sorted({*WILD} & {*str(folder.absolute())}):
+                raise UserError(
+                    f"{folder}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
+                )
+            if not resume:
+                _require_new(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(storage.locked(folder))
+            at(storage.spoken(folder))  # anew: another may have written there until now
+            if resume:
+                run = record.continued(folder, record.read(folder), source, origin)
+                _require_model(folder, parts)
+                record.write(folder, run)
+            else:
+                _require_new(folder)
+                _start(folder, parts, source, origin)
+            store(folder)
+        expected = distributed.from_first(lambda: record.identity(folder))
+        if not distributed.first():
+            until = time.monotonic() + SHARED
+            while (found := record.identity(at(storage.spoken(folder)))) != expected:
+                if found is not None or time.monotonic() > until:
+                    raise UserError(
+                        f"{folder} is another folder here: --out has to be storage that all processes see"
+                    )
+                time.sleep(1.0)
+        try:
+            yield
+        finally:
+            if distributed.first():
+                store(folder)
+
+
+def store(folder: Path) -> None:
+    """Stores what has been written but for checkpoints, which are stored when they are whole."""
+    storage.push(folder, but=(CHECKPOINTS, INITIAL))
+
+
+def _require_new(folder: Path) -> None:
+    """A UserError unless a run can be started there: in a new or empty folder, or where one has saved nothing."""
+    if resumable(folder):
+        if any((folder / CHECKPOINTS).glob("*")):
+            raise UserError(
+                f"{folder} already holds a run: add --resume to go on, or choose another --out"
+            )
+    elif folder.exists() and {path.name for path in folder.iterdir()} - {storage.LOCK}:
+        raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
+
+
+def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | None) -> None:
+    """Writes what the run is; run.json comes last, for it says that the folder holds a run."""
+    run = record.new(source, origin)
+    (folder / "model").mkdir(exist_ok=True)
+    parts.tokenizer.save(folder / "model")
+    described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
+    storage.write(folder / "model" / "config.json", described)
+    ends = json.dumps({"eos_token_id": [*parts.tokenizer.stops]}, indent=2) + "\n"
+    storage.write(folder / "model" / "generation_config.json", ends)
+    if source is not None:
+        (folder / "files").mkdir(exist_ok=True)
+        for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
+            storage.copy(Path(original), folder / copy)
+    sums = {name: record.checksum(folder / name) for name in record.files_of(run)}
+    record.write(folder, run | {"sums": sums})
+
+
+def _require_model(folder: Path, parts: Parts) -> None:
+    """A UserError if the folder holds a run of another model or tokenizer."""
+    there = hf.read_config(folder / "model")
+    for name, value in hf.hf_config(parts.shape, "float32").items():
+        if there.get(name) != value:
+            raise UserError(
+                f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "
+                "config: use the config and flags it was started with"
+            )
+    with tempfile.TemporaryDirectory() as ours:
+        parts.tokenizer.save(Path(ours))
+        written = [where / "tokenizer.json" for where in (folder / "model", Path(ours))]
+        if written[0].read_bytes() != written[1].read_bytes():
+            raise UserError(f"{folder}: its tokenizer is another than that of the config")
+
+
+def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
+    """A UserError unless there is the end of a warm start of so many steps that suits a run of these parts."""
+    record.read(folder)
+    if steps not in (found := Checkpoints(folder / INITIAL).steps):
+        said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
+        raise UserError(f"--from {folder}: {said}, that of the config has {steps}")
+    _require_model(folder, parts)
+
+
+def require_at_most(folder: Path, steps: int) -> None:
+    """A UserError if a run that goes on has made more steps."""
+    done = max(Checkpoints(folder / CHECKPOINTS).steps, default=0)
+    if done > steps:
+        raise UserError(
+            f"{folder} has made {done} steps, and would have {steps} with these --steps: "
+            f"give {done - steps} more, or leave --steps out"
+        )
+
+
+def reopen(folder: Path) -> Config:
+    """The config of a run, made again by its own file and flags; it executes that file."""
+    run = record.read(folder)
+    record.require_sources(folder, run)
+    if run["config"] is None:
+        raise UserError(
+            f"{folder} was made by a program, not by a config file: only that can open it"
+        )
+    path = Path(run["config"])
+    copies = {Path(original): folder / copy for original, copy in run["files"].items()}
+    copies[path.resolve()] = folder / CONFIG
+    with userfile.instead(copies):
+        make: Callable[..., Config] = configs.load(path)
+        made = configs.build(make, folder / CONFIG, **record.flags_for(make, run["flags"]))
+
+    def task(data: Path) -> Any:
+        with userfile.instead(copies):
+            return made.task(data)
+
+    return replace(made, task=task)
+
+
+def checkpoints(
+    folder: Path, keep: int | None = None, regular: Callable[[int], bool] = lambda step: True
+) -> Checkpoints:
+    """The checkpoints of a run; the best is that of the highest validation accuracy, the later of equals.
+
+    The policy that reinforcement began with is no candidate, nor is a step that was saved only on the way out.
+    """
+
+    def best(steps: list[int]) -> int | None:
+        known, highest, fit = journal.scores(journal.read(folder)), -1.0, {}
+        for step in sorted(known)[1:]:
+            if regular(step) or known[step] > highest:
+                fit[step] = known[step]
+            highest = max(highest, known[step])
+        return max((s for s in steps if s in fit), key=lambda s: (fit[s], s), default=None)
+
+    return Checkpoints(folder / CHECKPOINTS, keep, regular=regular, best=best)
+
+
+def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
+    """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
+    return _restored(folder, step, lambda there, s: there.restore(s, parts.like, part="params"))
+
+
+def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
+    """The state that reinforcement went on from at a checkpoint: a fresh one at those of a warm start."""
+    like = update.state_like(parts.like, optimizer)
+
+    def read(there: Checkpoints, chosen: int) -> update.TrainState:
+        if there.note(chosen)["phase"] == REINFORCE:
+            return there.restore(chosen, like)
+        return update.init_state(there.restore(chosen, like.params, part="params"), optimizer)
+
+    return _restored(folder, step, read)[1]
+
+
+def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | None:
+    """The folder of the run whose warm start a run begins with, or has begun with; None if there is none."""
+    if resuming and given is None:
+        given = record.read(folder)["from"]
+    return None if given is None else at(given).absolute()
+
+
+def reference(folder: Path, parts: Parts, config: Config) -> Any:
+    """The parameters of the reference policy, in the precision of the model, where they wait."""
+    params = parts.policy.narrowed(initial(folder, parts))
+    return sharding.to_hosts(params) if config.offloads("reference") else params
+
+
+def initial(folder: Path, parts: Parts) -> Any:
+    """The parameters that reinforcement began with; None before it did, or where nothing asked for them."""
+    there = Checkpoints(folder / INITIAL)
+    if not there.steps:
+        return None
+    return there.first_whole(there.steps, lambda step: there.restore(step, parts.like))[1]
+
+
+def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
+    """`(step, shape, parameters)`, spread over all devices; nothing of the run's is executed."""
+    record.read(folder)
+    shape = hf.load_shape(folder / "model")
+    mesh = sharding.make_mesh(1, -1, 1, jax.devices())
+    like = sharding.params_like(qwen2.graph(shape)[1], mesh)
+    chosen, found = _restored(folder, step, lambda there, s: there.restore(s, like, part="params"))
+    return chosen, shape, found
+
+
+def _restored(
+    folder: Path, step: int | None, read: Callable[[Checkpoints, int], Any]
+) -> tuple[int, Any]:
+    there = checkpoints(folder)
+    steps = there.steps
+    if not steps:
+        raise UserError(f"{folder} has no checkpoint yet")
+    chosen = (there.best or steps[-1]) if step is None else step
+    if chosen not in steps:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
+    try:
+        return chosen, read(there, chosen)
+    except DamageError as error:
+        others = [s for s in steps if s != chosen]
+        advice = f"try --step with one of {others}" if others else "there is no other"
+        raise UserError(
+            f"checkpoint {chosen} of {folder} is damaged ({first_line(error)}): {advice}"
+        ) from error

@@ -1,0 +1,305 @@
+"""Where a run writes down what happens: metrics.jsonl, TensorBoard, Weights & Biases, samples, the terminal."""
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self, cast
+
+import rich.console
+import rich.progress
+from rich.table import Column
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+
+from jaxrl_llm import distributed, storage
+from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.training import alarms
+
+METRICS = "metrics.jsonl"
+WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
+WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
+_event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # made when they are imported
+logger = logging.getLogger(__name__)
+Record = dict[str, Any]
+
+
+def read(folder: Path) -> list[Record]:
+    """The records of a run, one a step or evaluation; a line that is no record is left out with a warning.
+
+    A kill may have cut the last line: that is none, and no news.
+    """
+    path = folder / METRICS
+    lines = (path.read_bytes() if path.exists() else b"").split(b"\n")
+    found = [_parsed(line) for line in lines[:-1]]
+    if damaged := found.count(None):
+        logger.warning("%d damaged lines of %s are left out", damaged, path)
+    return [record for record in found if record is not None]
+
+
+def scores(records: list[Record]) -> dict[int, float]:
+    """The validation accuracy of each step of reinforcement that was evaluated, and of its start."""
+    name = "eval/accuracy"
+    return {r["step"]: r[name] for r in records if r["phase"] == REINFORCE and name in r}
+
+
+class Journal:
+    """Writes a run down, one record a step; only the first process writes, all know the records.
+
+    `records` are those of the run up to now; `close` says that the run has come to its end.
+    """
+
+    def __init__(self, folder: Path, console: rich.console.Console):
+        self.folder, self.console = folder, console
+        self.records: list[Record] = []
+        self._writes, self._open = distributed.first(), ExitStack()
+        self._wandb: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(
+            OSError
+        ):  # where an error has kept the files from being closed, that will be told
+            self._open.close()
+
+    def start(self, after: int) -> None:
+        """Opens the files; what they hold of steps later than `after` is forgotten (-1: everything)."""
+        known = distributed.from_first(lambda: read(self.folder))
+        self.records = [r for r in known if r["step"] <= after]
+        if not self._writes:
+            return
+        there = {r["step"] for r in self.records}
+        if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
+            self.say(
+                f"{len(lost)} steps have no record in {self.folder / METRICS}, the first is step {lost[0]}"
+            )
+        path = self.folder / METRICS
+        storage.write(path, b"".join(map(_line, self.records)))
+        self._file = self._open.enter_context(path.open("ab", buffering=0))
+        self._board = _Board(self.folder / "tensorboard", after + 1 if self.records else None)
+        self._open.callback(self._board.close)
+        self._wandb = self._start_wandb()
+
+    def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+        """One line of metrics."""
+        values = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
+        record = {"step": step, "phase": phase, **values}
+        if self._writes:
+            named = {f"{phase}/{name}": value for name, value in values.items()}
+            self._board.add(step, named)
+            _append(
+                self._file, _line(record)
+            )  # last: a step that failed before it is recorded again
+            self._log(lambda: self._wandb.log(named, step=step))
+        self.records.append(record)
+
+    def find(self, name: str, step: int, phase: str) -> float | None:
+        """The figure of that name in the records of a step, if it is there."""
+        here = (r for r in self.records if r["step"] == step and r["phase"] == phase and name in r)
+        return next((r[name] for r in here), None)
+
+    def sync(self) -> None:
+        """The records to the disk, so that what is saved after this is never ahead of them."""
+        if self._writes:
+            os.fsync(self._file.fileno())
+
+    def say(self, text: Any) -> None:
+        """A line, or a table, on the terminal."""
+        self.console.print(storage.spoken(text) if isinstance(text, str) else text)
+
+    def samples(self, step: int, entries: list[tuple[str, str, str]]) -> None:
+        """Sampled responses for people: (prompt, response, remark) each, in samples/step-N.md."""
+        if not self._writes:
+            return
+        lines = [f"# Sampled responses, step {step}", ""]
+        for prompt, response, remark in entries:
+            lines += ["## Prompt", "", _quoted(prompt), ""]
+            lines += [f"**{remark}**", "", _quoted(response), ""]
+        folder = self.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
+
+    def close(self) -> None:
+        """Everything to disk, at the end of a run."""
+        if self._writes:
+            self.sync()
+            self._open.close()
+            self._log(lambda: self._wandb.finish())
+
+    def _log(self, call: Callable[[], Any]) -> None:
+        """A call to Weights & Biases, whose errors never end a run."""
+        if self._wandb is None:
+            return
+        try:
+            call()
+        except Exception as error:  # the library's own errors have no common base
+            logger.warning("Weights & Biases is left out from here on: %s", first_line(error))
+            self._wandb = None
+
+    def _start_wandb(self) -> Any:
+        """A Weights & Biases run, where the environment variable asks for one; a resumed run goes on with it."""
+        if os.environ.get(WANDB, "0") in ("", "0"):
+            return None
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(f"{WANDB} asks for Weights & Biases: pip install wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        name = self.folder.absolute().name
+        identity = json.loads((self.folder / "run.json").read_bytes())["id"]
+        try:
+            return wandb.init(
+                project="jaxrl_llm", name=name, dir=self.folder, id=identity, resume="allow"
+            )
+        except Exception as error:  # as above; before a run has begun it is worth a word
+            raise UserError(
+                f"Weights & Biases does not start ({first_line(error)}): log in to it, or leave {WANDB} out"
+            ) from error
+
+
+_SHOWN = {
+    "reward": "reward {:.2f}",
+    "accuracy": "accuracy {:.0%}",
+    "loss": "loss {:.3f}",
+    "length": "length {:.0f}",
+    "kl_reference": "KL {:.4f}",
+    "time/tokens_per_second": "{:,.0f} tokens/s",
+    "time/step": "{:.2f} s a step",
+}
+
+
+class Recorder:
+    """Records the steps of a phase, each while the devices work at the one after it; shows how far the phase is.
+
+    `hold` takes the figures of a step, `flush` fetches and records them; alarms look at all steps of the phase.
+    """
+
+    def __init__(
+        self, journal: Journal, phase: str, steps: range, start: int, most_unchecked: float
+    ):
+        self._journal, self._phase, self._steps = journal, phase, steps
+        self._most_unchecked, self._said = most_unchecked, set()
+        mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
+        self._records = [r for r in journal.records if mine(r)]
+        self._before = len(self._records)
+        self._held: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
+        self._progress = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(bar_width=12),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("left"),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn(
+                "{task.fields[figures]}", table_column=Column(no_wrap=True, ratio=1)
+            ),
+            console=journal.console,
+            expand=True,
+        )
+        self._title = phase.replace("_", " ")
+        self._bar = self._progress.add_task(
+            self._title, total=len(steps), completed=start - steps.start, figures=""
+        )
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows the progress for the block."""
+        with self._progress:
+            yield
+        self._progress.remove_task(self._bar)
+
+    def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """The step to record next; `figures()` may wait for the devices."""
+        self._held = step, figures
+
+    def flush(self) -> None:
+        """Records the step that is held now, if one is."""
+        if self._held is None:
+            return
+        (step, figures), self._held = self._held, None
+        values = figures()
+        self._records.append({name: float(value) for name, value in values.items()})
+        found = alarms.alarms(self._records)
+        alarmed = {f"alarm/{kind}": 1 for kind in found}
+        self._journal.record(step, self._phase, {**values, **alarmed})
+        self._show(step, values)
+        for kind, text in found.items():
+            if kind not in self._said:
+                self._said.add(kind)
+                self._journal.say(f"  step {step}: warning: {text}")
+
+    def check(self) -> None:
+        """Raises a UserError where the steps recorded by this process give no reason to go on."""
+        here = self._records[self._before :]
+        if reason := alarms.reason_to_stop(here, self._most_unchecked):
+            raise UserError(reason)
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        done = step - self._steps.start
+        known = [text.format(float(values[n])) for n, text in _SHOWN.items() if n in values]
+        self._progress.update(self._bar, completed=done, figures=" | ".join(known))
+        rarely = done % max(1, len(self._steps) // 20) == 0
+        if not self._progress.console.is_terminal and rarely:
+            self._journal.say(f"{done}/{len(self._steps)} {' | '.join([self._title, *known])}")
+
+
+class _Board:
+    """The scalars of a run as TensorBoard reads them, written here and now.
+
+    tensorboardX's own writer has a thread, which would wait for ever on a full disk.
+    """
+
+    def __init__(self, folder: Path, purge: int | None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        if purge is not None:  # what a reader has seen of later steps is forgotten
+            start = _event.SessionLog(status=_event.SessionLog.START)
+            self._write(_event.Event(step=purge, session_log=start))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        points = [_summary.Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
+        self._write(_event.Event(step=step, summary=_summary.Summary(value=points)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)
+        self._writer.flush()
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _parsed(line: bytes) -> Record | None:
+    """The record of a line, if it is one."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return None
+    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "phase" in found
+    return found if whole else None
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """The whole line or nothing of it."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        written = 0
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}" for line in text.splitlines() or [""])

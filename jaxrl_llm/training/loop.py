@@ -1,0 +1,260 @@
+"""The steps of a run in time: imitation of demonstrations, then reinforcement.
+
+A step is a function of the state, the cursor in the data and its own number, so a run that goes on from a
+checkpoint repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through both phases. `save`,
+`evaluate` and `show` are the driver's: nothing here knows of folders.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import distributed
+from jaxrl_llm.config import Config, WarmStart
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.learning import imitate, reinforce, update
+from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.clock import Clock
+from jaxrl_llm.learning.update import TrainState
+from jaxrl_llm.rollouts.sampler import Rollout, Sampler
+from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Demonstrator, Source
+from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, Recorder, scores
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.parts import Parts
+from jaxrl_llm.training.stream import Cursor, Stream
+
+Save = Callable[[int, TrainState, Cursor], None]
+Evaluate = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run after `step` steps: its state, and where its data are (None: at their start)."""
+
+    phase: str
+    step: int
+    state: TrainState
+    cursor: Cursor | None = None
+
+
+def warm_start(
+    config: Config,
+    warm: WarmStart,
+    parts: Parts,
+    examples: Source[Any],
+    sampler: Sampler,
+    journal: Journal,
+    stop: Stop,
+    start: Point | None,
+    *,
+    save: Save,
+    evaluate: Evaluate,
+) -> Any:
+    """Supervised steps on demonstrations up to the end of the phase; returns the parameters.
+
+    The batch of the next step is made on the host while the devices work.
+    """
+    if start is None:
+        state = update.init_state(
+            parts.fresh(config.seed), warm.optimizer, offload=config.offloads("optimizer")
+        )
+        start = Point(WARM_START, 0, state)
+    step = saved = start.step
+    state, task, every = start.state, parts.token_task(config), warm.evaluate_every or warm.steps
+    data = Batches(examples, warm.batch, seed=config.seed)
+    if start.cursor is not None:
+        data.set_state(start.cursor.data)
+    programs = imitate.compiled(
+        parts.policy, warm.optimizer, parts.collator(warm.collate), parts.mesh, state
+    )
+    demonstrate = partial(
+        imitate.demonstrations,
+        task,
+        warm.demonstration or _demonstration(parts.task),
+        warm.collate.response_length,
+    )
+
+    def prepare() -> tuple[update.Credited, int]:
+        rollout = demonstrate(next(data))
+        return programs.batch(rollout), rollout.finished.count(False)
+
+    clock, cursor = Clock(), Cursor(data.get_state())
+    recorder = Recorder(journal, WARM_START, range(warm.steps), start.step, config.most_unchecked)
+    with recorder.shown():
+        try:
+            with clock("collate"):
+                credited, too_long = prepare()
+            while step < warm.steps:
+                if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
+                    sampler.push(state.params, step)
+                    evaluate(step)
+                    sampler.release()
+                if step != saved and config.saves(step):
+                    save(step, state, cursor)
+                    saved = step
+                distributed.check(stop)
+                clock.restart()
+                with clock("update"):
+                    state, visits = programs.update(state, credited)
+                    step += 1
+                    cursor, cut = Cursor(data.get_state()), too_long
+                    if step < warm.steps:
+                        credited, too_long = prepare()
+                    figures = imitate.describe(visits, cut)
+                recorder.hold(step, partial(dict, figures | clock.lap()))
+                recorder.flush()
+                recorder.check()
+        except (Leaving, UserError) as error:
+            if step > saved and _can_save(error, state):
+                recorder.flush()
+                save(step, state, cursor)
+            raise
+    return state.params
+
+
+def reinforcement(
+    config: Config,
+    parts: Parts,
+    examples: Source[Any],
+    sampler: Sampler,
+    journal: Journal,
+    stop: Stop,
+    start: Point | int,
+    params: Any,
+    reference: Any,
+    *,
+    save: Save,
+    evaluate: Evaluate,
+    show: Callable[[int, Answers], None],
+) -> None:
+    """Policy-gradient steps up to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
+
+    A phase that begins has a step as its `start` and begins with `params`, which it consumes.
+    """
+    first = config.warm_start.steps if config.warm_start else 0
+    last, every = first + config.steps, config.evaluation.every or max(config.steps, 1)
+    task, sampling = parts.token_task(config), parts.sampling(config)
+
+    def sample(step: int, prompts: Sequence[Any]) -> Rollout:
+        drawn = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
+        settings = replace(sampling, seed=drawn)
+        return task.sample(sampler, prompts, n=config.group_size, sampling=settings)
+
+    stream = Stream(
+        Batches(examples, config.prompts, seed=config.seed + 1),
+        sample,
+        whole=task.whole,
+        own=task.own,
+        cursor=start.cursor if isinstance(start, Point) else None,
+    )
+    if isinstance(start, Point):
+        step, state = start.step, start.state
+    else:
+        step = start
+        state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
+        save(step, state, stream.cursor())
+    saved = step
+    programs = reinforce.compiled(
+        parts.policy,
+        config.objective,
+        config.optimizer,
+        parts.collator(config.collate),
+        parts.mesh,
+        state,
+        group_size=config.group_size,
+        reference=reference,
+        temperature=config.sampling.temperature,
+        order=config.order,
+        sampler_ratios=config.ratios == "sampler",
+        drop_even_groups=config.drop_even_groups,
+    )
+    clock = Clock()
+
+    def answer() -> Answers:
+        """This process's share of the responses of the step, judged; it may be dropped."""
+        examples = stream.examples
+        with clock("rollout"):
+            own = stream.take(step)
+        if config.look_ahead and step + 1 < last:
+            stream.begin(step + 1)
+        else:
+            sampler.release()
+        with clock("reward"):
+            return task.judge(examples, own)
+
+    sampler.push(state.params, step)
+    recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked)
+    with recorder.shown():
+        try:
+            while True:
+                better, due = False, step == last or (step - first) % every == 0
+                if due and not _evaluated(journal, step, REINFORCE):
+                    recorder.flush()
+                    highest = _highest_score(journal, first)
+                    better = evaluate(step) > highest and step > first
+                if step != saved and (better or config.saves(step)):
+                    recorder.flush()
+                    save(step, state, stream.cursor())
+                    saved = step
+                if step == last:
+                    break
+                clock.restart()
+                answers = task.together(stream.examples, answer, stop)
+                with clock("collate"):
+                    batch, reward = programs.batch(answers.rollout, answers.rewards)
+                with clock("score"):
+                    seen, described = jax.block_until_ready(programs.score(state.params, batch))
+                    reinforce.require_our_policy(answers.rollout, step, described)
+                with clock("update"):
+                    credited = programs.credit(batch, reward, **seen)
+                    state, visits = programs.update(state, credited)
+                    step += 1
+                    recorder.flush()  # the step before, while the devices work
+                    jax.block_until_ready(state)
+                host = reinforce.describe_answers(answers, stream.seconds)
+                recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
+                show(step, answers)
+                with clock("rollout"):
+                    stream.settle()
+                with clock("sync"):
+                    sampler.push(state.params, step)
+                host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
+                host |= {"lag": step - 1 - answers.rollout.version, **sampler.sync}
+                recorder.check()
+        except (Leaving, UserError) as error:
+            if step > saved and _can_save(error, state):
+                recorder.flush()
+                save(step, state, stream.cursor())
+            raise
+
+
+def _evaluated(journal: Journal, step: int, phase: str) -> bool:
+    """Whether a step's evaluation is recorded: one that was dropped when the run stopped is not."""
+    return journal.find("eval/accuracy", step, phase) is not None
+
+
+def _highest_score(journal: Journal, first: int) -> float:
+    """The best validation accuracy up to now; the policy before reinforcement does not count."""
+    known = scores(journal.records)
+    return max((score for step, score in known.items() if step > first), default=-1.0)
+
+
+def _can_save(error: BaseException, state: TrainState) -> bool:
+    """Whether what was learned up to an error can be saved.
+
+    Not if another step has consumed the state. And of several processes the one with an error is alone with it;
+    to leave all agree.
+    """
+    whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+    return whole and (isinstance(error, Leaving) or distributed.count() == 1)
+
+
+def _demonstration(task: Any) -> Callable[[Any], str]:
+    if not isinstance(task, Demonstrator):
+        raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
+    return task.demonstration

@@ -1,0 +1,202 @@
+"""run.json: the id of a run, what it was made of, the flags that made it, and the sessions that worked on it.
+
+A resumed run has the flags that it was started with. Only those of `LENGTHS`, which do not change what a step
+computes, may be given anew; each session says which ones it ran with.
+"""
+
+import datetime
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import jaxrl_llm
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError
+
+NAME, CONFIG, VERSION = "run.json", "config.py", 2
+LENGTHS = {
+    "steps",
+    "evaluate_every",
+    "evaluation_examples",
+    "save_every",
+    "keep_checkpoints",
+    "show_samples_every",
+}
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a config was made: by which file and flags, and which other files of the user's it ran."""
+
+    path: Path
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+
+def new(source: Source | None, origin: Path | None = None) -> Run:
+    """The record of a run that starts; `origin` is the folder of the run whose warm start it begins with.
+
+    Without a source the run was made by a program, which alone can resume it.
+    """
+    run: Run = {
+        "version": VERSION,
+        "id": uuid.uuid4().hex,
+        "config": None,
+        "flags": {},
+        "files": {},
+        "from": origin and storage.spoken(origin),
+        "from_id": origin and identity(origin),
+        "sessions": [_session({})],
+    }
+    if source is not None:
+        flags = plain(source.flags)
+        copies = {str(path): f"files/{i}-{path.name}" for i, path in enumerate(source.files)}
+        run |= {"config": str(source.path.absolute()), "flags": flags, "files": copies}
+        run["sessions"] = [_session(flags)]
+    return run
+
+
+def read(folder: Path) -> Run:
+    """The record of the run whose folder this is."""
+    path = folder / NAME
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found["flags"], dict):
+            raise TypeError
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged: take it from a copy of the run; nothing was changed"
+        ) from error
+    if found.get("version") != VERSION:
+        raise UserError(f"{folder} was made by an older version of this package: start anew")
+    return found
+
+
+def identity(folder: Path) -> str | None:
+    """What no other run is called; None where no run was started."""
+    return read(folder)["id"] if (folder / NAME).exists() else None
+
+
+def write(folder: Path, run: Run) -> None:
+    """Puts the record in its place."""
+    storage.write(folder / NAME, json.dumps(run, indent=2) + "\n")
+
+
+def checksum(path: Path) -> str:
+    """Of a file that is executed again."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def require_sources(folder: Path, run: Run) -> None:
+    """A UserError if a file that is to be executed again is not as it was when the run was started."""
+    for name, was in run["sums"].items():
+        copy = folder / name
+        if not copy.is_file() or checksum(copy) != was:
+            raise UserError(
+                f"{copy} is not as it was when the run was started: take it from a copy of the run; nothing "
+                "was changed"
+            )
+
+
+def continued(folder: Path, run: Run, source: Source | None, origin: Path | None) -> Run:
+    """The record with one more session; a UserError for the first thing that would make it another run."""
+    require_sources(folder, run)
+    made_by = {} if source is None else {str(source.path): CONFIG}
+    for original, name in {**made_by, **run["files"]}.items():
+        there, copy = Path(original), folder / name
+        if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
+            raise UserError(
+                f"{there} has changed since {folder} was started: resume with the run's own copy, {copy}, "
+                "or start anew with another --out"
+            )
+    moved = origin is not None and run["from_id"] and identity(origin) == run["from_id"]
+    if not moved and (origin and storage.spoken(origin)) != run["from"]:
+        given = f"with --from {run['from']}" if run["from"] else "without --from"
+        raise UserError(f"{folder} was started {given}: resume it so")
+    stored, given = run["flags"], plain({} if source is None else source.flags)
+    for name in sorted(stored.keys() | given.keys()):
+        if name not in LENGTHS and stored.get(name) != given.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{folder} was started with {flag} {stored.get(name)}, not {given.get(name)}: "
+                f"leave {flag} out to go on, or start anew with another --out"
+            )
+    return run | {"flags": given, "sessions": [*run["sessions"], _session(given)]}
+
+
+def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """The same function, its defaults replaced by the flags of the run in the folder."""
+    stored = flags_for(make, read(folder)["flags"])
+    signature = inspect.signature(make)
+
+    def made(*args: Any, **given: Any) -> Any:
+        return make(*args, **given)
+
+    made.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[
+            parameter.replace(default=stored.get(name, parameter.default))
+            for name, parameter in signature.parameters.items()
+        ]
+    )
+    made.__doc__, made.__annotations__ = make.__doc__, get_type_hints(make, include_extras=True)
+    return made
+
+
+def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags that went through JSON, as the function wants them: paths and tuples are that again."""
+    hints = get_type_hints(make)
+
+    def restored(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(restored(name, one) for one in value)
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        as_path = isinstance(value, str) and Path in kinds and str not in kinds
+        return Path(value) if as_path else value
+
+    return {name: restored(name, value) for name, value in flags.items()}
+
+
+def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags as JSON gives them back."""
+
+    def of_path(value: Any) -> str:
+        if not isinstance(value, Path):
+            raise TypeError
+        return str(value)
+
+    out = {}
+    for name, value in flags.items():
+        try:
+            out[name] = json.loads(json.dumps(value, default=of_path))
+        except TypeError as error:
+            raise UserError(
+                f"the flag {name} of config() is a {type(value).__name__}, which cannot be kept with the "
+                "run: use numbers, text, true or false, paths, or tuples of them"
+            ) from error
+    return out
+
+
+def files_of(run: Run) -> Iterable[str]:
+    """The names of the copies in the run's folder that are executed again."""
+    return [*([CONFIG] if run["config"] else []), *run["files"].values()]
+
+
+def _session(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "versions": {"jaxrl_llm": jaxrl_llm.__version__}
+        | {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "lengths": {name: value for name, value in flags.items() if name in LENGTHS},
+    }

@@ -1,0 +1,290 @@
+"""A whole run: one function, read from top to bottom."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import rich.console
+
+from jaxrl_llm import distributed, storage
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.learning import update
+from jaxrl_llm.learning.answers import Answers, in_words
+from jaxrl_llm.learning.evaluate import Result, evaluate
+from jaxrl_llm.models import sharding
+from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.tasks.task import Source as Examples
+from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import loop, terminal
+from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, scores
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.loop import Point
+from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
+from jaxrl_llm.training.record import Source
+from jaxrl_llm.training.stream import Cursor
+
+
+def train(
+    config: Config,
+    out: str | Path,
+    *,
+    resume: bool | Literal["auto"] = False,
+    origin: str | Path | None = None,
+    source: Source | None = None,
+    data: str | Path = DATA,
+    stop: Stop | None = None,
+    console: rich.console.Console | None = None,
+) -> Path:
+    """A whole run of a config: warm start, reinforcement, a test at the end and a picture; returns its folder.
+
+    With `resume` it goes on from the newest checkpoint, with "auto" if there is a run. It begins with the warm
+    start of the run `origin`, if one is named. `source` is how the config was made, for whoever opens the run
+    later. Raises Leaving, saved, when `stop` is asked, and a UserError for what is wrong outside the program.
+    """
+    stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
+    made = parts(config, data)
+    divided = splits(made, config)
+    _describe(made, divided, console)
+    folder = folders.at(out)
+    first = config.warm_start.steps if config.warm_start else 0
+    resuming = distributed.from_first(
+        lambda: folders.resumable(folder) if resume == "auto" else bool(resume)
+    )
+    begun = folders.origin(folder, origin, resuming)
+    if resuming:
+        folders.require_at_most(folder, first + config.steps)
+    elif begun is not None:
+        folders.require_warm_start(begun, made, first)
+    try:
+        with (
+            folders.opened(folder, made, source, resume=resuming, origin=begun),
+            jax.set_mesh(made.mesh),
+            folders.checkpoints(folder, config.keep_checkpoints, config.saves) as checkpoints,
+            Journal(folder, console) as journal,
+            config.engine.start(made.policy, made.mesh, folder, stop.check) as sampler,
+        ):
+            initial = Checkpoints(folder / folders.INITIAL)
+            if distributed.first():
+                checkpoints.clean()
+                initial.clean()
+            start = _newest(config, made, checkpoints) if resuming else None
+            journal.start(after=-1 if start is None else start.step)
+            measure = partial(_measure, config, made, sampler, journal, stop)
+
+            def save(phase: str, step: int, state: update.TrainState, cursor: Cursor) -> None:
+                journal.sync()
+                checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
+
+            params = None
+            if start is None or start.phase == WARM_START:
+                if begun is not None:
+                    params = folders.initial(begun, made)
+                elif config.warm_start:
+                    params = loop.warm_start(
+                        config, config.warm_start, made, divided.train, sampler, journal, stop, start,
+                        save=partial(save, WARM_START),
+                        evaluate=partial(measure, divided.validation, phase=WARM_START),
+                    )  # fmt: skip
+                else:
+                    params = made.fresh(config.seed)
+                start = None
+                if config.keeps_reference or config.warm_start:
+                    initial.replace(first, params)
+
+            reference = folders.reference(folder, made, config) if config.keeps_reference else None
+            loop.reinforcement(
+                config, made, divided.train, sampler, journal, stop, start or first, params, reference,
+                save=partial(save, REINFORCE),
+                evaluate=partial(measure, divided.validation, phase=REINFORCE),
+                show=partial(_show, config, made, journal, first),
+            )  # fmt: skip
+
+            checkpoints.wait()
+            tested = None
+            if journal.find("test/accuracy", first + config.steps, REINFORCE) is None:
+                tested = _test(config, made, divided, sampler, journal, checkpoints, stop)
+            journal.close()
+            if distributed.first():
+                _summarise(config, folder, tested, checkpoints.best is not None, journal)
+    except Leaving:
+        known = folders.checkpoints(folder).steps
+        saved = f"stopped and saved in {storage.spoken(folder)}; go on with --resume"
+        console.print(saved if known else "stopped before there was anything to save")
+        raise
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
+            "--resume"
+        ) from error
+    return folder
+
+
+def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:
+    """What is learned from and tested on, and what about it may surprise."""
+    if divided.skipped:
+        console.print(
+            f"{divided.skipped} examples are left out: their prompts are too long to learn from"
+        )
+    console.print(
+        f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
+        f"checkpoint by, {len(divided.test)} to test on"
+    )
+    for said in (*sharding.left_whole(made.like, made.mesh), overlap(made.task, divided)):
+        if said:
+            console.print(said)
+
+
+def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | None:
+    """Where a run that is resumed goes on: at the newest checkpoint that can be read; None if there is none."""
+
+    def read(step: int) -> Point:
+        note = checkpoints.note(step)
+        warm = config.warm_start if note["phase"] == WARM_START else None
+        optimizer = warm.optimizer if warm else config.optimizer
+        like = update.state_like(made.like, optimizer, offload=config.offloads("optimizer"))
+        ahead = Rollout(**note["ahead"]) if "ahead" in note else None
+        cursor = Cursor(note["data"], ahead)
+        return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
+
+    if not distributed.from_first(lambda: checkpoints.steps):
+        return None
+    found = checkpoints.first_whole(checkpoints.steps[::-1], read, rename=True)[1]
+    checkpoints.prune()  # who wrote it may have ended before
+    return found
+
+
+def _noted(cursor: Cursor) -> dict[str, Any]:
+    """A cursor for the note of a checkpoint."""
+    ahead = {} if cursor.ahead is None else {"ahead": dict(vars(cursor.ahead))}
+    return {"data": cursor.data, **ahead}
+
+
+def _measure(
+    config: Config,
+    made: Parts,
+    sampler: Any,
+    journal: Journal,
+    stop: Stop,
+    examples: Examples[Any],
+    step: int,
+    *,
+    phase: str,
+) -> float:
+    """Greedy accuracy of what the sampler has on the validation examples; it is recorded and said."""
+    result, seconds = _timed(config, made, sampler, examples, stop)
+    values = {f"eval/{name}": value for name, value in result.metrics().items()}
+    journal.record(step, phase, values | {"time/evaluation": seconds})
+    total = result.total
+    low, high = (100 * bound for bound in total.interval)
+    journal.say(
+        f"  step {step}: validation accuracy {100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), "
+        f"mean length {total.length:.0f}"
+    )
+    return total.greedy
+
+
+def _test(
+    config: Config,
+    made: Parts,
+    divided: Splits,
+    sampler: Any,
+    journal: Journal,
+    checkpoints: Checkpoints,
+    stop: Stop,
+) -> tuple[int, Result]:
+    """The best checkpoint (else the newest) on the test set, which is read here only."""
+    best = [] if checkpoints.best is None else [checkpoints.best]
+    read = lambda step: checkpoints.restore(step, made.like, part="params")
+    step, params = checkpoints.first_whole([*best, *checkpoints.steps[::-1]], read)
+    sampler.push(params, step)
+    count = config.evaluation.examples or len(divided.test)
+    examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
+    result, seconds = _timed(config, made, sampler, examples, stop)
+    values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
+    last = (config.warm_start.steps if config.warm_start else 0) + config.steps
+    journal.record(last, REINFORCE, {**values, "test/step": step, "time/evaluation": seconds})
+    return step, result
+
+
+def _timed(
+    config: Config, made: Parts, sampler: Any, examples: Examples[Any], stop: Stop
+) -> tuple[Result, float]:
+    """What the sampler's policy does on these examples, and the seconds it took."""
+    settings, begun = config.evaluation, time.perf_counter()
+    result = evaluate(
+        sampler,
+        made.token_task(config),
+        examples,
+        made.sampling(config, temperature=settings.temperature, seed=config.seed),
+        samples=settings.samples,
+        by=settings.by,
+        stop=stop,
+    )
+    return result, time.perf_counter() - begun
+
+
+def _show(
+    config: Config, made: Parts, journal: Journal, first: int, step: int, answers: Answers
+) -> None:
+    """Every so many steps the first response to each of the first four prompts, for people."""
+    every = config.show_samples_every
+    if not every or (step - 1 - first) % every:
+        return
+    rows = range(0, min(len(answers.rewards), 4 * config.group_size), config.group_size)
+    entries = [
+        (
+            made.task.prompt(answers.examples[i // config.group_size]),
+            made.tokenizer.decode(answers.rollout.responses[i]),
+            in_words(answers.rewards[i]),
+        )
+        for i in rows
+    ]
+    journal.samples(step, entries)
+
+
+def _summarise(
+    config: Config,
+    folder: Path,
+    tested: tuple[int, Result] | None,
+    chosen: bool,
+    journal: Journal,
+) -> None:
+    """The test table, what the validation examples say of the way there, the picture, and what to do next."""
+    from jaxrl_llm.reports import curves, tables  # the picture takes seconds to import
+
+    curves.curves([folder], folder / curves.PICTURE)
+    where = storage.spoken(folder)
+    if tested is None:
+        journal.say(f"nothing was left to do in {where}")
+        return
+    step, result = tested
+    which = "the best on the validation examples" if chosen else "the last"
+    title = f"test accuracy in percent (95% interval) of step {step}, {which}"
+    journal.say(tables.accuracies(title, {"": result}, config.evaluation.by))
+    journal.say(_progress(scores(journal.records), step))
+    journal.say(
+        f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   "
+        f"evaluate it: jaxrl-llm eval {where}"
+    )
+
+
+def _progress(known: dict[int, float], step: int) -> str:
+    """What reinforcement has changed on the validation examples, up to the chosen step."""
+    start, chosen = known[min(known)], known.get(step, known[max(known)])
+    said = f"validation accuracy: {100 * start:.1f}% before reinforcement"
+    later = [known[s] for s in sorted(known)[1:]][-3:]
+    if not later:  # a run of no steps
+        return said
+    mean = sum(later) / len(later)
+    said += f", {100 * chosen:.1f}% at step {step}"
+    said += (
+        f", mean of the last {len(later)}: {100 * mean:.1f}% ({100 * (mean - start):+.1f} points)"
+    )
+    if chosen <= start:
+        said += "\nwarning: no checkpoint is better than the start of reinforcement"
+    return said
