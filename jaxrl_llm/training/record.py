@@ -70,16 +70,21 @@ def read(folder: Path) -> Run:
     path = folder / NAME
     try:
         found = json.loads(path.read_bytes())
-        if not isinstance(found["flags"], dict):
-            raise TypeError
+        version, was = found["version"], found.pop("sha256", None)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise UserError(
+            f"{folder} was made by another version of this package: start anew"
+        ) from error
+    except (ValueError, TypeError) as error:
         raise UserError(
             f"{path} is damaged: take it from a copy of the run; nothing was changed"
         ) from error
-    if found.get("version") != VERSION:
-        raise UserError(f"{folder} was made by an older version of this package: start anew")
+    if version != VERSION:
+        raise UserError(f"{folder} was made by another version of this package: start anew")
+    if was != _checksum(found):
+        raise UserError(f"{path} was altered: take it from a copy of the run; nothing was changed")
     return found
 
 
@@ -90,7 +95,8 @@ def identity(folder: Path) -> str | None:
 
 def write(folder: Path, run: Run) -> None:
     """Puts the record in its place."""
-    storage.write(folder / NAME, json.dumps(run, indent=2) + "\n")
+    checked = run | {"sha256": _checksum(run)}
+    storage.write(folder / NAME, json.dumps(checked, indent=2) + "\n")
 
 
 def checksum(path: Path) -> str:
@@ -200,3 +206,8 @@ def _session(flags: Mapping[str, Any]) -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "lengths": {name: value for name, value in flags.items() if name in LENGTHS},
     }
+
+
+def _checksum(run: Run) -> str:
+    """Flags are read back from the record: one with another bit would make another run."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()

@@ -47,9 +47,12 @@ class Stream(Generic[E]):
         self._next = data.get_state()  # of the first batch that has not been taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
+        self._reached, self._kept = self._next, None  # what `cursor` tells
         if cursor is not None and cursor.ahead is not None:
+            share = own(self.examples, cursor.ahead)
             self._ahead = Future()
-            self._ahead.set_result((own(self.examples, cursor.ahead), 0.0))
+            self._ahead.set_result((share, 0.0))
+            self._kept = self.examples, share
 
     @property
     def examples(self) -> list[E]:
@@ -73,22 +76,28 @@ class Stream(Generic[E]):
         examples = self.examples
         self._ahead = in_background(lambda: self._answer(step, examples))
 
+    def advance(self) -> None:
+        """The batch that was taken has been learned from: a later stream goes on after it."""
+        self._reached, self._kept = self._next, None
+
     def settle(self) -> None:
         """Returns when nothing is being sampled; raises what went wrong with it.
 
-        What was dropped because the run was asked to stop is sampled anew when it goes on.
+        What was dropped because the run is asked to stop is sampled anew when it goes on.
         """
         if self._ahead is not None:
             try:
-                self._ahead.result()
+                self._kept = self.examples, self._ahead.result()[0]
             except Leaving:
                 self._ahead = None
 
     def cursor(self) -> Cursor:
-        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled)."""
-        if self._ahead is None:
-            return Cursor(dict(self._next))
-        return Cursor(dict(self._next), self._whole(self.examples, self._ahead.result()[0]))
+        """What a later stream goes on from: after the last batch that was learned from.
+
+        With the responses to the batch after that, if they were there when it was learned from (`settle`).
+        """
+        ahead = None if self._kept is None else self._whole(*self._kept)
+        return Cursor(dict(self._reached), ahead)
 
     def _answer(self, step: int, examples: list[E]) -> tuple[Rollout, float]:
         start = time.perf_counter()
