@@ -13,7 +13,7 @@ from jaxrl_llm.models import hf, logprobs, qwen2, sharding
 from jaxrl_llm.objectives import factors, partition
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
-from tests.shared import reference
+from tests.shared import GOLDEN
 
 PLANS = {
     "plain": (partition.together, update.interleaved),
@@ -49,9 +49,9 @@ MORE = {"fsdp-8-packed": ((1, 8, 1), 2, True), "tensor-4-packed": ((2, 1, 4), 2,
     ],
 )
 def test_four_plans(sizes, micro, pack):
-    spec = json.loads(reference("golden", "step", "step.json").read_text())
-    golden = np.load(reference("golden", "step", "step.npz"))
-    folder, p = reference("golden", "step", "model"), spec["params"]
+    spec = json.loads((GOLDEN / "step" / "step.json").read_text())
+    golden = np.load(GOLDEN / "step" / "step.npz")
+    folder, p = GOLDEN / "step" / "model", spec["params"]
     mask, width = golden["mask"] > 0, golden["mask"].shape[1]
     shape, mesh = hf.load_shape(folder), tiny.mesh_of(*sizes)
     definition, shapes = qwen2.graph(shape)
