@@ -175,7 +175,7 @@ def seen_of(a):
 
 
 def pack(x, lengths, columns=48):
-    """Rows of responses to bins that hold several: the first that has room takes it."""
+    """Rows of responses to as many bins, of which each takes what it has room for; the last ones stay empty."""
     bins = []
     for row, length in enumerate(lengths):
         for b in bins:
@@ -184,8 +184,8 @@ def pack(x, lengths, columns=48):
                 break
         else:
             bins.append([row])
-    out = np.zeros((len(bins), columns), x.dtype)
-    number = np.zeros((len(bins), columns), np.int32)
+    out = np.zeros((len(lengths), columns), x.dtype)  # one shape for all cases, compiled once
+    number = np.zeros(out.shape, np.int32)
     for i, b in enumerate(bins):
         at = 0
         for n, row in enumerate(b, 1):

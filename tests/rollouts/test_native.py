@@ -66,8 +66,7 @@ def test_what_every_sampler_keeps(make):
         assert finished or len(response) == 24
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(("temperature", "pack"), [(0.7, False), (1.0, True)])
 def test_log_probs_are_the_trainers(temperature, pack):
     sampling = dataclasses.replace(SAMPLING, temperature=temperature, top_p=0.95, top_k=40)
     rollout = engine().generate(prompts(6), n=4, sampling=sampling)
