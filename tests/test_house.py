@@ -31,7 +31,7 @@ HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 ALONE = {"objectives": {"jax", "jaxtyping", "jaxrl_llm"}}  # all that a room imports from elsewhere
 HEAVY = {"torch", "tensorflow", "libtpu", "vllm"}
 OTHER_PROCESSES = "peer_*.py"  # run by the Python of vLLM, beside torch
-RIDDLES = {"car", "desk", "held", "seal", "sealed", "told"}  # words that say nothing to a newcomer
+RIDDLES = {"car", "desk", "seal", "sealed"}  # words that say nothing to a newcomer
 
 
 def room(path: Path) -> str:
