@@ -48,42 +48,24 @@ class Scores(NamedTuple):
     proxy_logp: Any
 
 
+HOLES = [RIGHT, UNCHECKED, WRONG, UNCHECKED, RIGHT, RIGHT]
+
+
 @pytest.mark.parametrize(
-    ("rewards", "drop_even", "kept"),
+    ("rewards", "group", "drop_even", "kept"),
     [
-        ([RIGHT, WRONG, RIGHT, RIGHT], False, [1, 1, 1, 1]),
-        ([RIGHT, WRONG, RIGHT, RIGHT], True, [1, 1, 0, 0]),
-        ([RIGHT, RIGHT, WRONG, WRONG], True, [0, 0, 0, 0]),
-        ([RIGHT, UNCHECKED, RIGHT, WRONG], False, [0, 0, 1, 1]),  # alone: compared to nothing
-        ([UNCHECKED] * 4, False, [0, 0, 0, 0]),
+        ([RIGHT, WRONG, RIGHT, RIGHT], 2, False, [1, 1, 1, 1]),
+        ([RIGHT, WRONG, RIGHT, RIGHT], 2, True, [1, 1, 0, 0]),
+        ([RIGHT, RIGHT, WRONG, WRONG], 2, True, [0, 0, 0, 0]),
+        ([RIGHT, UNCHECKED, RIGHT, WRONG], 2, False, [0, 0, 1, 1]),  # alone: compared to nothing
+        ([UNCHECKED] * 4, 2, False, [0, 0, 0, 0]),
+        (HOLES, 3, False, [1, 0, 1, 0, 1, 1]),  # unchecked: the others of the group stay
+        (HOLES, 3, True, [1, 0, 1, 0, 0, 0]),
+        ([RIGHT, WRONG], 1, True, [1, 1]),  # a group of one is not even
     ],
 )
-def test_what_is_learned_from(rewards, drop_even, kept):
-    assert reinforce.learned_from(rewards, 2, drop_even).tolist() == list(map(bool, kept))
-
-
-def test_an_unchecked_response_leaves_the_others_of_its_group():
-    rewards = [RIGHT, UNCHECKED, WRONG, UNCHECKED, RIGHT, RIGHT]
-    assert reinforce.learned_from(rewards, 3, False).tolist() == [
-        True,
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert reinforce.learned_from(rewards, 3, True).tolist() == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        False,
-    ]
-
-
-def test_a_group_of_one_is_not_even():
-    assert reinforce.learned_from([RIGHT, WRONG], 1, True).tolist() == [True, True]
+def test_what_is_learned_from(rewards, group, drop_even, kept):
+    assert reinforce.learned_from(rewards, group, drop_even).tolist() == list(map(bool, kept))
 
 
 def test_unchecked_rewards_are_in_no_mean():

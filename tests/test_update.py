@@ -19,6 +19,25 @@ REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
 OPTIMIZER = optimizers.adamw(1e-3)
 
 
+def credited_step(policy, params, batch, objective):
+    """`(step, state, credited)`, nothing run yet but the score of the batch."""
+    old = update.make_score(policy)(params, batch.inputs)
+    credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)
+    step = update.make_train_step(policy, objective, OPTIMIZER)
+    return step, update.init_state(params, OPTIMIZER), credited
+
+
+def on_meshes(run, *, shape=tiny.SHAPE):
+    """What `run(policy, params, batch)` gives on one device and on eight."""
+    for sizes in ((1, 1, 1), (2, 2, 2)):
+        mesh = tiny.mesh_of(*sizes)
+        with jax.set_mesh(mesh):
+            policy, params = tiny.policy(shape, mesh=mesh)
+            shards = sizes[0] * sizes[1]
+            batch = update.place(tiny.collator(shards=shards)(tiny.rollout()), mesh)
+            yield run(policy, params, batch)
+
+
 def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
@@ -85,16 +104,6 @@ def test_a_stage_without_tokens_is_skipped():
     assert int(lopti.skipped) == 0
 
 
-def test_two_stages_share_the_optimizer_state():
-    policy, params = tiny.policy()
-    batch = tiny.collator()(tiny.rollout())
-    objective = tiny.objective(partition=partial(partition.together, steps=2))
-    state, _ = tiny.run_step(
-        policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER
-    )
-    assert count(state) == 2
-
-
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     policy, params = tiny.policy()
     batch = tiny.collator()(tiny.rollout())
@@ -120,6 +129,7 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     run = partial(tiny.run_step, policy, batch=batch, reward=REWARD, objective=objective)
     first, _ = run(params=jax.tree.map(jnp.copy, params), optimizer=optimizer)
     assert same(first.params, before)
+    assert count(first) == 2  # both stages share the optimizer's state
     second, _ = run(params=params, optimizer=optimizer, steps=2)
     assert not same(second.params, before)
 
@@ -156,9 +166,9 @@ def first_rows(seen):
     return jnp.stack([first, seen.mask & ~first])
 
 
-@pytest.mark.parametrize("micro", [2, 4])
 @pytest.mark.parametrize(
-    ("pack", "surrogate"), [(False, losses.clipped), (True, losses.clipped), (False, losses.gspo)]
+    ("micro", "pack", "surrogate"),
+    [(4, False, losses.clipped), (2, True, losses.clipped), (2, False, losses.gspo)],
 )
 def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
     """Nor what it reports, where those after the last of a stage are not computed."""
@@ -180,18 +190,10 @@ def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
 def test_sizes_that_do_not_divide_the_mesh():
     """An odd vocabulary, 3 KV heads over 2 tensor shards: the same step as on one device."""
     shape = tiny.shape(vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)
-    results = []
-    for sizes in ((1, 1, 1), (2, 2, 2)):
-        mesh = tiny.mesh_of(*sizes)
-        with jax.set_mesh(mesh):
-            policy, params = tiny.policy(shape, mesh=mesh)
-            batch = update.place(tiny.collator(shards=sizes[0] * sizes[1])(tiny.rollout()), mesh)
-            state, metrics = tiny.run_step(
-                policy, params, batch, REWARD, objective=tiny.objective(), optimizer=optax.sgd(0.1)
-            )
-            results.append((jax.tree.map(np.asarray, state.params), metrics))
-    (one, a), (eight, b) = results
-    close(one, eight, atol=1e-5)
+    how = {"objective": tiny.objective(), "optimizer": optax.sgd(0.1)}
+    run = lambda policy, params, batch: tiny.run_step(policy, params, batch, REWARD, **how)
+    (one, a), (eight, b) = on_meshes(run, shape=shape)
+    close(one.params, eight.params, atol=1e-5)
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
 
 
@@ -206,6 +208,7 @@ def test_parameters_and_optimizer_state_are_really_sharded():
         assert q.addressable_shards[0].data.size * 4 == q.size
 
 
+@pytest.mark.slow
 def test_what_has_another_shape_than_its_parameter_is_everywhere():
     """Adafactor keeps rows and columns of its moments."""
     mesh = tiny.mesh_of(2, 2, 2)
@@ -220,24 +223,18 @@ def test_what_has_another_shape_than_its_parameter_is_everywhere():
     assert float(metrics["grad_norm"][0]) > 0
 
 
+@pytest.mark.slow
 def test_muon_looks_at_matrices_and_runs_on_a_mesh():
     """Its state has holes where it leaves parameters to Adam; a step is the same on one device and on eight."""
-    results = []
-    for sizes in ((1, 1, 1), (2, 2, 2)):
-        mesh = tiny.mesh_of(*sizes)
-        with jax.set_mesh(mesh):
-            policy, params = tiny.policy(mesh=mesh)
-            batch = update.place(tiny.collator(shards=sizes[0] * sizes[1])(tiny.rollout()), mesh)
-            before = jax.tree.map(np.asarray, params)
-            optimizer = optimizers.muon(0.1, qwen2.matrices)
-            state, _ = tiny.run_step(
-                policy, params, batch, REWARD, objective=tiny.objective(), optimizer=optimizer
-            )
-            results.append(
-                jax.tree.map(lambda new, old: np.asarray(new) - old, state.params, before)
-            )
-    one, eight = (r["layers"]["mlp"] | r["layers"]["self_attn"] for r in results)
-    for name, axes in qwen2.matrices(params)["layers"]["mlp"].items():
+    how = {"objective": tiny.objective(), "optimizer": optimizers.muon(0.1, qwen2.matrices)}
+
+    def moves(policy, params, batch):
+        before = jax.tree.map(np.array, params)
+        state, _ = tiny.run_step(policy, params, batch, REWARD, **how)
+        return jax.tree.map(lambda new, old: np.asarray(new) - old, state.params, before)
+
+    one, eight = (r["layers"]["mlp"] | r["layers"]["self_attn"] for r in on_meshes(moves))
+    for name, axes in qwen2.matrices(tiny.policy()[1])["layers"]["mlp"].items():
         assert axes["weight"]
         close(one[name]["weight"], eight[name]["weight"], atol=2e-3)
     for name, out_axes in (("q_proj", 2), ("o_proj", 1)):
@@ -296,10 +293,8 @@ def test_a_step_that_may_be_skipped_is_no_branch():
     """For a branch the compilers of accelerators keep parameters and optimizer state twice."""
     policy, params = tiny.policy()
     batch = tiny.collator(microbatches=2)(tiny.rollout())
-    old = update.make_score(policy)(params, batch.inputs)
-    credited = update.make_credit(tiny.objective())(batch, REWARD, old_logp=old, ref_logp=old)
-    step = update.make_train_step(policy, tiny.objective(), OPTIMIZER)
-    lowered = step.lower(update.init_state(params, OPTIMIZER), credited).as_text()
+    step, state, credited = credited_step(policy, params, batch, tiny.objective())
+    lowered = step.lower(state, credited).as_text()
     assert "stablehlo.while" in lowered
     assert "stablehlo.case" not in lowered
     assert "stablehlo.if" not in lowered
@@ -311,14 +306,12 @@ def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(mesh=mesh)
         batch = update.place(tiny.collator(microbatches=4, shards=2)(tiny.rollout()), mesh)
-        old = update.make_score(policy)(params, batch.inputs)
-        credited = update.make_credit(tiny.objective())(batch, REWARD, old_logp=old, ref_logp=old)
-        step = update.make_train_step(policy, tiny.objective(), OPTIMIZER)
-        sent = hlo.collectives(step.lower(update.init_state(params, OPTIMIZER), credited).compile())
+        step, state, credited = credited_step(policy, params, batch, tiny.objective())
+        sent = hlo.collectives(step.lower(state, credited).compile())
     assert max(s.size for s in sent if s.loops == 0) >= 96 * 64
     assert (
         max(s.size for s in sent if s.loops) == 1
-    )  # how many pieces of logits there are, for all the same
+    )  # the number of pieces of logits, the same for all
 
 
 def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers():

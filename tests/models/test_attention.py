@@ -15,10 +15,6 @@ from jaxrl_llm.machines.topologies import compiling_for, machine
 from jaxrl_llm.models import attention, sharding
 from tests import tiny
 
-KERNELS = {
-    "splash": partial(attention.splash, interpret=True),
-    "triton": partial(attention.triton, interpret=True),
-}
 SPEC = P(sharding.BATCH, None, "tensor", None)
 
 
@@ -46,25 +42,22 @@ def inputs(length, heads=4, kv_heads=2, size=16, rows=4):
     return q, k, v, np.where(segments == 4, 0, segments), weight
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_agrees_with_plain_xla(name, packed, tensor):
-    """Values and gradients, an odd length of several blocks, more devices than there are key heads."""
-    q, k, v, segments, weight = inputs(601 if name == "splash" else 131)
+KERNELS = [
+    (kernel, packed, (2, 1, tensor), {"length": length})
+    for kernel, length in ((attention.splash, 601), (attention.triton, 131))
+    for packed, tensor in ((False, 4), (True, 1), (True, 4))
+]
+WHOLE = (attention.triton, True, (1, 2, 2), {"length": 40, "heads": 3, "kv_heads": 1})
+
+
+@pytest.mark.parametrize(("kernel", "packed", "sizes", "shape"), [*KERNELS, WHOLE])
+def test_a_kernel_agrees_with_plain_xla(kernel, packed, sizes, shape):
+    """Values and gradients: an odd length of several blocks, more devices than key heads, heads left whole."""
+    q, k, v, segments, weight = inputs(**shape)
     segments = segments if packed else None
     expected = jax.jit(partial(slopes, attention.xla))(q, k, v, segments, weight)
-    with jax.set_mesh(tiny.mesh_of(2, 1, tensor)):
-        got = jax.jit(partial(slopes, KERNELS[name]))(q, k, v, segments, weight)
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_heads_that_do_not_divide_stay_whole():
-    q, k, v, segments, weight = inputs(40, heads=3, kv_heads=1)
-    expected = jax.jit(partial(slopes, attention.xla))(q, k, v, segments, weight)
-    with jax.set_mesh(tiny.mesh_of(1, 2, 2)):
-        got = jax.jit(partial(slopes, KERNELS["triton"]))(q, k, v, segments, weight)
+    with jax.set_mesh(tiny.mesh_of(*sizes)):
+        got = jax.jit(partial(slopes, partial(kernel, interpret=True)))(q, k, v, segments, weight)
     for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 

@@ -46,8 +46,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2), (2, 2, 2)])
-@pytest.mark.parametrize("shard_bytes", [10_000, 2**30])
+@pytest.mark.parametrize(("sizes", "shard_bytes"), [((1, 1, 1), 2**30), ((2, 2, 2), 10_000)])
 def test_export_then_load_is_the_identity(tmp_path, shape, sizes, shard_bytes):
     params = written(tmp_path / "m", shape, shard_bytes=shard_bytes)
     assert hf.load_shape(tmp_path / "m") == shape
@@ -114,36 +113,6 @@ def config(**values):
 BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: change(f, lambda t: t.pop(BIAS)), f"no tensor {BIAS}"),
-        (lambda f: change(f, lambda t: t.update(x=np.zeros(1))), "1 tensors too many, first x"),
-        (
-            lambda f: change(f, lambda t: t.update({BIAS: np.zeros(3, np.float32)})),
-            f"{BIAS} has shape (3,), config.json asks for (64,)",
-        ),
-        (cut, "damaged or cut short"),
-        (lambda f: (f / hf.SINGLE).unlink(), "only safetensors are read"),
-        (lambda f: (f / "config.json").unlink(), "is not a model folder"),
-        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-        (config(model_type="llama"), "model_type 'llama' is not supported"),
-        (config(use_sliding_window=True), "use_sliding_window is not supported"),
-        (config(hidden_act="gelu"), "hidden_act 'gelu'"),
-        (config(rope_parameters={"rope_type": "yarn"}), "rope type 'yarn'"),
-        (config(rope_scaling={"type": "linear"}), "rope type 'linear'"),
-    ],
-)
-def test_bad_folders_are_refused_in_one_line(tmp_path, damage, message):
-    folder = tmp_path / "m"
-    written(folder)
-    (folder / hf_folder.SUMS).unlink()
-    damage(folder)
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        loaded(folder)
-    assert "\n" not in str(error.value)
-
-
 def text(name, content):
     return lambda f: (f / name).write_bytes(content)
 
@@ -171,32 +140,70 @@ def linked(folder):
     path.symlink_to(folder.parent / "theirs")
 
 
+def gone(folder):
+    """The first shard is not there."""
+    min(folder.glob("*.safetensors")).unlink()
+
+
+WHOLE, SHARDED = 2**30, 10_000
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("size", "damage", "message"),
     [
-        (config(num_attention_heads=0), "num_attention_heads is 0, not a whole number from 1 on"),
-        (config(num_key_value_heads=3), "heads share key-value heads evenly"),
-        (config(hidden_size="64"), "hidden_size is '64'"),
-        (config(num_hidden_layers=True), "num_hidden_layers is True"),
-        (config(rope_theta=-1), "rope_theta is -1"),
-        (config(rms_norm_eps=None), "rms_norm_eps is None"),
-        (config(rope_parameters=[1]), "rope_parameters is [1], not a record"),
-        (config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
-        (text("config.json", b"\xff\xfe{}"), "config.json is not text in UTF-8"),
-        (text("config.json", b"[" * 100_000), "config.json is not text in UTF-8, or no JSON"),
-        (text("config.json", b"[]"), "config.json holds a list, not a record"),
-        (text(hf.INDEX, b'{"weight_map": {'), f"{hf.INDEX} is not JSON"),
-        (text(hf.INDEX, b"{}"), "has no weight_map"),
-        (named("../theirs.safetensors"), "not a file of this folder"),
-        (named("/theirs.safetensors"), "not a file of this folder"),
-        (named(".."), "not a file of this folder"),
-        (named(3), "not a file of this folder"),
-        (linked, "is a link to"),
+        (WHOLE, lambda f: change(f, lambda t: t.pop(BIAS)), f"no tensor {BIAS}"),
+        (
+            WHOLE,
+            lambda f: change(f, lambda t: t.update(x=np.zeros(1))),
+            "1 tensors too many, first x",
+        ),
+        (
+            WHOLE,
+            lambda f: change(f, lambda t: t.update({BIAS: np.zeros(3, np.float32)})),
+            f"{BIAS} has shape (3,), config.json asks for (64,)",
+        ),
+        (WHOLE, cut, "damaged or cut short"),
+        (WHOLE, lambda f: (f / hf.SINGLE).unlink(), "only safetensors are read"),
+        (WHOLE, lambda f: (f / "config.json").unlink(), "is not a model folder"),
+        (WHOLE, config(model_type="llama"), "model_type 'llama' is not supported"),
+        (WHOLE, config(use_sliding_window=True), "use_sliding_window is not supported"),
+        (WHOLE, config(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (WHOLE, config(head_dim=7), "head_dim x num_attention_heads"),
+        (WHOLE, config(rope_parameters={"rope_type": "yarn"}), "rope type 'yarn'"),
+        (WHOLE, config(rope_scaling={"type": "linear"}), "rope type 'linear'"),
+        (
+            WHOLE,
+            config(num_attention_heads=0),
+            "num_attention_heads is 0, not a whole number from 1 on",
+        ),
+        (WHOLE, config(num_key_value_heads=3), "heads share key-value heads evenly"),
+        (WHOLE, config(hidden_size="64"), "hidden_size is '64'"),
+        (WHOLE, config(num_hidden_layers=True), "num_hidden_layers is True"),
+        (WHOLE, config(rope_theta=-1), "rope_theta is -1"),
+        (WHOLE, config(rms_norm_eps=None), "rms_norm_eps is None"),
+        (WHOLE, config(rope_parameters=[1]), "rope_parameters is [1], not a record"),
+        (WHOLE, config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
+        (WHOLE, text("config.json", b"{"), "is not JSON"),
+        (WHOLE, text("config.json", b"\xff\xfe{}"), "config.json is not text in UTF-8"),
+        (
+            WHOLE,
+            text("config.json", b"[" * 100_000),
+            "config.json is not text in UTF-8, or no JSON",
+        ),
+        (WHOLE, text("config.json", b"[]"), "config.json holds a list, not a record"),
+        (SHARDED, text(hf.INDEX, b'{"weight_map": {'), f"{hf.INDEX} is not JSON"),
+        (SHARDED, text(hf.INDEX, b"{}"), "has no weight_map"),
+        (SHARDED, named("../theirs.safetensors"), "not a file of this folder"),
+        (SHARDED, named("/theirs.safetensors"), "not a file of this folder"),
+        (SHARDED, named(".."), "not a file of this folder"),
+        (SHARDED, named(3), "not a file of this folder"),
+        (SHARDED, linked, "is a link to"),
+        (SHARDED, gone, "00001-of-"),
     ],
 )
-def test_hostile_and_damaged_folders_are_refused_in_one_line(tmp_path, damage, message):
+def test_damaged_and_hostile_folders_are_refused_in_one_line(tmp_path, size, damage, message):
     folder = tmp_path / "m"
-    written(folder, shard_bytes=10_000)
+    written(folder, shard_bytes=size)
     (folder / hf_folder.SUMS).unlink()  # as a stranger's folder has none
     damage(folder)
     with pytest.raises(UserError, match=re.escape(message)) as error:
@@ -215,6 +222,7 @@ def test_links_as_the_hub_makes_them_are_followed(tmp_path):
     assert equal(loaded(tmp_path / "snapshots" / "main"), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_bytes", [10_000, 2**30])
 def test_no_damage_is_a_traceback_or_gives_other_weights(tmp_path, shard_bytes):
     """200 ways to damage a file of an exported folder: one line, or exactly what was exported."""
@@ -281,22 +289,17 @@ def test_what_is_exported_can_be_checked_by_anybody(tmp_path):
     )
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    written(tmp_path / "m", shard_bytes=10_000)
-    first = sorted((tmp_path / "m").glob("*.safetensors"))[0]
-    first.unlink()
-    (tmp_path / "m" / hf_folder.SUMS).unlink()
-    with pytest.raises(UserError, match=first.name):
-        loaded(tmp_path / "m")
-
-
-def test_unknown_places_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no model folder"):
-        hf.resolve(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen2.5--3B", "Qwen/x-", "Qwen/x.git", "a/" + "b" * 97, "~nosuch/x", "a" * 300]
+    "name",
+    [
+        "/no/where",
+        "Qwen/Qwen2.5--3B",
+        "Qwen/x-",
+        "Qwen/x.git",
+        "a/" + "b" * 97,
+        "~nosuch/x",
+        "a" * 300,
+    ],
 )
 def test_a_name_that_can_be_none_is_one_line(name):
     with pytest.raises(UserError, match=r"no (model )?folder") as error:
@@ -317,9 +320,6 @@ def test_a_head_dim_of_null_is_none(tmp_path):
     (tmp_path / "m" / hf_folder.SUMS).unlink()
     config(head_dim=None)(tmp_path / "m")
     assert hf.load_shape(tmp_path / "m") == tiny.SHAPE
-    config(head_dim=7)(tmp_path / "m")
-    with pytest.raises(UserError, match="head_dim x num_attention_heads"):
-        hf.load_shape(tmp_path / "m")
 
 
 def test_export_does_not_overwrite(tmp_path):

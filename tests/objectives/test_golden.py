@@ -19,7 +19,7 @@ from jaxrl_llm.objectives import (
     partition,
 )
 from jaxrl_llm.objectives.seen import Seen
-from tests.shared import reference
+from tests.shared import GOLDEN
 
 AGGREGATE = {
     "token-mean": aggregation.token_mean,
@@ -31,7 +31,7 @@ close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
 def case(i):
-    golden = np.load(reference("golden", "objectives.npz"))
+    golden = np.load(GOLDEN / "objectives.npz")
     names = [name for name in golden.files if name.startswith(f"{i}/")]
     arrays = {name.split("/", 1)[1]: jnp.asarray(golden[name]) for name in names}
     return json.loads(str(golden["params"]))[i], arrays

@@ -14,23 +14,19 @@ import pytest
 from jaxrl_llm.models import logprobs
 from jaxrl_llm.objectives import Objective, Seen, advantages, factors, kl, losses, selections
 from jaxrl_llm.objectives.seen import sampler
-from tests.shared import reference
+from tests.shared import GOLDEN
 
 CLIP = ("low", "high", "dual")
 
 
 @cache
 def golden():
-    with np.load(reference("golden", "zoo.npz")) as found:
+    with np.load(GOLDEN / "zoo.npz") as found:
         return json.loads(str(found["params"])), {name: found[name] for name in found.files}
 
 
-def cases():
-    """The names of the recorded cases, without reading the numbers when they are not here."""
-    try:
-        return sorted(golden()[0])
-    except BaseException:  # skipped or failed below, where there is a test to say so
-        return ["all"]
+def pick(p, *names):
+    return {name: p[name] for name in names}
 
 
 def clip(p, **more):
@@ -38,8 +34,16 @@ def clip(p, **more):
     return partial(losses.clipped, **({"dual": np.inf} | {k: p[k] for k in CLIP if k in p} | more))
 
 
-def capped(p):
-    return partial(losses.cispo, high=p["cap"] - 1.0)
+def capped(p, **more):
+    return partial(losses.cispo, high=p["cap"] - 1.0, **more)
+
+
+def bounded(loss):
+    return lambda p: partial(loss, **pick(p, "low", "high"))
+
+
+def tv(then, **where):
+    return lambda p: partial(losses.dppo_tv, **pick(p, "low", "high"), then=then(p), **where)
 
 
 def band(p):
@@ -47,108 +51,84 @@ def band(p):
     return {"low": float(low or 0), "high": float(high)}
 
 
-def from_sampler(p, **settings):
-    return partial(losses.dppo_tv, low=p["low"], high=p["high"], anchor=sampler, **settings)
+of_sampler = {"anchor": sampler}
+sampler_capped = partial(capped, **of_sampler)
+sampler_ratio = lambda p: partial(losses.importance, **of_sampler)
+token, response = factors.token_ratio, factors.response_ratio
+
+SURROGATES = {
+    "dppo_tv_verl": tv(capped),
+    "dppo_kl_verl": lambda p: partial(losses.dppo_kl, **pick(p, "low", "high"), then=capped(p)),
+    "dppo_tv_authors": tv(sampler_capped, **of_sampler),
+    "dppo_tv_recompute_authors": tv(sampler_capped),
+    "dppo_tv_skyrl": tv(sampler_ratio, **of_sampler),
+    "dppo_tv_prime": tv(sampler_ratio, **of_sampler),
+    "cispo_verl": bounded(losses.cispo),
+    "cispo_skyrl": bounded(losses.cispo),
+    "cispo_trl": capped,
+    "gspo_verl": bounded(losses.gspo),
+    "gspo_trl": bounded(losses.gspo),
+    "gmpo_verl": bounded(losses.gmpo),
+    "gmpo_authors": lambda p: partial(losses.gmpo, low=p["low"], high=p["low"]),
+    "sapo_verl": lambda p: partial(
+        losses.sapo, tau_positive=p["tau_pos"], tau_negative=p["tau_neg"]
+    ),
+    "ce_gppo_authors": lambda p: partial(
+        losses.ce_gppo, **pick(p, "low", "high", "dual", "beta1", "beta2")
+    ),
+    "topr_roll": lambda p: partial(
+        losses.topr, weights=(p["positive_weight"], p["negative_weight"])
+    ),
+    "topr_trinity": lambda p: partial(
+        losses.topr, positive=lambda advantage, seen: advantage > p["threshold"]
+    ),
+    "opsm_slime": lambda p: partial(losses.opsm, delta=p["delta"], then=clip(p)),
+    "opsm_trl": lambda p: partial(losses.opsm, delta=p["delta"], then=clip(p), **of_sampler),
+}
 
 
-def mis(p, *, weight, keep):
-    bounds = {"low": 0.0, "high": p["clip_max"]} if keep else {"cap": p["clip_max"]}
-    return partial(factors.masked if keep else factors.truncated, weight=weight, **bounds)
+def truncated(weight, cap="threshold"):
+    return lambda p: partial(factors.truncated, weight=weight, cap=p[cap])
 
 
-def tis(p, weight=factors.token_ratio):
-    return partial(factors.truncated, cap=p["threshold"], weight=weight)
+def masked(weight):
+    return lambda p: partial(factors.masked, weight=weight, low=0.0, high=p["clip_max"])
 
 
-def rejecting(select):
-    return {"factor": partial(factors.only, select=select), "peer": select}
-
-
-def clip_cov(p, a):
-    chosen = lambda advantage, seen: jnp.asarray(a["out/chosen"])
-    bounds = {name: p[name] for name in ("lower", "upper", "low", "high")}
-    return {
-        "surrogate": clip(p),
-        "factor": partial(factors.without, select=chosen),
-        "candidates": partial(selections.band, **bounds, logp=jnp.asarray(a["in/logp"])),
-        "count": partial(
-            selections.covariance_band, **bounds, share=p["share"], logp=jnp.asarray(a["in/logp"])
-        ),
-    }
+WEIGHTS = {
+    "tis_slime": lambda p: partial(factors.truncated, cap=p["clip"], floor=p["clip_low"]),
+    "tis_token_verl": truncated(token),
+    "tis_sequence_verl": truncated(response),
+    "tis_normalised_verl": lambda p: partial(factors.normalised, by=truncated(token)(p)),
+    "icepop_slime": lambda p: partial(factors.masked, low=p["clip_low"], high=p["clip"]),
+    "icepop_verl": lambda p: partial(factors.masked, **band(p)),
+    "mis_sequence_mask_trl": masked(response),
+    "mis_sequence_truncate_trl": truncated(response, "clip_max"),
+    "mis_token_mask_trl": masked(token),
+    "mis_token_truncate_trl": truncated(token, "clip_max"),
+}
+KEPT = {
+    "reject_token_k1_verl": lambda p: partial(selections.near_token, **band(p)),
+    "reject_seq_mean_k1_verl": lambda p: partial(selections.near_response, **band(p)),
+    "reject_seq_mean_k3_verl": lambda p: partial(
+        selections.near_response_k3, high=float(p["threshold"])
+    ),
+    "entropy_mask_trl": lambda p: partial(selections.highest_entropy, share=p["share"]),
+    "entropy_8020_lpreg": lambda p: selections.top_entropy,
+}
 
 
 def method(name, p, a):
     """The parts of an objective that are this method, as a user would write them."""
     logp = jnp.asarray(a["in/logp"])
-    token, response = factors.token_ratio, factors.response_ratio
-    surrogates = {
-        "dppo_tv_verl": lambda: partial(
-            losses.dppo_tv, low=p["low"], high=p["high"], then=capped(p)
-        ),
-        "dppo_kl_verl": lambda: partial(
-            losses.dppo_kl, low=p["low"], high=p["high"], then=capped(p)
-        ),
-        "dppo_tv_authors": lambda: from_sampler(p, then=partial(capped(p), anchor=sampler)),
-        "dppo_tv_recompute_authors": lambda: partial(
-            losses.dppo_tv,
-            low=p["low"],
-            high=p["high"],
-            then=partial(capped(p), anchor=sampler),
-        ),
-        "dppo_tv_skyrl": lambda: from_sampler(p, then=partial(losses.importance, anchor=sampler)),
-        "dppo_tv_prime": lambda: from_sampler(p, then=partial(losses.importance, anchor=sampler)),
-        "cispo_verl": lambda: partial(losses.cispo, low=p["low"], high=p["high"]),
-        "cispo_skyrl": lambda: partial(losses.cispo, low=p["low"], high=p["high"]),
-        "cispo_trl": lambda: capped(p),
-        "gspo_verl": lambda: partial(losses.gspo, low=p["low"], high=p["high"]),
-        "gspo_trl": lambda: partial(losses.gspo, low=p["low"], high=p["high"]),
-        "gmpo_verl": lambda: partial(losses.gmpo, low=p["low"], high=p["high"]),
-        "gmpo_authors": lambda: partial(losses.gmpo, low=p["low"], high=p["low"]),
-        "sapo_verl": lambda: partial(
-            losses.sapo, tau_positive=p["tau_pos"], tau_negative=p["tau_neg"]
-        ),
-        "ce_gppo_authors": lambda: partial(
-            losses.ce_gppo, **{k: p[k] for k in ("low", "high", "dual", "beta1", "beta2")}
-        ),
-        "topr_roll": lambda: partial(
-            losses.topr, weights=(p["positive_weight"], p["negative_weight"])
-        ),
-        "topr_trinity": lambda: partial(
-            losses.topr, positive=lambda advantage, seen: advantage > p["threshold"]
-        ),
-        "opsm_slime": lambda: partial(losses.opsm, delta=p["delta"], then=clip(p)),
-        "opsm_trl": lambda: partial(losses.opsm, delta=p["delta"], then=clip(p), anchor=sampler),
-    }
-    if name in surrogates:
-        parts = {"surrogate": surrogates[name]()}
-        if name == "dppo_tv_prime":
-            parts["penalties"] = ((2 * p["kl_tau"], kl.from_sampler),)
-        return parts
-    weights = {
-        "tis_slime": lambda: partial(factors.truncated, cap=p["clip"], floor=p["clip_low"]),
-        "tis_token_verl": lambda: tis(p),
-        "tis_sequence_verl": lambda: tis(p, response),
-        "tis_normalised_verl": lambda: partial(factors.normalised, by=tis(p)),
-        "icepop_slime": lambda: partial(factors.masked, low=p["clip_low"], high=p["clip"]),
-        "icepop_verl": lambda: partial(factors.masked, **band(p)),
-        "mis_sequence_mask_trl": lambda: mis(p, weight=response, keep=True),
-        "mis_sequence_truncate_trl": lambda: mis(p, weight=response, keep=False),
-        "mis_token_mask_trl": lambda: mis(p, weight=token, keep=True),
-        "mis_token_truncate_trl": lambda: mis(p, weight=token, keep=False),
-    }
-    if name in weights:
-        return {"surrogate": clip(p), "factor": weights[name]()}
-    keeps = {
-        "reject_token_k1_verl": lambda: partial(selections.near_token, **band(p)),
-        "reject_seq_mean_k1_verl": lambda: partial(selections.near_response, **band(p)),
-        "reject_seq_mean_k3_verl": lambda: partial(
-            selections.near_response_k3, high=float(p["threshold"])
-        ),
-        "entropy_mask_trl": lambda: partial(selections.highest_entropy, share=p["share"]),
-        "entropy_8020_lpreg": lambda: selections.top_entropy,
-    }
-    if name in keeps:
-        return {"surrogate": clip(p), **rejecting(keeps[name]())}
+    if name in SURROGATES:
+        penalty = {"penalties": ((2 * p["kl_tau"], kl.from_sampler),)} if "kl_tau" in p else {}
+        return {"surrogate": SURROGATES[name](p)} | penalty
+    if name in WEIGHTS:
+        return {"surrogate": clip(p), "factor": WEIGHTS[name](p)}
+    if name in KEPT:
+        keep = KEPT[name](p)
+        return {"surrogate": clip(p), "factor": partial(factors.only, select=keep), "peer": keep}
     if name.startswith("kl_cov"):
         share = p["share"] if "share" in p else p["k_percent"] / 100
         return {
@@ -157,19 +137,23 @@ def method(name, p, a):
             "penalties": ((p["coef"], kl.drift_of_selected),),
         }
     if name.startswith("clip_cov"):
-        return clip_cov(p, a)
+        chosen = lambda advantage, seen: jnp.asarray(a["out/chosen"])
+        bounds = pick(p, "lower", "upper", "low", "high") | {"logp": logp}
+        return {
+            "surrogate": clip(p),
+            "factor": partial(factors.without, select=chosen),
+            "candidates": partial(selections.band, **bounds),
+            "count": partial(selections.covariance_band, **bounds, share=p["share"]),
+        }
     if name == "lp_reg_authors":
-        select = partial(
-            selections.lowest_probability,
-            share=p["neg_share"],
-            positive_share=p["pos_share"],
-            logp=logp,
-        )
-        bounds = {k: p[k] for k in ("low", "high", "coef")}
-        return {"surrogate": partial(losses.lp_reg, **bounds), "select": select}
+        shares = {"share": p["neg_share"], "positive_share": p["pos_share"]}
+        return {
+            "surrogate": partial(losses.lp_reg, **pick(p, "low", "high", "coef")),
+            "select": partial(selections.lowest_probability, **shares, logp=logp),
+        }
     assert name == "aspo_authors"
     return {
-        "surrogate": partial(losses.aspo, calm=p["calm"], open=p["open"], dual=p["dual"]),
+        "surrogate": partial(losses.aspo, **pick(p, "calm", "open", "dual")),
         "select": partial(selections.calm, quantile=p["quantile"]),
     }
 
@@ -191,7 +175,7 @@ def seen_of(a):
 
 
 def pack(x, lengths, columns=48):
-    """Rows of responses to bins that hold several: the first that has room takes it."""
+    """Rows of responses to as many bins, of which each takes what it has room for; the last ones stay empty."""
     bins = []
     for row, length in enumerate(lengths):
         for b in bins:
@@ -200,8 +184,8 @@ def pack(x, lengths, columns=48):
                 break
         else:
             bins.append([row])
-    out = np.zeros((len(bins), columns), x.dtype)
-    number = np.zeros((len(bins), columns), np.int32)
+    out = np.zeros((len(lengths), columns), x.dtype)  # one shape for all cases, compiled once
+    number = np.zeros(out.shape, np.int32)
     for i, b in enumerate(bins):
         at = 0
         for n, row in enumerate(b, 1):
@@ -217,8 +201,9 @@ def near(got, want, scale=1.0):
     assert error.max() <= 0, f"off by {np.abs(got - want).max():.2e}"
 
 
-LOSSES = [c for c in cases() if c == "all" or "in/logp" in load(c)[1]]
-OTHERS = [c for c in cases() if c not in LOSSES]
+CASES = sorted(golden()[0])
+LOSSES = [case for case in CASES if f"{case}/in/logp" in golden()[1]]
+OTHERS = [case for case in CASES if case not in LOSSES]
 
 
 @pytest.mark.parametrize("case", LOSSES)
@@ -281,6 +266,18 @@ def test_losses(case):
         assert not np.any(np.asarray(drawn) & ~a["out/candidates"])
 
 
+ADVANTAGES = {
+    "w_reinforce_authors": lambda p: partial(advantages.w_reinforce, positive=p["weight"]),
+    "maxrl_authors": lambda p: advantages.maxrl,
+    "maxrl_prime": lambda p: advantages.maxrl,
+    "opo_verl": lambda p: advantages.opo,
+    "asymre_trinity": lambda p: partial(advantages.asymre, shift=p["shift"]),
+    "unlikeliness_authors": lambda p: partial(
+        advantages.shaped, by=partial(advantages.unlikeliness, beta=p["beta"])
+    ),
+}
+
+
 @pytest.mark.parametrize("case", OTHERS)
 def test_advantages_and_rewards(case):
     p, a = load(case)
@@ -311,19 +308,9 @@ def test_advantages_and_rewards(case):
         return
     assert np.array_equal(a["in/group_ids"], np.repeat(np.arange(4), 4))
     reward = jnp.asarray(a["in/rewards"]).reshape(4, 4)
-    function = {
-        "w_reinforce_authors": lambda: partial(advantages.w_reinforce, positive=p["weight"]),
-        "maxrl_authors": lambda: advantages.maxrl,
-        "maxrl_prime": lambda: advantages.maxrl,
-        "opo_verl": lambda: advantages.opo,
-        "asymre_trinity": lambda: partial(advantages.asymre, shift=p["shift"]),
-        "unlikeliness_authors": lambda: partial(
-            advantages.shaped, by=partial(advantages.unlikeliness, beta=p["beta"])
-        ),
-    }[name]()
-    near(function(reward, seen_of(a)), a["out/advantages"])
+    near(ADVANTAGES[name](p)(reward, seen_of(a)), a["out/advantages"])
 
 
 def test_all_cases_are_here():
-    assert len(cases()) == 117
-    assert len({case.split("/")[0] for case in cases()}) == 49
+    assert len(CASES) == 117
+    assert len({case.split("/")[0] for case in CASES}) == 49

@@ -62,6 +62,7 @@ def test_an_unusable_data_folder_is_a_one_line_error(tmp_path):
         builders.knights_knaves(RECIPE, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_a_race_between_two_builds_is_won_by_both(tmp_path):
     command = (
         "import sys; from jaxrl_llm.tasks import builders; "

@@ -20,7 +20,7 @@ from jaxrl_llm.tasks.knights_knaves.task import (
     well_formed,
     without,
 )
-from tests.shared import reference
+from tests.shared import GOLDEN, reference
 from tests.tasks.brute import brute_form
 
 NAMES = ("Ida", "Ola", "Tor")
@@ -33,7 +33,7 @@ def respond(roles):
 
 
 def test_reward_reproduces_the_published_scores():
-    cases = json.loads(reference("golden", "kk_reward.json").read_text())
+    cases = json.loads((GOLDEN / "kk_reward.json").read_text())
     assert len(cases) == 240
     for case in cases:
         assert case["prompt_tail"].endswith("<think>")  # what `reward` takes for granted

@@ -1,0 +1,119 @@
+"""The plan of the package: who may import whom, and how much one must read to follow a run."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxrl_llm"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the bottom up: a module imports its own room and rooms of lower layers, no neighbour.
+# So the command line alone knows research.
+LAYERS = (
+    ("errors",),
+    ("storage", "distributed", "userfile"),
+    ("objectives",),
+    ("models",),
+    ("rollouts", "tasks"),
+    ("learning",),
+    ("config",),
+    ("training",),
+    ("planning", "research"),
+    ("cli",),
+)
+HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
+ALONE = {"objectives": {"jax", "jaxtyping", "jaxrl_llm"}}  # all that a room imports from elsewhere
+HEAVY = {"torch", "tensorflow", "libtpu", "vllm"}
+OTHER_PROCESSES = "peer_*.py"  # run by the Python of vLLM, beside torch
+RIDDLES = {"car", "desk", "seal", "sealed"}  # words that say nothing to a newcomer
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """The full names that a file imports, wherever in it; a relative import counts as `.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {
+                f"{node.module}.{name.name}" if not node.level else "." for name in node.names
+            }
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+def test_arrows_between_rooms_go_one_way():
+    wrong = []
+    for path in FILES:
+        here = room(path)
+        ours = {name.split(".")[1] for name in imported(path) if name.startswith("jaxrl_llm.")}
+        lower = {other for other in HEIGHT if HEIGHT[other] < HEIGHT.get(here, 0)} | {here}
+        if here != "__init__":
+            wrong += [f"{path.relative_to(PACKAGE)} imports {x}" for x in sorted(ours - lower)]
+    assert wrong == []
+
+
+def test_imports_from_elsewhere():
+    for path in FILES:
+        outside = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names)
+        assert "" not in outside, f"{path}: a relative import"
+        assert outside <= ALONE.get(room(path), outside), path
+        assert path.match(OTHER_PROCESSES) or not outside & HEAVY, path
+        assert "pickle" not in imported(path), path
+
+
+def test_the_install_is_light():
+    """The environment of the tests is the base install and the development tools."""
+    assert [name for name in sorted(HEAVY) if importlib.util.find_spec(name)] == []
+
+
+READ = """
+import atexit, pathlib, sys
+
+@atexit.register
+def say():
+    ours = [m.__file__ for n, m in [*sys.modules.items()] if n.partition(".")[0] == "jaxrl_llm"]
+    print("\\n", len(ours), sum(len(pathlib.Path(f).read_text().splitlines()) for f in ours))
+
+"""
+DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py --dry-run'.split())"
+
+
+@pytest.mark.parametrize(
+    ("program", "modules", "lines"),
+    [
+        pytest.param(DRY_RUN, 75, 9_000, id="a run"),
+        pytest.param("import jaxrl_llm.learning.update", 19, 2_450, id="the train step"),
+    ],
+)
+def test_how_much_there_is_to_read(program, modules, lines):
+    """Modules of the package that are loaded, and their lines: a reader's way through the code."""
+    command = [sys.executable, "-c", READ + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded, read = map(int, done.stdout.split()[-2:])
+    assert loaded <= modules, f"{loaded} modules of {read} lines"
+    assert read <= lines, f"{loaded} modules of {read} lines"
+
+
+def test_words_are_those_of_the_field():
+    """In names and docstrings; the glossary of docs/design.md says what to call things."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = getattr(node, "name", None) or getattr(node, "id", None)
+            said = said or getattr(node, "arg", None) or ""
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                said += " " + (ast.get_docstring(node) or "")
+            words = set(re.findall("[a-z]+", said.lower().replace("_", " ")))
+            found += [f"{path.relative_to(PACKAGE)}: {word}" for word in sorted(words & RIDDLES)]
+        found += [f"{path.name}: its name"] * (path.stem in RIDDLES | {"utils", "common"})
+    assert sorted(set(found)) == []
