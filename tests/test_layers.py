@@ -105,7 +105,7 @@ def test_objectives_import_jax_and_jaxtyping_only(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_fit_in_a_head(path):
-    assert len(path.read_text().splitlines()) <= 340
+    assert len(path.read_text().splitlines()) <= 500
     assert path.stem not in ("utils", "common")
 
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention, product, vocabulary
+from jaxrl_llm.models import attention, vocabulary
+from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
 Hidden = Float[Array, "R L D"]
@@ -65,7 +66,7 @@ class Linear(nnx.Module):
         n = self.contracted
         w = self.weight[...].astype(x.dtype)
         dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(w.ndim - n, w.ndim)))
-        y = jax.lax.dot_general(x, w, (dims, ((), ())), product.precision(x, w))
+        y = jax.lax.dot_general(x, w, (dims, ((), ())), precision(x, w))
         return y if self.bias is None else y + _like(self.bias[...], y)
 
 

@@ -15,9 +15,9 @@ from flax import nnx
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import generation, hf, logprobs, qwen2, sharding
-from jaxrl_llm.models.decode import Decoder
-from jaxrl_llm.models.unrolled import Unrolled
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.policy import mesh_of_copies
 from jaxrl_llm.rollouts import part
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
@@ -254,7 +254,7 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
 def unrolled(devices, share):
     """The engine as on accelerators, on so many devices."""
     mesh = tiny.mesh_of(1, devices, 1)
-    decoder = Unrolled(qwen2.graph(tiny.SHAPE)[0], generation.mesh_of_copies(mesh, share))
+    decoder = Unrolled(qwen2.graph(tiny.SHAPE)[0], mesh_of_copies(mesh, share))
     made = NativeSampler(decoder, slots=6, prefill_prompts=3)
     with jax.set_mesh(mesh):
         made.push(tiny.policy(mesh=mesh)[1], 1)

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import generation, qwen2, sharding
-from jaxrl_llm.models.decode import Decoder
-from jaxrl_llm.models.unrolled import Unrolled
+from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.policy import fewest_devices, mesh_of_copies
 from tests import tiny
 
 PROMPTS = ([5, 3, 9], [17], list(range(40, 57)), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -100,7 +100,7 @@ def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
     definition, params = model(shape)
     trainers = tiny.mesh_of(1, devices, 1)
     params = jax.device_put(params, sharding.param_shardings(params, trainers))
-    decoder = Unrolled(definition, generation.mesh_of_copies(trainers, share))
+    decoder = Unrolled(definition, mesh_of_copies(trainers, share))
     prompts = PROMPTS * 2
     with jax.set_mesh(decoder.mesh):
         weights = decoder.weights(params)
@@ -127,16 +127,16 @@ def test_a_copy_of_the_weights_leaves_room_for_the_cache(name, devices, memory, 
     """On so many devices of so many gigabytes, beside the trainer's state; as few as have room share it."""
     definition, _ = qwen2.graph(qwen2.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
     mesh = AbstractMesh((1, devices, 1), sharding.AXES)
-    assert generation.devices_a_copy(definition, mesh, memory * 10**9) == expected
+    assert fewest_devices(definition, mesh, memory * 10**9) == expected
 
 
 def test_where_nobody_knows_the_memory_every_device_has_a_copy():
-    assert generation.devices_a_copy(qwen2.graph(tiny.SHAPE)[0], tiny.mesh_of(1, 8, 1)) == 1
+    assert fewest_devices(qwen2.graph(tiny.SHAPE)[0], tiny.mesh_of(1, 8, 1)) == 1
 
 
 def test_devices_that_cannot_share_evenly_are_an_error():
     with pytest.raises(UserError, match="devices_a_copy = 3 does not divide the 8 devices"):
-        generation.mesh_of_copies(tiny.mesh_of(2, 4, 1), 3)
+        mesh_of_copies(tiny.mesh_of(2, 4, 1), 3)
 
 
 def test_a_sequence_does_not_depend_on_its_company():
