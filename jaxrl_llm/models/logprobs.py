@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     scored: Bool[Array, "*lead R C"]
 
 
-def of_sequences(sequences: Sequence[Sequence[int]], rows: int, length: int) -> Inputs:
+def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:
     """A sequence a row, right-padded, each token of it but the first scored; rows beyond them are empty."""
     tokens: Any = np.zeros((rows, length), np.int32)
     sizes = np.zeros((rows, 1), np.int32)

@@ -58,8 +58,12 @@ class Native:
     def start(self, model: Model, mesh: Mesh, folder: Path = Path()) -> Iterator[Sampler]:
         """A sampler that reads the trainer's own parameters."""
         del folder
+        yield self.sampler(model, mesh)
+
+    def sampler(self, model: Model, mesh: Mesh) -> NativeSampler:
+        """It holds no weights until the first push, and needs no closing."""
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
-        yield NativeSampler(decoder, slots=self.slots, prefill_prompts=self.prefill_prompts)
+        return NativeSampler(decoder, slots=self.slots, prefill_prompts=self.prefill_prompts)
 
 
 @dataclass(frozen=True)
