@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from jaxrl_llm.config import Mesh
 from jaxrl_llm.errors import UserError
@@ -49,6 +48,10 @@ class Response:
     """What a model answered: `logps` has the log-prob of each of the `tokens`.
 
     The text is without the token that ends it; `finished` is False if it was cut at `max_tokens`.
+
+    >>> [response] = jl.generate(jl.load("model"), ["one two"], jl.Sampling(max_tokens=3))
+    >>> len(response.tokens), response.finished
+    (3, False)
     """
 
     text: str
@@ -61,7 +64,7 @@ def load(
     name: str | Path,
     *,
     mesh: Mesh | jax.sharding.Mesh | None = None,
-    dtype: DTypeLike = "float32",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Model:
     """A Qwen2.5 model from a Hugging Face folder or hub name.
 
@@ -73,14 +76,15 @@ def load(
     >>> model.params["norm"]["weight"].dtype
     dtype(bfloat16)
     """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"load: dtype = {dtype!r} is neither float32 nor bfloat16")
     folder = hf.resolve(name)
     shape = hf_folder.load_shape(folder)
     words = tokenizer.load(folder, hf_folder.stop_tokens(folder, shape.vocab_size))
     if not isinstance(mesh, jax.sharding.Mesh):
         sizes = mesh or Mesh()
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
-    dtype = jnp.dtype(dtype)
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype))
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.dtype(dtype)))
     params = hf.load(folder, shape, sharding.param_shardings(shapes, mesh), dtype)
     return Model(params, Policy(definition), words, shape, mesh)
 

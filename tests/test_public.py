@@ -18,7 +18,7 @@ import jaxrl_llm as jl
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout
-from tests import public, tiny
+from tests import public
 from tests.reference import peer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -215,7 +215,3 @@ def test_the_wheel_says_that_it_is_typed():
     ignored = subprocess.run(["git", "check-ignore", str(typed)], cwd=ROOT, capture_output=True)
     assert ignored.returncode == 1
     assert json.dumps("jaxrl_llm") in (ROOT / "pyproject.toml").read_text()
-
-
-def test_tiny_is_what_the_examples_say():
-    assert (public.SHAPE.num_layers, tiny.SHAPE.num_layers) == (2, 2)

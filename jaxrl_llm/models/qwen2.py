@@ -19,7 +19,12 @@ Hidden = Float[Array, "R L D"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The architecture: everything that the parameters' shapes and values depend on."""
+    """The architecture: everything that the parameters' shapes and values depend on.
+
+    >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
+    >>> shape.head_dim
+    32
+    """
 
     vocab_size: int
     hidden_size: int
@@ -46,6 +51,9 @@ class Compute:
     bfloat16 on a GPU, which `attention.xla` does not.
     `remat` wraps a layer: `jax.checkpoint` keeps only its input, `partial(jax.checkpoint, policy=...)` keeps what
     the policy names, None keeps everything.
+
+    >>> jl.Compute(dtype="bfloat16", attend=jl.attention.xla, remat=None).dtype
+    'bfloat16'
     """
 
     dtype: DTypeLike = jnp.float32

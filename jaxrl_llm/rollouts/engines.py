@@ -43,6 +43,9 @@ class Native:
     Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None: as few as have
     room for it); it is there from a push until the responses are in. On a CPU the cache is cut into blocks of
     `block` columns: a step reads no more blocks than the longest needs.
+
+    >>> jl.Native(slots=128).own_weights
+    False
     """
 
     slots: int = 64
@@ -78,6 +81,9 @@ class Vllm:
     how far a server's log-probs may be from the trainer's after a sync (None: what the dtype allows),
     `patience` how long to wait for one that starts or is away, and `timeout` for one answer without its
     tokens, in seconds.
+
+    >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
+    'bfloat16'
     """
 
     python: str = "python3"
