@@ -24,6 +24,7 @@ MAY_IMPORT = {  # rooms, or one file of a room
     "tasks": {"errors", "userfile"},
     "learning": {"errors", "hosts"} | ROOMS,
     "config": {"errors", "userfile", "learning"} | ROOMS,
+    "model": {"errors", "config", "models", "rollouts"},
     "runs": {
         "errors",
         "files",

@@ -48,29 +48,23 @@ def _moving(dtype, to):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Generation by the model of a definition; `block` columns of the cache make a block.
-
-    It computes on `mesh`, or on that set around the call.
-    """
+    """Generation by the model of a definition on a mesh; `block` columns of the cache make a block."""
 
     definition: Any
     block: int
-    mesh: Mesh | None = None
+    mesh: Mesh
     static: ClassVar[bool] = False
 
     def weights(self, params):
         """The parameters where and in the precision that generation computes in; the same arrays if they are."""
         dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
-        where = jax.tree.map(lambda x: x.sharding, params)
-        if self.mesh is not None:
-            where = param_shardings(params, self.mesh)
 
         def move(x, to):
             if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
                 return x
             return _moving(dtype, to)(x)
 
-        return jax.tree.map(move, params, where)
+        return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
     def grow(self, cache: Cache, columns: int) -> Cache:
         """The cache itself: it has room for all columns from the start."""

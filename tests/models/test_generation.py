@@ -88,7 +88,7 @@ def agree(definition, params, prompts, logits, rows):
 def test_greedy_generation_is_a_full_recomputation(shape, block):
     """Prompts of different lengths, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(shape)
-    generation = Generation(Decoder(definition, block), params, PROMPTS, columns=40)
+    generation = Generation(Decoder(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40)
     agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
 
 
@@ -142,7 +142,7 @@ def test_devices_that_cannot_share_evenly_are_an_error():
 def test_a_sequence_does_not_depend_on_its_company():
     """Other prompts, other slots, a longer neighbour, a larger cache: the same logits, bit for bit."""
     definition, params = model()
-    make = partial(Generation, Decoder(definition, 8), params)
+    make = partial(Generation, Decoder(definition, 8, tiny.mesh_of()), params)
     one = make([[5, 3, 9], [17, 4]], columns=16)
     other = make([[1] * 30, [5, 3, 9]], columns=64, length=32)
     alone = [one.logits([t, 4], [p, 1])[0] for t, p in ((9, 2), (11, 3), (12, 4))]
@@ -152,7 +152,7 @@ def test_a_sequence_does_not_depend_on_its_company():
 
 def test_a_lane_out_of_range_inserts_nothing():
     definition, params = model()
-    decoder = Decoder(definition, 8)
+    decoder = Decoder(definition, 8, tiny.mesh_of())
     filled = decoder.prefill(params, jnp.ones((2, 8), jnp.int32))
     cache = decoder.empty(params, 3, 16)
     out = decoder.insert(cache, filled, jnp.asarray([2, 3]), jnp.asarray([1, 0]))
@@ -197,10 +197,10 @@ def test_a_copy_of_the_weights_is_compiled_once():
 
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
-    same = Decoder(definition, 8).weights(params)
+    same = Decoder(definition, 8, tiny.mesh_of()).weights(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (same, params)), strict=True))
     definition, _ = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
-    half = Decoder(definition, 8).weights(params)
+    half = Decoder(definition, 8, tiny.mesh_of()).weights(params)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -208,10 +208,10 @@ def test_half_precision_stays_near_full():
     """bfloat16 with its cache: logits within rounding of the float32 model's."""
     _, params = model()
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
-    cast = Decoder(definition, 8).weights(params)
-    half = Generation(Decoder(definition, 8), cast, PROMPTS, columns=40)
+    cast = Decoder(definition, 8, tiny.mesh_of()).weights(params)
+    half = Generation(Decoder(definition, 8, tiny.mesh_of()), cast, PROMPTS, columns=40)
     assert half.cache.k.dtype == jnp.bfloat16
-    full = Generation(Decoder(model()[0], 8), params, PROMPTS, columns=40)
+    full = Generation(Decoder(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     exact = full.logits(*at)
     assert np.abs(half.logits(*at) - exact).max() < 0.05 * np.abs(exact).max()
