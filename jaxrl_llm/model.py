@@ -184,6 +184,8 @@ def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeS
 
 def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:
     """The tokens of each row without its padding, and T."""
+    if isinstance(tokens, jax.Array):
+        tokens = np.asarray(tokens)  # at once, not row by row
     rows = [np.asarray(row) for row in tokens]
     width = max(map(len, rows), default=0)
     if lengths is not None:
@@ -202,7 +204,7 @@ def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarra
             raise UserError(f"token_logps: row {i} is no list of token ids")
         if len(row) and not 0 <= row.min() <= row.max() < shape.vocab_size:
             raise UserError(
-                f"token_logps: row {i} has tokens that the model's {shape.vocab_size} are without"
+                f"token_logps: row {i} has a token that is none of the model's {shape.vocab_size}"
             )
     return rows, width
 
