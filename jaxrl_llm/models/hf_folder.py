@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import re
+from typing import Any
 
 import safetensors
 
@@ -24,7 +25,7 @@ def load_shape(folder: pathlib.Path) -> Shape:
         if not fine:
             raise UserError(f"{where}: {reason}")
 
-    def number(key, default=None, *, whole=True):
+    def number(key: str, default: Any = None, *, whole: bool = True) -> Any:
         value = config.get(key, default)
         known = default is not None or key in config
         need(known, f"{key} is missing: is this a Qwen2 model folder?")
