@@ -29,14 +29,23 @@ from jaxrl_llm.tasks.task import Task
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name."""
+    """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name.
+
+    >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
+    'Qwen/Qwen2.5-3B'
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A new model; its tokenizer knows the given words, and two more for padding and end."""
+    """A new model; its tokenizer knows the given words, and two more for padding and end.
+
+    >>> tiny = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
+    >>> len(jl.Scratch(tiny, words=("yes", "no")).words)
+    2
+    """
 
     shape: qwen2.Shape
     words: tuple[str, ...]
@@ -51,7 +60,11 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh's axes; one may be -1, whatever is left."""
+    """Sizes of the mesh's axes; one may be -1, whatever is left.
+
+    >>> jl.Mesh(data=2, tensor=4)  # fsdp is what is left: 2 of 16 devices
+    Mesh(data=2, fsdp=-1, tensor=4)
+    """
 
     data: int = 1
     fsdp: int = -1
@@ -66,6 +79,10 @@ class WarmStart:
     """A supervised phase on the task's demonstrations (or those of `demonstration`), before reinforcement.
 
     It is evaluated every `evaluate_every` steps (0: only when it is over).
+
+    >>> rows = jl.Collator(prompt_length=32, response_length=112)
+    >>> jl.WarmStart(steps=600, collate=rows, optimizer=jl.optimizers.adamw(3e-4)).batch
+    64
     """
 
     steps: int
@@ -92,6 +109,9 @@ class Evaluation:
     and the best checkpoint chosen. The first `examples` of the test set (0: all) are read once, at the end, by
     that checkpoint. With `samples` k, also k responses at `temperature` to each prompt, for avg@k and pass@k.
     `by` names the field of a reward that groups the table (empty: no groups).
+
+    >>> jl.Evaluation(every=20, validation=500, samples=8).samples
+    8
     """
 
     every: int = 20
@@ -126,6 +146,17 @@ class Config:
 
     A schedule in `optimizers.scale_by_batches` counts batches, as in those of `optimizers`; in another
     transformation of optax it counts optimizer steps, of which Lopti makes twice as many.
+
+    >>> config = jl.Config(
+    ...     task=lambda folder: ...,  # made when the run begins
+    ...     model=jl.Pretrained("Qwen/Qwen2.5-3B"),
+    ...     objective=jl.recipes.grpo(1024),
+    ...     optimizer=jl.optimizers.adamw(1e-6),
+    ...     collate=jl.Collator(prompt_length=400, response_length=1024),
+    ...     steps=100,
+    ... )
+    >>> config.prompts * config.group_size
+    512
     """
 
     task: Callable[[Path], Task]

@@ -5,7 +5,13 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: the message says what, where, and what to do."""
+    """Something outside the program is wrong: the message says what, where, and what to do.
+
+    >>> jl.load("nowhere")
+    Traceback (most recent call last):
+        ...
+    jaxrl_llm.errors.UserError: no model folder nowhere: give a folder, or a hub name such as ...
+    """
 
 
 class Leaving(Exception):  # noqa: N818 (no error: somebody asked the run to stop)

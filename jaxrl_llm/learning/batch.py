@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.models.inputs import Inputs
+from jaxrl_llm.models.logprobs import Inputs
 from jaxrl_llm.rollouts.sampler import Rollout
 
 
@@ -62,6 +62,9 @@ class Collator:
     With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then follow from the
     limits alone, so there is one compilation: slices are filled one after the other, and those that stay
     empty cost nothing. Choose `microbatches` for the case that every sequence has full length.
+
+    >>> jl.Collator(prompt_length=400, response_length=1024, minibatches=2, pack=True).pack
+    True
     """
 
     prompt_length: int

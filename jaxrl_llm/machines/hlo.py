@@ -1,7 +1,7 @@
 """What a compiled program says of itself: collectives and how often they run, cycles, loops.
 
 The optimised HLO is read as text, which is what every backend gives. A loop whose trip count depends on data says
-its limit by a name scope, `at_most_N` (`models.bounded`).
+its limit by a name scope, `at_most_N` (`models.primitives.up_to`).
 """
 
 import math

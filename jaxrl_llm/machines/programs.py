@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.machines import topologies
-from jaxrl_llm.models import generation, qwen2, sharding
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -151,9 +151,7 @@ class Planned:
     def decoder(self) -> Any:
         """How the embedded engine generates."""
         definition, engine = self.policy.definition, self.engine
-        shared = engine.devices_a_copy or generation.devices_a_copy(
-            definition, self.mesh, self.memory
-        )
+        shared = engine.devices_a_copy or fewest_devices(definition, self.mesh, self.memory)
         return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
 
     @property

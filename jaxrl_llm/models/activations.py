@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import product
+from jaxrl_llm.models.primitives import einsum
 
 
 class Offsets(NamedTuple):
@@ -53,4 +53,4 @@ def logits(
     hidden = model.norm(x)[0, index]
     hidden = hidden + offsets.head.astype(hidden.dtype)
     head = model.head.astype(hidden.dtype)
-    return product.einsum("d,vd->v", hidden, head) / temperature
+    return einsum("d,vd->v", hidden, head) / temperature

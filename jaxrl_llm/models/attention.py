@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import product
+from jaxrl_llm.models.primitives import einsum
 from jaxrl_llm.models.sharding import BATCH, current_mesh, fit, platform
 
 Queries = Float[Array, "R L H D"]
@@ -150,10 +150,10 @@ def _attend_block(q, k, v, segments, start):
     seen = seen[None, None, None]
     if segments is not None:
         seen &= (segments[:, start:end, None] == segments[:, None, :end])[:, None, None]
-    scores = product.einsum("rkgqd,rkld->rkgql", q, k)
+    scores = einsum("rkgqd,rkld->rkgql", q, k)
     scores = jnp.where(seen, scores, -1e30)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    mixed = product.einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v, v.dtype)
+    mixed = einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v, v.dtype)
     return (mixed / total).astype(q.dtype)

@@ -1,54 +1,348 @@
-"""How generation lies on the trainer's devices: whole copies of the weights, sequences spread over them.
+"""Generation with a key/value cache, one token a call for every slot.
 
-A token then costs no communication, or that of the few devices that share a copy.
+`Decoder` is for CPUs, `Unrolled` for accelerators; they differ in where keys and values lie.
+
+- On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step walks over the
+  blocks that hold something, so its cost follows the longest live sequence, it compiles once, and a
+  sequence's numbers do not depend on what else is in the batch: a block beyond its end changes
+  nothing, to the last bit.
+- On accelerators every layer has arrays of its own, and no shape or trip count depends on data.
+  Weights sliced out of a stack, or a cache that is stacked, would be copied for every token. A
+  program reads the whole cache that it is given; who calls it grows the cache with the longest
+  sequence.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2
-from jaxrl_llm.models.sharding import AXES
-
-TRAINER = 12  # bytes of a parameter that stay, beside its reference: itself and Adam's two moments
-
-
-def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
-    """The same devices in the same order: neighbours, on the fastest links, share a copy of the weights."""
-    count = mesh.size
-    if devices_a_copy < 1 or count % devices_a_copy:
-        raise UserError(
-            f"engine: devices_a_copy = {devices_a_copy} does not divide the {count} devices of the mesh"
-        )
-    return Mesh(mesh.devices.reshape(count // devices_a_copy, 1, devices_a_copy), AXES)
+from jaxrl_llm.models import sharding
+from jaxrl_llm.models.primitives import einsum
+from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
 
 
-def devices_a_copy(definition: Any, mesh: Mesh | AbstractMesh, memory: int | None = None) -> int:
-    """The fewest devices on which a copy takes at most half of what the trainer leaves of their memory.
+class Cache(NamedTuple):
+    """Keys and values of N layers in B blocks of W columns, for S sequences of K heads of D.
 
-    The other half is for the cache. `memory` is that of a device in bytes (None: as it says itself); if nobody
-    knows, each has a copy.
+    A key's columns come last: a query meets 8 or 128 of them in one vector instruction.
     """
-    memory = memory or _memory(mesh)
-    if memory is None:
-        return 1
-    settings = dict(definition.attributes)  # of the model: shape and compute
-    shape, compute = settings["shape"].value, settings["compute"].value
-    count = qwen2.parameter_count(shape)
-    width = jnp.dtype(compute.dtype).itemsize
-    room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    copy = count * width
-    sizes = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
-    return next((n for n in sizes if copy / n <= room / 2), mesh.size)
+
+    k: Float[Array, "N B S K D W"]
+    v: Float[Array, "N B S K W D"]
 
 
-def _memory(mesh: Mesh | AbstractMesh) -> int | None:
-    """Bytes of a device of this process that the mesh has, if it says."""
-    if isinstance(mesh, AbstractMesh):
-        return None
-    here = set(jax.local_devices())
-    stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
-    return (stats or {}).get("bytes_limit")
+@cache
+def _moving(dtype, to):
+    """The program that brings an array there in that precision, compiled once."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Generation by the model of a definition on a mesh; `block` columns of the cache make a block."""
+
+    definition: Any
+    block: int
+    mesh: Mesh
+    static: ClassVar[bool] = False
+
+    def weights(self, params):
+        """The parameters where and in the precision that generation computes in; the same arrays if they are."""
+        dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
+
+        def move(x, to):
+            if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
+                return x
+            return _moving(dtype, to)(x)
+
+        return jax.tree.map(move, params, param_shardings(params, self.mesh))
+
+    def grow(self, cache: Cache, columns: int) -> Cache:
+        """The cache itself: it has room for all columns from the start."""
+        del columns
+        return cache
+
+    def empty(self, params, slots: int, columns: int) -> Cache:
+        """A cache for sequences of up to `columns` tokens."""
+        model = nnx.merge(self.definition, params)
+        shape = model.shape
+        lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
+        zeros = partial(jnp.zeros, dtype=model.compute.dtype)
+        k = zeros((*lead, shape.head_dim, self.block))
+        return _placed_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
+
+    def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
+        """Keys and values of right-padded prompts; columns beyond a prompt's end hold padding, never read."""
+        model = nnx.merge(self.definition, params)
+        x = model.embed(tokens)
+        rope = model.rope(_columns(tokens))
+        layer_def, layers = nnx.split(model.layers)
+
+        def apply(x, layer):
+            layer = nnx.merge(layer_def, layer)
+            q, k, v = layer.qkv(x, rope)
+            x = layer.finish(x, model.compute.attend(q, k, v, None))
+            return constrain(x, BATCH, None, None), (k, v)
+
+        _, (k, v) = jax.lax.scan(apply, x, layers)
+        k, v = (_blocks(x, self.block) for x in (k, v))
+        return _placed_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+
+    def insert(
+        self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
+    ) -> Cache:
+        """Copies prompt `which[j]` into slot `slot[j]`; a slot out of range is a lane without work.
+
+        Blocks of padding that the cache has no room for stay behind.
+        """
+        blocks = min(prompts.k.shape[1], cache.k.shape[1])
+
+        def copy(into, source):
+            return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
+
+        return _placed_blocks(Cache(*map(copy, cache, prompts)))
+
+    def decode(
+        self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
+    ) -> tuple[Float[Array, "S V"], Cache]:
+        """Reads one token of each sequence at its position: the next one's logits in float32, the longer cache."""
+        model = nnx.merge(self.definition, params)
+        rope = model.rope(position[:, None])
+        layer_def, layers = nnx.split(model.layers)
+        x = _embedded(model, token)
+
+        def apply(carry, xs):
+            x, cache = carry
+            layer, i = nnx.merge(layer_def, xs[0]), xs[1]
+            x = constrain(x, BATCH, None, None)
+            q, k, v = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
+            cache = _write_block(cache, i, position, k[:, 0], v[:, 0])
+            mixed = _attend_blocks(q[:, 0], cache, i, position)[:, None]
+            return (layer.finish(x, mixed), cache), None
+
+        each = (layers, jnp.arange(model.shape.num_layers))
+        (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
+        return _logits(model, x), _placed_blocks(cache)
+
+
+def _attend_blocks(
+    q: Float[Array, "S H D"], cache: Cache, layer, position
+) -> Float[Array, "S H D"]:
+    """Softmax over the columns up to each sequence's position, block after block with a running maximum."""
+    slots, heads, size = q.shape
+    _, _, _, kv_heads, _, width = cache.k.shape
+    q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
+
+    def block(b, carry):
+        top, total, mixed = carry
+        scores = einsum("skgd,skdw->skgw", q, cache.k[layer, b])
+        seen = b * width + jnp.arange(width)[None] <= position[:, None]
+        scores = jnp.where(seen[:, None, None], scores, -1e30)
+        high = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights, fade = jnp.exp(scores - high), jnp.exp(top - high)
+        v = cache.v[layer, b]
+        add = einsum("skgw,skwd->skgd", weights.astype(v.dtype), v)
+        return high, total * fade + weights.sum(-1, keepdims=True), mixed * fade + add
+
+    start = jnp.full((*q.shape[:3], 1), -1e30, jnp.float32)
+    carry = (start, jnp.zeros_like(start), jnp.zeros(q.shape, jnp.float32))
+    _, total, mixed = jax.lax.fori_loop(0, position.max() // width + 1, block, carry)
+    return (mixed / total).astype(q.dtype).reshape(slots, heads, size)
+
+
+def _write_block(cache: Cache, layer, position, k: Float[Array, "S K D"], v: Float[Array, "S K D"]):
+    """Puts one column a sequence at its position."""
+    width, slots = cache.k.shape[-1], jnp.arange(position.shape[0])
+    b, column = position // width, position % width
+    return Cache(
+        cache.k.at[layer, b, slots, :, :, column].set(k),
+        cache.v.at[layer, b, slots, :, column].set(v),
+    )
+
+
+def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K D"]:
+    """Columns cut into blocks, the last one filled up with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % width), (0, 0), (0, 0)))
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
+
+
+def _placed_blocks(cache: Cache) -> Cache:
+    return Cache(*(constrain(x, None, None, BATCH, "tensor", None, None) for x in cache))
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of a layer in C columns, for S sequences of K heads of D."""
+
+    k: Float[Array, "S K C D"]
+    v: Float[Array, "S K C D"]
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Generation by the model of a definition on the devices of a mesh; a cache is a sequence of layers'."""
+
+    definition: Any
+    mesh: Mesh
+    static: ClassVar[bool] = True
+
+    def weights(self, params):
+        """The parameters where and in the precision that generation computes in, the layers apart."""
+        places, tree = jax.tree.flatten(
+            jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        )
+        return _copying(self, tuple(places), tree)(params)
+
+    def weights_like(self, params):
+        """Shapes and places of `weights`."""
+        where = param_shardings(params, self.mesh)
+        one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
+        shapes = jax.eval_shape(self._apart, params)
+        where |= {"layers": [one] * len(shapes["layers"])}
+        like = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+        return jax.tree.map(like, shapes, where)
+
+    def _apart(self, params):
+        dtype = nnx.merge(self.definition, params).compute.dtype
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        count = len(jax.tree.leaves(params["layers"])[0])
+        each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
+        return params | {"layers": each}
+
+    def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
+        """A cache for sequences of up to `columns` tokens."""
+        model, layers = self._model(params)
+        shape = model.shape
+        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), model.compute.dtype)
+        return [_place(LayerCache(zeros, zeros)) for _ in layers]
+
+    def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
+        """The cache with more columns, made layer by layer: only one of them is there twice."""
+        for i, layer in enumerate(cache):
+            cache[i] = _grown(layer, columns)
+        return cache
+
+    def prefill(self, params, tokens: Int[Array, "P L"]) -> list[LayerCache]:
+        """Keys and values of right-padded prompts; columns beyond a prompt's end hold padding, never read."""
+        model, layers = self._model(params)
+        x, cache = model.embed(tokens), []
+        rope = model.rope(_columns(tokens))
+        for layer in layers:
+            q, k, v = layer.qkv(x, rope)
+            x = constrain(layer.finish(x, model.compute.attend(q, k, v, None)), BATCH, None, None)
+            cache.append(_place(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in (k, v)))))
+        return cache
+
+    def insert(
+        self,
+        cache: Sequence[LayerCache],
+        prompts: Sequence[LayerCache],
+        slot: Int[Array, "J"],
+        which: Int[Array, "J"],
+    ) -> list[LayerCache]:
+        """Copies prompt `which[j]` into slot `slot[j]`; a slot out of range is a lane without work."""
+        columns = min(cache[0].k.shape[2], prompts[0].k.shape[2])
+
+        def copy(into, source):
+            source = constrain(source[which, :, :columns], None, "tensor", None, None)
+            return into.at[slot, :, :columns].set(source, mode="drop")
+
+        return [_place(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
+
+    def decode(
+        self,
+        params,
+        cache: Sequence[LayerCache],
+        token: Int[Array, "S"],
+        position: Int[Array, "S"],
+    ) -> tuple[Float[Array, "S V"], list[LayerCache]]:
+        """Reads one token of each sequence at its position: the next one's logits in float32, the longer cache."""
+        model, layers = self._model(params)
+        rope, longer = model.rope(position[:, None]), []
+        x = _embedded(model, token)
+        for layer, (k, v) in zip(layers, cache, strict=True):
+            x = constrain(x, BATCH, None, None)
+            q, *new = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
+            k, v = (_write(x, y[:, 0], position) for x, y in zip((k, v), new, strict=True))
+            x = layer.finish(x, _attend(q[:, 0], k, v, position)[:, None])
+            longer.append(_place(LayerCache(k, v)))
+        return _logits(model, x), longer
+
+    def _model(self, params):
+        """The model, and its layers one by one."""
+        first = jax.tree.map(lambda x: x[None], params["layers"][0])
+        model = nnx.merge(self.definition, params | {"layers": first})
+        layer = nnx.split(model.layers)[0]
+        return model, [nnx.merge(layer, each) for each in params["layers"]]
+
+
+@cache
+def _copying(decoder: Unrolled, places: tuple[NamedSharding, ...], tree: Any) -> Any:
+    """The program that copies a decoder's weights to these places, compiled once."""
+    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, places))
+
+
+def _attend(
+    q: Float[Array, "S H D"], k: Float[Array, "S K C D"], v: Float[Array, "S K C D"], position
+) -> Float[Array, "S H D"]:
+    """Softmax over the columns up to each sequence's position."""
+    slots, heads, size = q.shape
+    kv_heads, columns = k.shape[1:3]
+    q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
+    scores = einsum("skgd,skcd->skgc", q, k)
+    seen = jnp.arange(columns)[None] <= position[:, None]
+    scores = jnp.where(seen[:, None, None], scores, -1e30)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    mixed = einsum("skgc,skcd->skgd", weights.astype(v.dtype), v)
+    mixed = mixed / weights.sum(-1, keepdims=True)
+    return mixed.astype(q.dtype).reshape(slots, heads, size)
+
+
+def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
+    """Puts one column a sequence at its position, on the device that holds it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, heads = sharding.fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
+    here = P(rows, heads)
+
+    def put(cache, new, position):
+        slot, head = (jnp.arange(n) for n in cache.shape[:2])
+        return cache.at[slot[:, None], head[None], position[:, None]].set(new)
+
+    return jax.shard_map(put, in_specs=(here, here, P(rows)), out_specs=here, check_vma=False)(
+        cache, new, position
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def _grown(cache: LayerCache, columns: int) -> LayerCache:
+    more = ((0, 0), (0, 0), (0, columns - cache.k.shape[2]), (0, 0))
+    return _place(LayerCache(*(jnp.pad(x, more) for x in cache)))
+
+
+def _place(cache: LayerCache) -> LayerCache:
+    return LayerCache(*(constrain(x, BATCH, "tensor", None, None) for x in cache))
+
+
+def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
+    """The position of each token of right-padded prompts."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+
+def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:
+    return model.embed_tokens.weight[...][token[:, None]].astype(model.compute.dtype)
+
+
+def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:
+    """The next token's logits in float32."""
+    hidden = model.norm(x)[:, 0]
+    logits = einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype))
+    logits = constrain(logits, BATCH, "tensor")  # the head stays where it is, logits travel
+    return constrain(logits, (*BATCH, "tensor"), None)

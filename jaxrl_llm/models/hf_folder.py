@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import re
+from typing import Any
 
 import safetensors
 
@@ -18,75 +19,60 @@ SUMS = "SHA256SUMS"
 
 def load_shape(folder: pathlib.Path) -> Shape:
     """The architecture that config.json describes; what is not supported is refused by name."""
-    config = read_config(folder)
-    where = folder / "config.json"
+    config, where = read_config(folder), folder / "config.json"
 
-    def need(key):
-        if key not in config:
-            raise UserError(f"{where} has no {key}: is this a Qwen2 model folder?")
-        return config[key]
+    def need(fine: bool, reason: str) -> None:
+        if not fine:
+            raise UserError(f"{where}: {reason}")
 
-    def count(key, default=None):
-        value = need(key) if default is None else config.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: {key} is {value!r}, not a whole number from 1 on")
-        return value
-
-    def positive(key, value):
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value < math.inf
-        ):
-            raise UserError(f"{where}: {key} is {value!r}, not a number above 0")
+    def number(key: str, default: Any = None, *, whole: bool = True) -> Any:
+        value = config.get(key, default)
+        known = default is not None or key in config
+        need(known, f"{key} is missing: is this a Qwen2 model folder?")
+        kinds, wanted = (
+            (int, "whole number from 1 on") if whole else (int | float, "number above 0")
+        )
+        fine = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
+        need(fine, f"{key} is {value!r}, not a {wanted}")
         return value
 
     def record(key):
         value = config.get(key) or {}
-        if not isinstance(value, dict):
-            raise UserError(f"{where}: {key} is {value!r}, not a record")
+        need(isinstance(value, dict), f"{key} is {value!r}, not a record")
         return value
 
-    if need("model_type") != "qwen2":
-        raise UserError(
-            f"{where}: model_type {config['model_type']!r} is not supported, only 'qwen2'"
-        )
-    if config.get("use_sliding_window"):
-        raise UserError(f"{where}: use_sliding_window is not supported: set it to false")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
-        )
+    need("model_type" in config, "model_type is missing: is this a Qwen2 model folder?")
+    model, act = config["model_type"], config.get("hidden_act", "silu")
+    need(model == "qwen2", f"model_type {model!r} is not supported, only 'qwen2'")
+    need(act == "silu", f"hidden_act {act!r} is not supported, only 'silu'")
+    slides = bool(config.get("use_sliding_window"))
+    need(not slides, "use_sliding_window is not supported: set it to false")
     rope = record("rope_parameters")
     scaling = record("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"{where}: rope type {kind!r} is not supported: remove the rope scaling")
-    heads, kv_heads, hidden = (
-        count(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    need(kind == "default", f"rope type {kind!r} is not supported: remove the rope scaling")
+    heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads")
+    hidden = number("hidden_size")
+    fits = hidden % heads == 0 and config.get("head_dim") in (None, hidden // heads)
+    need(fits, "head_dim x num_attention_heads is not hidden_size")
+    need(
+        heads % kv_heads == 0 and (hidden // heads) % 2 == 0,
+        f"{heads} heads of {hidden // heads} for {kv_heads} key-value heads cannot be: heads share "
+        "key-value heads evenly, and a head has an even size",
     )
-    if hidden % heads or config.get("head_dim") not in (None, hidden // heads):
-        raise UserError(f"{where}: head_dim x num_attention_heads is not hidden_size")
-    if heads % kv_heads or (hidden // heads) % 2:
-        raise UserError(
-            f"{where}: {heads} heads of {hidden // heads} for {kv_heads} key-value heads cannot be: "
-            "heads share key-value heads evenly, and a head has an even size"
-        )
-    if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
-        raise UserError(f"{where}: tie_word_embeddings is {tied!r}, not true or false")
+    tied = config.get("tie_word_embeddings", False)
+    need(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}, not true or false")
     return Shape(
-        vocab_size=count("vocab_size"),
+        vocab_size=number("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=count("intermediate_size"),
-        num_layers=count("num_hidden_layers"),
+        intermediate_size=number("intermediate_size"),
+        num_layers=number("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         tied=tied,
-        rms_norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-        rope_theta=positive(
-            "rope_theta", config.get("rope_theta", rope.get("rope_theta", 10_000.0))
-        ),
-        max_length=count("max_position_embeddings", 32_768),
+        rms_norm_eps=number("rms_norm_eps", 1e-6, whole=False),
+        rope_theta=number("rope_theta", rope.get("rope_theta", 10_000.0), whole=False),
+        max_length=number("max_position_embeddings", 32_768),
     )
 
 

@@ -5,18 +5,19 @@ pass. Only the tokens that `inputs.scored` asks for are computed, so the stages 
 the vocabulary instead of repeating it, and padding costs nothing.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import product, vocabulary
-from jaxrl_llm.models.bounded import up_to
-from jaxrl_llm.models.inputs import Inputs
+from jaxrl_llm.models import vocabulary
+from jaxrl_llm.models.primitives import einsum, up_to
 from jaxrl_llm.models.sharding import (
     AXES,
     BATCH,
@@ -31,6 +32,36 @@ from jaxrl_llm.models.sharding import (
 PerToken = Float[Array, "R C"]
 REMOVED = -1e4  # the logit of a token that the proxy policy does not have
 NO_TOKEN = -1e30  # and of a row of the head that is there to make it divide
+
+
+class Inputs(NamedTuple):
+    """What a policy reads, and which tokens are scored; every field may carry leading mini- and micro-batch axes.
+
+    The R rows of these arrays are bins. `segments` is None where a bin is one right-padded sequence
+    (causality alone is exact then), else the number of the sequence a token belongs to, 0 on padding.
+    `index[r,c]` is the column whose hidden state predicts the c-th response token of bin r, `target` that
+    token; only those that are `scored` count.
+    """
+
+    tokens: Int[Array, "*lead R L"]
+    positions: Int[Array, "*lead R L"]
+    segments: Int[Array, "*lead R L"] | None
+    index: Int[Array, "*lead R C"]
+    target: Int[Array, "*lead R C"]
+    scored: Bool[Array, "*lead R C"]
+
+
+def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:
+    """A sequence a row, right-padded, each token of it but the first scored; rows beyond them are empty."""
+    tokens: Any = np.zeros((rows, length), np.int32)
+    sizes = np.zeros((rows, 1), np.int32)
+    for i, sequence in enumerate(sequences):
+        tokens[i, : len(sequence)], sizes[i] = sequence, len(sequence)
+    columns = np.arange(length, dtype=np.int32)[None]
+    positions: Any = np.where(columns < sizes, columns, 0)
+    scored: Any = columns[:, 1:] < sizes
+    index: Any = np.where(scored, columns[:, :-1], 0)
+    return Inputs(tokens, positions, None, index, tokens[:, 1:], scored)
 
 
 class Scores(NamedTuple):
@@ -188,10 +219,10 @@ def _backward(settings, saved, gradient):
             softmax = jnp.exp(logits - norm[i][..., None])
             d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
             d_logits = d_logits.astype(hidden.dtype)
-            mine = product.einsum("rcv,vd->rcd", d_logits, weight)
+            mine = einsum("rcv,vd->rcd", d_logits, weight)
             mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
             d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
-            return d_hidden, d_head + product.einsum("rcv,rcd->vd", d_logits, group)
+            return d_hidden, d_head + einsum("rcv,rcd->vd", d_logits, group)
 
         zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
         d_hidden, d_head = up_to(len(hidden), used, one, zeros)
@@ -206,7 +237,7 @@ _pieces.defvjp(_forward, _backward)
 
 def _logits(hidden, weight, ids, temperature, tokens):
     """float32 logits / temperature for this device's part of the vocabulary."""
-    logits = product.einsum("rcd,vd->rcv", hidden, weight) / temperature
+    logits = einsum("rcd,vd->rcv", hidden, weight) / temperature
     return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
 
 

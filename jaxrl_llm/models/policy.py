@@ -1,21 +1,63 @@
-"""A model without its parameters, as it is used by those who do not know how it is built."""
+"""A model without its parameters, as it is used by those who do not know how it is built.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+`Policy` gives its log-probs, what generates on the trainer's devices, and what is sent to servers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl_llm.models import generation, logprobs
-from jaxrl_llm.models.decode import Decoder
-from jaxrl_llm.models.inputs import Inputs
-from jaxrl_llm.models.logprobs import PerToken
-from jaxrl_llm.models.serve import Served
-from jaxrl_llm.models.unrolled import Unrolled
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.logprobs import Inputs, PerToken
+from jaxrl_llm.models.sharding import AXES
+
+TRAINER = 12  # bytes of a parameter that stay, beside its reference: itself and Adam's two moments
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server of the model is given: a config.json, tensors in Hugging Face form, log-probs to check it by.
+
+    Log-probs are split over `shards` devices. A tied model is served untied, with its embedding repeated as
+    `lm_head.weight`: some backends keep a stale head when tied weights are loaded again.
+    """
+
+    definition: Any
+    shards: int = 1
+
+    def config(self, params, dtype: str) -> dict[str, Any]:
+        """The config.json of the untied model."""
+        shape = nnx.merge(self.definition, params).shape
+        return hf.hf_config(replace(shape, tied=False), dtype)
+
+    def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) pairs of the untied model, one at a time."""
+        tied = HEAD.split(".")[0] not in params
+        for name, array in hf.named_tensors(params, dtype):
+            yield name, array
+            if tied and name == EMBEDDING:
+                yield HEAD, array
+
+    def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
+        """Log-probs of every token of each sequence but the first, in the trainer's own arithmetic."""
+        rows = -(-len(sequences) // self.shards) * self.shards
+        inputs = logprobs.of_sequences(sequences, rows, max(map(len, sequences)))
+        scores = sharding.on_host(self._logp(params, inputs))
+        return [row[: len(s) - 1] for row, s in zip(scores, sequences, strict=False)]
+
+    @cached_property
+    def _logp(self):
+        return jax.jit(partial(logprobs.of_responses, self.definition))
 
 
 @dataclass(frozen=True)
@@ -48,8 +90,8 @@ class Policy:
 
         On a CPU the cache lies in blocks of columns.
         """
-        shared = devices_a_copy or generation.devices_a_copy(self.definition, mesh)
-        there = generation.mesh_of_copies(mesh, shared)
+        shared = devices_a_copy or fewest_devices(self.definition, mesh)
+        there = mesh_of_copies(mesh, shared)
         if mesh.devices.flat[0].platform == "cpu":
             return Decoder(self.definition, block, there)
         return Unrolled(self.definition, there)
@@ -57,3 +99,41 @@ class Policy:
     def served(self, shards: int) -> Served:
         """For servers that get the parameters sent."""
         return Served(self.definition, shards)
+
+
+def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
+    """The same devices in the same order: neighbours, on the fastest links, share a copy of the weights."""
+    count = mesh.size
+    if devices_a_copy < 1 or count % devices_a_copy:
+        raise UserError(
+            f"engine: devices_a_copy = {devices_a_copy} does not divide the {count} devices of the mesh"
+        )
+    return Mesh(mesh.devices.reshape(count // devices_a_copy, 1, devices_a_copy), AXES)
+
+
+def fewest_devices(definition: Any, mesh: Mesh | AbstractMesh, memory: int | None = None) -> int:
+    """The fewest devices on which a copy takes at most half of what the trainer leaves of their memory.
+
+    The other half is for the cache. `memory` is that of a device in bytes (None: as it says itself); if nobody
+    knows, each has a copy.
+    """
+    memory = memory or _memory(mesh)
+    if memory is None:
+        return 1
+    settings = dict(definition.attributes)  # of the model: shape and compute
+    shape, compute = settings["shape"].value, settings["compute"].value
+    count = qwen2.parameter_count(shape)
+    width = jnp.dtype(compute.dtype).itemsize
+    room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    copy = count * width
+    sizes = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
+    return next((n for n in sizes if copy / n <= room / 2), mesh.size)
+
+
+def _memory(mesh: Mesh | AbstractMesh) -> int | None:
+    """Bytes of a device of this process that the mesh has, if it says."""
+    if isinstance(mesh, AbstractMesh):
+        return None
+    here = set(jax.local_devices())
+    stats = next((device.memory_stats() for device in mesh.devices.flat if device in here), None)
+    return (stats or {}).get("bytes_limit")

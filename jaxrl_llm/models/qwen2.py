@@ -10,7 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention, product, vocabulary
+from jaxrl_llm.models import attention, vocabulary
+from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
 Hidden = Float[Array, "R L D"]
@@ -18,7 +19,12 @@ Hidden = Float[Array, "R L D"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The architecture: everything that the parameters' shapes and values depend on."""
+    """The architecture: everything that the parameters' shapes and values depend on.
+
+    >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
+    >>> shape.head_dim
+    32
+    """
 
     vocab_size: int
     hidden_size: int
@@ -45,6 +51,9 @@ class Compute:
     bfloat16 on a GPU, which `attention.xla` does not.
     `remat` wraps a layer: `jax.checkpoint` keeps only its input, `partial(jax.checkpoint, policy=...)` keeps what
     the policy names, None keeps everything.
+
+    >>> jl.Compute(dtype="bfloat16", attend=jl.attention.xla, remat=None).dtype
+    'bfloat16'
     """
 
     dtype: DTypeLike = jnp.float32
@@ -65,7 +74,7 @@ class Linear(nnx.Module):
         n = self.contracted
         w = self.weight[...].astype(x.dtype)
         dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(w.ndim - n, w.ndim)))
-        y = jax.lax.dot_general(x, w, (dims, ((), ())), product.precision(x, w))
+        y = jax.lax.dot_general(x, w, (dims, ((), ())), precision(x, w))
         return y if self.bias is None else y + _like(self.bias[...], y)
 
 

@@ -34,7 +34,7 @@ class Tokenizer:
         """Token ids of the text as it stands, with no special token added."""
         try:
             return self._inner.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exceptions, e.g. for an unknown word
+        except Exception as error:  # the library raises bare ones, as for an unknown word
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
             raise UserError(
@@ -65,14 +65,16 @@ class Tokenizer:
 
 def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, for a model that ends its responses with `stops` too."""
-    auto = _transformers().AutoTokenizer
+    # tokenizer.json says all of a tokenizer; AutoTokenizer looks at config.json first, and would take
+    # the class of Qwen2 with its rules for splitting text, whatever the words are
+    whole = (folder / "tokenizer.json").exists()
+    kind = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
     try:
-        made = Tokenizer(auto.from_pretrained(folder, trust_remote_code=False), stops)
+        inner = getattr(_transformers(), kind).from_pretrained(folder, trust_remote_code=False)
+        made = Tokenizer(inner, stops)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (
-        Exception
-    ) as error:  # the library raises bare Exceptions for a file it cannot make sense of
+    except Exception as error:  # the library raises bare Exceptions for a file it cannot read
         reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
     if not (folder / "config.json").exists():

@@ -22,6 +22,15 @@ class Objective:
     likely, a token must be to stay in the policy of `seen.proxy_logp`. What the functions read is found by
     trying them on the shapes of a batch: of so many prompts, responses of each and tokens of these; a config sets
     its own.
+
+    >>> from functools import partial
+    >>> objective = jl.Objective(
+    ...     advantage=jl.objectives.advantages.grpo,
+    ...     penalties=((1e-3, jl.objectives.kl.k3),),
+    ...     partition=partial(jl.objectives.partition.lopti, eta=0.5),
+    ... )
+    >>> objective.stages
+    2
     """
 
     advantage: Callable[[Rewards, Seen], Tokens]

@@ -48,6 +48,9 @@ class Native:
     Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None: as few as have
     room for it); it is there from a push until the responses are in. On a CPU the cache is cut into blocks of
     `block` columns: a step reads no more blocks than the longest needs.
+
+    >>> jl.Native(slots=128).own_weights
+    False
     """
 
     slots: int = 64
@@ -69,8 +72,14 @@ class Native:
     ) -> Iterator[Sampler]:
         """A sampler that reads the trainer's own parameters."""
         del folder
+        yield self.sampler(model, mesh, check)
+
+    def sampler(
+        self, model: Model, mesh: Mesh, check: Callable[[], None] = lambda: None
+    ) -> NativeSampler:
+        """It holds no weights until the first push, and needs no closing."""
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
-        yield NativeSampler(
+        return NativeSampler(
             decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
         )
 
@@ -87,6 +96,9 @@ class Vllm:
     how far a server's log-probs may be from the trainer's after a sync (None: what the dtype allows),
     `patience` how long to wait for one that starts or is away, and `timeout` for one answer without its
     tokens, in seconds.
+
+    >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
+    'bfloat16'
     """
 
     python: str = "python3"

@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 class Decoder(Protocol):
     """Generation with a key/value cache, for the embedded engine.
 
-    It computes on `mesh` (None: that set around the call). If it is `static`, a cache has exactly the columns that
+    It computes on `mesh`. If it is `static`, a cache has exactly the columns that
     a program reads, and `grow` makes a longer one; the calls of the same shapes are one program.
     """
 
     static: ClassVar[bool]
 
     @property
-    def mesh(self) -> Mesh | None: ...
+    def mesh(self) -> Mesh: ...
 
     def weights(self, params: Any) -> Any: ...
 

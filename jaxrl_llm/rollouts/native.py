@@ -13,17 +13,15 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import part
 from jaxrl_llm.rollouts.model import Decoder
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of, ways_of
@@ -58,12 +56,9 @@ class NativeSampler:
         check: Callable[[], None] = lambda: None,
     ):
         self.model, self.steps, self._check = model, steps, check
-        whole = model.mesh
-        self.mesh = None if whole is None else part.of_mesh(whole)
-        devices = 1 if self.mesh is None else self.mesh.size
-        everywhere = 1 if whole is None else whole.size
+        self.mesh = own_copies(model.mesh)
         self.slots, self.lanes, self.together = shared_out(
-            slots, prefill_prompts, devices, everywhere
+            slots, prefill_prompts, self.mesh.size, model.mesh.size
         )
         self.swap = max(1, self.slots // 16)
         self.stride = STRIDE if model.static else 1
@@ -79,32 +74,22 @@ class NativeSampler:
 
     def put(self, arrays: Any) -> Any:
         """Host arrays, on every device."""
-        return jax.device_put(arrays, None if self.mesh is None else NamedSharding(self.mesh, P()))
+        return jax.device_put(arrays, NamedSharding(self.mesh, P()))
 
     @property
     def place(self) -> str:
         """Where it generates, in a line."""
-        mesh = self.mesh
-        share = 1 if mesh is None else mesh.shape["tensor"]
-        copies = 1 if mesh is None else mesh.size // share
         return (
-            f"generation: {self.slots} sequences at a time on {copies * share} devices, "
-            f"{share} of which share a copy of the weights"
+            f"generation: {self.slots} sequences at a time on {self.mesh.size} devices, "
+            f"{self.mesh.shape['tensor']} of which share a copy of the weights"
         )
-
-    def _there(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def push(self, params: Any, version: int) -> None:
         """Reads the parameters from now on, until a step consumes them."""
         self.release()
-        whole, mine = self.model.mesh, self.mesh
-        if whole is None or mine is None:
-            self.params = self.model.weights(params)
-        else:
-            with jax.set_mesh(whole):
-                everywhere = self.model.weights(params)
-            self.params = jax.tree.map(partial(part.of_array, mesh=mine), everywhere)
+        with jax.set_mesh(self.model.mesh):
+            everywhere = self.model.weights(params)
+        self.params = jax.tree.map(partial(own_part, mesh=self.mesh), everywhere)
         self.version = version
 
     def release(self) -> None:
@@ -119,7 +104,7 @@ class NativeSampler:
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
         requests = number(prompts, n)
         results: list[Any] = [None] * (n * len(prompts))
-        with self._there():
+        with jax.set_mesh(self.mesh):
             self._serve(requests, results, sampling)
         tokens, logps, stopped = zip(*results, strict=True)
         return Rollout(
@@ -205,6 +190,27 @@ class NativeSampler:
                 working[s] = request
                 _start(slots, s, request)
         return cache
+
+
+def own_copies(mesh: Mesh) -> Mesh:
+    """The copies (first axis) on the devices of this process; one that several processes share is refused."""
+    copies = mesh.devices.reshape(len(mesh.devices), -1)
+    here = np.vectorize(lambda device: device.process_index == jax.process_index())(copies)
+    if (here.any(1) != here.all(1)).any():
+        raise UserError(
+            f"engine: {copies.shape[1]} devices share a copy of the weights, and a host has fewer: "
+            "use Vllm, or a devices_a_copy that divides the devices of a host"
+        )
+    return mesh if here.all() else Mesh(mesh.devices[here.all(1)], mesh.axis_names)
+
+
+def own_part(array: Any, mesh: Mesh) -> jax.Array:
+    """What this process has of an array that is whole on each copy; `mesh` is its part of the array's."""
+    if array.is_fully_addressable:
+        return array
+    mine = [shard.data for shard in array.addressable_shards]
+    place = NamedSharding(mesh, array.sharding.spec)
+    return jax.make_array_from_single_device_arrays(array.shape, place, mine)
 
 
 def shared_out(slots: int, prompts: int, devices: int, everywhere: int) -> tuple[int, int, int]:

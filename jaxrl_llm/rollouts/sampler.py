@@ -13,6 +13,9 @@ class Sampling:
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A response ends with the first
     token in `stop`, which belongs to it, or is cut after `max_tokens`. `seed` changes every draw.
+
+    >>> jl.Sampling(temperature=0.7, top_p=0.95, max_tokens=64).stop
+    ()
     """
 
     temperature: float = 1.0

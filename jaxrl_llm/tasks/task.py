@@ -32,6 +32,9 @@ class Reward:
 
     Where `checked` is False, nobody knows whether the response is right: it is no example of anything, and
     belongs in neither the batch nor its statistics.
+
+    >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).checked
+    True
     """
 
     score: float

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.machines import hlo
 from jaxrl_llm.models import qwen2, sharding
-from jaxrl_llm.models.bounded import up_to
+from jaxrl_llm.models.primitives import up_to
 from tests.tiny import SHAPE
 
 EIGHT = sharding.make_mesh(1, 8, 1)

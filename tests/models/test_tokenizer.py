@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, of_words
+from jaxrl_llm.models import hf, qwen2
+from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
+from tests import tiny
 
 WORDS = of_words(["<answer>", "a", "b"])
 A, B = WORDS.encode("a b")
@@ -51,12 +53,65 @@ def test_a_chat_model_has_several_ends():
     assert several.decode([A, B, WORDS.eos]) == "a b"
 
 
+def of_bytes():
+    """Bytes and the turns of a chat, split as no other tokenizer does it."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    turns = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, **turns))
+
+
+def of_qwen():
+    """The class of Qwen2's own, with some merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {piece: i for i, piece in enumerate([*letters, "ab", "\u0120a"])}
+    merges = [("a", "b"), ("\u0120", "a")]
+    return Tokenizer(Qwen2Tokenizer(vocab=ids, merges=merges, eos_token="<|endoftext|>"))
+
+
+@pytest.mark.parametrize(
+    ("made", "texts"),
+    [
+        (of_words(["a", "b", "it's", "<think>"]), ["a b it's", "<think> b", "a  a"]),
+        (of_bytes(), ["ab a  b\n", "<|im_start|>a<|im_end|>", "it's 12345 \u00e9"]),
+        (of_qwen(), ["ab a  b\n", "it's 12345 \u00e9", "e\u0301<|endoftext|>"]),
+    ],
+    ids=["words", "bytes", "qwen"],
+)
+def test_an_exported_folder_gives_the_same_ids(tmp_path, made, texts):
+    """Whatever the class: its config.json, which says qwen2, has no part in it."""
+    shape = tiny.shape(vocab_size=len(made))
+    made.save(tmp_path / "words")
+    described = hf.hf_config(shape, "float32")
+    (tmp_path / "words" / "config.json").write_text(json.dumps(described))
+    hf.export(tiny.policy(shape)[1], shape, tmp_path / "model", source=tmp_path / "words")
+    again = load(tmp_path / "model")
+    assert len(again) == len(made)
+    assert (again.eos, again.stops) == (made.eos, made.stops)
+    for text in texts:
+        ids = made.encode(text)
+        assert again.encode(text) == ids != []
+        assert again.decode([*ids, made.eos]) == made.decode([*ids, made.eos])
+
+
+def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
+    made = of_qwen()
+    made.save(tmp_path)
+    inner = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(inner["vocab"]))
+    (tmp_path / "merges.txt").write_text("".join(" ".join(m) + "\n" for m in inner["merges"]))
+    (tmp_path / "config.json").write_text(
+        json.dumps(hf.hf_config(tiny.shape(vocab_size=len(made)), "float32"))
+    )
+    assert load(tmp_path).encode("ab a b") == made.encode("ab a b")
+
+
 def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
     from jaxrl_llm.config import Pretrained
-    from jaxrl_llm.models import hf, qwen2
     from jaxrl_llm.runs import assemble
-    from tests import tiny
-    from tests.test_configs import load
+    from tests import test_configs
 
     shape = tiny.shape(vocab_size=64)
     WORDS.save(tmp_path / "words")
@@ -64,7 +119,7 @@ def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
     (tmp_path / "words" / "config.json").write_text(json.dumps(described))
     hf.export(qwen2.init(shape), shape, tmp_path / "model", source=tmp_path / "words")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
-    config = load("kk_tiny").config()
+    config = test_configs.load("kk_tiny").config()
     task = SimpleNamespace(name="none", train=[1], test=[2], prompt=str, reward=int)
     config = dataclasses.replace(
         config, model=Pretrained(str(tmp_path / "model")), task=lambda folder: task

@@ -15,10 +15,10 @@ from flax import nnx
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import generation, hf, logprobs, qwen2, sharding
-from jaxrl_llm.models.decode import Decoder
-from jaxrl_llm.models.unrolled import Unrolled
-from jaxrl_llm.rollouts import part
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.policy import mesh_of_copies
+from jaxrl_llm.rollouts import native
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from tests import tiny
@@ -38,7 +38,9 @@ def prompts(count, seed=0, longest=20):
 @functools.cache
 def engine(slots=8, *, together=4):
     definition, _ = qwen2.graph(tiny.SHAPE)
-    made = NativeSampler(Decoder(definition, 16), slots=slots, prefill_prompts=together, steps=10)
+    made = NativeSampler(
+        Decoder(definition, 16, tiny.mesh_of()), slots=slots, prefill_prompts=together, steps=10
+    )
     made.push(tiny.policy()[1], 1)
     return made
 
@@ -188,7 +190,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
     one = engine().generate(prompts(6), n=2, sampling=GREEDY)
     mesh = tiny.mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
-        decoder = Decoder(qwen2.graph(tiny.SHAPE)[0], 16)
+        decoder = Decoder(qwen2.graph(tiny.SHAPE)[0], 16, mesh)
         made = NativeSampler(decoder, slots=8, prefill_prompts=4)
         made.push(tiny.policy(mesh=mesh)[1], 0)
         eight = made.generate(prompts(6), n=2, sampling=GREEDY)
@@ -230,7 +232,7 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
     (folder / "prompts.json").write_text(json.dumps({"prompts": asked, "new": 24}))
     peer.transformers("greedy", folder)
     definition, shapes = qwen2.graph(shape)
-    made = NativeSampler(Decoder(definition, 128), slots=count, prefill_prompts=4)
+    made = NativeSampler(Decoder(definition, 128, tiny.mesh_of()), slots=count, prefill_prompts=4)
     made.push(hf.load(folder, shape, sharding.param_shardings(shapes, tiny.mesh_of())), 0)
     rollout = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
     assert responses(rollout) == json.loads((folder / "greedy.json").read_text())
@@ -240,7 +242,7 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
 def unrolled(devices, share):
     """The engine as on accelerators, on so many devices."""
     mesh = tiny.mesh_of(1, devices, 1)
-    decoder = Unrolled(qwen2.graph(tiny.SHAPE)[0], generation.mesh_of_copies(mesh, share))
+    decoder = Unrolled(qwen2.graph(tiny.SHAPE)[0], mesh_of_copies(mesh, share))
     made = NativeSampler(decoder, slots=6, prefill_prompts=3)
     with jax.set_mesh(mesh):
         made.push(tiny.policy(mesh=mesh)[1], 1)
@@ -300,7 +302,7 @@ def test_a_process_has_its_devices_share_of_the_slots(monkeypatch):
     make = lambda: NativeSampler(Unrolled(definition, whole), slots=20, prefill_prompts=12)
     assert (make().slots, make().together) == (24, 16)
     here = jax.sharding.Mesh(whole.devices[:2], whole.axis_names)
-    monkeypatch.setattr(part, "of_mesh", lambda mesh: here)
+    monkeypatch.setattr(native, "own_copies", lambda mesh: here)
     assert (make().slots, make().together) == (6, 4)
 
 

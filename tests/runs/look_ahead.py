@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.models.decode import Decoder
+from jaxrl_llm.models.generation import Decoder
 from jaxrl_llm.rollouts.native import NativeSampler
 from tests.runs import quick
 

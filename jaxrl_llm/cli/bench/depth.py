@@ -15,7 +15,7 @@ from jaxrl_llm.cli.bench.update import SMALL
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
-from jaxrl_llm.models.inputs import Inputs
+from jaxrl_llm.models.logprobs import Inputs
 from jaxrl_llm.objectives import Objective, Seen, advantages, kl
 from jaxrl_llm.runs import terminal
 

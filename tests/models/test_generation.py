@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import generation, qwen2, sharding
-from jaxrl_llm.models.decode import Decoder
-from jaxrl_llm.models.unrolled import Unrolled
+from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.policy import fewest_devices, mesh_of_copies
 from tests import tiny
 
 PROMPTS = ([5, 3, 9], [17], list(range(40, 57)), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -88,7 +88,7 @@ def agree(definition, params, prompts, logits, rows):
 def test_greedy_generation_is_a_full_recomputation(shape, block):
     """Prompts of different lengths, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(shape)
-    generation = Generation(Decoder(definition, block), params, PROMPTS, columns=40)
+    generation = Generation(Decoder(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40)
     agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
 
 
@@ -100,7 +100,7 @@ def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
     definition, params = model(shape)
     trainers = tiny.mesh_of(1, devices, 1)
     params = jax.device_put(params, sharding.param_shardings(params, trainers))
-    decoder = Unrolled(definition, generation.mesh_of_copies(trainers, share))
+    decoder = Unrolled(definition, mesh_of_copies(trainers, share))
     prompts = PROMPTS * 2
     with jax.set_mesh(decoder.mesh):
         weights = decoder.weights(params)
@@ -127,22 +127,22 @@ def test_a_copy_of_the_weights_leaves_room_for_the_cache(name, devices, memory, 
     """On so many devices of so many gigabytes, beside the trainer's state; as few as have room share it."""
     definition, _ = qwen2.graph(qwen2.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
     mesh = AbstractMesh((1, devices, 1), sharding.AXES)
-    assert generation.devices_a_copy(definition, mesh, memory * 10**9) == expected
+    assert fewest_devices(definition, mesh, memory * 10**9) == expected
 
 
 def test_where_nobody_knows_the_memory_every_device_has_a_copy():
-    assert generation.devices_a_copy(qwen2.graph(tiny.SHAPE)[0], tiny.mesh_of(1, 8, 1)) == 1
+    assert fewest_devices(qwen2.graph(tiny.SHAPE)[0], tiny.mesh_of(1, 8, 1)) == 1
 
 
 def test_devices_that_cannot_share_evenly_are_an_error():
     with pytest.raises(UserError, match="devices_a_copy = 3 does not divide the 8 devices"):
-        generation.mesh_of_copies(tiny.mesh_of(2, 4, 1), 3)
+        mesh_of_copies(tiny.mesh_of(2, 4, 1), 3)
 
 
 def test_a_sequence_does_not_depend_on_its_company():
     """Other prompts, other slots, a longer neighbour, a larger cache: the same logits, bit for bit."""
     definition, params = model()
-    make = partial(Generation, Decoder(definition, 8), params)
+    make = partial(Generation, Decoder(definition, 8, tiny.mesh_of()), params)
     one = make([[5, 3, 9], [17, 4]], columns=16)
     other = make([[1] * 30, [5, 3, 9]], columns=64, length=32)
     alone = [one.logits([t, 4], [p, 1])[0] for t, p in ((9, 2), (11, 3), (12, 4))]
@@ -152,7 +152,7 @@ def test_a_sequence_does_not_depend_on_its_company():
 
 def test_a_lane_out_of_range_inserts_nothing():
     definition, params = model()
-    decoder = Decoder(definition, 8)
+    decoder = Decoder(definition, 8, tiny.mesh_of())
     filled = decoder.prefill(params, jnp.ones((2, 8), jnp.int32))
     cache = decoder.empty(params, 3, 16)
     out = decoder.insert(cache, filled, jnp.asarray([2, 3]), jnp.asarray([1, 0]))
@@ -197,10 +197,10 @@ def test_a_copy_of_the_weights_is_compiled_once():
 
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
-    same = Decoder(definition, 8).weights(params)
+    same = Decoder(definition, 8, tiny.mesh_of()).weights(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (same, params)), strict=True))
     definition, _ = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
-    half = Decoder(definition, 8).weights(params)
+    half = Decoder(definition, 8, tiny.mesh_of()).weights(params)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -208,10 +208,10 @@ def test_half_precision_stays_near_full():
     """bfloat16 with its cache: logits within rounding of the float32 model's."""
     _, params = model()
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
-    cast = Decoder(definition, 8).weights(params)
-    half = Generation(Decoder(definition, 8), cast, PROMPTS, columns=40)
+    cast = Decoder(definition, 8, tiny.mesh_of()).weights(params)
+    half = Generation(Decoder(definition, 8, tiny.mesh_of()), cast, PROMPTS, columns=40)
     assert half.cache.k.dtype == jnp.bfloat16
-    full = Generation(Decoder(model()[0], 8), params, PROMPTS, columns=40)
+    full = Generation(Decoder(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     exact = full.logits(*at)
     assert np.abs(half.logits(*at) - exact).max() < 0.05 * np.abs(exact).max()

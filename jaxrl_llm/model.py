@@ -1,0 +1,226 @@
+"""A model in memory, outside a run: load it, score tokens with it, let it answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config import Mesh
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, hf_folder, logprobs, qwen2, sharding, tokenizer
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.rollouts.sampler import Sampling
+
+SHORTEST = 64  # tokens of the shortest rows that a scoring program is compiled for
+AT_A_TIME = 2**14  # tokens that a device scores in one call
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters on the devices of a mesh, what computes with them, and the tokenizer.
+
+    >>> model = jl.load("model")
+    >>> model.shape.num_layers, model.mesh.size
+    (2, 8)
+    >>> model.tokenizer.decode(model.tokenizer.encode("one two"))
+    'one two'
+    """
+
+    params: Any
+    policy: Policy
+    tokenizer: Tokenizer
+    shape: qwen2.Shape
+    mesh: jax.sharding.Mesh
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a model answered: `logps` has the log-prob of each of the `tokens`.
+
+    The text is without the token that ends it; `finished` is False if it was cut at `max_tokens`.
+
+    >>> [response] = jl.generate(jl.load("model"), ["one two"], jl.Sampling(max_tokens=3))
+    >>> len(response.tokens), response.finished
+    (3, False)
+    """
+
+    text: str
+    tokens: list[int]
+    logps: list[float]
+    finished: bool
+
+
+def load(
+    name: str | Path,
+    *,
+    mesh: Mesh | jax.sharding.Mesh | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Model:
+    """A Qwen2.5 model from a Hugging Face folder or hub name.
+
+    `mesh` says how it lies on the devices (None: cut over all of them); each device reads only its
+    own slices of the files. Parameters are kept in `dtype` and computed with in it. A UserError
+    says what is wrong with a folder.
+
+    >>> model = jl.load("model", mesh=jl.Mesh(tensor=2), dtype="bfloat16")
+    >>> model.params["norm"]["weight"].dtype
+    dtype(bfloat16)
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"load: dtype = {dtype!r} is neither float32 nor bfloat16")
+    folder = hf.resolve(name)
+    shape = hf_folder.load_shape(folder)
+    words = tokenizer.load(folder, hf_folder.stop_tokens(folder, shape.vocab_size))
+    if not isinstance(mesh, jax.sharding.Mesh):
+        sizes = mesh or Mesh()
+        mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.dtype(dtype)))
+    params = hf.load(folder, shape, sharding.param_shardings(shapes, mesh), dtype)
+    return Model(params, Policy(definition), words, shape, mesh)
+
+
+def token_logps(
+    model: Model,
+    tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
+    lengths: Sequence[int] | np.ndarray | jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+) -> np.ndarray:
+    """log p(x[t+1] | x[..t]) of each token of each row but the first: float32 `[B, T-1]`.
+
+    `tokens` are right-padded rows `[B, T]` with `lengths` `[B]` (None: rows are full), or lists of
+    different lengths. Where there is no token the result is 0. These are the log-probs that a
+    trainer computes: log softmax(logits / temperature). Rows are padded to powers of two, so that a
+    few programs are compiled, and no `[B, T, V]` array is made.
+
+    >>> model = jl.load("model")
+    >>> logps = jl.token_logps(model, [[2, 3, 4, 5], [6, 7]])
+    >>> logps.shape, bool((logps[1, 1:] == 0).all())
+    ((2, 3), True)
+    """
+    if temperature <= 0:
+        raise UserError(f"token_logps: temperature = {temperature} must be above 0")
+    rows, width = _rows(tokens, lengths, model.shape)
+    out = np.zeros((len(rows), max(width - 1, 0)), np.float32)
+    score = _scorer(model.policy, float(temperature))
+    spread = NamedSharding(model.mesh, P(sharding.BATCH))
+    shards = model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    scored = []
+    with jax.set_mesh(model.mesh):
+        for some, shape in _calls(rows, shards):
+            inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
+            placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
+            scored.append((some, score(model.params, placed)))
+        for some, found in scored:
+            for i, logps in zip(some, sharding.on_host(found), strict=False):
+                size = max(len(rows[i]) - 1, 0)
+                out[i, :size] = logps[:size]
+    return out
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    sampling: Sampling | None = None,
+    *,
+    n: int = 1,
+    engine: Native | None = None,
+) -> list[Response]:
+    """`n` responses to each prompt (text, or token ids), side by side, by the embedded engine.
+
+    Responses end with a stop token of `sampling`, or of the tokenizer where it names none. The
+    same call gives the same responses, whatever else is asked with it.
+
+    >>> model = jl.load("model")
+    >>> short = jl.Sampling(temperature=0.7, max_tokens=5)
+    >>> responses = jl.generate(model, ["one two", [2, 3]], short, n=2)
+    >>> [len(r.tokens) == len(r.logps) <= 5 for r in responses]
+    [True, True, True, True]
+    """
+    sampling, engine = sampling or Sampling(), engine or Native()
+    if isinstance(prompts, str):
+        raise UserError("generate: prompts is a list, as in [prompt]")
+    asked = [model.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+    longest = max(map(len, asked), default=0) + sampling.max_tokens
+    if longest > model.shape.max_length:
+        raise UserError(
+            f"generate: a prompt and {sampling.max_tokens} tokens to come are {longest}, and the "
+            f"model has room for {model.shape.max_length}: lower max_tokens"
+        )
+    sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
+    slots = min(engine.slots, _power_of_two(len(asked) * n))
+    sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
+    sampler.push(model.params, 0)
+    try:
+        made = sampler.generate(asked, n=n, sampling=sampling)
+    finally:
+        sampler.release()
+    each = zip(made.responses, made.logps, made.finished, strict=True)
+    return [
+        Response(model.tokenizer.decode(tokens), list(tokens), list(logps), finished)
+        for tokens, logps, finished in each
+    ]
+
+
+@lru_cache(maxsize=8)  # what it holds is compiled programs
+def _scorer(policy: Policy, temperature: float) -> Any:
+    return jax.jit(policy.logp(temperature))
+
+
+@lru_cache(maxsize=8)
+def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
+    return engine.sampler(policy, mesh)
+
+
+def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:
+    """The tokens of each row without its padding, and T."""
+    if isinstance(tokens, jax.Array):
+        tokens = np.asarray(tokens)  # at once, not row by row
+    rows = [np.asarray(row) for row in tokens]
+    width = max(map(len, rows), default=0)
+    if lengths is not None:
+        sizes = np.asarray(lengths)
+        if sizes.shape != (len(rows),) or any(
+            not 0 <= n <= len(row) for n, row in zip(sizes, rows, strict=True)
+        ):
+            raise UserError("token_logps: lengths are one for each row, none longer than its row")
+        rows = [row[:n] for row, n in zip(rows, sizes, strict=True)]
+    for i, row in enumerate(rows):
+        if len(row) > shape.max_length:
+            raise UserError(
+                f"token_logps: row {i} has {len(row)} tokens, the model room for {shape.max_length}"
+            )
+        if len(row) and not (row.dtype.kind in "iu" and row.ndim == 1):
+            raise UserError(f"token_logps: row {i} is no list of token ids")
+        if len(row) and not 0 <= row.min() <= row.max() < shape.vocab_size:
+            raise UserError(
+                f"token_logps: row {i} has a token that is none of the model's {shape.vocab_size}"
+            )
+    return rows, width
+
+
+def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """Which rows are scored together, and the shape that they are padded to; the longest first."""
+    by_length: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if len(row) > 1:
+            by_length.setdefault(max(SHORTEST, _power_of_two(len(row))), []).append(i)
+    for length, here in sorted(by_length.items(), reverse=True):
+        each = min(_power_of_two(-(-len(here) // shards)), max(1, AT_A_TIME // length))
+        for start in range(0, len(here), each * shards):
+            yield here[start : start + each * shards], (each * shards, length)
+
+
+def _power_of_two(number: int) -> int:
+    """The next one."""
+    return 1 << max(number - 1, 0).bit_length()

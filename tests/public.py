@@ -1,0 +1,18 @@
+"""A small model in a Hugging Face folder, with a tokenizer of words, for the examples of the documentation."""
+
+import json
+import pathlib
+
+from jaxrl_llm.models import hf, tokenizer
+from tests import tiny
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+SHAPE = tiny.shape(vocab_size=len(WORDS) + 2)
+
+
+def write_model(folder: pathlib.Path, shape=SHAPE) -> None:
+    """As `jaxrl-llm export` writes the policy of a run that began from scratch."""
+    words = folder.with_name(f"{folder.name}-words")
+    tokenizer.of_words(WORDS).save(words)
+    (words / "config.json").write_text(json.dumps(hf.hf_config(shape, "float32")))
+    hf.export(tiny.policy(shape)[1], shape, folder, source=words)

@@ -1,0 +1,227 @@
+"""The public names: they are there, light, documented by examples that run, and exact."""
+
+import ast
+import dataclasses
+import doctest
+import inspect
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxrl_llm as jl
+from jaxrl_llm.learning import update
+from jaxrl_llm.models import sharding
+from jaxrl_llm.rollouts.sampler import Rollout
+from tests import public
+from tests.reference import peer
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "python.md"
+UNBUILT = {"train"}  # its module is being written
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("public")
+    public.write_model(where / "model")
+    return where
+
+
+@pytest.fixture(scope="module", params=[1, 8])
+def model(request, folder):
+    devices = jax.devices()[: request.param]
+    return jl.load(folder / "model", mesh=sharding.make_mesh(fsdp=-1, devices=devices))
+
+
+def test_importing_the_package_does_not_import_jax():
+    code = "import sys, jaxrl_llm; dir(jaxrl_llm); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_names_are_those_that_type_checkers_know():
+    tree = ast.parse((ROOT / "jaxrl_llm" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    known = {
+        alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names
+    }
+    assert sorted(known) == jl.__all__
+    assert set(jl.__all__) <= set(dir(jl))
+    for name in set(jl.__all__) - UNBUILT:
+        module, _, member = known[name].rpartition(".")
+        there = __import__(module, fromlist=[member])
+        assert getattr(there, member) is getattr(jl, name)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'lode'"):
+        _ = jl.lode
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in jl.__all__ if n not in UNBUILT and not inspect.ismodule(getattr(jl, n))],
+)
+def test_every_name_has_an_example_that_runs(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = inspect.getdoc(getattr(jl, name)) or ""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    example = doctest.DocTestParser().get_doctest(text, {"jl": jl}, name, None, None)
+    assert example.examples
+    problems = []
+    doctest.DocTestRunner(optionflags=flags).run(example, out=problems.append)
+    assert "".join(problems) == ""
+
+
+def test_the_page_runs_and_leaves_out_no_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = PAGE.read_text()
+    space = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), space)
+    named = set(re.findall(r"\bjl\.(\w+)", text))
+    assert named - {"__version__"} == set(jl.__all__)
+
+
+def rows(count, longest, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, longest + 1, count)
+    return [rng.integers(0, public.SHAPE.vocab_size, n).tolist() for n in sizes]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_trainers_scorer_bit_for_bit(model, temperature):
+    """Every response token of a batch, as the collator lays it out for the trainer."""
+    asked, answered = rows(16, 20), rows(16, 44, seed=1)
+    rollout = Rollout(asked, answered, [[-1.0] * len(r) for r in answered])
+    shards = model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    batch = jl.Collator(prompt_length=20, response_length=44, shards=shards)(rollout)
+    with jax.set_mesh(model.mesh):
+        score = update.make_score(model.policy.logp(temperature))
+        trainers = np.asarray(batch.layout.to_rows(score(model.params, batch.inputs)))
+    whole = [p + r for p, r in zip(asked, answered, strict=True)]
+    logps = jl.token_logps(model, whole, temperature=temperature)
+    for row, p, r, expected in zip(logps, asked, answered, trainers, strict=True):
+        assert np.array_equal(row[len(p) - 1 : len(p) + len(r) - 1], expected[: len(r)])
+        assert not row[len(p) + len(r) - 1 :].any()
+
+
+def test_log_probs_are_those_of_transformers(model, folder):
+    tokens = np.random.default_rng(0).integers(0, public.SHAPE.vocab_size, (3, 96))
+    np.save(folder / "model" / "tokens.npy", tokens)
+    peer.transformers("logits", folder / "model")
+    logits = np.load(folder / "model" / "logits.npy").astype(np.float64)
+    for name in ("tokens.npy", "logits.npy"):
+        (folder / "model" / name).unlink()
+    logits -= logits.max(-1, keepdims=True)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = np.take_along_axis(expected[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(jl.token_logps(model, tokens), expected, atol=2e-5)
+
+
+def test_padding_company_and_form_change_nothing(model):
+    """Ragged lists, padded arrays with lengths, alone or together: the same numbers, 0 elsewhere."""
+    ragged = [*rows(5, 100), [], [3]]
+    together = jl.token_logps(model, ragged)
+    width = max(map(len, ragged))
+    padded = np.full((len(ragged), width), 1)
+    for i, row in enumerate(ragged):
+        padded[i, : len(row)] = row
+    again = jl.token_logps(model, padded, [len(row) for row in ragged])
+    assert together.shape == (7, width - 1)
+    assert together.dtype == np.float32
+    assert np.array_equal(together, again)
+    for i, row in enumerate(ragged):
+        size = max(len(row) - 1, 0)
+        assert (together[i, :size] < 0).all()
+        assert not together[i, size:].any()
+        alone = jl.token_logps(model, [row])
+        np.testing.assert_allclose(alone[0], together[i, :size], atol=1e-5)
+
+
+def test_a_few_programs_serve_all_shapes(model):
+    compiled = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for seed in range(6):
+            jl.token_logps(model, rows(5 + seed, 60, seed), temperature=0.9)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert 1 <= len(compiled) <= 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: jl.token_logps(m, [[1, 10]]),
+            "row 0 has a token that is none of the model's 10",
+        ),
+        (lambda m: jl.token_logps(m, [[0.5, 1.0]]), "row 0 is no list of token ids"),
+        (lambda m: jl.token_logps(m, [[1, 2]], [3]), "none longer than its row"),
+        (lambda m: jl.token_logps(m, [[1, 2]], [1, 1]), "one for each row"),
+        (lambda m: jl.token_logps(m, [[1] * 257]), "room for 256"),
+        (lambda m: jl.token_logps(m, [[1, 2]], temperature=0), "temperature = 0"),
+        (lambda m: jl.generate(m, "one two"), "prompts is a list"),
+        (lambda m: jl.generate(m, ["one"] * 2, jl.Sampling(max_tokens=256)), "lower max_tokens"),
+        (lambda m: jl.generate(m, ["nine"]), "cannot read 'nine'"),
+        (lambda m: jl.load("nobody/../x"), "no model folder"),
+        (lambda m: jl.load("model", dtype="half"), "dtype"),
+    ],
+)
+def test_wrong_use_is_one_line(model, call, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(jl.UserError, match=re.escape(message)) as error:
+        call(model)
+    assert "\n" not in str(error.value)
+
+
+def test_generated_log_probs_are_token_logps(model):
+    sampling = jl.Sampling(temperature=0.8, max_tokens=12, seed=3)
+    prompts = ["one two", "three", [4, 5, 6]]
+    made = jl.generate(model, prompts, sampling, n=2)
+    assert made == jl.generate(model, prompts, sampling, n=2)
+    asked = [model.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    asked = [p for p in asked for _ in range(2)]
+    whole = [p + r.tokens for p, r in zip(asked, made, strict=True)]
+    logps = jl.token_logps(model, whole, temperature=0.8)
+    for row, prompt, response in zip(logps, asked, made, strict=True):
+        found = row[len(prompt) - 1 :][: len(response.tokens)]
+        np.testing.assert_allclose(found, response.logps, atol=1e-4)
+        assert response.text == model.tokenizer.decode(response.tokens)
+        assert response.finished == (response.tokens[-1] == model.tokenizer.eos)
+
+
+def test_generation_stops_where_it_is_told(model):
+    greedy = jl.Sampling(temperature=0.0, max_tokens=8)
+    first = jl.generate(model, ["one"], greedy)[0].tokens[0]
+    [cut] = jl.generate(model, ["one"], dataclasses.replace(greedy, stop=(first,)))
+    assert cut.tokens == [first]
+    assert cut.finished
+
+
+def test_half_precision_on_a_mesh_is_near(folder):
+    whole = jl.token_logps(jl.load(folder / "model"), rows(4, 30))
+    half = jl.load(folder / "model", mesh=jl.Mesh(data=2, tensor=2), dtype="bfloat16")
+    assert dict(half.mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert {x.dtype.name for x in jax.tree.leaves(half.params)} == {"bfloat16"}
+    np.testing.assert_allclose(jl.token_logps(half, rows(4, 30)), whole, atol=0.1)
+
+
+def test_the_wheel_says_that_it_is_typed():
+    """Hatchling takes every file of the package that git does not ignore."""
+    typed = ROOT / "jaxrl_llm" / "py.typed"
+    assert typed.exists()
+    ignored = subprocess.run(["git", "check-ignore", str(typed)], cwd=ROOT, capture_output=True)
+    assert ignored.returncode == 1
+    assert json.dumps("jaxrl_llm") in (ROOT / "pyproject.toml").read_text()
