@@ -37,7 +37,7 @@ MAY_IMPORT = {  # rooms, or one file of a room
         "rollouts",
         "tasks",
     },
-    "machines": {"errors", "config", "learning", "models", "rollouts"},
+    "planning": {"errors", "config", "learning", "models", "rollouts"},
     "reports": {
         "desk",
         "errors",
@@ -56,7 +56,7 @@ MAY_IMPORT = {  # rooms, or one file of a room
         "config",
         "learning",
         "runs",
-        "machines",
+        "planning",
         "reports",
     }
     | ROOMS,

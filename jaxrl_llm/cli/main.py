@@ -20,7 +20,7 @@ import tyro
 
 from jaxrl_llm import desk, userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import share
+from jaxrl_llm.planning import machines
 from jaxrl_llm.runs import terminal
 from jaxrl_llm.runs.ending import ending
 
@@ -29,7 +29,7 @@ WITH_CONFIG = ("train", "plan", "data", "serve")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name."""
-    share.take()
+    machines.take_gpu_memory()
     with ending(), _read_as_far_as_anybody_likes():
         _run(sys.argv[1:] if arguments is None else arguments)
 
@@ -69,10 +69,9 @@ def _run(given: list[str]) -> None:
 
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
-    from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, train
+    from jaxrl_llm.cli import analyze, data, export, launch, plan, plot, sample, serve, train
     from jaxrl_llm.cli import eval as evaluation
     from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
-    from jaxrl_llm.cli.launch import command as launch
     from jaxrl_llm.cli.study import command as study
 
     bench = tyro.extras.SubcommandApp()
@@ -98,10 +97,10 @@ def _application() -> tyro.extras.SubcommandApp:
     return app
 
 
-def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
+def _with_config(name: str, path: Path, arguments: list[str], kind: str = "") -> partial[None]:
     """A command whose flags are its own options and the parameters of the file's `config()`."""
     from jaxrl_llm import config as configs
-    from jaxrl_llm.cli import data, plan, serve, train
+    from jaxrl_llm.cli import data, launch, plan, serve, train
     from jaxrl_llm.runs import record
 
     userfile.forget()
@@ -115,9 +114,13 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
         flags.update(bound.arguments)
         return configs.build(make, path, *args, **given)
 
-    command = {"train": train, "plan": plan, "data": data, "serve": serve}[name]
-    more = {"made_by": path, "flags": flags} if name == "train" else {}
-    options = command.Options
+    command = {"train": train, "plan": plan, "data": data, "serve": serve, "launch": launch}[name]
+    options = launch.KINDS[kind] if kind else command.Options
+    more = {
+        "train": {"made_by": path, "flags": flags},
+        "launch": {"made_by": path, "words": [kind, str(path), *arguments]},
+    }
+    words = f"{name} {kind} {path}" if kind else f"{name} {path}"
     for flag in _flags_of_both(make, options):
         raise UserError(
             f"{flag} is a flag of both {name} and {path}: rename the parameter of config()"
@@ -127,35 +130,21 @@ def _with_config(name: str, path: Path, arguments: list[str]) -> partial[None]:
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
         config: Annotated[configs.Config, tyro.conf.arg(name="", constructor=build)],
     ) -> partial[None]:
-        return partial(command.main, options, config, **more)
+        return partial(command.main, options, config, **more.get(name, {}))
 
     parsed.__doc__ = f"{command.main.__doc__}\n\n{path}: {inspect.getdoc(make) or ''}"
-    return _parse(partial(tyro.cli, parsed), arguments, prog=f"jaxrl-llm {name} {path}")
+    return _parse(partial(tyro.cli, parsed), arguments, prog=f"jaxrl-llm {words}")
 
 
-def _launch(kind: str, arguments: list[str]) -> Callable[[], None]:
+def _launch(kind: str, arguments: list[str]) -> partial[None]:
     """The command that prints how to train with these arguments elsewhere; wrong ones are found here."""
-    from jaxrl_llm import config as configs
-    from jaxrl_llm.cli.launch import command
+    from jaxrl_llm.cli import launch
 
-    words = [kind, *arguments]
-    if arguments[:1] in (["-h"], ["--help"]):
-        arguments = ["CONFIG", *arguments]
-    command.check(kind, arguments)
-    path, *arguments = Path(arguments[0]), *arguments[1:]
-    options, left = _parse(
-        partial(tyro.cli, command.KINDS[kind], return_unknown_args=True),
-        arguments,
-        prog=f"jaxrl-llm launch {kind} {path}",
-        description=f"{command.KINDS[kind].__doc__}\n\nAll others are flags of: jaxrl-llm train {path} --help",
-    )
-    for flag in _flags_of_both(configs.load(path), options):
-        if flag in {command.flag_of(word) for word in arguments}:
-            raise UserError(
-                f"{flag} is a flag of both launch {kind} and {path}: rename that of the config"
-            )
-    trainer = command.Trainer(path, tuple(left), *_with_config("train", path, left).args)
-    return partial(command.main, options, trainer, words)
+    if kind not in launch.KINDS:
+        raise UserError(f"launch {kind!r}: known are {', '.join(launch.KINDS)}")
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"launch wants a config file: jaxrl-llm launch {kind} configs/kk_tiny.py")
+    return _with_config("launch", Path(arguments[0]), arguments[1:], kind)
 
 
 def _flags_of_both(make: Callable[..., Any], options: Any) -> list[str]:

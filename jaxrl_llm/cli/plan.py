@@ -1,13 +1,20 @@
-"""`jaxrl-llm plan`: what a config would need of a machine that is not here."""
+"""`jaxrl-llm plan`: what a config would need of a machine that is not here; and what `train --dry-run` prints."""
 
 import json
 from dataclasses import dataclass
+from typing import Any
+
+import rich.console
+import rich.pretty
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import plan_text, search, topologies
-from jaxrl_llm.machines.plan import plan
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning.plan import plan
 from jaxrl_llm.runs import terminal
+from jaxrl_llm.runs.assemble import Parts, Readable
+from jaxrl_llm.tasks.task import Source
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Options:
 def main(options: Options, config: Config) -> None:
     """Compiles a config for a machine, nothing allocated: memory, traffic, time, and what to change."""
     console = terminal.plain(stderr=options.json)
-    machine = topologies.machine(options.on)
+    machine = machines.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
         limit = config.collate.response_length
         raise UserError(f"--tokens {options.tokens}: a response has 1 to {limit} tokens")
@@ -38,7 +45,27 @@ def main(options: Options, config: Config) -> None:
         else:
             made = plan(config, machine, tokens=options.tokens, say=status.update)
     if options.json:
-        print(json.dumps(plan_text.as_json(made), indent=1))
+        print(json.dumps(report.as_json(made), indent=1))
         return
-    for part in plan_text.tables(made, config.steps):
+    for part in report.tables(made, config.steps):
+        console.print(part)
+
+
+def dry_run(
+    config: Config,
+    parts: Parts,
+    train_set: Readable[Any],
+    test_set: Source[Any],
+    console: rich.console.Console,
+) -> None:
+    """Prints the resolved config, an example and the plan on the devices here; nothing is allocated or written."""
+    rich.pretty.pprint(config, console=console, expand_all=True)
+    count = qwen2.parameter_count(parts.shape)
+    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(parts.mesh.shape)}")
+    console.print(f"{len(train_set):,} training examples, {train_set.skipped} left out as too long")
+    console.print(f"{len(test_set):,} test examples")
+    console.print("the first prompt:", parts.task.prompt(train_set[0]), sep="\n", highlight=False)
+    with console.status("compiling") as status:
+        made = plan(config, machines.machine("here"), shape=parts.shape, say=status.update)
+    for part in report.tables(made, config.steps):
         console.print(part)

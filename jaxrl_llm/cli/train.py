@@ -12,7 +12,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jaxrl_llm import desk, hosts
-from jaxrl_llm.cli import dryrun
+from jaxrl_llm.cli import plan
 from jaxrl_llm.cli.data import building
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
@@ -109,7 +109,7 @@ def _train(
             train_set = assemble.readable(parts, parts.task.train, config, "training")
             test_set = assemble.askable(parts, parts.task.test, config)
         if options.dry_run:
-            dryrun.report(config, parts, train_set, test_set, console)
+            plan.dry_run(config, parts, train_set, test_set, console)
             return True
         divided = splits.split(train_set, test_set, config.evaluation.validation)
         _describe(parts, train_set.skipped, divided, console)

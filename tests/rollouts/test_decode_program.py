@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines.topologies import compiling_for, machine
+from jaxrl_llm.planning.machines import compiling_for, machine
 from jaxrl_llm.models import generation, qwen2, sharding
 from jaxrl_llm.models.unrolled import Unrolled
 from jaxrl_llm.rollouts.native import NativeSampler
