@@ -99,7 +99,7 @@ class Gpu(Kind):
 
     gpus: int = 8
     """in a host; it matters where some are vLLM's"""
-    folder: Path = Path()
+    folder: Path | None = None
     """where relative paths begin (default: here)"""
     python: str = sys.executable
     """the Python that jaxrl-llm is installed for there (default: this one)"""
@@ -108,7 +108,7 @@ class Gpu(Kind):
     def values(self, run: Run, process: str = "") -> Mapping[str, str]:
         devices, module = run.devices(self.gpus), ["-P", "-m", "jaxrl_llm.cli"]
         return {
-            "folder": self.quote(Path.cwd() / self.folder),
+            "folder": self.quote(self.folder or Path.cwd()),
             "devices": devices
             and f"export CUDA_VISIBLE_DEVICES={devices} # the others are vLLM's\n",
             "command": shlex.join([self.python, *module, *run.arguments(str(run.file), process)]),
@@ -234,12 +234,8 @@ def main(options: Kind, config: Config, made_by: Path, words: Sequence[str]) -> 
             raise UserError(f"launch: {word!r} holds a line break or the like, which no file can")
     name = options.name or re.sub(r"[^a-z0-9]+", "-", made_by.stem.lower()).strip("-")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # for all clusters and shells
-        raise UserError(
-            f"--name {name}: at most 40 lower-case letters, digits and -, a letter first"
-        )
-    own = {field.name for field in fields(options)} - {
-        field.name for field in fields(train.Options)
-    }
+        raise UserError(f"--name {name}: at most 40 lower-case letters and digits, a letter first")
+    own = {f.name for f in fields(options)} - {f.name for f in fields(train.Options)}
     run = Run(file=made_by, name=name, config=config, words=without(own, words[2:]))
     values = {flag: options.quote(getattr(options, flag)) for flag in own} | {"name": name}
     values |= {"patience": str(options.patience), "twice": str(2 * options.patience)}
