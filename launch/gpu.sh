@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Not run on real hardware yet, only dry. One host with GPUs or TPU chips.
-# Printed by: jaxrl-llm launch gpu configs/kk.py --python .venv/bin/python --folder jaxrl_llm
+# Printed by: jaxrl-llm launch gpu configs/kk.py --python .venv/bin/python --folder /home/me/jaxrl_llm
 # A trainer that dies is started again and goes on from its newest checkpoint. After a reboot (a spot machine that
 # comes back) the same script goes on: crontab, "@reboot bash THIS_FILE". Told to stop, it has the trainer save.
 set -u
-cd -- jaxrl_llm || exit
+cd -- /home/me/jaxrl_llm || exit
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 told=
 trap 'told=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP

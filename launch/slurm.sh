@@ -10,10 +10,10 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
-#SBATCH --time=24:00:00
+#SBATCH --time=1440
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@121
+#SBATCH --signal=TERM@120
 set -euo pipefail
 cd -- /shared/jaxrl_llm
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
@@ -21,7 +21,7 @@ mkdir -p logs
 cancelled=
 trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm queues the job again by itself
 status=0
-srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=182 \
+srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=240 \
     --open-mode=append --output=logs/kk-%t.log \
     .venv/bin/python -P -m jaxrl_llm.cli train configs/kk.py --resume auto --process auto || status=$?
 echo "exit code $status"

@@ -36,13 +36,16 @@ done
 me=$(curl -fs -H 'Metadata-Flavor: Google' \
     http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
 if [ "$me" = 0 ]; then # which writes the run
-    { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
-        gcloud storage cp - "$place/ended"
+    for _ in $(seq 60); do
+        { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
+            gcloud storage cp - "$place/ended" && break
+        sleep 30
+    done
 fi
 RUN
 systemctl is-active -q jaxrl-llm || systemd-run --unit=jaxrl-llm --setenv=HOME=/root \
     --setenv=JAX_COMPILATION_CACHE_DIR=/opt/jaxrl-llm/compiled \
-    --property=TimeoutStopSec=121 bash /opt/jaxrl-llm/run
+    --property=TimeoutStopSec=120 bash /opt/jaxrl-llm/run
 WORKER
 
 gcloud storage cp jaxrl_llm-0.1.0-py3-none-any.whl configs/kk.py "$place/"

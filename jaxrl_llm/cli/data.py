@@ -22,6 +22,7 @@ class Options:
 
 
 def run(words: list[str]) -> None:
+    """`data` with these words."""
     options, config, _ = parse.with_config("data", words, Options, main.__doc__)
     main(options, config)
 

@@ -33,6 +33,7 @@ class Asked(NamedTuple):
 
 
 def run(words: list[str]) -> None:
+    """`eval` with these words."""
     parse.call(main, words, "eval")
 
 

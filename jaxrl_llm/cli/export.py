@@ -10,6 +10,7 @@ from jaxrl_llm.training import folder as folders
 
 
 def run(words: list[str]) -> None:
+    """`export` with these words."""
     parse.call(main, words, "export")
 
 

@@ -31,7 +31,9 @@ COMMANDS = {
     "bench": "time the parts of a step on this machine",
 }
 LEAVE = 5.0  # seconds from the end of the main thread to that of the threads left behind
-OF_A_GPU = "0.94"  # of its memory is JAX's, as plans count; by itself it takes three quarters
+OF_A_GPU = (
+    "0.94"  # of its memory is for JAX, which takes three quarters by itself (see planning.machines)
+)
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 

@@ -1,14 +1,19 @@
-"""`jaxrl-llm plan`: what a config would need of a machine that is not here."""
+"""`jaxrl-llm plan`: what a config would need of a machine that is not here; and what `train --dry-run` prints."""
 
 import json
 from dataclasses import dataclass
 
+import rich.console
+import rich.pretty
+
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import plan_text, search, topologies
-from jaxrl_llm.machines.plan import plan
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning.plan import plan
 from jaxrl_llm.training import terminal
+from jaxrl_llm.training.parts import parts, splits
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Options:
 
 
 def run(words: list[str]) -> None:
+    """`plan` with these words."""
     options, config, _ = parse.with_config("plan", words, Options, main.__doc__)
     main(options, config)
 
@@ -34,7 +40,7 @@ def run(words: list[str]) -> None:
 def main(options: Options, config: Config) -> None:
     """Compiles a config for a machine, nothing allocated: memory, traffic, time, and what to change."""
     console = terminal.plain(stderr=options.json)
-    machine = topologies.machine(options.on)
+    machine = machines.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
         limit = config.collate.response_length
         raise UserError(f"--tokens {options.tokens}: a response has 1 to {limit} tokens")
@@ -44,7 +50,25 @@ def main(options: Options, config: Config) -> None:
         else:
             made = plan(config, machine, tokens=options.tokens, say=status.update)
     if options.json:
-        print(json.dumps(plan_text.as_json(made), indent=1))
+        print(json.dumps(report.as_json(made), indent=1))
         return
-    for part in plan_text.tables(made, config.steps):
+    for part in report.tables(made, config.steps):
+        console.print(part)
+
+
+def dry_run(config: Config, data: str, console: rich.console.Console) -> None:
+    """Prints the resolved config, an example and the plan on the devices here; nothing is allocated or written."""
+    made = parts(config, data)
+    divided = splits(made, config)
+    rich.pretty.pprint(config, console=console, expand_all=True)
+    count = qwen2.parameter_count(made.shape)
+    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(made.mesh.shape)}")
+    known = len(divided.train) + len(divided.validation)
+    console.print(f"{known:,} training examples, {divided.skipped} left out as too long")
+    console.print(f"{len(divided.test):,} test examples")
+    prompt = made.task.prompt(divided.train[0])
+    console.print("the first prompt:", prompt, sep="\n", highlight=False)
+    with console.status("compiling") as status:
+        planned = plan(config, machines.machine("here"), shape=made.shape, say=status.update)
+    for part in report.tables(planned, config.steps):
         console.print(part)

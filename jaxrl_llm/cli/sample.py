@@ -13,6 +13,7 @@ from jaxrl_llm.training.parts import DATA
 
 
 def run(words: list[str]) -> None:
+    """`sample` with these words."""
     parse.call(main, words, "sample")
 
 

@@ -66,6 +66,7 @@ class Options:
 
 
 def run(words: list[str]) -> None:
+    """`train` with these words."""
     main(*parse.with_config("train", words, Options, main.__doc__, _resumed))
 
 
@@ -86,9 +87,9 @@ def main(options: Options, config: Config, source: Source) -> None:
     ):
         console = terminal.console(quiet=not distributed.first())
         if options.dry_run:
-            from jaxrl_llm.cli import dryrun
+            from jaxrl_llm.cli import plan  # compilers of other machines, which no run needs
 
-            dryrun.report(config, options.data, console)
+            plan.dry_run(config, options.data, console)
             return
         try:
             train(

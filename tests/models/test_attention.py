@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines.topologies import compiling_for, machine
 from jaxrl_llm.models import attention, sharding
+from jaxrl_llm.planning.machines import compiling_for, machine
 from tests import tiny
 
 SPEC = P(sharding.BATCH, None, "tensor", None)

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines.topologies import compiling_for, machine
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.models.generation import Unrolled
 from jaxrl_llm.models.policy import mesh_of_copies
+from jaxrl_llm.planning.machines import compiling_for, machine
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.slots import idle_slots, rules_of, ways_of

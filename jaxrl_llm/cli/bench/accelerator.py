@@ -16,11 +16,11 @@ from jaxrl_llm.cli.bench.update import random_rollout
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.machines import flops, topologies
-from jaxrl_llm.machines.programs import local_bytes
 from jaxrl_llm.models import attention, logprobs, qwen2, sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
+from jaxrl_llm.planning import flops, machines
+from jaxrl_llm.planning.programs import local_bytes
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.runs import terminal
@@ -234,14 +234,14 @@ def decoding(
     )
 
 
-def _chip(device: Any) -> topologies.Chip:
+def _chip(device: Any) -> machines.Chip:
     """The data sheet of a device; a measured product stands in for one that is not known."""
     kind = device.device_kind.lower()
-    for name, chip in topologies.CHIPS.items():
+    for name, chip in machines.CHIPS.items():
         if name in kind.replace(" lite", "e").replace("tpu ", ""):
             return chip
     rate = flops.matmul_rate(jnp.bfloat16)
-    return replace(topologies.CHIPS["h100"], flops=rate, bandwidth=_bandwidth())
+    return replace(machines.CHIPS["h100"], flops=rate, bandwidth=_bandwidth())
 
 
 def _bandwidth() -> float:

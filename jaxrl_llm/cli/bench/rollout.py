@@ -11,9 +11,9 @@ import rich.table
 from jaxrl_llm.cli.bench.turns import Peer, in_turn, least_one
 from jaxrl_llm.cli.bench.update import policy
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import flops
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.planning import flops
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.runs import terminal

@@ -14,9 +14,9 @@ from jaxrl_llm.cli.bench.turns import Peer, in_turn, least_one
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.machines import flops
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
+from jaxrl_llm.planning import flops
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.runs import terminal
 

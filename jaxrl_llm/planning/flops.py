@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.models.qwen2 import Shape
 
 
@@ -22,8 +23,21 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
 
 
 def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
-    """Forward and backward (twice the forward), nothing made again."""
+    """Forward and backward (twice the forward), nothing recomputed."""
     return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
+
+
+def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
+    """Of a step's programs on all devices, with responses of `tokens` tokens; what is recomputed included."""
+    prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
+    size = {"scored": rows * tokens, "length": prompt + tokens}
+    whole = forward(shape, tokens=rows * (prompt + tokens), **size)
+    return {
+        "prefill": forward(shape, tokens=config.prompts * prompt, scored=0, length=prompt),
+        "decode": forward(shape, tokens=rows * tokens, **size),
+        "score": (1 + config.keeps_reference) * whole,
+        "update": config.objective.stages * (3 + bool(config.compute.remat)) * whole,
+    }
 
 
 def matmul_rate(dtype: DTypeLike) -> float:

@@ -1,16 +1,16 @@
-"""A plan as people read it."""
+"""A plan as people read it, and as programs do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import rich.table
 from rich.box import SIMPLE
 
-from jaxrl_llm.machines.plan import Plan, Program
+from jaxrl_llm.planning.plan import WAITS, Compiled, Plan
 
 GIB = 2**30
 TRAFFIC = 4  # lines a program
-WAYS_OUT = {
+REMEDIES = {
     "gather": "more devices that share a copy (devices_a_copy of the engine)",
     "prefill": "fewer slots or prefill_prompts of the engine",
     "decode": "fewer slots of the engine",
@@ -39,61 +39,16 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, and what to do if not."""
-    said = f"the worst moment is {plan.worst.name}: {_size(plan.peak)} of {_size(plan.memory)} a device"
+    worst = plan.worst.name
+    said = f"the worst moment is {worst}: {_size(plan.peak)} of {_size(plan.memory)} a device"
     if plan.fits:
         return f"{said}; it fits"
     search = "; or let --search find it" if plan.timed else ""  # which reckons with a data sheet
-    return f"{said}; it does not fit. What would help: {WAYS_OUT[plan.worst.name]}{search}"
-
-
-def _memory(plan: Plan) -> rich.table.Table:
-    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    title = f"{plan.machine}, {mesh}: memory of a device"
-    table = rich.table.Table("", "", title=title, box=SIMPLE, show_header=False)
-    table.columns[1].justify = "right"
-    for part, size in plan.parts.items():
-        table.add_row(part, _size(size))
-    for part, size in plan.waiting.items():
-        table.add_row(f"{part}, in the memory of the host", _size(size))
-    table.add_section()
-    for program in plan.programs:
-        note = f" ({_size(program.beside)} of it held beside)" if program.beside else ""
-        table.add_row(f"peak of {program.name}{note}", _size(program.together))
-    return table
-
-
-def _traffic(plan: Plan) -> rich.table.Table:
-    columns = ("program", "GB sent", "times", "MB each", "devices", "what", "line")
-    table = rich.table.Table(
-        *columns, title="between devices, each time a program runs", box=SIMPLE
-    )
-    for program in plan.programs:
-        for c in program.collectives[:TRAFFIC]:
-            values = f"{c.sent / 1e9:.2f}", str(c.times), f"{c.size / 1e6:.1f}", str(c.devices)
-            table.add_row(program.name, *values, f"{c.kind} {c.array}", c.line)
-        if rest := program.collectives[TRAFFIC:]:
-            sent, count = sum(c.sent for c in rest) / 1e9, sum(c.times for c in rest)
-            table.add_row(
-                program.name, f"{sent:.2f}", str(count), "", "", f"{len(rest)} kinds more", ""
-            )
-    return table
-
-
-def _time(plan: Plan) -> rich.table.Table:
-    columns = ("arithmetic", "memory", "links", "network", "host")
-    cycles = any(program.cycles for program in plan.programs)
-    more = ["compiler's Mcycles"] if cycles else []
-    header = ("program", *columns, *more, "compiled in")
-    table = rich.table.Table(*header, title="seconds of a step", box=SIMPLE)
-    for program in plan.programs:
-        row = [_seconds(getattr(program.seconds, name)) for name in columns]
-        row += [f"{program.cycles / 1e6:,.0f}"] if cycles else []
-        table.add_row(program.name, *row, f"{program.compiled_in:.0f} s")
-    return table
+    return f"{said}; it does not fit. What would help: {REMEDIES[worst]}{search}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Everything, for programs; sizes in bytes, times in seconds."""
     return {
         "machine": plan.machine,
         "mesh": dict(plan.mesh),
@@ -101,18 +56,60 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory,
         "peak": plan.peak,
         "fits": plan.fits,
-        "parts": dict(plan.parts),
-        "waiting": dict(plan.waiting),
+        "parts": dict(plan.on_device),
+        "waiting": dict(plan.on_hosts),
         "left_whole": list(plan.left_whole),
         "seconds": dict(zip(("least", "most"), plan.seconds, strict=True)),
-        "programs": {program.name: _program(program) for program in plan.programs},
+        "programs": {program.name: _fields(program) for program in plan.programs},
     }
 
 
-def _program(program: Program) -> Mapping[str, Any]:
-    collectives = [{**vars(c), "sent": c.sent} for c in program.collectives]
-    plain = {k: v for k, v in vars(program).items() if k not in ("name", "collectives", "seconds")}
-    return {**plain, "seconds": vars(program.seconds), "collectives": collectives}
+def _fields(program: Compiled) -> dict[str, Any]:
+    fields = {**vars(program)}
+    del fields["name"], fields["collectives"]  # the latter are many, and come last
+    return fields | {"collectives": [{**vars(c), "sent": c.sent} for c in program.collectives]}
+
+
+def _memory(plan: Plan) -> rich.table.Table:
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    title = f"{plan.machine}, {mesh}: memory of a device"
+    table = rich.table.Table("", "", title=title, box=SIMPLE, show_header=False)
+    table.columns[1].justify = "right"
+    for name, size in plan.on_device.items():
+        table.add_row(name, _size(size))
+    for name, size in plan.on_hosts.items():
+        table.add_row(f"{name}, in the memory of the host", _size(size))
+    table.add_section()
+    for program in plan.programs:
+        note = f" ({_size(program.beside)} of it held beside)" if program.beside else ""
+        table.add_row(f"peak of {program.name}{note}", _size(program.needed))
+    return table
+
+
+def _traffic(plan: Plan) -> rich.table.Table:
+    columns = ("program", "GB sent", "times", "MB each", "devices", "what", "line")
+    title = "between devices, each time a program runs"
+    table = rich.table.Table(*columns, title=title, box=SIMPLE)
+    for program in plan.programs:
+        for c in program.collectives[:TRAFFIC]:
+            values = f"{c.sent / 1e9:.2f}", str(c.times), f"{c.size / 1e6:.1f}", str(c.devices)
+            table.add_row(program.name, *values, f"{c.kind} {c.array}", c.line)
+        if rest := program.collectives[TRAFFIC:]:
+            sent, times = sum(c.sent for c in rest) / 1e9, sum(c.times for c in rest)
+            more = f"{len(rest)} kinds more"
+            table.add_row(program.name, f"{sent:.2f}", str(times), "", "", more, "")
+    return table
+
+
+def _time(plan: Plan) -> rich.table.Table:
+    cycles = ["compiler's Mcycles"] if any(program.cycles for program in plan.programs) else []
+    header = ("program", *WAITS, *cycles, "compiled in")
+    table = rich.table.Table(*header, title="seconds of a step", box=SIMPLE)
+    for program in plan.programs:
+        row = [_seconds(program.seconds[name]) for name in WAITS]
+        row += [f"{program.cycles / 1e6:,.0f}"] if cycles else []
+        table.add_row(program.name, *row, f"{program.compiled_in:.0f} s")
+    return table
 
 
 def _size(size: float) -> str:

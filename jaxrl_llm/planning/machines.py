@@ -1,9 +1,10 @@
-"""Machines that are not here: their devices, as the accelerators' own compilers know them.
+"""Machines that are not here: their data sheets, and their devices as the accelerators' own compilers know them.
 
 Programs are lowered and compiled for such devices on a CPU; nothing is allocated.
 """
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -46,29 +47,14 @@ CHIPS = {
     "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9),
     "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9, 64e9),
 }
-SLICES = {  # chips: how they lie
-    "v5e": {
-        1: "1x1",
-        4: "2x2",
-        8: "2x4",
-        16: "4x4",
-        32: "4x8",
-        64: "8x8",
-        128: "8x16",
-        256: "16x16",
-    },
-    "v5p": {
-        4: "2x2x1",
-        8: "2x2x2",
-        16: "2x2x4",
-        32: "2x4x4",
-        64: "4x4x4",
-        128: "4x4x8",
-        256: "4x8x8",
-    },
+SLICES = {  # how the chips of a slice lie
+    "v5e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
+    "v5p": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8",
 }
 SLICES["v6e"] = SLICES["v5e"]
 CORES = {"v5p": 2}  # its names count cores: v5p-8 has four chips
+OF_A_GPU = 0.94  # of its memory; the rest is for the driver and the libraries that communicate
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8, or here"
 
 HOPPER = """
@@ -100,7 +86,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Machine:
-    """So many devices of a kind; those of a node (or all of a slice) are joined by fast links."""
+    """Devices of one kind, `together` of them (a node, or a whole slice) joined by fast links."""
 
     name: str
     devices: tuple[Any, ...]
@@ -114,10 +100,9 @@ def machine(name: str) -> Machine:
         return _here()
     if match := re.fullmatch(r"(v\d\w)-(\d+)", name):
         kind, count = match[1], int(match[2])
-        chips = count // CORES.get(kind, 1)
-        layout = SLICES.get(kind, {}).get(chips)
-        if layout and chips * CORES.get(kind, 1) == count:
-            return _slice(name, kind, layout)
+        for layout in SLICES.get(kind, "").split():
+            if count == math.prod(map(int, layout.split("x"))) * CORES.get(kind, 1):
+                return _slice(name, kind, layout)
     elif match := re.fullmatch(r"(v\d\w):(\d+x\d+(?:x\d+)?)", name):
         if match[1] in SLICES:
             return _slice(name, match[1], match[2])
@@ -133,18 +118,22 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     here = device in jax.devices()
     with ExitStack() as stack:
         if not (here and device.platform == "gpu"):
-            # cuDNN is asked for its version when a program is lowered, and is not there
+            # lowering asks cuDNN for its version and the GPU for its generation; neither is there
             for check, answer in (
                 ("check_cudnn_version", 91200),
                 ("check_compute_capability", None),
             ):
                 patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
                 stack.enter_context(patch)
-        if here:
-            stack.enter_context(jax.set_mesh(mesh))
-        else:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        # eager constants would go to the devices of a mesh that is set
+        meshes = jax.set_mesh(mesh) if here else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        stack.enter_context(meshes)
         yield
+
+
+def share_of_a_gpu() -> float:
+    """The share of a GPU's memory that JAX takes, or would take."""
+    return float(next(filter(None, map(os.environ.get, _FRACTIONS)), OF_A_GPU))
 
 
 def _here() -> Machine:

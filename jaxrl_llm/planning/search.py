@@ -1,7 +1,7 @@
 """The fastest way to lay a config out on a machine that fits into its memory."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Mesh, Offload
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.machines import seconds
-from jaxrl_llm.machines.plan import Plan, plan, shape_of
-from jaxrl_llm.machines.topologies import Machine
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.planning import flops
+from jaxrl_llm.planning.machines import Machine
+from jaxrl_llm.planning.plan import Plan, plan, shape_of
 
 TRIALS = 12  # layouts before it is given up
 MOMENTS = 8  # Adam's, in float32
@@ -83,37 +83,27 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Lay
 
     If rows never do, all whose heads do: the collator fills rows up.
     """
-    evenly = [*_layouts(config, shape, machine, lambda rows, shards: rows % shards == 0)]
-    return evenly or [*_layouts(config, shape, machine, lambda rows, shards: True)]
-
-
-def _layouts(
-    config: Config, shape: qwen2.Shape, machine: Machine, divide: Callable[[int, int], bool]
-) -> Iterator[Layout]:
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
     offloads: tuple[Offload, ...] = ("none", "both" if config.keeps_reference else "optimizer")
-    for tensor in (
-        size for size in (1, 2, 4, 8) if devices % size == 0 and shape.num_heads % size == 0
-    ):
-        if tensor > machine.together:
+    layouts = []
+    for tensor in (1, 2, 4, 8):
+        if devices % tensor or shape.num_heads % tensor or tensor > machine.together:
             continue
-        shards = devices // tensor
-        bins = (n for n in _divisors(rows) if divide(rows // n, shards))
-        shared = [
-            fsdp for fsdp in _divisors(shards) if fsdp in (1, shards, machine.together // tensor)
-        ]
-        for micro, fsdp, again, offload in itertools.product(
-            bins, dict.fromkeys(shared), (False, True), offloads
-        ):
-            yield Layout(tensor, fsdp, shards // fsdp, micro, again, offload)
+        shards = devices // tensor  # of parameters: none, those of a node, or all
+        fsdp = {n for n in (1, machine.together // tensor, shards) if shards % n == 0}
+        choices = (_divisors(rows), sorted(fsdp), (False, True), offloads)
+        for micro, n, recompute, offload in itertools.product(*choices):
+            layouts.append(Layout(tensor, n, shards // n, micro, recompute, offload))
+    evenly = [x for x in layouts if rows // x.microbatches % (x.fsdp * x.data) == 0]
+    return evenly or layouts
 
 
 def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
     """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over tensor, offload."""
     chip, limit = machine.chip, config.collate
     rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
-    work = seconds.arithmetic("update", layout.of(config), shape, limit.response_length)
+    work = flops.of_step(layout.of(config), shape, limit.response_length)["update"]
     visits = limit.minibatches * layout.microbatches
     width = jnp.dtype(config.compute.dtype).itemsize
     gathered = (

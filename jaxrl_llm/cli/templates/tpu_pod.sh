@@ -5,7 +5,7 @@
 # the run has ended, gives it back. It can itself be ended and run again: it finds the slice that it asked for.
 set -euo pipefail
 export CLOUDSDK_CORE_DISABLE_PROMPTS=1
-place=@place@
+place=@copies@
 slice=(@name@ --zone=@zone@)
 worker=$(mktemp)
 trap 'rm -f "$worker"' EXIT
@@ -19,14 +19,14 @@ cd /opt/jaxrl-llm
 cat >run <<'RUN'
 #!/usr/bin/env bash
 cd /opt/jaxrl-llm || exit
-place=@place@
+place=@copies@
 install() {
     gcloud storage cp "$place/*.whl" "$place/*.py" . &&
         python3 -m pip install -q uv &&
         python3 -m uv venv -q --clear --python 3.12 venv &&
         python3 -m uv pip install -q --python venv/bin/python @wheel_name@ && touch installed
 }
-for left in $(seq @restarts@ -1 0); do
+for left in $(seq 20 -1 0); do
     { [ -e installed ] || install; } && venv/bin/jaxrl-llm @arguments@
     status=$?
     [ "$status" != 0 ] || break
@@ -36,8 +36,11 @@ done
 me=$(curl -fs -H 'Metadata-Flavor: Google' \
     http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
 if [ "$me" = 0 ]; then # which writes the run
-    { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
-        gcloud storage cp - "$place/ended"
+    for _ in $(seq 60); do
+        { echo "exit code $status" && journalctl -q -u jaxrl-llm -n 20 -o cat; } |
+            gcloud storage cp - "$place/ended" && break
+        sleep 30
+    done
 fi
 RUN
 systemctl is-active -q jaxrl-llm || systemd-run --unit=jaxrl-llm --setenv=HOME=/root \
@@ -57,7 +60,7 @@ while :; do
         '')
             gcloud storage rm "$place/ended" 2>/dev/null || true # of an earlier run
             gcloud compute tpus queued-resources create "${slice[@]}" --node-id=@name@ \
-                --accelerator-type=@type@ --runtime-version=@runtime@ @more@ --async \
+                --accelerator-type=@type@ --runtime-version=@runtime@ --spot --async@rights@ \
                 --scopes=https://www.googleapis.com/auth/cloud-platform \
                 --metadata-from-file=startup-script="$worker" || true # asked again
             ;;

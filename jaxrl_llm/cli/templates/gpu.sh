@@ -7,8 +7,8 @@ set -u
 cd -- @folder@ || exit
 @devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 told=
-trap 'told=1 again=1; kill %% 2>/dev/null || exit @unfinished@' TERM INT HUP
-for left in $(seq @restarts@ -1 0); do
+trap 'told=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
+for left in $(seq 20 -1 0); do
     @command@ &
     while
         again=
@@ -17,7 +17,7 @@ for left in $(seq @restarts@ -1 0); do
         [ -n "$again" ]
     do :; done
     case ${told:+told}$status in # finished, or stopped; or told to stop, however it took that
-    0 | @unfinished@ | 130 | told*) exit "$status" ;;
+    0 | 75 | 130 | told*) exit "$status" ;;
     esac
     echo "exit code $status; $left restarts are left" >&2
     sleep 30

@@ -1,15 +1,16 @@
-"""What a compiled program says of itself: collectives and how often they run, cycles, loops.
+"""What a compiled program says of itself: collectives, kernels and cycles, and how often they run.
 
 The optimised HLO is read as text, which is what every backend gives. A loop whose trip count depends on data says
-its limit by a name scope, `at_most_N` (`models.primitives.up_to`).
+its limit by a name scope, `at_most_N` (`models.primitives.up_to`); one that says nothing counts once.
 """
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,27 +54,44 @@ class Collective:
         )
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """A line of a computation."""
+class Instruction(NamedTuple):
+    """A line of a computation: `%name = type op(rest`."""
 
     name: str
     type: str
     op: str
     rest: str
 
+    def says(self, pattern: str) -> str:
+        """What the group of the pattern matches in the rest of the line; "" if nothing."""
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
 
-@dataclass
+    @property
+    def operands(self) -> list[str]:
+        """The names of what it reads."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it runs once each, but for the body of a loop."""
+        if branches := self.says(r"branch_computations=\{([^}]*)\}"):
+            return re.findall(r"%([\w.\-]+)", branches)
+        key = "calls|true_computation|false_computation" + (
+            "|to_apply" if self.op == "call" else ""
+        )
+        return re.findall(rf"(?:{key})=%([\w.\-]+)", self.rest)
+
+
 class Module:
     """The text of a compiled program."""
 
-    text: str
-    computations: dict[str, list[Instruction]] = field(default_factory=dict)
-    entry: str = ""
-
-    def __post_init__(self):
+    def __init__(self, text: str):
+        self.text = text
+        self.entry = ""
+        self.computations: dict[str, list[Instruction]] = {}
         body: list[Instruction] = []
-        for line in self.text.splitlines():
+        for line in text.splitlines():
             if found := _COMPUTATION.match(line):
                 body = self.computations[found[2]] = []
                 self.entry = found[2] if found[1] else self.entry
@@ -83,56 +101,47 @@ class Module:
     def collectives(self) -> list[Collective]:
         """Those that are alike together, the largest traffic first; clones of one in the same loop count once."""
         found: dict[Collective, int] = defaultdict(int)
-        home: dict[tuple[str, int], str] = {}  # of a channel; its clones are elsewhere
+        home: dict[
+            tuple[str, int], str
+        ] = {}  # the computation of a channel; its clones are elsewhere
         for computation, times, loop in self._reached(into_fusions=True):
-            operands = {i.name: i for i in self.computations[computation]}
-            for i in self.computations[computation]:
+            body = {i.name: i for i in self.computations[computation]}
+            for i in body.values():
                 kind = i.op.removesuffix("-start")
                 if kind not in KINDS:
                     continue
-                channel = re.search(r"channel_id=(\d+)", i.rest)
-                if channel and home.setdefault((channel[1], times), computation) != computation:
+                channel = i.says(r"channel_id=(\d+)")
+                if channel and home.setdefault((channel, times), computation) != computation:
                     continue
                 devices, span = _group(i.rest)
                 size, array = _size(i, devices)
-                line = self._line(i, operands) or self._line_of_loop(loop)
+                line = self._line(i, body)
+                if not line and loop and (outer := self._line(loop, {})):
+                    line = f"within {outer}"
                 found[Collective(kind, array, size, devices, span, 0, line)] += times
         all_ = [replace(one, times=times) for one, times in found.items()]
         return sorted(all_, key=lambda c: -c.sent)
 
     def cycles(self) -> int:
         """Cycles of the compiler's own cost model, loops multiplied out; 0 where it has none."""
-        total = 0
-        for computation, times, _ in self._reached(into_fusions=False):
-            for i in self.computations[computation]:
-                if cycles := re.search(r'"estimated_cycles":"(\d+)"', i.rest):
-                    total += times * int(cycles[1])
-        return total
+        return sum(
+            times * int(i.says(r'"estimated_cycles":"(\d+)"') or 0)
+            for computation, times, _ in self._reached(into_fusions=False)
+            for i in self.computations[computation]
+        )
 
     def kernels(self) -> dict[str, int]:
         """Custom calls by target, and how often they run."""
         out: dict[str, int] = defaultdict(int)
         for computation, times, _ in self._reached(into_fusions=True):
             for i in self.computations[computation]:
-                if i.op == "custom-call" and (
-                    target := re.search(r'custom_call_target="([^"]+)"', i.rest)
-                ):
-                    out[target[1]] += times
+                if i.op == "custom-call" and (target := i.says(r'custom_call_target="([^"]+)"')):
+                    out[target] += times
         return dict(out)
 
-    @property
-    def unbounded(self) -> list[str]:
-        """The loops of which nothing says how often they run; they count once."""
-        return [
-            self._line(i, {}) or i.name
-            for computation, _, _ in self._reached(into_fusions=True)
-            for i in self.computations[computation]
-            if i.op == "while" and self._trips(i) is None
-        ]
-
-    def _reached(self, *, into_fusions: bool) -> Iterator[tuple[str, int, str]]:
-        """`(computation, how often it runs, metadata of the loop around it)`, from the entry on."""
-        waiting = [(self.entry, 1, "")]
+    def _reached(self, *, into_fusions: bool) -> Iterator[tuple[str, int, Instruction | None]]:
+        """`(computation, how often it runs, the loop around it)`, from the entry on."""
+        waiting: list[tuple[str, int, Instruction | None]] = [(self.entry, 1, None)]
         while waiting:
             name, times, loop = waiting.pop()
             if name not in self.computations:
@@ -140,64 +149,53 @@ class Module:
             yield name, times, loop
             for i in self.computations[name]:
                 if i.op == "while":
-                    body = re.search(r"body=%([\w.\-]+)", i.rest)
-                    waiting.append((body[1] if body else "", times * (self._trips(i) or 1), i.rest))
+                    waiting.append((i.says(r"body=%([\w.\-]+)"), times * self._trips(i), i))
                 elif i.op in ("conditional", "call", "async-start") or into_fusions:
-                    waiting += [(called, times, loop) for called in _called(i)]
+                    waiting += [(called, times, loop) for called in i.called]
 
-    def _trips(self, loop: Instruction) -> int | None:
-        """How often a loop runs, at most; None if the text does not say."""
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
-            return int(known[1])
-        parts = [re.search(rf"{part}=%([\w.\-]+)", loop.rest) for part in ("condition", "body")]
-        condition, body = ([] if not p else self.computations.get(p[1], []) for p in parts)
+    def _trips(self, loop: Instruction) -> int:
+        """How often a loop runs, at most; 1 if the text does not say."""
+        if known := loop.says(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(known)
+        condition = self.computations.get(loop.says(r"condition=%([\w.\-]+)"), [])
         if limit := _compared_to(condition):
+            body = self.computations.get(loop.says(r"body=%([\w.\-]+)"), [])
             return -(-limit // _stride(condition, body))
-        name = re.search(r'op_name="([^"]*)"', loop.rest)
-        tail = name[1].rsplit("/while/", 1)[-1] if name else ""
-        if limit := re.findall(r"at_most_(\d+)", tail):
-            return int(limit[-1])
-        return None
+        scopes = loop.says(r'op_name="([^"]*)"').rsplit("/while/", 1)[-1]
+        limits = re.findall(r"at_most_(\d+)", scopes)
+        return int(limits[-1]) if limits else 1
 
-    def _line(self, i: Instruction, operands: dict[str, Instruction]) -> str:
-        """The innermost line of this package that the instruction, or what it reads, comes from."""
-        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
-        if frame and (line := self._frames.get(int(frame[1]))):
+    def _line(self, i: Instruction, body: dict[str, Instruction]) -> str:
+        """The innermost line of this package that an instruction, or what it reads in the body, comes from."""
+        if line := self._frames.get(i.says(r"stack_frame_id=(\d+)")):
             return line
-        for name in re.findall(r"%([\w.\-]+)", i.rest.split("), ")[0]):
-            if name in operands and (line := self._line(operands[name], {})):
-                return line
-        return ""
-
-    def _line_of_loop(self, rest: str) -> str:
-        frame = re.search(r"stack_frame_id=(\d+)", rest)
-        line = self._frames.get(int(frame[1]), "") if frame else ""
-        return f"within {line}" if line else ""
+        read = re.findall(r"%([\w.\-]+)", i.rest.split("), ")[0])
+        lines = (self._line(body[name], {}) for name in read if name in body)
+        return next(filter(None, lines), "")
 
     @cached_property
-    def _frames(self) -> dict[int, str]:
-        """`file:line` of this package for a frame, found by climbing from it."""
-        tables: dict[str, dict[int, str]] = {}
-        current: dict[int, str] = {}
-        for line in self.text.splitlines():
-            if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-                current = tables[line] = {}
-            elif found := re.match(r"(\d+) (.*)", line):
-                current[int(found[1])] = found[2]
-        number = lambda key, text: int(m[1]) if (m := re.search(rf"{key}=(\d+)", text)) else 0
-        out: dict[int, str] = {}
-        frames = tables.get("StackFrames", {})
-        for frame in frames:
-            at, climbed = frame, set()
-            while at in frames and at not in climbed:
-                climbed.add(at)
-                location = tables["FileLocations"].get(number("file_location_id", frames[at]), "")
-                name = tables["FileNames"].get(number("file_name_id", location), "").strip('"')
-                if PACKAGE in name and not name.endswith(PLACING):
-                    out[frame] = f"{name.rsplit(PACKAGE, 1)[1]}:{number(' line', location)}"
-                    break
-                at = number("parent_frame_id", frames[at])
-        return out
+    def _frames(self) -> dict[str, str]:
+        """`file:line` of this package by stack frame: of its own, or of the nearest around it."""
+        files, locations = self._table("FileNames"), self._table("FileLocations")
+        lines: dict[str, str] = {}
+        for frame, text in self._table("StackFrames").items():  # the outer ones first
+            location = locations.get(_field("file_location_id", text), "")
+            file = files.get(_field("file_name_id", location), "").strip('"')
+            if PACKAGE in file and not file.endswith(PLACING):
+                lines[frame] = f"{file.rsplit(PACKAGE, 1)[1]}:{_field(' line', location)}"
+            else:
+                lines[frame] = lines.get(_field("parent_frame_id", text), "")
+        return lines
+
+    def _table(self, name: str) -> dict[str, str]:
+        """The numbered lines under a heading at the end or the beginning of the text."""
+        lines = self.text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+        return dict(line.split(" ", 1) for line in lines.splitlines())
+
+
+def _field(name: str, text: str) -> str:
+    match = re.search(rf"{name}=(\d+)", text)
+    return match[1] if match else ""
 
 
 def _compared_to(condition: list[Instruction]) -> int:
@@ -209,14 +207,14 @@ def _compared_to(condition: list[Instruction]) -> int:
     }
     for i in condition:
         if i.op == "compare" and "direction=LT" in i.rest:
-            return next((constants[name] for name in _operands(i) if name in constants), 0)
+            return next((constants[name] for name in i.operands if name in constants), 0)
     return 0
 
 
 def _stride(condition: list[Instruction], body: list[Instruction]) -> int:
     """The constant that a loop's counter grows by a turn; 1 if the text is not that plain."""
     read = {i.name: i for i in condition + body}
-    compared = [name for i in condition if i.op == "compare" for name in _operands(i)]
+    compared = [name for i in condition if i.op == "compare" for name in i.operands]
     places = [
         int(place[1])
         for name in compared
@@ -224,22 +222,10 @@ def _stride(condition: list[Instruction], body: list[Instruction]) -> int:
     ]
     if not places or not body or body[-1].op != "tuple":
         return 1
-    counted = read.get(_operands(body[-1])[places[0]])
-    grown = _operands(counted) if counted and counted.op == "add" else []
+    counted = read.get(body[-1].operands[places[0]])
+    grown = counted.operands if counted and counted.op == "add" else []
     by = [read[name] for name in grown if name in read and read[name].op == "constant"]
     return int(by[0].rest.split(")")[0]) if by else 1
-
-
-def _operands(i: Instruction) -> list[str]:
-    """The names of what an instruction reads."""
-    return re.findall(r"%([\w.\-]+)", i.rest.split(")")[0])
-
-
-def _called(i: Instruction) -> list[str]:
-    if branches := re.search(r"branch_computations=\{([^}]*)\}", i.rest):
-        return re.findall(r"%([\w.\-]+)", branches[1])
-    names = re.findall(r"(?:calls|true_computation|false_computation)=%([\w.\-]+)", i.rest)
-    return names + (re.findall(r"to_apply=%([\w.\-]+)", i.rest) if i.op == "call" else [])
 
 
 def _size(i: Instruction, devices: int) -> tuple[int, str]:

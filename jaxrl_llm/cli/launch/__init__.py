@@ -1,1 +1,0 @@
-"""Files that start a run on machines elsewhere, filled in."""

@@ -1,1 +1,0 @@
-"""What a program costs: arithmetic and memory, before anything is allocated."""

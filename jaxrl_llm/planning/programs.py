@@ -1,0 +1,310 @@
+"""The programs of a run's step, lowered for a mesh from shapes alone: what a machine will be asked to do."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.learning import reinforce, update
+from jaxrl_llm.models import generation, logprobs, qwen2, sharding
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.planning import flops
+from jaxrl_llm.planning.machines import compiling_for
+from jaxrl_llm.rollouts import native, slots
+from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.rollouts.sampler import Rollout
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a step, and what its compiler does not know of it.
+
+    Attributes:
+        compile: compiles it.
+        beside: bytes that a device holds meanwhile for other programs.
+        runs: how often it runs in a step.
+        flops: of a step, on all devices.
+        moved: bytes of its own memory that a device has to read and write a run: weights, state and cache.
+        copied: bytes of a step between a device and the memory of its host, either way.
+    """
+
+    name: str
+    compile: Callable[[], jax.stages.Compiled]
+    beside: int = 0
+    runs: float = 1
+    flops: int = 0
+    moved: float = 0
+    copied: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arrays of a step, by shape and sharding, and its programs; a device of the mesh has `memory` bytes."""
+
+    config: Config
+    shape: qwen2.Shape
+    mesh: Mesh
+    memory: int
+
+    # The arrays.
+
+    @property
+    def policy(self) -> Policy:
+        """The model without its parameters."""
+        return Policy(qwen2.graph(self.shape, self.config.compute)[0])
+
+    @cached_property
+    def state(self) -> update.TrainState:
+        """Parameters and what the optimizer keeps."""
+        params = sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
+        offload = self.config.offloads("optimizer")
+        return update.state_like(params, self.config.optimizer, offload=offload)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The parameters of the reference policy; None where there is none."""
+        if not self.config.keeps_reference:
+            return None
+        beside = sharding.in_host_memory if self.config.offloads("reference") else lambda x: x
+        return jax.tree.map(
+            lambda x, p: like(x, beside(p.sharding)), self._narrowed, self.state.params
+        )
+
+    @property
+    def _narrowed(self) -> Any:
+        """The parameters in the precision of the arithmetic."""
+        return jax.eval_shape(self.policy.narrowed, self.state.params)
+
+    @cached_property
+    def batch(self) -> Any:
+        """The longest batch there can be."""
+        limit, rows = self.config.collate, self.config.prompts * self.config.group_size
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        longest = Rollout(
+            [[0] * limit.prompt_length] * rows,
+            [[0] * limit.response_length] * rows,
+            [[0.0] * limit.response_length] * rows,
+        )
+        return update.place(replace(limit, shards=shards)(longest), self.mesh, like)
+
+    @cached_property
+    def credited(self) -> update.Credited:
+        """A batch that is ready to learn from."""
+        return jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
+
+    @property
+    def native(self) -> bool:
+        """Whether the responses are sampled on the same devices."""
+        return isinstance(self.config.engine, Native)
+
+    @cached_property
+    def engine(self) -> Native:
+        """The embedded engine, with as many slots and prompts as the devices share evenly."""
+        engine, devices = cast(Native, self.config.engine), self.mesh.size
+        slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
+        return replace(engine, slots=slots, prefill_prompts=rows)
+
+    @cached_property
+    def decoder(self) -> Any:
+        """How the embedded engine generates."""
+        definition, engine = self.policy.definition, self.engine
+        shared = engine.devices_a_copy or generation.devices_a_copy(
+            definition, self.mesh, self.memory
+        )
+        return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
+
+    @cached_property
+    def weights(self) -> Any:
+        """What the embedded engine reads."""
+        params, decoder = self.state.params, self.decoder
+        if decoder.static:
+            return decoder.weights_like(params)
+        return jax.tree.map(like, self._narrowed, sharding.param_shardings(params, decoder.mesh))
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether the embedded engine reads others than the trainer's own."""
+        leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.state.params)
+        same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))
+
+    @cached_property
+    def cache(self) -> Any:
+        """Keys and values of all slots, at the longest."""
+        limit = self.config.collate
+        size = self.engine.slots, limit.prompt_length + limit.response_length
+        with compiling_for(self.decoder.mesh):
+            empty = jax.jit(lambda weights: self.decoder.empty(weights, *size), keep_unused=True)
+            shapes = jax.eval_shape(empty, self.weights)
+            return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
+
+    # What they take.
+
+    @cached_property
+    def on_hosts(self) -> dict[str, int]:
+        """Bytes that the hosts keep for each device, by what they are."""
+        trees = {"optimizer": self.state.opt_state, "reference": self.reference}
+        return {name: size for name, tree in trees.items() if (size := host_bytes(tree))}
+
+    @cached_property
+    def on_device(self) -> dict[str, int]:
+        """Bytes on one device by what they are, as far as shapes say."""
+        config, params = self.config, local_bytes(self.state.params)
+        trees = {"optimizer": self.state.opt_state, "reference": self.reference}
+        parts = {"parameters": params}
+        parts |= {name: local_bytes(tree) - host_bytes(tree) for name, tree in trees.items()}
+        parts = {name: size for name, size in parts.items() if size}
+        if self.native:
+            parts["cache"] = local_bytes(self.cache)
+            if self.copies_weights:
+                parts["sampler's copy"] = local_bytes(self.weights)
+        sums = 2 if config.collate.microbatches > 1 else 1  # of a micro-batch, and added up
+        parts["gradients"] = sums * params
+        bins = self.batch.inputs.tokens
+        rows, length = bins.sharding.shard_shape(bins.shape)[2:]
+        if config.compute.remat is jax.checkpoint:
+            width = self.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
+            parts["inputs of layers"] = self.shape.num_layers * rows * length * width
+        whole = 4 * rows * length * self.shape.vocab_size
+        parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
+        return parts
+
+    # The programs.
+
+    def programs(self, tokens: int = 0) -> list[Program]:
+        """In the order of a step whose responses have `tokens` tokens in the mean (0: the limit)."""
+        tokens = tokens or self.config.collate.response_length
+        work = flops.of_step(self.config, self.shape, tokens)
+        return (self._sampling(tokens, work) if self.native else []) + self._learning(tokens, work)
+
+    def _sampling(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
+        config, limit, engine = self.config, self.config.collate, self.engine
+        weights, cache = local_bytes(self.weights), local_bytes(self.cache)
+        others = self._bytes("optimizer", "reference")
+        learned = others + (self._bytes("parameters") if self.copies_weights else 0)
+        stride = native.STRIDE if self.decoder.static else 1  # tokens a run
+        turns = -(-config.prompts * config.group_size // engine.slots)
+        filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
+        gather = Program("gather", self._gather, beside=others)
+        prefill = Program(
+            "prefill",
+            self._prefill,
+            beside=learned + cache,
+            runs=-(-config.prompts // engine.prefill_prompts),
+            flops=work["prefill"],
+            moved=weights,
+        )
+        decode = Program(
+            "decode",
+            partial(self._decode, stride),
+            beside=learned,
+            runs=turns * tokens / stride,
+            flops=work["decode"],
+            moved=stride * (weights + filled * cache),
+        )
+        return [gather, prefill, decode] if self.decoder.static else [prefill, decode]
+
+    def _learning(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
+        config, limit = self.config, self.config.collate
+        params, state = local_bytes(self.state.params), local_bytes(self.state[:2])
+        others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
+        filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
+        share = filled if limit.pack else 1.0  # packed, micro-batches without a token are left out
+        steps = limit.minibatches * config.objective.stages
+        score = Program(
+            "score",
+            self._score,
+            beside=others + waiting,
+            runs=(1 + config.keeps_reference) * share,
+            flops=work["score"],
+            moved=limit.minibatches * limit.microbatches * params,
+            copied=waiting,
+        )
+        credit = Program("credit", lambda: self._credit, beside=others)
+        update = Program(
+            "update",
+            self._update,
+            beside=self._bytes("reference"),
+            runs=share,
+            flops=work["update"],
+            # a micro-batch reads the weights twice, and its gradients are added up: 2 reads, 1 write
+            moved=steps * (2 * state + limit.microbatches * 5 * params),
+            copied=steps * 2 * host_bytes(self.state),
+        )
+        return [score, credit, update]
+
+    def _bytes(self, *parts: str) -> int:
+        return sum(self.on_device.get(part, 0) for part in parts)
+
+    def _gather(self) -> jax.stages.Compiled:
+        with compiling_for(self.decoder.mesh):
+            return jax.jit(self.decoder.weights).lower(self.state.params).compile()
+
+    def _prefill(self) -> jax.stages.Compiled:
+        shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
+        with compiling_for(self.decoder.mesh):
+            tokens = like(np.zeros(shape, np.int32), NamedSharding(self.decoder.mesh, P()))
+            return jax.jit(self.decoder.prefill).lower(self.weights, tokens).compile()
+
+    def _decode(self, stride: int) -> jax.stages.Compiled:
+        sampling = self.config.sampling
+        idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
+        one = np.zeros((), np.int32)
+        everywhere = lambda x: like(x, NamedSharding(self.decoder.mesh, P()))
+        host = jax.tree.map(everywhere, (idle, slots.rules_of(sampling), one, one))
+        program = slots.program(self.decoder.decode, stride)
+        ways = slots.ways_of(sampling) if self.decoder.static else None
+        with compiling_for(self.decoder.mesh):
+            return program.lower(self.weights, self.cache, *host, ways=ways).compile()
+
+    def _score(self) -> jax.stages.Compiled:
+        config = self.config
+        program: Any = reinforce.scoring(self.policy, config.objective, config.sampling.temperature)
+        return program.lower(self.state.params, self.batch.inputs).compile()
+
+    @cached_property
+    def _credit(self) -> jax.stages.Compiled:
+        config, objective, batch = self.config, self.config.objective, self.batch
+        names = [n for n in ("ref_logp", "entropy", "proxy_logp") if objective.reads(n)]
+        scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
+        shape = (config.prompts, config.group_size)
+        reward = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self.mesh, P()))
+        program: Any = update.make_credit(objective)
+        return program.lower(batch, reward, **dict.fromkeys(["old_logp", *names], scores)).compile()
+
+    def _update(self) -> jax.stages.Compiled:
+        config = self.config
+        program: Any = update.make_train_step(
+            self.policy.logp(config.sampling.temperature),
+            config.objective,
+            config.optimizer,
+            order=config.order,
+            shardings=jax.tree.map(lambda x: x.sharding, self.state),
+        )
+        return program.lower(self.state, self.credited).compile()
+
+
+def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape of an array and its sharding."""
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+
+def local_bytes(tree: Any) -> int:
+    """What the first device, or its host for it, holds of arrays or shapes."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def host_bytes(tree: Any) -> int:
+    """What the first device's host holds for it."""
+    waiting = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == sharding.HOST]
+    return local_bytes(waiting)

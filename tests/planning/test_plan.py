@@ -1,0 +1,203 @@
+"""A plan against what is there: bytes of live arrays, records, names of machines, what a person reads."""
+
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import subprocess
+from dataclasses import replace
+
+import jax
+import pytest
+import rich.console
+
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.config import Mesh, Pretrained
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update
+from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning import plan as plans
+from jaxrl_llm.planning.hlo import Collective
+from jaxrl_llm.planning.programs import Step
+from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.rollouts.native import NativeSampler
+from tests.planning.records import SMALL, worse
+from tests.reference.peer import needed
+from tests.runs import quick
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOTHING = dict.fromkeys(plans.WAITS, 0.0)
+TOY = machines.Machine(
+    "toy", tuple(range(8)), 4, machines.Chip("cuda", 10**9, 1e12, 1e11, 1e10, 1e9, 1e10)
+)
+
+
+def first_device(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+def test_parts_are_the_bytes_of_live_arrays(sizes):
+    config, mesh = quick.config(), sharding.make_mesh(*sizes)
+    step = Step(config, config.model.shape, mesh, 2**34)
+    with jax.set_mesh(mesh):
+        shapes = qwen2.graph(step.shape)[1]
+        params = qwen2.init(step.shape, shardings=sharding.param_shardings(shapes, mesh))
+        state = update.init_state(params, config.optimizer)
+        assert step.on_device["parameters"] == first_device(state.params)
+        assert step.on_device["optimizer"] == first_device(state.opt_state)
+    described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+    assert described(state) == described(step.state)
+
+
+def test_slots_are_planned_as_the_engine_has_them():
+    config = replace(quick.config(), engine=Native(slots=13, prefill_prompts=3))
+    step = Step(config, config.model.shape, sharding.make_mesh(), 2**34)
+    sampler = NativeSampler(step.decoder, slots=13, prefill_prompts=3)
+    assert (step.engine.slots, step.engine.prefill_prompts) == (16, 8)
+    assert (sampler.slots, sampler.together) == (16, 8)
+
+
+def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["plan", quick.__file__, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [*found["programs"]] == ["prefill", "decode", "score", "credit", "update"]
+    assert found["fits"] is True
+    assert found["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
+    held = found["parts"]["parameters"] + found["parts"]["optimizer"]
+    assert held < found["programs"]["update"]["peak"] <= found["peak"]
+    assert found["programs"]["update"]["collectives"]
+    assert not any(tmp_path.iterdir())
+
+
+QUICK = ("h100x4, fsdp 4, packed", "h100x4, fsdp 4, sampling", "v5e-4, fsdp 4, packed")
+LONG = tuple({*SMALL} - {*QUICK})
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_programs_for_accelerators_do_not_grow_and_keep_fused_attention(names):
+    """By their compilers, in an environment of their own."""
+    python = needed("JAXRL_PLAN_PYTHON", "an interpreter with the extras plan-gpu and plan-tpu")
+    command = [python, "-m", "tests.planning.records", "small", *names]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, f"{done.stderr[-3000:]} (records small --write)"
+    assert done.stdout.count(" GiB in ") == len(names)
+
+
+def test_what_has_grown_is_said():
+    before = {"update": {"KiB": 1000, "all-gather": 4, "all-reduce": 2, "triton": 3}}
+    assert [*worse(before, {"update": {"KiB": 1010, "all-gather": 3, "triton": 3}})] == []
+    memory, *counts = worse(before, {"update": {"KiB": 1030, "all-gather": 5, "all-to-all": 1}})
+    assert memory == "update: 1000 KiB a device before, 1030 now"
+    assert counts == [
+        "update: all-gather 4 times before, 5 now",
+        "update: all-to-all 0 times before, 1 now",
+        "update: triton 3 times before, 0 now",
+    ]
+
+
+@pytest.mark.parametrize(("memory", "verdict"), [(80, "it fits"), (8, "more collate.microbatches")])
+def test_what_a_person_reads(memory, verdict):
+    line = "models/qwen2.py:66"
+    gather = Collective("all-gather", "bf16[896,4864]", 29_800_000, 8, 8, 192, line)
+    seconds = NOTHING | {"arithmetic": 2.0, "memory": 1.0}
+    program = plans.Compiled("update", 10 * 2**30, 2**30, 0, [gather], {}, 0, 1.0, seconds)
+    mesh = {"data": 1, "fsdp": 8, "tensor": 1}
+    made = plans.Plan("h100x8", mesh, 8, memory * 2**30, {"parameters": 2**26}, [program])
+    assert made.seconds == (2.0, 3.0)
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    for part in report.tables(made, steps=100):
+        console.print(part)
+    said = " ".join(console.file.getvalue().split())
+    for words in (verdict, "10.00 GiB", "64.0 MiB", line, "5.01", "2.0 s", "3.0 s", "5 min"):
+        assert words in said
+    assert "--search" not in report.verdict(replace(made, timed=False))
+
+
+# Machines.
+
+
+@pytest.mark.parametrize("name", ["v5e-7", "v9z-8", "h100", "h900x8", "v5p-9", "x", "0xh100x8"])
+def test_an_unknown_machine_is_refused_with_examples(name):
+    with pytest.raises(UserError, match="v5e-16, v5p-8"):
+        machines.machine(name)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e-16", "plan-tpu"), ("h100x8", "plan-gpu")])
+def test_without_its_compiler_a_line_says_what_to_install(name, extra, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", quick.__file__, "--on", name])
+    assert stop.value.code == 2
+    assert f"pip install 'jaxrl-llm[{extra}]'" in capsys.readouterr().err
+
+
+def test_published_models_are_known_by_name():
+    for name, layers in (("Qwen/Qwen2.5-3B-Instruct", 36), ("Qwen2.5-7B", 28)):
+        assert plans.shape_of(replace(quick.config(), model=Pretrained(name))).num_layers == layers
+
+
+def test_jax_takes_as_much_of_a_gpu_as_a_plan_counts_on(monkeypatch):
+    """Unless the environment says how much; JAX refuses both of its names at a time."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    for given in ((), *((name,) for name in names)):
+        for name in names:
+            monkeypatch.setenv(name, "0.5" if name in given else "")
+        assert machines.share_of_a_gpu() == (0.5 if given else 0.94)
+        machines.take_gpu_memory()
+        assert os.environ[names[0]] == ("" if names[1] in given else "0.5" if given else "0.94")
+        assert os.environ[names[1]] == ("0.5" if names[1] in given else "")
+
+
+# The search.
+
+
+@pytest.mark.parametrize("devices", [3, 6, 8, 24])
+def test_layouts_divide_evenly_where_any_does(devices):
+    """Where none does, the collator fills rows up."""
+    config, machine = quick.config(), replace(TOY, devices=tuple(range(devices)))
+    layouts = search.candidates(config, config.model.shape, machine)
+    assert layouts
+    rows = config.prompts * config.group_size // config.collate.minibatches
+    for layout in layouts:
+        assert layout.tensor * layout.fsdp * layout.data == devices
+        assert config.model.shape.num_heads % layout.tensor == 0
+        assert devices != 8 or rows % (layout.microbatches * layout.fsdp * layout.data) == 0
+        assert layout.of(config).mesh == Mesh(layout.data, layout.fsdp, layout.tensor)
+
+
+def test_weights_that_are_gathered_over_the_network_take_longer():
+    config = quick.config()
+    shape, micro = config.model.shape, config.collate.microbatches
+    within = search.Layout(1, 4, 2, micro, True)
+    across = search.Layout(1, 8, 1, micro, True)
+    offloaded = search.Layout(1, 4, 2, micro, True, "both")
+    assert offloaded.of(config).offload == "both"
+    times = [search.estimate(x, config, shape, TOY) for x in (within, offloaded, across)]
+    assert times[2] > 5 * times[0] < 5 * times[1]
+
+
+def test_the_search_takes_the_fastest_that_fits_with_all_its_programs(monkeypatch):
+    config, said, whole = quick.config(), [], []
+    program = plans.Compiled("decode", 2, 0, 0, [], {}, 0, 0.0, NOTHING)
+
+    def planned(config, machine, *, tokens, only=()):
+        if not only:
+            whole.append(config.mesh.tensor)
+        fits = config.mesh.tensor == 2 and (only or len(whole) == 2)
+        return plans.Plan("toy", vars(config.mesh), 8, 2 if fits else 1, {}, [program])
+
+    monkeypatch.setattr(search, "plan", planned)
+    assert search.fastest(config, TOY, 0, said.append).mesh["tensor"] == 2
+    assert whole == [2, 2]
+    assert ["tensor 2" in line for line in said] == [False] * (len(said) - 4) + [True] * 4
+    monkeypatch.setattr(plans.Plan, "fits", False)
+    with pytest.raises(UserError, match="layouts of this config fits on toy"):
+        search.fastest(config, TOY, 0, said.append)
+    with pytest.raises(UserError, match="name the machine with --on"):  # which has a data sheet
+        search.fastest(config, machines.machine("here"), 0, said.append)
