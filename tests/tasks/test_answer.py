@@ -139,6 +139,7 @@ RIGHT = (
     (r"\{\}", r"\emptyset"),
     (r"\frac16", r"0.1\bar{6}"),
     (r"0.\bar3", r"\frac13"),
+    (r"\text{Yes}", "yes"),
     (r"I(0)e^{-t/\tau}", r"e^{-t/\tau}I(0)"),
     (r"2N\pi", r"N\cdot 2\pi"),
 )
@@ -221,6 +222,7 @@ WRONG = (
     ("3", r"\frac{6}{2}"),
     (r"\ln 2", r"\ln 8-\ln 4"),
     (r"\text{even}", "not even"),
+    (r"\text{east}", "seat"),
     ("-5", "5"),
     (r"8:34 \text{ p.m.}", r"8:34 \text{ a.m.}"),
     (r"8\sqrt2", r"\sqrt{50}+\sqrt{18}"),

@@ -9,43 +9,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp".split()  # noqa: SIM905
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp"
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega"
 )
-GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Sigma",
-        "Phi",
-        "Psi",
-        "Omega",
-    ]
-)
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+GREEK = frozenset(_GREEK.split())
 CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
 _COMMANDS = FUNCTIONS | GREEK | {"pi", "infty", "frac", "sqrt", "binom", "lfloor", "lceil"}
 _ARITHMETIC = frozenset({"number", "scientific", "negative", "sum", "product", "quotient", "power"})

@@ -1,8 +1,8 @@
 r"""Whether an answer is the truth: both are spelled alike, read as a form, and compared part by part.
 
-A form is a list, a tuple or interval, a matrix, a relation, a word, or a single expression with a unit. Expressions are
-compared as exact fractions where they are numbers, else by `engine`, which may be slow. An answer must be worked out
-as far as the truth, so `\sum_{k=1}^{10} k` is not 55.
+A form is a list, a tuple or interval, a matrix, a relation, a word, or a single expression with a unit.
+Expressions are compared as exact fractions where they are numbers, else by `engine`, which may be slow. An
+answer must be worked out as far as the truth, so `2+3` is not 5.
 """
 
 # ruff: noqa: RUF001 (signs of mathematics that look like letters are what is replaced here)
@@ -76,7 +76,8 @@ _EULER_OR_TEN = re.compile(r"(?<![\w.])(\d+)[eE]([+-]\d{1,3})(?![\w.^!])")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
-_LABEL = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|\\text\s*\{{[^{{}}=+*/^\\-][^{{}}=+*/^\\]*\}}"
+_PHRASE = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # that computes nothing
+_LABEL = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|{_PHRASE}"
 _NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LABEL})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
 _NAMES = re.compile(
     rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)"
@@ -86,10 +87,8 @@ _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
 _BASED = re.compile(
     r"\(?\s*(\d[0-9A-Fa-f]*|[A-F][0-9A-F]+)\s*\)?_\s*(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d))"
 )
-_BASES = {
-    word: str(n)
-    for n, word in enumerate(["two", "three", "four", "five", "six", "seven", "eight", "nine"], 2)
-}
+_DIGITS = "two three four five six seven eight nine"
+_BASES = {word: str(n) for n, word in enumerate(_DIGITS.split(), 2)}
 _MATRIX = re.compile(
     r"\\begin\s*\{([pb](?:small)?)matrix\}(.*)\\end\s*\{\1matrix\}|"
     r"[(\[]\s*\\begin\s*\{array\}\s*\{[lcr ]*\}(.*)\\end\s*\{array\}\s*[)\]]"
@@ -103,33 +102,13 @@ _UNIT = re.compile(
     r"(.+?)\s*((?:\\text\s*\{(?:[^{}]|\{[^{}]*\})*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?\s*(?:/|\\cdot)?\s*)+)"
 )
 _BARE_UNIT = re.compile(r"(.*[\d)}])\s*([A-Za-z]{2,}(?:\^\{?[23]\}?)?)")
-_BARE = frozenset(
-    [
-        "cm",
-        "mm",
-        "km",
-        "in",
-        "ft",
-        "mi",
-        "kg",
-        "inches",
-        "feet",
-        "meters",
-        "miles",
-        "students",
-        "units",
-        "degrees",
-        "pm",
-        "am",
-        "cents",
-    ]
-)
+_WITHOUT_TEXT = "cm mm km in ft mi kg inches feet meters miles students units degrees am pm cents"
+_BARE = frozenset(_WITHOUT_TEXT.split())
 _SCALES = {
-    "dozen": 12, "hundred": 100, "thousand": 10**3, "M": 10**6, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "M": 10**6, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12,
 }  # fmt: skip
-_SYMBOLS = frozenset(
-    ["m", "s", "g", "h", "l", "N", "J", "W", "V", "A", "C", "F", "T", "K", "L"]
-)  # units of one letter; others may be variables
+_SYMBOLS = frozenset("msghlNJWVACFTKL")  # units of one letter; other letters may be variables
 _SYNONYMS = (  # of units, as they are told apart
     (r"sq(?:uare)? (\w+)", r"\1^2"), (r"cu(?:bic)? (\w+)", r"\1^3"), (r"\binch(es)?\b", "in"),
     (r"\b(feet|foot)\b", "ft"), (r"centimet(er|re)s?\b", "cm"), (r"millimet(er|re)s?\b", "mm"),
@@ -142,11 +121,13 @@ _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six
     seven eight nine ten mil mille lakh crore doz permille ppm fold twofold threefold tenfold hundredfold
     thousandfold millionfold negative opposite inverse reciprocal plus minus times over by divided squared cubed
-    factorial mod modulo root power to percent choose binary octal not no non never nor neither but
+    factorial mod modulo root power to percent choose binary octal not no non never or and nor either neither but
     except unless if is are was wrong false incorrect about approximately roughly almost nearly around less more
     fewer greater least most than under above below between through repeating isn neg
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
+_DENIED = "not no non never nor neither wrong false incorrect except unless neg isn minus half"
+_DENIALS = frozenset(_DENIED.split())  # in a name they say that what follows is not it
 
 
 @dataclass(frozen=True)
@@ -329,7 +310,7 @@ def _relation(text: str, depth: int) -> Form | None:
         return None
     if len(sides) == 3 and sides[1] == "=" and _NAMES.fullmatch(sides[0]):
         right = _read(sides[2], depth)
-        if right.name or _NO_UNITS & {*re.findall("[a-z]+", sides[0])}:
+        if right.name or _DENIALS & {*re.findall("[a-z]+", sides[0])}:
             raise UnreadableError("what it is not, or a name for what has one")
         return replace(right, name=re.sub(r"[\s{}]", "", sides[0]))
     signs = {*sides[1::2]}
