@@ -7,9 +7,10 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 from jaxrl_llm.tasks.math import grade, worker
-from jaxrl_llm.tasks.math.expression import parse
+from jaxrl_llm.tasks.math.expression import Node, parse
 from tests.tasks import adversary, notations, test_answer
 from tests.tasks.tricks import wrong_math
 
@@ -49,17 +50,39 @@ def cases(made: int) -> list[Case]:
     for _, problem, text in wrong_math(made, 0):
         out.append(("made up", problem.truths[0], text, problem.question, False))
     out += [("tables", t, a, "", True) for t, a in test_answer.RIGHT + notations.RIGHT]
-    return out + [("tables", t, a, "", False) for t, a in test_answer.WRONG + notations.WRONG]
+    out += [("tables", t, a, "", False) for t, a in test_answer.WRONG + notations.WRONG]
+    return out + [
+        ("questions", t, a, q, v is worker.Verdict.EQUAL) for q, t, a, v in test_answer.QUESTIONS
+    ]
+
+
+def apart(same: Callable[..., bool]) -> bool | None:
+    """What it returns within two seconds of CPU time, in a process of its own; None if it took longer."""
+    own, worker.same = worker.same, same
+    try:
+        reply = worker.judge("", "", "", 2.0)
+    finally:
+        worker.same = own
+    return {"equal": True, "different": False}.get(reply)
+
+
+@cache
+def algebra(truth: Node, answer: Node) -> bool | None:
+    return apart(lambda *_: worker.equivalent(truth, answer))
 
 
 def verdict(case: Case) -> bool | None:
     """By the grader as it is now; None if it took too long."""
     _, truth, answer, question, _ = case
-    try:
-        return grade.same(truth, answer, question, worker._no_algebra)
-    except worker._AlgebraNeededError:
-        reply = worker.judge(truth, answer, question, 2.0)
-        return {"equal": True, "different": False}.get(reply)
+    unknown: list[Node] = []
+
+    def engine(true: Node, given: Node) -> bool:
+        found = algebra(true, given)
+        unknown.extend([given] if found is None else [])
+        return bool(found)
+
+    equal = grade.same(truth, answer, question, engine)
+    return None if unknown and not equal else equal
 
 
 def plain(case: Case) -> bool | None:
@@ -67,19 +90,11 @@ def plain(case: Case) -> bool | None:
     from math_verify import parse as read
     from math_verify import verify
 
-    same = lambda true, given, *_: bool(
-        verify(
-            read(rf"\boxed{{{true}}}", parsing_timeout=0),
-            read(rf"\boxed{{{given}}}", parsing_timeout=0),
-            timeout_seconds=0,
-        )
-    )
-    own, worker.same = worker.same, same
-    try:
-        reply = worker.judge(*case[1:4], 2.0)
-    finally:
-        worker.same = own
-    return {"equal": True, "different": False}.get(reply)
+    def same(*_: object) -> bool:
+        true, given = (read(rf"\boxed{{{text}}}", parsing_timeout=0) for text in case[1:3])
+        return bool(verify(true, given, timeout_seconds=0))
+
+    return apart(same)
 
 
 def graded(found: list[Case], judge: Callable[[Case], bool | None]) -> list[bool | None]:

@@ -266,6 +266,47 @@ WRONG = (
     ("Q+1", "1"),
     ("O+1", "1"),
 )
+QUESTIONS = (
+    ("What percent of them are red?", "50", r"50\%", Verdict.EQUAL),
+    ("By how many \\% does it rise?", "50", r"50\%", Verdict.EQUAL),
+    ("Expand $(x+1)^2$.", "x^2+2x+1", "(1+x)^2", Verdict.DIFFERENT),
+    ("Expand $(x+1)^2$.", "x^2+2x+1", "1+2x+x^2", Verdict.EQUAL),
+    (r"Factor \(ab+5b+2a+10\).", "(a+5)(b+2)", "10+2a+5b+ab", Verdict.DIFFERENT),
+    ("Let $f(x)=(x+1)^2$. Expand.", "x^2+2x+1", "f(x)=(x+1)^2", Verdict.DIFFERENT),
+    ("Expand $(x+1)^2$.", "x^2+2x+1", "(x+1)^2+0", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"1\sqrt{242}", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\frac{2\sqrt{242}}{2}", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\frac{\sqrt{242}}{1}", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"-(-\sqrt{242})", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\sqrt{242}^1", Verdict.DIFFERENT),
+    (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\sqrt{2}\cdot 11", Verdict.EQUAL),
+    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "1(ab+5b+2a+10)", Verdict.DIFFERENT),
+    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "-(-(ab+5b+2a+10))", Verdict.DIFFERENT),
+    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "b(a+5)+2a+10", Verdict.DIFFERENT),
+    ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(-a-5)(-b-2)", Verdict.EQUAL),
+    (
+        "Factor $30x^3-8x^2+20x$ completely.",
+        "2x(15x^2-4x+10)",
+        "2(15x^3-4x^2+10x)",
+        Verdict.DIFFERENT,
+    ),
+    (
+        r"Find $\frac{-3+4i}{1+2i}$ and 3.",
+        "(1+2i,3)",
+        r"(\frac{-3+4i}{1+2i},3)",
+        Verdict.DIFFERENT,
+    ),
+    ("What is $10^3$?", "1000", "10^{3}", Verdict.DIFFERENT),
+    (r"Write $5\times10^3$ in full.", "5000", r"5\times10^3", Verdict.DIFFERENT),
+    (r"Which is larger, $\sqrt8$ or 2?", r"2\sqrt2", r"\sqrt8", Verdict.DIFFERENT),
+    (r"Which is larger, $\sqrt8$ or 2?", r"\sqrt8", r"1\cdot\sqrt8", Verdict.EQUAL),
+    (
+        r"Is $\frac{1}{2}$ more than $0.4$? Say the larger.",
+        r"\frac{1}{2}",
+        "1/2",
+        Verdict.EQUAL,
+    ),
+)
 
 
 @pytest.mark.parametrize(("truth", "answer"), RIGHT + notations.RIGHT)
@@ -278,50 +319,7 @@ def test_other_values_and_what_is_left_to_compute_are_wrong(checker, truth, answ
     assert checker.check(truth, answer) is Verdict.DIFFERENT
 
 
-@pytest.mark.parametrize(
-    ("question", "truth", "answer", "verdict"),
-    [
-        ("What percent of them are red?", "50", r"50\%", Verdict.EQUAL),
-        ("By how many \\% does it rise?", "50", r"50\%", Verdict.EQUAL),
-        ("Expand $(x+1)^2$.", "x^2+2x+1", "(1+x)^2", Verdict.DIFFERENT),
-        ("Expand $(x+1)^2$.", "x^2+2x+1", "1+2x+x^2", Verdict.EQUAL),
-        (r"Factor \(ab+5b+2a+10\).", "(a+5)(b+2)", "10+2a+5b+ab", Verdict.DIFFERENT),
-        ("Let $f(x)=(x+1)^2$. Expand.", "x^2+2x+1", "f(x)=(x+1)^2", Verdict.DIFFERENT),
-        ("Expand $(x+1)^2$.", "x^2+2x+1", "(x+1)^2+0", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"1\sqrt{242}", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\frac{2\sqrt{242}}{2}", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\frac{\sqrt{242}}{1}", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"-(-\sqrt{242})", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\sqrt{242}^1", Verdict.DIFFERENT),
-        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\sqrt{2}\cdot 11", Verdict.EQUAL),
-        ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "1(ab+5b+2a+10)", Verdict.DIFFERENT),
-        ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "-(-(ab+5b+2a+10))", Verdict.DIFFERENT),
-        ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "b(a+5)+2a+10", Verdict.DIFFERENT),
-        ("Factor $ab+5b+2a+10$.", "(a+5)(b+2)", "(-a-5)(-b-2)", Verdict.EQUAL),
-        (
-            "Factor $30x^3-8x^2+20x$ completely.",
-            "2x(15x^2-4x+10)",
-            "2(15x^3-4x^2+10x)",
-            Verdict.DIFFERENT,
-        ),
-        (
-            r"Find $\frac{-3+4i}{1+2i}$ and 3.",
-            "(1+2i,3)",
-            r"(\frac{-3+4i}{1+2i},3)",
-            Verdict.DIFFERENT,
-        ),
-        ("What is $10^3$?", "1000", "10^{3}", Verdict.DIFFERENT),
-        (r"Write $5\times10^3$ in full.", "5000", r"5\times10^3", Verdict.DIFFERENT),
-        (r"Which is larger, $\sqrt8$ or 2?", r"2\sqrt2", r"\sqrt8", Verdict.DIFFERENT),
-        (r"Which is larger, $\sqrt8$ or 2?", r"\sqrt8", r"1\cdot\sqrt8", Verdict.EQUAL),
-        (
-            r"Is $\frac{1}{2}$ more than $0.4$? Say the larger.",
-            r"\frac{1}{2}",
-            "1/2",
-            Verdict.EQUAL,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("question", "truth", "answer", "verdict"), QUESTIONS)
 def test_what_the_question_gives_is_no_answer(checker, question, truth, answer, verdict):
     assert checker.check(truth, answer, question) is verdict
 

@@ -67,7 +67,7 @@ def test_prompt_holds_the_question_and_opens_the_thought(task):
 
 
 def test_a_comparison_that_hangs_is_left_unchecked_and_harms_no_other(caplog):
-    hard = Problem("?", ("(x+1)^{99}",))
+    hard = Problem("?", ("(x+1)^{98}(x+2)",))
     answer = r"</think> \boxed{(x+1)^{98}(x+1.5)}"
     with AnswerChecker(workers=1, seconds=0.02) as checker:
         reward = MathTask([hard], [hard], checker).reward(hard, answer)
