@@ -104,8 +104,9 @@ def test_unreadable_data_is_a_one_line_error(tmp_path, monkeypatch):
             from_file(path)
     with pytest.raises(UserError, match="cannot read"):
         from_file(tmp_path / "missing.jsonl")
+    (tmp_path / "p.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="cannot read"):
-        from_file(path)
+        from_file(tmp_path / "p.parquet")
     with pytest.raises(UserError, match="ends in none of"):
         from_file(tmp_path / "p.py")
 
