@@ -27,10 +27,9 @@ from jaxrl_llm.objectives import Objective, advantages, factors, kl, losses, par
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import builders
-from jaxrl_llm.tasks.math.check import AnswerChecker
-from jaxrl_llm.tasks.math.records import without
-from jaxrl_llm.tasks.math.suites import suite
+from jaxrl_llm.tasks.math.records import suite, without
 from jaxrl_llm.tasks.math.task import MathTask
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 
 STEPS = {"dsr_uniform": 371, "orz": 440}  # epochs of what is left of 10,000 and 57,000 problems
 

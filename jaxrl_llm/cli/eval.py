@@ -12,8 +12,7 @@ from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.reports import tables
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.tasks.math import suites
-from jaxrl_llm.tasks.math.records import Problem, without
+from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
 from jaxrl_llm.training import folder as folders
@@ -21,7 +20,7 @@ from jaxrl_llm.training import terminal
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import DATA, Parts, askable
 
-Problems = dict[str, tuple[suites.Suite, list[Problem]]]
+Problems = dict[str, tuple[Suite, list[Problem]]]
 TEST = "test"  # what the run's own examples are called
 
 
@@ -98,9 +97,9 @@ def main(
         console.print(f"{unchecked} responses could not be checked, and count nowhere")
 
 
-def _suite(name: str, source: str) -> tuple[suites.Suite, list[Problem]]:
+def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:
     """A suite, and what there is in it."""
-    found = suites.suite(name)
+    found = suite(name)
     return found, found.load(source)
 
 
@@ -132,8 +131,8 @@ def _asked(
         raise UserError(
             f"--suite asks math problems in the way of the run's task, and that is {parts.task.name}"
         )
-    for name, (suite, there) in problems.items():
-        k = suite.samples if samples is None else samples
+    for name, (published, there) in problems.items():
+        k = published.samples if samples is None else samples
         yield name, Asked(askable(parts, there, config), k)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import reinforce, update
-from jaxrl_llm.models import generation, logprobs, qwen2, sharding
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models import logprobs, qwen2, sharding
+from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
@@ -116,7 +116,7 @@ class Step:
     def decoder(self) -> Any:
         """How the embedded engine generates."""
         definition, engine = self.policy.definition, self.engine
-        shared = engine.devices_a_copy or generation.devices_a_copy(
+        shared = engine.devices_a_copy or fewest_devices(
             definition, self.mesh, self.memory
         )
         return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)

@@ -20,7 +20,7 @@ from tests.runs.process import ROOT, finished
 CONFIG = """
 from dataclasses import replace
 from jaxrl_llm.config import Evaluation, Scratch
-from jaxrl_llm.tasks.math.check import AnswerChecker
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask
 from tests.runs.quick import SHAPE, config as quick

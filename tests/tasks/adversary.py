@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxrl_llm.tasks.math.check import AnswerChecker
 from jaxrl_llm.tasks.math.expression import UnreadableError, parse
-from jaxrl_llm.tasks.math.notation import split
-from jaxrl_llm.tasks.math.records import Problem, from_parquet, truths
+from jaxrl_llm.tasks.math.grade import split
+from jaxrl_llm.tasks.math.records import Problem, from_file, truths
 from jaxrl_llm.tasks.math.task import MathTask
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 from jaxrl_llm.tasks.task import Reward
 from tests.shared import reference
 from tests.tasks.tricks import Case, wrong_math, wrong_puzzles
@@ -109,7 +109,7 @@ def spoiled(truth: str) -> str:
 def published() -> list[Problem]:
     """MATH-500 and AIME, and printed lists like Minerva's."""
     files = ("math500", "aime_2021_2024")
-    problems = [p for f in files for p in from_parquet(reference("data", "math", f"{f}.parquet"))]
+    problems = [p for f in files for p in from_file(reference("data", "math", f"{f}.parquet"))]
     return problems + list(minerva_style(random.Random(7), 200))
 
 

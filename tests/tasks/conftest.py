@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import settings
 
-from jaxrl_llm.tasks.math.check import AnswerChecker
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 
 settings.register_profile("tasks", deadline=None)  # the machine may be busy
 settings.load_profile("tasks")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.tasks.math.check import AnswerChecker
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 from tests.tasks import adversary
 from tests.tasks.tricks import wrong_puzzles
 

@@ -9,9 +9,9 @@ import pytest
 from jaxrl_llm.tasks.knights_knaves import english as kk_english
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
 from jaxrl_llm.tasks.knights_knaves.task import english
-from jaxrl_llm.tasks.math.check import AnswerChecker
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask
+from jaxrl_llm.tasks.math.worker import AnswerChecker
 
 ANSWERS = (
     r"\frac{1}{2}",

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.math.check import AnswerChecker, Verdict
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask, boxed_answer
+from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
 from jaxrl_llm.tasks.task import score_responses
 
 PROBLEM = Problem("What is one half?", (r"\frac{1}{2}",))
@@ -67,7 +67,7 @@ def test_prompt_holds_the_question_and_opens_the_thought(task):
 
 
 def test_a_comparison_that_hangs_is_left_unchecked_and_harms_no_other(caplog):
-    hard = Problem("?", ("(x+1)^{99}",))
+    hard = Problem("?", ("(x+1)^{98}(x+2)",))
     answer = r"</think> \boxed{(x+1)^{98}(x+1.5)}"
     with AnswerChecker(workers=1, seconds=0.02) as checker:
         reward = MathTask([hard], [hard], checker).reward(hard, answer)
@@ -80,7 +80,7 @@ ALGEBRA = (r"\sqrt{8}", r"2\sqrt{2}")  # a pair that numbers and notation alone 
 
 
 def test_a_worker_that_dies_or_stops_is_replaced_and_asked_again(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.tasks.math.check._WALL", 2)
+    monkeypatch.setattr("jaxrl_llm.tasks.math.worker._WALL", 2)
     with AnswerChecker(workers=1, seconds=0.5) as pool:
         for fatal in (signal.SIGKILL, signal.SIGSTOP):
             (process,) = pool._processes
@@ -97,7 +97,7 @@ def test_without_any_worker_check_says_so_and_a_later_one_starts_it_again(monkey
         (process,) = pool._processes
         os.kill(process.pid, signal.SIGKILL)
         with monkeypatch.context() as broken:
-            broken.setattr("jaxrl_llm.tasks.math.check.sys.executable", "/no/python")
+            broken.setattr("jaxrl_llm.tasks.math.worker.sys.executable", "/no/python")
             for _ in range(2):
                 with pytest.raises(UserError, match="cannot be started"):
                     pool.check(*ALGEBRA)

@@ -7,19 +7,17 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.math import suites
-from jaxrl_llm.tasks.math.check import Verdict
+from jaxrl_llm.tasks.math import records
 from jaxrl_llm.tasks.math.records import (
+    SUITES,
     Problem,
     from_file,
     from_hub,
-    from_jsonl,
-    from_parquet,
+    suite,
     truths,
     without,
 )
-from jaxrl_llm.tasks.math.suites import SUITES
-from jaxrl_llm.tasks.math.suites import suite as suite_named
+from jaxrl_llm.tasks.math.worker import Verdict
 from tests.shared import reference
 
 CHAT_ROW = {
@@ -38,8 +36,8 @@ def test_rows_of_both_shapes_are_read_from_every_format(tmp_path, monkeypatch, r
     (tmp_path / "data").mkdir()
     shutil.copy(tmp_path / "p.parquet", tmp_path / "data" / "train-00000-of-00001.parquet")
     expected = [Problem("q", ("7",))] * 2
-    assert from_jsonl(tmp_path / "p.jsonl") == expected
-    assert from_parquet(tmp_path / "p.parquet") == expected
+    assert from_file(tmp_path / "p.jsonl") == expected
+    assert from_file(tmp_path / "p.parquet") == expected
     assert from_hub("us/math", "train") == expected
 
 
@@ -63,33 +61,33 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
     row = {"problem": "a\u2028b\x85c", "answer": "7"}
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", newline="")
-    assert from_jsonl(path) == [Problem("a\u2028b\x85c", ("7",))]
+    assert from_file(path) == [Problem("a\u2028b\x85c", ("7",))]
 
 
 def test_a_question_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"problem": {"text": "q"}, "answer": "7"}))
     with pytest.raises(UserError, match="a question is a text or a chat"):
-        from_jsonl(path)
+        from_file(path)
 
 
 def test_an_answer_of_several_parts_needs_them_all(tmp_path):
     path = tmp_path / "p.jsonl"
     row = {"question": "q", "final_answer": ["2", "-1"]}
     path.write_text(json.dumps({**row, "is_multiple_answer": True}) + "\n" + json.dumps(row))
-    assert [p.truths for p in from_jsonl(path)] == [("2, -1",), ("2", "-1")]
+    assert [p.truths for p in from_file(path)] == [("2, -1",), ("2", "-1")]
 
 
 def test_a_hub_name_may_have_dots(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(suites, "from_hub", lambda *name: asked.append(name))
-    suite_named("amc").load("org/data-v1.5")
+    monkeypatch.setattr(records, "from_hub", lambda *name: asked.append(name))
+    suite("amc").load("org/data-v1.5")
     assert asked == [("org/data-v1.5", "test")]
 
 
 def test_other_columns_are_read_by_a_function(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"Q": "q", "A": 7}\n')
-    read = from_jsonl(tmp_path / "p.jsonl", lambda row: Problem(row["Q"], (str(row["A"]),)))
+    read = from_file(tmp_path / "p.jsonl", lambda row: Problem(row["Q"], (str(row["A"]),)))
     assert read == [Problem("q", ("7",))]
 
 
@@ -103,11 +101,12 @@ def test_unreadable_data_is_a_one_line_error(tmp_path, monkeypatch):
     ]:
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            from_jsonl(path)
+            from_file(path)
     with pytest.raises(UserError, match="cannot read"):
-        from_jsonl(tmp_path / "missing.jsonl")
+        from_file(tmp_path / "missing.jsonl")
+    (tmp_path / "p.parquet").write_text("no parquet")
     with pytest.raises(UserError, match="cannot read"):
-        from_parquet(path)
+        from_file(tmp_path / "p.parquet")
     with pytest.raises(UserError, match="ends in none of"):
         from_file(tmp_path / "p.py")
 
@@ -146,7 +145,7 @@ def test_a_stored_truth_is_one_or_a_printed_list_of_several(stored, expected):
 def test_a_row_without_a_truth_is_an_error(tmp_path, stored):
     (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "q", "answer": stored}))
     with pytest.raises(UserError, match=r"row 0 .*at least one truth"):
-        from_jsonl(tmp_path / "p.jsonl")
+        from_file(tmp_path / "p.jsonl")
 
 
 def test_truths_that_are_one_text_are_an_error():
@@ -156,13 +155,13 @@ def test_truths_that_are_one_text_are_an_error():
 
 def test_every_suite_reads_a_local_file_and_knows_its_samples(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"question": "q", "final_answer": ["1", "2"]}))
-    for suite in SUITES.values():
-        assert suite.load(tmp_path / "p.jsonl") == [Problem("q", ("1", "2"))]
+    for published in SUITES.values():
+        assert published.load(tmp_path / "p.jsonl") == [Problem("q", ("1", "2"))]
     assert {s.name: s.samples for s in SUITES.values() if s.samples} == {"amc": 16, "aime24": 16}
     with pytest.raises(UserError, match="needs a file: parquet"):
-        suite_named("orz").load()
+        suite("orz").load()
     with pytest.raises(UserError, match="no math suite 'mth': there are math500"):
-        suite_named("mth")
+        suite("mth")
 
 
 def test_held_out_questions_are_left_out_of_training():
@@ -192,7 +191,7 @@ def test_held_out_questions_are_known_with_any_instruction(asked):
 def test_what_is_no_answer_is_refused(answer, tmp_path):
     (tmp_path / "p.jsonl").write_text(f'{{"problem": "q", "answer": {answer}}}\n')
     with pytest.raises(UserError, match="row 0"):
-        from_jsonl(tmp_path / "p.jsonl")
+        from_file(tmp_path / "p.jsonl")
 
 
 def test_a_chat_of_parts_is_no_question(tmp_path):
@@ -200,12 +199,12 @@ def test_a_chat_of_parts_is_no_question(tmp_path):
            "reward_model": {"ground_truth": "1"}}  # fmt: skip
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="a question is a text"):
-        from_jsonl(tmp_path / "p.jsonl")
+        from_file(tmp_path / "p.jsonl")
 
 
 def test_published_problems_are_read_and_can_be_kept_apart():
     names = ("dsr_uniform_train", "math500", "aime_2021_2024")
-    train, math500, aime = (from_parquet(reference("data", "math", f"{n}.parquet")) for n in names)
+    train, math500, aime = (from_file(reference("data", "math", f"{n}.parquet")) for n in names)
     assert (len(train), len(math500), len(aime)) == (10_000, 500, 103)
     assert all(problem.question and problem.truths for problem in [*train, *math500, *aime])
     kept = set(without(train, [*math500, *aime]))
@@ -217,5 +216,5 @@ def test_published_problems_are_read_and_can_be_kept_apart():
 
 
 def test_published_answers_in_their_own_words_are_equal(checker):
-    for problem in from_parquet(reference("data", "math", "math500.parquet")):
+    for problem in from_file(reference("data", "math", "math500.parquet")):
         assert checker.check(problem.truths[0], f" {problem.truths[0]} ") is Verdict.EQUAL

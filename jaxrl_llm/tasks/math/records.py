@@ -1,9 +1,9 @@
-"""Math problems from parquet, JSONL, JSON and the Hugging Face hub."""
+"""Math problems from parquet, JSONL, JSON and the Hugging Face hub; the published ones by name."""
 
 import json
 import re
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,43 +105,53 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
     raise KeyError(f"none of {', '.join(columns)}")
 
 
-def from_parquet(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a parquet file."""
+def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
+    """The problems of a parquet, JSONL (an object a line) or JSON (one list) file, told by its name."""
+    reader = _READERS.get(Path(path).suffix)
+    if reader is None:
+        raise UserError(f"cannot read {path}: its name ends in none of {', '.join(_READERS)}")
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {path} as parquet: {error}") from error
-    return _converted(rows, convert, str(path))
+        rows = reader(Path(path))
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    problems = []
+    for number, row in enumerate(rows):
+        try:
+            problems.append(convert(row))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            columns = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+            raise UserError(
+                f"{path}, row {number} ({columns}): no problem found: {error}"
+            ) from error
+    if not problems:
+        raise UserError(f"{path} holds no problems")
+    return problems
 
 
-def from_jsonl(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a file with one JSON object a line."""
-    rows = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not JSON: {error}") from error
-    return _converted(rows, convert, str(path))
+def _json_lines(path: Path) -> list[Row]:
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 ends no line
+    return [_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
-def from_json(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a file with one JSON list."""
-    try:
-        rows = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
+def _json_list(path: Path) -> list[Row]:
+    rows = _json(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(rows, list):
         raise UserError(f"{path} holds a {type(rows).__name__}, not a list of problems")
-    return _converted(rows, convert, str(path))
+    return rows
 
 
-def _text(path: str | Path) -> str:
+def _json(text: str, where: str) -> Any:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path], list[Row]]] = {
+    ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
+    ".jsonl": _json_lines,
+    ".json": _json_list,
+}
 
 
 def from_hub(
@@ -159,46 +169,12 @@ def from_hub(
         reason = first_line(error)
         raise UserError(f"cannot download the data set {name!r}: {reason}") from error
     files = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in _READERS]
-    chosen = [path for path in files if _of_split(path.relative_to(folder), split)]
+    names = {path: str(path.relative_to(folder)) for path in files}
+    chosen = [path for path, name in names.items() if split in re.split(r"[^A-Za-z0-9]+", name)]
     if not chosen:
-        found = ", ".join(str(path.relative_to(folder)) for path in files) or "none at all"
+        found = ", ".join(names.values()) or "none at all"
         raise UserError(f"the data set {name!r} has no files of the split {split!r}: {found}")
     return [problem for path in chosen for problem in from_file(path, convert)]
-
-
-def _of_split(path: Path, split: str) -> bool:
-    return split in re.split(r"[^A-Za-z0-9]+", str(path))
-
-
-def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a parquet, JSONL or JSON file, told by its name."""
-    reader = _READERS.get(Path(path).suffix)
-    if reader is None:
-        raise UserError(f"cannot read {path}: its name ends in none of {', '.join(_READERS)}")
-    return reader(path, convert)
-
-
-_READERS = {".parquet": from_parquet, ".jsonl": from_jsonl, ".json": from_json}
-
-
-def is_file(source: str | Path) -> bool:
-    """Whether problems come from a file here, and not by a hub name, which may have dots too."""
-    return Path(source).suffix in _READERS or Path(source).is_file()
-
-
-def _converted(rows: Iterable[Row], convert: Callable[[Row], Problem], where: str) -> list[Problem]:
-    problems = []
-    for number, row in enumerate(rows):
-        try:
-            problems.append(convert(row))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            columns = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
-            raise UserError(
-                f"{where}, row {number} ({columns}): no problem found: {error}"
-            ) from error
-    if not problems:
-        raise UserError(f"{where} holds no problems")
-    return problems
 
 
 def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Problem]:
@@ -225,3 +201,45 @@ def _folded(question: str) -> str:
     """What two copies of a question share: no notation, no case, nothing after the published instruction."""
     asked = question.partition(_INSTRUCTION)[0]
     return "".join(filter(str.isalnum, asked.casefold()))
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Problems of a data set: answered greedily, and `samples` times each (avg@k, pass@k) where they are few.
+
+    Those to train on have no home on the hub in a form that is read here: they come from a local file.
+    """
+
+    name: str
+    hub: str = ""
+    split: str = "test"
+    samples: int = 0
+
+    def load(self, source: str | Path = "") -> list[Problem]:
+        """The problems from a local parquet, JSONL or JSON file, or a hub name; by default the suite's own."""
+        if not source and not self.hub:
+            raise UserError(f"the math suite {self.name} needs a file: parquet, JSONL or JSON")
+        if (
+            Path(source).suffix in _READERS or Path(source).is_file()
+        ):  # a hub name may have dots too
+            return from_file(source)
+        return from_hub(str(source or self.hub), self.split)
+
+
+_ALL = (
+    Suite("math500", "HuggingFaceH4/MATH-500"),
+    Suite("minerva", "math-ai/minervamath"),
+    Suite("olympiad", "math-ai/olympiadbench"),
+    Suite("amc", "math-ai/amc23", samples=16),
+    Suite("aime24", "HuggingFaceH4/aime_2024", split="train", samples=16),
+    Suite("dsr_uniform", split="train"),
+    Suite("orz", split="train"),
+)
+SUITES = {suite.name: suite for suite in _ALL}
+
+
+def suite(name: str) -> Suite:
+    """The suite of that name."""
+    if name not in SUITES:
+        raise UserError(f"no math suite {name!r}: there are {', '.join(SUITES)}")
+    return SUITES[name]

@@ -1,0 +1,482 @@
+r"""Whether an answer is the truth: both are spelled alike, read as a form, and compared part by part.
+
+A form is a list, a tuple or interval, a matrix, a relation, a word, or a single expression with a unit.
+Expressions are compared as exact fractions where they are numbers, else by `engine`, which may be slow. An
+answer must be worked out as far as the truth, so `2+3` is not 5.
+"""
+
+# ruff: noqa: RUF001 (signs of mathematics that look like letters are what is replaced here)
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from jaxrl_llm.tasks.math.expression import (
+    CONSTANTS,
+    FUNCTIONS,
+    GREEK,
+    Node,
+    UnreadableError,
+    number,
+    parse,
+)
+
+Engine = Callable[[Node, Node], bool]
+
+_LONGEST = 2000  # characters of an answer
+_PARTS = 64  # of a list
+_DEPTH = 8  # of lists in lists
+_SIGNS = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "√": r"\sqrt ",
+    "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ",
+    "∈": r"\in ", "°": r"\degree ", "²": "^2", "³": "^3", "\u00a0": " ", "’": "'",
+})  # fmt: skip
+_END = "(?![A-Za-z])"  # of a command
+_SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\\[dtc]?(frac|binom){_END}", r"\\\1"),
+        (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
+        (r"\{\s*\\(?:rm|bf|it|sf)\s+([^{}]*)\}", r"\\text{\1}"),
+        (rf"\{{([^{{}}]*)\\over{_END}([^{{}}]*)\}}", r"\\frac{\1}{\2}"),
+        (r"\\(?:[mh]box|text[a-z]+|math(?:rm|bf|it|sf)|boldsymbol|bm|operatorname)(?=\s*\{)", r"\\text"),
+        (rf"\\text\s*\{{\s*({'|'.join(sorted(FUNCTIONS))})\s*\}}", r"\\\1 "),
+        (r"_\s*\{\s*\\text\s*\{\s*(?:base\s*)?(\w*)\s*\}\s*(\d*)\s*\}", r"_{\1\2}"),
+        (r"\\text\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)", r"\1"),
+        (rf"\\text\s*\{{\s*([:,])\s*\}}|\{{(:)\}}|\\colon{_END}", lambda m: m[1] or ":"),
+        (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits){_END}", ""),
+        (rf"\\[lr]?vert{_END}", "|"),
+        (r"(?<=\d)(?:\{,\}|,\\!\s?|\\,)(?=\d{3}(?!\d))", ""),
+        (rf"\\(?:emptyset|varnothing){_END}", r"\\{\\}"),
+        (r"(?<=\.)(\d*)\\(?:bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\1\\overline{\2\3}"),
+        (r"(?<!\\)\\!", ""),
+        (rf"(?<!\\)\\[,;: ]|\\q?quad{_END}|~", " "),
+        (r"(?<![A-Za-z])([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
+        (r"(?<=\d)\s*\^\s*\{?\s*(\\text\s*\{\s*(?:th|st|nd|rd)\s*\})\s*\}?", r"\1"),
+        (rf"\^\s*(?:\{{\s*\\(?:circ|degree)\s*\}}|\\(?:circ|degree){_END})", r"\\degree "),
+        (r"\\degree\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))\s*$", r"\\text{degree\1\2}"),
+        (r"\\mu\s*\\text\s*\{\s*(?=[a-z])", r"\\text{u"),
+        (r"(?<=[\d}])\s*\\Omega\s*$", r"\\text{ ohm}"),
+        (r"\\mathbb\s*\{\s*R\s*\}", r"(-\\infty,\\infty)"),
+        (rf"\\(?:leqslant|leq|le){_END}", "≤"),
+        (rf"\\(?:geqslant|geq|ge){_END}", "≥"),
+        (rf"\\(?:neq|ne){_END}|\\not\s*=", "≠"),
+        (rf"\\lt{_END}", "<"),
+        (rf"\\gt{_END}", ">"),
+        (r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|cot|ln|log|infty)(?![A-Za-z])", r"\\\1 "),
+        (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ","),
+        (r"\\?%|\\text\s*\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s(?:percent|pct)(?![A-Za-z])", r"\\%"),
+    )
+]  # fmt: skip
+_ROUNDED = re.compile(r"([^=]*\d[^=]*)\\approx ?-?\d+(?:\.\d+)?(?: ?\\text ?\{[^{}]*\})? ?")
+_THOUSANDS = re.compile(r"(?:[^,]*=)?[^,=\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d].*)?")
+_PAIRS = re.compile(r"\d{1,3}(,[1-9]\d{2})+")
+_EULER_OR_TEN = re.compile(r"(?<![\w.])(\d+)[eE]([+-]\d{1,3})(?![\w.^!])")
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
+_PHRASE = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # that computes nothing
+_LABEL = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|{_PHRASE}"
+_NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LABEL})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
+_NAMES = re.compile(
+    rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)"
+    r"|\|\s*[A-Z]{2}\s*\||\\overline\s*\{\s*[A-Z]{2}\s*\}|\[[A-Z]{3,5}\]"
+)
+_MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
+_BASED = re.compile(
+    r"\(?\s*(\d[0-9A-Fa-f]*|[A-F][0-9A-F]+)\s*\)?_\s*(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d))"
+)
+_DIGITS = "two three four five six seven eight nine"
+_BASES = {word: str(n) for n, word in enumerate(_DIGITS.split(), 2)}
+_MATRIX = re.compile(
+    r"\\begin\s*\{([pb](?:small)?)matrix\}(.*)\\end\s*\{\1matrix\}|"
+    r"[(\[]\s*\\begin\s*\{array\}\s*\{[lcr ]*\}(.*)\\end\s*\{array\}\s*[)\]]"
+)  # fmt: skip
+_LABELS = re.compile(r"(?:\(\d\)\s*){2,}")
+_RELATIONS = re.compile(r"(<|>|=|≤|≥|≠)")
+_MIRRORED = {">": "<", "≥": "≤"}
+_FORMULAS = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+_UNIT = re.compile(
+    r"(.+?)\s*((?:\\text\s*\{(?:[^{}]|\{[^{}]*\})*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?\s*(?:/|\\cdot)?\s*)+)"
+)
+_BARE_UNIT = re.compile(r"(.*[\d)}])\s*([A-Za-z]{2,}(?:\^\{?[23]\}?)?)")
+_WITHOUT_TEXT = "cm mm km in ft mi kg inches feet meters miles students units degrees am pm cents"
+_BARE = frozenset(_WITHOUT_TEXT.split())
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 10**3, "M": 10**6, "million": 10**6, "billion": 10**9,
+    "trillion": 10**12,
+}  # fmt: skip
+_SYMBOLS = frozenset("msghlNJWVACFTKL")  # units of one letter; other letters may be variables
+_SYNONYMS = (  # of units, as they are told apart
+    (r"sq(?:uare)? (\w+)", r"\1^2"), (r"cu(?:bic)? (\w+)", r"\1^3"), (r"\binch(es)?\b", "in"),
+    (r"\b(feet|foot)\b", "ft"), (r"centimet(er|re)s?\b", "cm"), (r"millimet(er|re)s?\b", "mm"),
+    (r"kilomet(er|re)s?\b", "km"), (r"\bmet(er|re)s?\b", "m"), (r"\bdegrees\b", "degree"),
+)  # fmt: skip
+_NO_UNITS = frozenset(  # words that change the number before them, or deny it
+    """
+    hundred thousand million billion trillion dozen score gross pair couple half halves third quarter fourth fifth
+    sixth seventh eighth ninth tenth hundredth thousandth eleven twelve thirteen fourteen fifteen sixteen
+    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six
+    seven eight nine ten mil mille lakh crore doz permille ppm fold twofold threefold tenfold hundredfold
+    thousandfold millionfold negative opposite inverse reciprocal plus minus times over by divided squared cubed
+    factorial mod modulo root power to percent choose binary octal not no non never or and nor either neither but
+    except unless if is are was wrong false incorrect about approximately roughly almost nearly around less more
+    fewer greater least most than under above below between through repeating isn neg
+    """.split()  # noqa: SIM905 (a list of words is easier to read as words)
+)
+_DENIED = "not no non never nor neither wrong false incorrect except unless neg isn minus half"
+_DENIALS = frozenset(_DENIED.split())  # in a name they say that what follows is not it
+
+
+@dataclass(frozen=True)
+class Form:
+    """An answer's shape: its kind, its parts, or one expression; with the name and unit it came with."""
+
+    kind: str
+    parts: tuple["Form", ...] = ()
+    node: Node | None = None
+    name: str = ""
+    unit: str = ""
+
+
+def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
+    """Whether the answer is the truth, worked out, and no expression that the question has given."""
+    if len(answer) > max(_LONGEST, len(truth)):
+        return False
+    return any(
+        _same(read(true), read(given), question, engine)
+        for true in _readings(truth)
+        for given in _readings(answer)
+    )
+
+
+def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
+    percent = _in_percent(given) and not _in_percent(true)
+    if percent and not re.search("percent|%", question, re.IGNORECASE):
+        return False  # 0.5 is not 0.5%
+    asked = _asked(question) - {_bare(node).key for node in _nodes(true)}
+    computed = [n for n in _nodes(given) if not n.literal or n.op == "scientific"]
+    if any(_bare(node).key in asked for node in computed):
+        return False
+    return equal(true, given, engine)
+
+
+def _readings(text: str) -> list[str]:
+    """The text, and as it may be meant too: `15,450` as two numbers, `3e-5` as a printed number."""
+    other = text.replace(",", ", ") if _PAIRS.fullmatch(text.strip()) else text
+    return [*dict.fromkeys((text, _EULER_OR_TEN.sub(r"\1 \\times 10^{\2}", other)))]
+
+
+def _in_percent(form: Form) -> bool:
+    return form.unit == "%" or any(map(_in_percent, form.parts))
+
+
+def _nodes(form: Form) -> list[Node]:
+    own = [] if form.node is None else [form.node]
+    return own + [node for part in form.parts for node in _nodes(part)]
+
+
+@lru_cache(maxsize=4096)
+def _asked(question: str) -> frozenset[str]:
+    """The keys of the expressions in the formulas of a question."""
+    sides = [s for found in _FORMULAS.findall(question) for s in "".join(found).split("=")]
+    return frozenset(_bare(node).key for side in sides for node in _nodes(read(side)))
+
+
+def _bare(node: Node) -> Node:
+    """The expression without signs, rational factors, terms of 0 and a power of 1: what is left of `-2(x+1)`."""
+    if node.op == "negative" or (node.op == "quotient" and node.args[1].rational is not None):
+        return _bare(node.args[0])
+    if node.op == "power" and node.args[1].rational == 1:
+        return _bare(node.args[0])
+    if node.op in ("product", "sum"):
+        left = [a for a in node.args if a.rational is None or (node.op == "sum" and a.rational)]
+        return _bare(left[0]) if len(left) == 1 else node
+    return node
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> Form:
+    """The form of an answer; a text that is none of the notations known is equal to itself only."""
+    try:
+        return _read(spelled(text))
+    except UnreadableError:
+        return Form("text " + "".join(text.split()))
+
+
+def spelled(text: str) -> str:
+    r"""The answer in one spelling of `\dfrac`, `\left(`, `10,\!080`, `$5$`; UnreadableError for a novel."""
+    text = text.translate(_SIGNS)
+    if len(text) > 2 * _LONGEST or not text.isascii():
+        raise UnreadableError("too long, or letters or digits that are not ASCII")
+    text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", re.sub(r"\s+", " ", text))
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    rounded = _ROUNDED.fullmatch(text)
+    return _stripped(rounded[1] if rounded else text)
+
+
+def _stripped(text: str) -> str:
+    """Without what closes a sentence, and without braces around all of it."""
+    text = text.strip().rstrip(" .,;")
+    while len(text) > 1 and text[0] == "{" and _closing(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the bracket that closes the one at `start`, of whatever kind; -1 if none does."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "([{") - (text[place] in ")]}")
+        if depth == 0:
+            return place
+    return -1
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts between separators that stand outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0 and place >= start and text.startswith(separator, place):
+            parts.append(text[start:place].strip())
+            start = place + len(separator)
+    return [*parts, text[start:].strip()]
+
+
+def _without_thousands(text: str) -> str:
+    """`1,000\\pi` without its comma; inside brackets a comma separates, as it does beside a space."""
+    first = re.split(r"[(\[{]", text, maxsplit=1)[0]
+    whole = _THOUSANDS.fullmatch(first) and "," not in text[len(first) :]
+    return first.replace(",", "") + text[len(first) :] if whole else text
+
+
+def _read(text: str, depth: int = 0) -> Form:
+    if depth > _DEPTH or not text:
+        raise UnreadableError("no answer")
+    wrapped = _TEXT.fullmatch(text)
+    said = (wrapped[1] if wrapped else text).strip()
+    words = _WORD.fullmatch(said) and (re.search("[A-Za-z]{3}", said) or said.casefold() == "no")
+    if words or re.fullmatch("[IVX]{2,}", said) or (wrapped and _WORD.fullmatch(said[1:])):
+        return Form("text " + " ".join(said.casefold().strip(" .").split()))
+    choice = _CHOICE.fullmatch(said)
+    text = _without_thousands(choice[1] or choice[2] if choice else said)
+    if not text:
+        raise UnreadableError("an empty text")
+    if choice and len(text) > 1:
+        return Form("text " + text.casefold())
+    if member := _MEMBER.fullmatch(text):
+        return replace(_read(member[2], depth + 1), name=member[1])
+    for kind in (_list, _relation, _union, _group):
+        if (form := kind(text, depth + 1)) is not None:
+            return form
+    if based := _BASED.fullmatch(text):
+        base = (based[2] or based[3]).casefold()
+        return Form(f"{based[1].upper()} in base {_BASES.get(base, base)}")
+    inside, unit = _unit_split(text)
+    node = parse(_without_thousands(inside))
+    scale, _, left = unit.partition(" ")
+    if scale in _SCALES and node.literal and node.rational is not None:
+        return Form("scalar", node=number(_SCALES[scale] * node.rational), unit=left)
+    return Form("scalar", node=node, unit=unit)
+
+
+def _list(text: str, depth: int) -> Form | None:
+    r"""`1,-2`, `\{1,-2\}` and `1 \pm \sqrt{2}`: parts in any order, none twice."""
+    braces = text.startswith("\\{") and _closing(text, 1) == len(text) - 1
+    parts = [part for part in split(text[2:-2] if braces else text, ",") if part]
+    labels = re.findall(r"\d", text) if _LABELS.fullmatch(text) else []
+    parts = labels if labels and labels == sorted({*labels}) else parts
+    if len(parts) < 2 and not braces and "\\pm" not in text:
+        return None
+    forms: list[Form] = []
+    for part in parts:
+        for sign in "+-" if "\\pm" in part else "+":
+            form = _read(part.replace("\\pm", sign), depth)
+            if not any(equal(form, other, _no_engine) for other in forms):
+                forms.append(form)
+        if len(forms) > _PARTS:
+            raise UnreadableError("too many parts")
+    return forms[0] if len(forms) == 1 and not braces else Form("set", tuple(forms))
+
+
+def _relation(text: str, depth: int) -> Form | None:
+    """`x=5` is 5 with a name; other equations and inequalities keep their sides, the smaller one first."""
+    sides = [side.strip() for side in _RELATIONS.split(text)]
+    if len(sides) == 1:
+        return None
+    if len(sides) == 3 and sides[1] == "=" and _NAMES.fullmatch(sides[0]):
+        right = _read(sides[2], depth)
+        if right.name or _DENIALS & {*re.findall("[a-z]+", sides[0])}:
+            raise UnreadableError("what it is not, or a name for what has one")
+        return replace(right, name=re.sub(r"[\s{}]", "", sides[0]))
+    signs = {*sides[1::2]}
+    if signs & _MIRRORED.keys():
+        if signs & {*_MIRRORED.values()}:
+            raise UnreadableError("inequalities in both directions")
+        sides = [_MIRRORED.get(side, side) for side in reversed(sides)]
+    return Form("relation " + "".join(sides[1::2]), tuple(_read(s, depth) for s in sides[::2]))
+
+
+def _union(text: str, depth: int) -> Form | None:
+    parts = split(text, "\\cup")
+    return None if len(parts) == 1 else Form("union", tuple(_read(p, depth) for p in parts))
+
+
+def _group(text: str, depth: int) -> Form | None:
+    """Intervals and tuples (which look alike), matrices, ratios and times of day."""
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [
+            row
+            for row in re.split(r"\\\\(?:\s*\[[^\[\]&]*\])?", matrix[2] or matrix[3])
+            if row.strip()
+        ]
+        cells = [Form("row", tuple(_read(c.strip(), depth) for c in r.split("&"))) for r in rows]
+        return Form("matrix", tuple(cells))
+    kind, unit, parts = "ratio", "", []
+    if text[0] in "([" and _closing(text, 0) == len(text) - 1:
+        kind, parts = f"tuple {text[0]}{text[-1]}", split(_stripped(text[1:-1]), ",")
+    if len(parts) < 2:
+        inside, unit = _unit_split(text)
+        kind, parts = "ratio", split(inside, ":")
+    return Form(kind, tuple(_read(p, depth) for p in parts), unit=unit) if len(parts) > 1 else None
+
+
+def _unit_split(text: str) -> tuple[str, str]:
+    r"""The text without its unit, and the unit: `5\text{ inches}^2` is 5 and "in^2"; "" if it has none."""
+    if money := re.fullmatch(r"(-?)\s*\\\$(.+)", text):
+        return money[1] + money[2].strip(), "$"
+    for ending, unit in (("\\%", "%"), ("\\degree", "degree")):
+        turned = unit == "degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
+        if text.endswith(ending) and not turned:
+            return text[: -len(ending)].strip(), unit
+    match = _UNIT.fullmatch(text) or _BARE_UNIT.fullmatch(text)
+    if match is None or (match.re is _BARE_UNIT and match[2].rstrip("^{}23").lower() not in _BARE):
+        return text, ""
+    unit = " ".join(re.sub(r"[{}.]|\\cdot|\\text", " ", match[2]).replace(" ^ ", "^").split())
+    unit = re.sub(r"\s*\^\s*", "^", unit)
+    unit = unit if len(unit) == 1 else unit.lower()
+    for pattern, name in _SYNONYMS if unit not in _SCALES else ():
+        unit = re.sub(pattern, name, unit)
+    return match[1], unit
+
+
+def _is_unit(unit: str) -> bool:
+    """Whether it leaves the number before it as it is: `students`, `m/s`; not `thousand`, `or less`."""
+    words = re.findall("[A-Za-z]+", unit)
+    letters = [word for word in words if len(word) == 1]
+    plain = {*letters} <= _SYMBOLS or (
+        len(words) > 1 and {*letters} <= {s.lower() for s in _SYMBOLS}
+    )
+    changed = _NO_UNITS & {form for word in words for form in (word, word.removesuffix("s"))}
+    return unit in ("%", "$") or (bool(words) and plain and not changed)
+
+
+def _no_engine(truth: Node, answer: Node) -> bool:
+    return False
+
+
+def equal(truth: Form, answer: Form, engine: Engine) -> bool:
+    """Whether they say the same, the answer worked out as far as the truth."""
+    truth, answer = _alike(truth, answer), _alike(answer, truth)
+    if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
+        return False
+    if truth.name and answer.name and truth.name != answer.name:
+        return False
+    if answer.unit not in ("", truth.unit) and not (not truth.unit and _is_unit(answer.unit)):
+        return False
+    if truth.node is not None and answer.node is not None:
+        if answer.unit == "degree" != truth.unit and "\\pi" in truth.node.symbols:
+            return False
+        return _equal_nodes(truth.node, answer.node, engine)
+    named = len(truth.parts) > 1 and _told_apart(truth) and not any(p.name for p in answer.parts)
+    if named or truth.kind not in ("set", "union", "relation ="):
+        return all(equal(t, a, engine) for t, a in zip(truth.parts, answer.parts, strict=True))
+    left = list(answer.parts)
+    for part in truth.parts:
+        match = next((other for other in left if equal(part, other, engine)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _alike(form: Form, other: Form) -> Form:
+    r"""The form in the notation of the other where that says the same: `\{2\}`, `x=1,y=2`, `x>2`, `4/13`."""
+    if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
+        return form.parts[0]
+    if form.kind == "set" and other.kind == "tuple ()" and _told_apart(form):
+        ordered = sorted(form.parts, key=lambda part: part.name.strip("\\"))
+        if {part.name for part in ordered} <= {"x", "y", "z"} or ordered == [*form.parts]:
+            return replace(other, parts=tuple(replace(part, name="") for part in ordered))
+    if form.node and form.node.op == "quotient" and other.kind == "ratio":
+        return Form("ratio", tuple(Form("scalar", node=part) for part in form.node.args))
+    if other.kind.startswith("tuple"):
+        return _interval(form)
+    return form
+
+
+def _told_apart(form: Form) -> bool:
+    """Whether each part has a name of its own."""
+    names = {part.name for part in form.parts}
+    return "" not in names and len(names) == len(form.parts)
+
+
+def _interval(form: Form) -> Form:
+    """`2<x≤3` as an interval; other forms as they are."""
+    relation = re.fullmatch(r"relation ([<≤]{1,2})", form.kind)
+    places = [
+        i for i, part in enumerate(form.parts)
+        if part.node and part.node.op == "symbol" and part.node.value not in CONSTANTS
+    ]  # fmt: skip
+    if relation is None or len(places) != 1 or (len(form.parts) == 3 and places != [1]):
+        return form
+    low, high = form.parts[: places[0]], form.parts[places[0] + 1 :]
+    kind = "(["[bool(low) and relation[1][0] == "≤"] + ")]"[bool(high) and relation[1][-1] == "≤"]
+    return Form(f"tuple {kind}", (*(low or (read("-\\infty"),)), *(high or (read("\\infty"),))))
+
+
+def _equal_nodes(truth: Node, answer: Node, engine: Engine) -> bool:
+    if truth.key == answer.key:
+        return True
+    if not _worked_out(answer, truth):
+        return False
+    if truth.rational is not None or answer.rational is not None:
+        return truth.rational == answer.rational
+    return engine(truth, answer)
+
+
+def _worked_out(answer: Node, truth: Node) -> bool:
+    """Whether the answer has no name, and no more operations of any kind, than the truth."""
+    if answer.literal:
+        known = truth.rational
+        whole = known is not None and known.denominator == 1
+        return not (whole and any(part.op == "quotient" for part in answer.walk()))
+    return operations(answer) <= operations(truth)
+
+
+def operations(node: Node) -> Counter[str]:
+    """What is left to do in an expression: how often it adds, divides, takes powers, roots and functions."""
+    found = Counter[str]()
+    for part in node.walk():
+        exponent = part.args[1] if part.op == "power" else None
+        if part.op == "sum":
+            found["sum"] += len(part.args) - 1
+        elif part.op == "product":
+            found["product"] += max(sum(arg.rational is not None for arg in part.args) - 1, 0)
+        elif part.op == "symbol":
+            found[str(part.value)] += 1
+        elif part.op == "quotient":
+            found["quotient"] += bool(part.args[1].symbols)
+        elif exponent is not None:
+            known = exponent.rational
+            found["quotient"] += exponent.op == "negative"
+            found["root" if known is not None and known.denominator > 1 else "power"] += known != -1
+        elif part.op == "scientific":
+            found["power"] += 1
+        elif part.op not in ("number", "negative"):
+            found[part.op] += 1
+    return found
