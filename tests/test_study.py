@@ -11,13 +11,13 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.cli.study import command, grid
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reports import study_figures
-from jaxrl_llm.reports.study import Planned, Study
+from jaxrl_llm.research.study import Planned, Study
 from jaxrl_llm.runs import fleet, journal
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs" / "studies").glob("*.py"))
 SMALL = f"""'''What does Lopti do?'''
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 study = Study(
     config={str(ROOT / "tests" / "runs" / "quick.py")!r},
     variants={{"plain": {{"eta": 0.0}}, "Lopti": {{"eta": 0.5}}}},
@@ -216,7 +216,7 @@ def config(
     return replace(made, warm_start=warm, task=lambda folder: (made.task(folder), hint)[0])
 """)
     written = lambda flags, warm=(): (
-        f"""from jaxrl_llm.reports.study import Study
+        f"""from jaxrl_llm.research.study import Study
 study = Study(
     config={str(mine)!r}, variants={{"a": {{}}, "b": {{"steps": 3}}}}, baseline="a", warm={warm}, flags={flags}
 )

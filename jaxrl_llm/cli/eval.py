@@ -10,7 +10,6 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
-from jaxrl_llm.reports import tables
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.runs import assemble, folder, terminal
 from jaxrl_llm.runs.assemble import Parts
@@ -18,6 +17,7 @@ from jaxrl_llm.tasks.math import suites
 from jaxrl_llm.tasks.math.records import Problem, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
+from jaxrl_llm.training import tables
 
 Problems = dict[str, tuple[suites.Suite, list[Problem]]]
 TEST = "test"  # what the run's own examples are called

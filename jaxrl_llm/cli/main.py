@@ -69,17 +69,13 @@ def _run(given: list[str]) -> None:
 
 def _application() -> tyro.extras.SubcommandApp:
     """Every command; parsing gives back a call that is still to be made."""
-    from jaxrl_llm.cli import analyze, data, export, plan, plot, sample, serve, train
+    from jaxrl_llm.cli import analyze, bench, data, export, plan, plot, sample, serve, study, train
     from jaxrl_llm.cli import eval as evaluation
-    from jaxrl_llm.cli.bench import accelerator, depth, rollout, update
     from jaxrl_llm.cli.launch import command as launch
-    from jaxrl_llm.cli.study import command as study
 
-    bench = tyro.extras.SubcommandApp()
-    bench.command(name="update")(_later(update.main))
-    bench.command(name="rollout")(_later(rollout.main))
-    bench.command(name="compile")(_later(depth.main))
-    bench.command(name="accelerator")(_later(accelerator.main))
+    benches = tyro.extras.SubcommandApp()
+    for name, command in bench.COMMANDS.items():
+        benches.command(name=name)(_later(command))
     app = tyro.extras.SubcommandApp()
     app.command(name="train")(_needs_config("train", train.main))
     app.command(name="plan")(_needs_config("plan", plan.main))
@@ -94,7 +90,7 @@ def _application() -> tyro.extras.SubcommandApp:
     app.command(name="launch")(
         _needs_config("launch", launch.main, f"{{{','.join(launch.KINDS)}}} ")
     )
-    app.command(bench, name="bench", help="Time the parts of a step on this machine.")
+    app.command(benches, name="bench", help="Time the parts of a step on this machine.")
     return app
 
 

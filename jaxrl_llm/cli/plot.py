@@ -4,8 +4,8 @@ from pathlib import Path
 
 from jaxrl_llm import desk
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reports import curves
 from jaxrl_llm.runs import folder
+from jaxrl_llm.training import curves
 
 
 def main(runs: tuple[Path, ...], /, *, out: Path = Path(curves.PICTURE)) -> None:
@@ -18,6 +18,6 @@ def main(runs: tuple[Path, ...], /, *, out: Path = Path(curves.PICTURE)) -> None
     if not runs:
         raise UserError("plot wants the folders of one or several runs")
     target = desk.at_hand(out.parent) / out.name
-    curves.curves([folder.at_hand(run) for run in runs], target)
+    curves.draw([folder.at_hand(run) for run in runs], target)
     desk.store(target)
     print(f"written to {desk.named(target)}")

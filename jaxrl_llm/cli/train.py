@@ -18,7 +18,6 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.models import sharding
-from jaxrl_llm.reports import curves, tables
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.runs import assemble, folder, journal, origin, splits, terminal
 from jaxrl_llm.runs import train as training
@@ -29,6 +28,7 @@ from jaxrl_llm.runs.leaving import UNFINISHED, Stop, leaving_gracefully
 from jaxrl_llm.runs.notes import REINFORCE
 from jaxrl_llm.runs.splits import Splits
 from jaxrl_llm.runs.train import Run
+from jaxrl_llm.training import curves, tables
 
 
 def _resume(words: list[str]) -> bool | Literal["auto"]:
@@ -184,7 +184,7 @@ def _summarise(
 ) -> None:
     """The test table, what the validation examples say of the way there, the picture, and what to do next."""
     out = run.journal.folder
-    curves.curves([out], out / curves.PICTURE)
+    curves.draw([out], out / curves.PICTURE)
     desk.store(out / curves.PICTURE)
     if concluded is None:
         console.print(f"nothing was left to do in {desk.named(out)}")

@@ -1,0 +1,11 @@
+"""`jaxrl-llm bench`: times the parts of a step on this machine; each function is a command, its parameters the flags."""
+
+from jaxrl_llm.research.accelerator import accelerator
+from jaxrl_llm.research.bench import compilation, rollout, update
+
+COMMANDS = {
+    "update": update,
+    "rollout": rollout,
+    "compile": compilation,
+    "accelerator": accelerator,
+}
