@@ -106,7 +106,7 @@ def test_objectives_import_jax_and_jaxtyping_only(path):
     outside = {name.split(".")[0] for name in imported(path)}
     if room(path) == "objectives":
         assert outside - sys.stdlib_module_names <= {"jax", "jaxtyping", "jaxrl_llm"}
-    if not path.name == "peer.py":
+    if path.name != "peer.py":
         assert not outside & {"torch", "tensorflow", "pickle", "vllm"}
 
 
