@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_llm.runs.leaving import UNFINISHED
+from jaxrl_llm.runs.leaving import SIGNALS, UNFINISHED
 
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 POLL = 0.2  # seconds
@@ -44,9 +44,9 @@ def run(
 ) -> dict[str, str]:
     """The state of every job in the end; in the given order, `workers` at a time. `say` hears (name, state).
 
-    Every job has `threads` cores, however many run beside it: sums are then in the same order in all. SIGTERM,
-    SIGINT and SIGHUP start no job any more, and those that run get SIGTERM and their time to save; a second SIGINT
-    kills them.
+    Every job has `threads` cores, however many run beside it: sums are then in the same order in all.
+    After a signal that ends a run no job is started, and those that run get SIGTERM and their time to save; a
+    second SIGINT kills them.
     """
     states = {job.name: WAITING for job in jobs}
     running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
@@ -94,8 +94,8 @@ def run(
 def _signals() -> Iterator[list[int]]:
     """The numbers of the signals that ask to stop, as they arrive within the block."""
     asked: list[int] = []
-    stop = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {one: signal.signal(one, lambda number, _: asked.append(number)) for one in stop}
+    note = lambda number, _: asked.append(number)
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield asked
     finally:

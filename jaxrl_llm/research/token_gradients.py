@@ -19,7 +19,7 @@ from jaxrl_llm.rollouts.sampler import Rollout
 
 JACOBIAN_FLOATS = (
     2**25
-)  # largest Jacobian of one token's logits that is fetched for its extreme singular values
+)  # size of one token's Jacobian of the logits up to which bounds are worked out
 PIECE = 16  # tokens whose gradients are made by one call
 FOLLOWED = 24  # tokens whose bounds at the layers are worked out
 TOLERANCE = 1e-4  # of float32 sums, relative
@@ -88,9 +88,8 @@ def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
         def one(token):
             of_token = lambda params, offsets: logits(params, offsets, token.tokens, token.index)
             z, pull = jax.vjp(of_token, params, offsets)
-            unit, rest = slope(
-                z, token.target
-            )  # what is pulled back is of size 1, and multiplied after
+            unit, rest = slope(z, token.target)
+            # pulled back at size 1 and multiplied after: nothing underflows where pi is nearly 1
             of_params, of_offsets = pull(unit)
             layers = jnp.sqrt(jnp.square(of_offsets.layers).sum((1, 2)))
             at = jnp.append(layers, jnp.linalg.norm(of_offsets.head))
