@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -42,6 +43,15 @@ def test_every_study_builds_every_config(path):
         assert made.seed == warm.seed == 5
         assert warm.steps == 0
         grid._require_same_beginning(run, made, warm)
+
+
+def test_the_example_of_the_page_is_a_study(tmp_path):
+    _, example, _ = re.split(r"```(?:python)?\n", (ROOT / "docs" / "studies.md").read_text())
+    path = tmp_path / "example.py"
+    path.write_text(example.replace("../kk_tiny.py", str(ROOT / "configs" / "kk_tiny.py")))
+    made = grid.load(path, None, (0,))
+    assert len(made.runs) == 4
+    assert made.text == "Does Lopti help, with both algorithms?"
 
 
 def test_a_variant_may_not_touch_the_warm_start():
