@@ -235,7 +235,8 @@ def _compile(depth: int) -> None:
     reward = jax.ShapeDtypeStruct((1, 4), jnp.float32)
     credit = updates.make_credit(objective)
     credited = jax.eval_shape(partial(credit, batch), reward, old_logp=old, ref_logp=old)
-    state = jax.eval_shape(partial(updates.init_state, optimizer=optimizer), params)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    state = updates.TrainState(params, jax.eval_shape(optimizer.init, params), count, count)
     updates.make_train_step(policy, objective, optimizer).lower(state, credited).compile()
 
 
