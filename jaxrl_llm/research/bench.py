@@ -216,7 +216,7 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
         raise UserError("--layers wants at least one depth")
     at_least_one(layers=min(layers), repeats=repeats)
     console = terminal.plain(soft_wrap=False)
-    runs = {str(depth): partial(_compile, depth) for depth in layers}
+    runs = {str(depth): _compiler(depth) for depth in layers}
     seconds = in_turn(runs, repeats, console, warm=False)
     first = np.median(seconds[str(layers[0])])
     table = rich.table.Table("layers", "seconds", "range", f"x {layers[0]} layers")
@@ -225,7 +225,8 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
     console.print(table)
 
 
-def _compile(depth: int) -> None:
+def _compiler(depth: int) -> Callable[[], None]:
+    """What traces and compiles the train step of so many layers anew."""
     definition, params = qwen2.graph(replace(SMALL, num_layers=depth))
     policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw()
     split = partial(partition.random, share=0.5)
@@ -237,7 +238,12 @@ def _compile(depth: int) -> None:
     credited = jax.eval_shape(partial(credit, batch), reward, old_logp=old, ref_logp=old)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     state = updates.TrainState(params, jax.eval_shape(optimizer.init, params), count, count)
-    updates.make_train_step(policy, objective, optimizer).lower(state, credited).compile()
+
+    def compile_step() -> None:
+        step: Any = updates.make_train_step(policy, objective, optimizer)
+        step.lower(state, credited).compile()
+
+    return compile_step
 
 
 def at_least_one(**counts: int) -> None:
