@@ -3,7 +3,7 @@
 arXiv:2505.12929 sets alpha to 0.3 on Knights and Knaves; 0 is without.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -7,7 +7,7 @@ shrink with the gradient, so two may go twice as far as one: two steps at half t
 and plain at twice the rate as far as two.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

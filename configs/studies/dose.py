@@ -5,7 +5,7 @@ sets their share: at the start of reinforcement 6, 16, 30 and 67 of 100 tokens h
 about 30.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -3,7 +3,7 @@
 arXiv:2505.12929 sets eta to 0.5; 0 is without.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -5,7 +5,7 @@ holds those of 30 and of 100. Rates have panels of 80 steps, but for the largest
 ten.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

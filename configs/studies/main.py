@@ -4,7 +4,7 @@ The main claim of arXiv:2505.12929: low-probability tokens over-dominate the upd
 method, or by both, raises accuracy on Knights and Knaves.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -5,7 +5,7 @@ mostly by them, and what the others could teach is lost. Below 0.2 lie the meani
 answer, which decides whether it thinks, has a probability of about 0.3.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

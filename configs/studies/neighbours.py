@@ -5,7 +5,7 @@ protect the unlikely ones (Lp-Reg), hold back those that drive entropy down (KL-
 probability instead of its ratio (DPPO).
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 PLAIN = {"alpha": 0.0, "eta": 0.0}
 study = Study(

@@ -13,7 +13,7 @@ import optax
 
 from jaxrl_llm.config import Config, load
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 kk_tiny = load(Path(__file__).parents[1] / "kk_tiny.py")
 

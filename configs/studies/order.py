@@ -4,7 +4,7 @@ arXiv:2505.12929: low probabilities must come first; with the order reversed, hi
 larger the steps, the less two of them commute, so a larger rate should show it sooner.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

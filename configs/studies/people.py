@@ -4,7 +4,7 @@ The paper's responses (arXiv:2505.12929) are hundreds to thousands of tokens lon
 have more to dominate. With four people the worked answers are about twice as long as with three.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -4,7 +4,7 @@ The paper's models (arXiv:2505.12929) have 3B and 7B parameters. Here a model ha
 as many as in `main`.
 """
 
-from jaxrl_llm.reports.study import Study
+from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../kk_tiny.py",

@@ -10,13 +10,12 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
-from jaxrl_llm.reports import tables
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
 from jaxrl_llm.training import folder as folders
-from jaxrl_llm.training import terminal
+from jaxrl_llm.training import tables, terminal
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import DATA, Parts, askable
 

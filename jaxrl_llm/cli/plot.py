@@ -1,14 +1,18 @@
 """`jaxrl-llm plot`: the curves of runs."""
 
-from pathlib import Path
-
-from jaxrl_llm import desk
+from jaxrl_llm import storage
+from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reports import curves
-from jaxrl_llm.runs import folder
+from jaxrl_llm.training import curves
+from jaxrl_llm.training import folder as folders
 
 
-def main(runs: tuple[Path, ...], /, *, out: Path = Path(curves.PICTURE)) -> None:
+def run(words: list[str]) -> None:
+    """`plot` with these words."""
+    parse.call(main, words, "plot")
+
+
+def main(runs: tuple[str, ...], /, *, out: str = curves.PICTURE) -> None:
     """Draw the curves of one or several runs into one picture.
 
     Args:
@@ -17,7 +21,8 @@ def main(runs: tuple[Path, ...], /, *, out: Path = Path(curves.PICTURE)) -> None
     """
     if not runs:
         raise UserError("plot wants the folders of one or several runs")
-    target = desk.at_hand(out.parent) / out.name
-    curves.curves([folder.at_hand(run) for run in runs], target)
-    desk.store(target)
-    print(f"written to {desk.named(target)}")
+    where, _, name = out.rpartition("/")
+    target = storage.local(where or ".") / name
+    curves.draw([folders.at(run) for run in runs], target)
+    storage.push(target)
+    print(f"written to {out}")

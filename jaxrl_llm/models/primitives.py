@@ -28,7 +28,7 @@ def precision(a: Array, b: Array) -> jax.lax.Precision | None:
 def up_to(most: int, used: jax.Array, body: Callable[..., T], start: T) -> T:
     """`fori_loop(0, used, body, start)` with `used <= most`, the limit said in the program's text.
 
-    Who reads the compiled program (`jaxrl_llm.machines.hlo`) cannot know it otherwise.
+    Who reads the compiled program (`jaxrl_llm.planning.hlo`) cannot know it otherwise.
     """
     with jax.named_scope(f"at_most_{most}"):
         return jax.lax.fori_loop(0, used, body, start)

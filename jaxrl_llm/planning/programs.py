@@ -116,9 +116,7 @@ class Step:
     def decoder(self) -> Any:
         """How the embedded engine generates."""
         definition, engine = self.policy.definition, self.engine
-        shared = engine.devices_a_copy or fewest_devices(
-            definition, self.mesh, self.memory
-        )
+        shared = engine.devices_a_copy or fewest_devices(definition, self.mesh, self.memory)
         return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
 
     @cached_property

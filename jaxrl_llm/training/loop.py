@@ -159,20 +159,7 @@ def reinforcement(
         state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
         save(step, state, stream.cursor())
     saved = step
-    programs = reinforce.compiled(
-        parts.policy,
-        config.objective,
-        config.optimizer,
-        parts.collator(config.collate),
-        parts.mesh,
-        state,
-        group_size=config.group_size,
-        reference=reference,
-        temperature=config.sampling.temperature,
-        order=config.order,
-        sampler_ratios=config.ratios == "sampler",
-        drop_even_groups=config.drop_even_groups,
-    )
+    programs = parts.programs(config, state, reference)
     clock = Clock()
 
     def answer() -> Answers:

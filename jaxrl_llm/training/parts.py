@@ -11,6 +11,7 @@ import numpy as np
 from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, qwen2, sharding, tokenizer
@@ -47,6 +48,25 @@ class Parts:
         if self.source is not None:
             return hf.load(self.source, self.shape, places, "float32")
         return qwen2.init(self.shape, seed, shardings=places)
+
+    def programs(
+        self, config: Config, like: update.TrainState, reference: Any
+    ) -> reinforce.Programs:
+        """The programs of a step of reinforcement, for states that lie as `like` does."""
+        return reinforce.compiled(
+            self.policy,
+            config.objective,
+            config.optimizer,
+            self.collator(config.collate),
+            self.mesh,
+            like,
+            group_size=config.group_size,
+            reference=reference,
+            temperature=config.sampling.temperature,
+            order=config.order,
+            sampler_ratios=config.ratios == "sampler",
+            drop_even_groups=config.drop_even_groups,
+        )
 
     def sampling(self, config: Config, **changes: Any) -> Sampling:
         """How responses are drawn, with the limit of the config and the stop tokens of the tokenizer."""

@@ -115,17 +115,23 @@ def require_sources(folder: Path, run: Run) -> None:
             )
 
 
+def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
+    """The first file that made the run and is not what it was, and the run's own copy of it."""
+    for original, name in {str(made_by): CONFIG, **run["files"]}.items():
+        there, copy = Path(original), folder / name
+        if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
+            return there, copy
+    return None
+
+
 def continued(folder: Path, run: Run, source: Source | None, origin: Path | None) -> Run:
     """The record with one more session; a UserError for the first thing that would make it another run."""
     require_sources(folder, run)
-    made_by = {} if source is None else {str(source.path): CONFIG}
-    for original, name in {**made_by, **run["files"]}.items():
-        there, copy = Path(original), folder / name
-        if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
-            raise UserError(
-                f"{there} has changed since {folder} was started: resume with the run's own copy, {copy}, "
-                "or start anew with another --out"
-            )
+    if source is not None and (other := changed(folder, run, source.path)):
+        raise UserError(
+            f"{other[0]} has changed since {folder} was started: resume with the run's own copy, {other[1]}, "
+            "or start anew with another --out"
+        )
     moved = origin is not None and run["from_id"] and identity(origin) == run["from_id"]
     if not moved and (origin and storage.spoken(origin)) != run["from"]:
         given = f"with --from {run['from']}" if run["from"] else "without --from"

@@ -18,8 +18,8 @@ from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Source as Examples
+from jaxrl_llm.training import curves, loop, tables, terminal
 from jaxrl_llm.training import folder as folders
-from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, scores
 from jaxrl_llm.training.leaving import Stop
@@ -255,9 +255,7 @@ def _summarise(
     journal: Journal,
 ) -> None:
     """The test table, what the validation examples say of the way there, the picture, and what to do next."""
-    from jaxrl_llm.reports import curves, tables  # the picture takes seconds to import
-
-    curves.curves([folder], folder / curves.PICTURE)
+    curves.draw([folder], folder / curves.PICTURE)
     where = storage.spoken(folder)
     if tested is None:
         journal.say(f"nothing was left to do in {where}")

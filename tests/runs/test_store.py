@@ -19,10 +19,10 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.stream import Cursor
 from jaxrl_llm.models import hf, tokenizer
-from jaxrl_llm.reports import curves
 from jaxrl_llm.runs import folder, journal, record, seal
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.journal import DAMAGED, METRICS, Journal
+from jaxrl_llm.training import curves
 from tests.runs.process import QUICK, contents, metrics, train
 from tests.runs.test_errors import fails
 
@@ -416,10 +416,10 @@ def test_two_runs_of_one_name_are_both_drawn(whole, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "_accuracy", counting)
-        curves.curves(folders, tmp_path / "two.png")
+        curves.draw(folders, tmp_path / "two.png")
     assert drawn == ["a/run", "b/run"]
     with pytest.raises(UserError, match="cannot write"):
-        curves.curves(folders, tmp_path / "two.xyz")
+        curves.draw(folders, tmp_path / "two.xyz")
     assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "two.png"}
 
 

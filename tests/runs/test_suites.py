@@ -12,7 +12,7 @@ import rich.console
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.token_task import TokenTask
-from jaxrl_llm.reports import tables
+from jaxrl_llm.training import tables
 from tests import test_evaluate
 from tests.rollouts.fake import Scripted
 from tests.runs.process import ROOT, finished

@@ -7,10 +7,11 @@ import json
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from jaxrl_llm.reports import statistics
+from jaxrl_llm.research import statistics
 
 HERE = Path(__file__).parent
 VARIANTS = ("reweighting", "Lopti", "both")
@@ -47,7 +48,7 @@ def leads(
 
 def eighths(variant: str, parts: slice) -> Values:
     """Sampled accuracy in some eighths of the runs of GRPO."""
-    return {r["seed"]: 100 * statistics.mean([y for _, y in r["curves"]["sampled"]][parts])
+    return {r["seed"]: 100 * fmean([y for _, y in r["curves"]["sampled"]][parts])
             for r in runs("main", "GRPO", variant)}  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def main() -> None:
         variants = [v for v in recorded(study)["study"]["variants"] if v != "Lopti"]
         for figure in figures:
             apart = {v: leads(study, "", v, figure, over="Lopti") for v in variants}
-            corrected = statistics.holm({v: statistics.chance(apart[v]) for v in variants})
+            corrected = statistics.holm({v: statistics.p_value(apart[v]) for v in variants})
             for variant in variants:
                 print(
                     f"{study}, {variant} over Lopti, {figure}: {said(apart[variant])}, "

@@ -4,25 +4,28 @@ import math
 
 import pytest
 
-from jaxrl_llm.reports.statistics import (
+from jaxrl_llm.research.statistics import (
     Estimate,
     area,
-    chance,
+    correlation,
+    differences,
     estimate,
     holm,
-    paired,
+    in_parts,
+    p_value,
     plateau,
-    rank_correlation,
-    smoothed,
     steps_to,
 )
 
 
-def test_ranks_know_order_alone():
+def test_correlations_of_numbers_and_of_ranks():
     x = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert rank_correlation(x, [0.0, 0.1, 5.0, 1e3, 1e9]) == pytest.approx(1.0)
-    assert rank_correlation(x, [2.0, 1.0, 3.0, 5.0, 4.0]) == pytest.approx(0.8)
-    assert rank_correlation(x, [1.0] * 5) is None
+    assert correlation(x, [0.0, 0.1, 5.0, 1e3, 1e9], ranks=True) == pytest.approx(1.0)
+    assert correlation(x, [2.0, 1.0, 3.0, 5.0, 4.0], ranks=True) == pytest.approx(0.8)
+    assert correlation([1, 1, 2, 3], [2, 1, 3, 4], ranks=True) == pytest.approx(0.9486833)
+    assert correlation(x, [2.0, 4.0, 6.0, 8.0, 10.0]) == pytest.approx(1.0)
+    assert correlation([0.0, 0.0, 3.0], [0.0, 1.0, 2.0]) == pytest.approx(3**0.5 / 2)
+    assert correlation(x, [1.0] * 5) is correlation([1.0] * 5, x, ranks=True) is None
 
 
 def test_the_interval_is_students():
@@ -42,33 +45,27 @@ def test_of_one_value_no_interval_is_known():
 
 def test_pairs_are_made_by_seed():
     """The differences are 2, 1, 0: deviation 1, t of 2 degrees of freedom 4.3027; seed 7 has no partner."""
-    found = paired({0: 3.0, 1: 5.0, 2: 4.0}, {2: 4.0, 1: 4.0, 0: 1.0, 7: 9.0})
-    assert (found.n, found.mean) == (3, 1.0)
-    assert found.high - 1.0 == pytest.approx(4.302653 / 3**0.5, abs=1e-6)
-    assert paired({0: 1.0}, {1: 1.0}) is None
+    apart = differences({0: 3.0, 1: 5.0, 2: 4.0}, {2: 4.0, 1: 4.0, 0: 1.0, 7: 9.0})
+    assert apart == [2.0, 1.0, 0.0]
+    assert estimate(apart).high - 1.0 == pytest.approx(4.302653 / 3**0.5, abs=1e-6)
+    assert differences({0: 1.0}, {1: 1.0}) == []
 
 
-def test_what_a_seed_does_to_both_cancels():
-    base = {seed: 10.0 * seed for seed in range(5)}
-    found = paired({seed: x + 1.0 for seed, x in base.items()}, base)
-    assert (found.low, found.mean, found.high) == (1.0, 1.0, 1.0)
-
-
-def test_chance_is_students():
+def test_p_is_students():
     """Mean 1.5, deviation sqrt(5/3): t is sqrt 5.4, of 3 degrees of freedom, which have a closed form."""
     x = (5.4 / 3) ** 0.5
     beyond = 1 - 2 / math.pi * (math.atan(x) + x / (1 + x * x))
     values = [0.0, 1.0, 2.0, 3.0]
-    assert chance(values) == chance([-x for x in values]) == pytest.approx(beyond)
+    assert p_value(values) == p_value([-x for x in values]) == pytest.approx(beyond)
     half = estimate([1.0, 2.0, 3.0, 4.0]).high - 2.5
-    assert chance([half + x for x in (-1.5, -0.5, 0.5, 1.5)]) == pytest.approx(0.05)
+    assert p_value([half + x for x in (-1.5, -0.5, 0.5, 1.5)]) == pytest.approx(0.05)
 
 
-def test_few_values_or_equal_ones_say_nothing_of_chance():
+def test_few_values_or_equal_ones_say_nothing_of_p_value():
     """Accuracies come in steps: two seeds may differ by exactly the same."""
-    assert chance([3.0]) is chance([0.5, 0.5]) is chance([1.0, 1.1, 1.0]) is None
-    assert chance([1.0] * 4) is None
-    assert chance([0.0] * 4) == 1.0
+    assert p_value([3.0]) is p_value([0.5, 0.5]) is p_value([1.0, 1.1, 1.0]) is None
+    assert p_value([1.0] * 4) is None
+    assert p_value([0.0] * 4) == 1.0
 
 
 def test_the_more_one_looks_at_the_less_a_small_chance_says():
@@ -89,11 +86,6 @@ def test_figures_of_a_curve():
 
 
 def test_a_curve_of_parts():
-    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [(1.5, 2.0), (3.5, 6.0)]
-    assert smoothed([1.0, 3.0, 5.0], 2) == [(1.5, 2.0), (3.0, 5.0)]
-    assert smoothed([1.0, 3.0], 8) == [(1.0, 1.0), (2.0, 3.0)]  # fewer steps than parts
-
-
-def test_ranks_of_equal_values():
-    assert rank_correlation([1.0] * 3, [1.0, 2.0, 3.0]) is None
-    assert rank_correlation([1, 1, 2, 3], [2, 1, 3, 4]) == pytest.approx(0.9486833)
+    assert in_parts([1.0, 3.0, 5.0, 7.0], 2) == [(1.5, 2.0), (3.5, 6.0)]
+    assert in_parts([1.0, 3.0, 5.0], 2) == [(1.5, 2.0), (3.0, 5.0)]
+    assert in_parts([1.0, 3.0], 8) == [(1.0, 1.0), (2.0, 3.0)]  # fewer steps than parts

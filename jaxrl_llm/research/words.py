@@ -1,11 +1,11 @@
-"""Words that tell how a response reasons, and which of its tokens think, chatter or answer."""
+"""Words that tell how a response reasons, and which of its tokens are chatter, reasoning or answer."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_llm.learning.probe import correlation, mean
+from jaxrl_llm.research.statistics import correlation, mean
 
 THOUGHT_ENDS = "</think>"
 
@@ -17,7 +17,7 @@ ENGLISH = {  # six categories after arXiv:2505.12929, with inflections
     "assumption": r"assum(?:e|es|ed|ing)|assumptions?|suppos(?:e|es|ed|ing)",
     "assertion": r"must be|definite(?:ly)?",
 }
-TINY = {  # what tiny Knights and Knaves say for them, the answer left out
+TINY = {  # their counterparts in the words of the tiny Knights and Knaves
     "analysis": "no",
     "statement": "true|false",
     "conclusion indicator": "yes",
@@ -50,27 +50,19 @@ def frequencies(
             "name": name,
             "a_response": sum(counts) / max(len(counts), 1),
             "responses_with_any": sum(map(bool, counts)) / max(len(counts), 1),
-            "reward_with_any": _mean_where(rewards, counts, True),
-            "reward_without": _mean_where(rewards, counts, False),
+            "reward_with_any": mean(np.asarray(rewards)[np.asarray(counts) > 0]),
+            "reward_without": mean(np.asarray(rewards)[np.asarray(counts) == 0]),
             "correlation_with_reward": correlation(counts, rewards),
         }
         for name, counts in count(texts, patterns).items()
     ]
 
 
-def _mean_where(rewards, counts, any_):
-    return mean(np.asarray([r for r, n in zip(rewards, counts, strict=True) if bool(n) == any_]))
-
-
 def group(pieces: Sequence[str], fillers: frozenset[str]) -> list[str]:
     """'chatter' for each token of a response that is a filler, 'answer' after the thought, else 'reasoning'."""
-    groups, text, answering = [], "", False
+    groups, text = [], ""
     for piece in pieces:
         text += piece
-        answering = answering or THOUGHT_ENDS in text
-        groups.append("answer" if answering else _of_thought(piece, fillers))
+        thought = "chatter" if piece.strip() in fillers else "reasoning"
+        groups.append("answer" if THOUGHT_ENDS in text else thought)
     return groups
-
-
-def _of_thought(piece: str, fillers: frozenset[str]) -> str:
-    return "chatter" if piece.strip() in fillers else "reasoning"

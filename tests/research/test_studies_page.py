@@ -8,7 +8,7 @@ import runpy
 
 import pytest
 
-STUDIES = pathlib.Path(__file__).parents[1] / "configs" / "studies"
+STUDIES = pathlib.Path(__file__).parents[2] / "configs" / "studies"
 MORE = runpy.run_path(str(STUDIES / "results" / "more.py"))
 CURVE, END = "sampled_mean", "sampled"
 TABLES = [

@@ -1,4 +1,4 @@
-"""How hard single tokens pull: norms of the gradient of a token's log-prob, at the logits, within, and over all.
+"""Norms of the gradient of a single token's log-prob: at the logits, at each layer, and over all parameters.
 
 Proposition 4.2 of arXiv:2505.12929: at the logits the norm lies between sqrt(V/(V-1)) (1 - pi) and
 sqrt(2) (1 - pi); at an activation below, between the same times the least and the greatest stretch of the way up.
@@ -14,7 +14,15 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.activations import Offsets
+from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.rollouts.sampler import Rollout
+
+JACOBIAN_FLOATS = (
+    2**25
+)  # size of one token's Jacobian of the logits up to which bounds are worked out
+PIECE = 16  # tokens whose gradients are made by one call
+FOLLOWED = 24  # tokens whose bounds at the layers are worked out
+TOLERANCE = 1e-4  # of float32 sums, relative
 
 Logits = Callable[[Any, Offsets, Array, Array], Float[Array, " V"]]
 """(params, offsets, tokens [L], index) -> logits of the token that follows the index"""
@@ -80,9 +88,8 @@ def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
         def one(token):
             of_token = lambda params, offsets: logits(params, offsets, token.tokens, token.index)
             z, pull = jax.vjp(of_token, params, offsets)
-            unit, rest = slope(
-                z, token.target
-            )  # what is pulled back is of size 1, and multiplied after
+            unit, rest = slope(z, token.target)
+            # pulled back at size 1 and multiplied after: nothing underflows where pi is nearly 1
             of_params, of_offsets = pull(unit)
             layers = jnp.sqrt(jnp.square(of_offsets.layers).sum((1, 2)))
             at = jnp.append(layers, jnp.linalg.norm(of_offsets.head))
@@ -123,3 +130,50 @@ def _extremes(jacobian: np.ndarray) -> tuple[float, float]:
     centred -= centred.mean(0)
     squares = np.linalg.eigvalsh(centred @ centred.T)  # the least is that of the constant vector
     return float(np.sqrt(max(squares[1], 0.0))), float(np.sqrt(squares[-1]))
+
+
+def single_tokens(
+    params: Any, chosen: Chosen, logits: Logits, offsets: Offsets, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fig. 2: gradient norms of the log-probs of single tokens against 1 - pi, and the bounds of Prop. 4.2.
+
+    Where the vocabulary is small, the bounds of the layers too, for some of the tokens.
+    """
+    norms, found = make_norms(logits), []
+    count = len(chosen.index)
+    for start in range(0, count, PIECE):
+        say(f"gradients of single tokens, {start} of {count}")
+        piece = Chosen(*(x[np.arange(start, start + PIECE) % count] for x in chosen))  # one shape
+        found.append(jax.device_get(norms(params, offsets, piece)))
+    every = Norms(*(np.concatenate(x)[:count] for x in zip(*found, strict=True)))
+    vocab = jax.eval_shape(logits, params, offsets, chosen.tokens[0], chosen.index[0]).shape[0]
+    low, high = bounds(every.rest, vocab)
+    out: dict[str, Any] = {
+        "vocabulary": vocab,
+        "one_minus_p": every.rest.tolist(),
+        "at_logits": every.at_logits.tolist(),
+        "at_layers": every.at_layers.T.tolist(),
+        "over_parameters": every.over_params.tolist(),
+        "outside_at_logits": _outside(every.at_logits, low, high),
+        "correlation": {
+            "at_logits": correlation(every.rest, every.at_logits),
+            "at_layers": [correlation(every.rest, x) for x in every.at_layers.T],
+            "over_parameters": correlation(every.rest, every.over_params),
+        },
+    }
+    if vocab * offsets.layers.size <= JACOBIAN_FLOATS:
+        some = np.linspace(0, count - 1, min(FOLLOWED, count)).astype(int)
+        say(f"bounds at the layers of {len(some)} tokens")
+        stretch = make_stretch(logits)(params, offsets, Chosen(*(x[some] for x in chosen)))
+        least, most = stretch[..., 0].min(0), stretch[..., 1].max(0)
+        out["stretch"] = {"tokens": len(some), "least": least.tolist(), "most": most.tolist()}
+        out["outside_at_layers"] = [
+            _outside(norms, a * low[some], b * high[some])
+            for norms, a, b in zip(every.at_layers[some].T, least, most, strict=True)
+        ]
+    return out
+
+
+def _outside(norms: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
+    """How many are outside their bounds."""
+    return int(((norms < low * (1 - TOLERANCE)) | (norms > high * (1 + TOLERANCE))).sum())

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm.learning import analysis, probe, token_gradients, update
+from jaxrl_llm.learning import update
 from jaxrl_llm.models import activations, logprobs, qwen2
 from jaxrl_llm.models.logprobs import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
+from jaxrl_llm.research import analysis, probe, token_gradients
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
@@ -53,17 +54,11 @@ def test_bins_partition_the_tokens(seed):
     rng = np.random.default_rng(seed)
     logp, mask = -rng.exponential(size=(3, 17)), rng.random((3, 17)) < 0.7
     logp[0, :4] = np.log((*EDGES, 0.25))  # edges, and a tie
-    by_probability = probe.by_probability(logp, mask, EDGES)
-    by_share = probe.by_share(logp, mask, 4)
-    for bins in (by_probability, by_share):
-        assert np.array_equal(bins >= 0, mask)
-        assert bins.max() <= 3
-        order = np.argsort(logp[mask], kind="stable")
-        assert (np.diff(bins[mask][order]) >= 0).all()
+    bins = probe.by_probability(logp, mask, EDGES)
+    assert np.array_equal(bins >= 0, mask)
     for b, (low, high) in enumerate(zip((0, *EDGES), (*EDGES, 1.1), strict=True)):
-        inside = np.exp(logp)[by_probability == b]
+        inside = np.exp(logp)[bins == b]
         assert ((inside >= low - 1e-12) & (inside < high + 1e-12)).all()
-    assert np.ptp(np.bincount(by_share[mask])) <= 1
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
@@ -119,7 +114,7 @@ def test_gradients_of_bins_add_up_to_the_whole(params, credited):
     step = update.make_train_step(policy_logp, tiny.objective(penalties=()), ascent)
     state = update.init_state(params, ascent)
     mask = np.asarray(credited.seen.mask)
-    bins = probe.by_share(np.asarray(credited.seen.old_logp), mask, 3)
+    bins = np.where(mask, np.cumsum(mask).reshape(mask.shape) % 3, -1)
 
     def moved(batch):
         after, _ = step(jax.tree.map(jnp.copy, state), batch)

@@ -4,7 +4,7 @@ Every update here is the train step, on a copy of the state. An update "on some 
 sets the others' to 0, so the gradients of bins add up to that of all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,9 @@ from jaxrl_llm.learning.update import (
     make_train_step,
 )
 from jaxrl_llm.objectives import Objective, factors, partition, recipes
+from jaxrl_llm.research.statistics import mean
+
+RESOLUTION = 1e-6  # log-probs that differ by less are the same in float32
 
 
 class Moved(NamedTuple):
@@ -101,42 +104,15 @@ def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Obj
     }
 
 
-# Bins: an integer a token, -1 on padding.
-
-
-def by_probability(logp: np.ndarray, mask: np.ndarray, edges: tuple[float, ...]) -> np.ndarray:
-    """Bin b holds the probabilities from edge b - 1 (included) to edge b."""
+def by_probability(logp: np.ndarray, mask: np.ndarray, edges: Sequence[float]) -> np.ndarray:
+    """The bin of each token, -1 on padding: b holds the probabilities from edge b - 1 (included) to edge b."""
     return np.where(mask, np.searchsorted(np.log(edges), logp, side="right"), -1)
 
 
-def by_share(logp: np.ndarray, mask: np.ndarray, count: int) -> np.ndarray:
-    """`count` bins of as many tokens each, to within one, the least likely first."""
-    bins = np.full(mask.shape, -1)
-    order = np.argsort(logp[mask], kind="stable")
-    ranked = np.empty(len(order), int)
-    ranked[order] = np.arange(len(order)) * count // max(len(order), 1)
-    bins[mask] = ranked
-    return bins
-
-
-# Figures: plain numbers, None where there is no token to speak of.
-
-
-def mean(x: np.ndarray) -> float | None:
-    """The mean, None of nothing."""
-    return float(np.mean(x, dtype=np.float64)) if x.size else None
-
-
-def correlation(x: Any, y: Any) -> float | None:
-    """Pearson's correlation; None where one of the two does not vary."""
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    if len(x) < 2 or not (np.ptp(x) and np.ptp(y)):
-        return None
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def described(names: list[str], bins: np.ndarray, logp: np.ndarray, advantage: np.ndarray) -> list:
-    """A record a bin: how many tokens, what share, their mean probability and advantages."""
+def described(
+    names: Sequence[str], bins: np.ndarray, logp: np.ndarray, advantage: np.ndarray
+) -> list[dict[str, Any]]:
+    """A record a bin: number and share of tokens, their mean probability and advantage, None of none."""
     tokens = max(int((bins >= 0).sum()), 1)
     return [
         {
@@ -147,24 +123,8 @@ def described(names: list[str], bins: np.ndarray, logp: np.ndarray, advantage: n
             "advantage": mean(advantage[here]),
             "advantage_size": mean(np.abs(advantage[here])),
         }
-        for b, name in enumerate(names)
-        for here in [bins == b]
+        for name, here in ((name, bins == b) for b, name in enumerate(names))
     ]
-
-
-def change(bins: np.ndarray, count: int, before: np.ndarray, after: np.ndarray) -> dict[str, list]:
-    """By bin: the mean change of log-prob and of probability, and of the sizes of both."""
-    logp, probability = after - before, np.exp(after) - np.exp(before)
-    kinds = {
-        "logp": logp,
-        "logp_size": np.abs(logp),
-        "probability": probability,
-        "probability_size": np.abs(probability),
-    }
-    return {name: [mean(x[bins == b]) for b in range(count)] for name, x in kinds.items()}
-
-
-RESOLUTION = 1e-6  # log-probs that differ by less are the same in float32
 
 
 def direction(
@@ -175,10 +135,8 @@ def direction(
     How many tokens moved, and what share of those with an advantage did not, is said too.
     """
     up, moved = after > before, np.abs(after - before) > RESOLUTION
-    inside = [
-        *((bins == b) & (advantage != 0) for b in range(count)),
-        (bins >= 0) & (advantage != 0),
-    ]
+    of_bins = [bins == b for b in range(count)]
+    inside = [here & (advantage != 0) for here in (*of_bins, bins >= 0)]
     good, bad = moved & (advantage > 0), moved & (advantage < 0)
     return {
         "rising": [mean(up[here & good]) for here in inside],
@@ -190,13 +148,13 @@ def direction(
 
 
 def cosine(x: Any, y: Any) -> float | None:
-    """Of two gradients; None where one of them is nothing."""
+    """The cosine of two gradients; None where one of them is 0."""
     size = (_dot(x, x) * _dot(y, y)) ** 0.5
     return _dot(x, y) / size if size else None
 
 
 def along(part: Any, whole: Any) -> float | None:
-    """How far a part of a gradient goes along the whole, whose length is 1."""
+    """How far a part of a gradient goes along the whole, as a share of its length; None where the whole is 0."""
     size = _dot(whole, whole)
     return _dot(part, whole) / size if size else None
 

@@ -1,4 +1,4 @@
-"""An accelerator in a few minutes: is it right, how fast is it, does it use the memory that a plan says?"""
+"""A new accelerator in a few minutes: is it right, how fast is it, does it use the memory that a plan says?"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,6 @@ import numpy as np
 import rich.table
 from rich.box import SIMPLE
 
-from jaxrl_llm.cli.bench.update import random_rollout
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
@@ -21,16 +20,16 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
 from jaxrl_llm.planning import flops, machines
 from jaxrl_llm.planning.programs import local_bytes
+from jaxrl_llm.research.bench import random_rollout
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.runs import terminal
+from jaxrl_llm.training import terminal
 
 SMALL = qwen2.Shape(1024, 256, 704, 2, 4, 2, tied=True)
+SHAPES = {"small": SMALL, **qwen2.PRESETS}
 STEPS = 20
-RATE = 1e-4
-AFTER_STEPS = (
-    6  # times the limit: Adam makes a full step of every gradient, also of one that is rounding
-)
+AFTER_STEPS = 6  # times the limit: Adam makes a full step also of a gradient that is mere rounding
+MEMORY = 0.1  # of what is used, how far a plan may be off
 OBJECTIVE = Objective(
     advantage=advantages.grpo,
     penalties=((1e-3, kl.k3),),
@@ -40,7 +39,7 @@ OBJECTIVE = Objective(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how the same numbers are made."""
+    """Where and how the same numbers are computed."""
 
     device: Any
     dtype: Any = jnp.float32
@@ -50,15 +49,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table; `fine` is None for what is only told."""
+    """A row of the table; `fine` is None for what has no limit."""
 
-    what: str
+    name: str
     value: str
     limit: str = ""
     fine: bool | None = None
 
 
-def main(
+def accelerator(
     *,
     models: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"),
     rows: int = 8,
@@ -79,27 +78,26 @@ def main(
         new_tokens: tokens that each of them decodes.
         minutes: nothing new is begun after so many.
     """
-    if unknown := [name for name in models if name not in (*qwen2.PRESETS, "small")]:
-        raise UserError(f"--models {unknown[0]}: known are small, {', '.join(qwen2.PRESETS)}")
+    if unknown := [name for name in models if name not in SHAPES]:
+        raise UserError(f"--models {unknown[0]}: known are {', '.join(SHAPES)}")
     console, begun = terminal.plain(), time.monotonic()
     device = jax.devices()[0]
     chip = _chip(device)
-    table = rich.table.Table("", "measured", "limit", "", title=device.device_kind, box=SIMPLE)
-    wrong, left = 0, False
+    collate = Collator(prompt_length, response_length, microbatches=2, pack=True)
 
     def lines() -> Iterator[Line]:
         yield from correctness(device)
         for name in models:
-            shape = SMALL if name == "small" else qwen2.PRESETS[name]
-            batch = Collator(prompt_length, response_length, microbatches=2, pack=True)
-            yield from training(name, shape, device, chip, batch, rows)
-            yield from decoding(name, shape, device, chip, slots, prompt_length, new_tokens)
+            yield from training(name, device, chip, collate, rows)
+            yield from decoding(name, device, chip, slots, prompt_length, new_tokens)
 
+    table = rich.table.Table("", "measured", "limit", "", title=device.device_kind, box=SIMPLE)
+    wrong, left = 0, False
     with console.status("correctness") as status:
         for line in lines():
-            status.update(f"after {line.what}")
-            said = "" if line.fine is None else ("right" if line.fine else "WRONG")
-            table.add_row(line.what, line.value, line.limit, said)
+            status.update(f"after {line.name}")
+            verdict = {None: "", True: "right", False: "WRONG"}[line.fine]
+            table.add_row(line.name, line.value, line.limit, verdict)
             wrong += line.fine is False
             if left := time.monotonic() - begun > 60 * minutes:
                 break
@@ -116,37 +114,33 @@ def correctness(device: Any) -> Iterator[Line]:
     with jax.default_device(cpu):
         start = jax.device_get(qwen2.init(SMALL))
     truth = numbers(Setting(cpu), start)
-    half = jnp.bfloat16
+    fused = Setting(device, jnp.bfloat16, attention.for_platform)
     for name, setting, limit in (
         ("float32", Setting(device), 2e-4),
-        ("bfloat16, plain attention", Setting(device, half), 5e-2),
-        ("bfloat16, fused attention", Setting(device, half, attention.for_platform), 5e-2),
-        (
-            "bfloat16, fused, padded rows",
-            Setting(device, half, attention.for_platform, pack=False),
-            5e-2,
-        ),
+        ("bfloat16, plain attention", Setting(device, jnp.bfloat16), 5e-2),
+        ("bfloat16, fused attention", fused, 5e-2),
+        ("bfloat16, fused, padded rows", replace(fused, pack=False), 5e-2),
     ):
         found = numbers(setting, start)
-        for what, room in (("log-probs", 1), ("gradient", 1), (f"{STEPS} steps", AFTER_STEPS)):
-            apart, most = difference(found[what], truth[what]), room * limit
+        for what, most in zip(truth, (limit, limit, AFTER_STEPS * limit), strict=True):
+            apart = difference(found[what], truth[what])
             yield Line(f"{name}: {what}", f"{apart:.1e}", f"{most:.0e}", apart <= most)
 
 
 def numbers(setting: Setting, start: Any) -> dict[str, list[np.ndarray]]:
-    """What the same weights and responses give, wherever and however it is computed."""
+    """Log-probs, a gradient, and what steps change, for the same weights and responses in every setting."""
     mesh = sharding.make_mesh(1, 1, 1, [setting.device])
     compute = qwen2.Compute(dtype=setting.dtype, attend=setting.attend)
     definition, shapes = qwen2.graph(SMALL, compute)
     with jax.set_mesh(mesh):
-        rng = np.random.default_rng(0)
         params = jax.device_put(start, sharding.param_shardings(shapes, mesh))
         collate = Collator(32, 96, minibatches=2, microbatches=2, pack=setting.pack)
         batch = update.place(collate(random_rollout(SMALL.vocab_size, 16, 32, 96)), mesh)
         policy = partial(logprobs.of_responses, definition)
-        score, optimizer = update.make_score(policy), optimizers.adamw(RATE)
-        old = score(params, batch.inputs)
-        reward = sharding.replicated(rng.normal(size=(2, 8)).astype(np.float32), mesh)
+        optimizer = optimizers.adamw(1e-4)
+        old = update.make_score(policy)(params, batch.inputs)
+        reward = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+        reward = sharding.replicated(reward, mesh)
         credited = update.make_credit(OBJECTIVE)(batch, reward, old_logp=old, ref_logp=old)
         micro = jax.tree.map(lambda x: x[0, 0], batch.inputs)
         gradient = jax.jit(jax.grad(lambda p: policy(p, micro).sum()))(params)
@@ -159,67 +153,62 @@ def numbers(setting: Setting, start: Any) -> dict[str, list[np.ndarray]]:
             state, _ = step(state, credited)
         moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
         arrays = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
-        after = f"{STEPS} steps"
-        return {"log-probs": arrays(rows), "gradient": arrays(gradient), after: arrays(moved)}
+        found = {"log-probs": rows, "gradient": gradient, f"{STEPS} steps": moved}
+        return {name: arrays(tree) for name, tree in found.items()}
 
 
 def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
-    """The norm of what is apart, by the norm of the truth."""
+    """The norm of the difference over the norm of the truth."""
     apart = sum(float(np.sum((a - b) ** 2)) for a, b in zip(found, truth, strict=True))
     return (apart / sum(float(np.sum(b**2)) for b in truth)) ** 0.5
 
 
-def training(
-    name: str, shape: qwen2.Shape, device: Any, chip: Any, collate: Collator, rows: int
-) -> Iterator[Line]:
+def training(name: str, device: Any, chip: Any, collate: Collator, rows: int) -> Iterator[Line]:
     """Optimizer steps with recomputed layers in bfloat16, and the memory they take."""
-    mesh = sharding.make_mesh(1, 1, 1, [device])
+    shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
     policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw(1e-6)
     objective = Objective(advantage=advantages.grpo)
-    count, limit = rows * collate.microbatches, (collate.prompt_length, collate.response_length)
+    count, limits = rows * collate.microbatches, (collate.prompt_length, collate.response_length)
     with jax.set_mesh(mesh):
         params = qwen2.init(shape, shardings=sharding.param_shardings(shapes, mesh))
         state = update.init_state(params, optimizer)
         del params
         where = jax.tree.map(lambda x: x.sharding, state)
-        batch = update.place(collate(random_rollout(shape.vocab_size, count, *limit)), mesh)
+        batch = update.place(collate(random_rollout(shape.vocab_size, count, *limits)), mesh)
         old = update.make_score(policy)(state.params, batch.inputs)
         reward = sharding.replicated(np.arange(float(count), dtype=np.float32)[None], mesh)
         credited = update.make_credit(objective)(batch, reward, old_logp=old)
         step: Any = update.make_train_step(policy, objective, optimizer, shardings=where)
-        planned = step.lower(state, credited).compile().memory_analysis()
-        planned = planned.temp_size_in_bytes + local_bytes(state) + local_bytes((batch, credited))
+        planned = step.lower(state, credited).compile().memory_analysis().temp_size_in_bytes
+        planned += local_bytes(state) + local_bytes((batch, credited))
         times = []
         for _ in range(4):
             start = time.perf_counter()
             state, _ = jax.block_until_ready(step(state, credited))
             times.append(time.perf_counter() - start)
-    length = sum(limit)
-    size = {"tokens": count * length, "scored": count * limit[1], "length": length}
-    seconds = float(np.median(times[1:]))
-    share = flops.update(shape, **size) / seconds / chip.flops
-    yield Line(f"{name}: update, tokens/s", f"{count * length / seconds:,.0f}")
-    yield Line(f"{name}: update, model FLOPs utilisation", f"{share:.1%}")
-    stats = device.memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        real = stats["peak_bytes_in_use"]
-        near = abs(real - planned) <= 0.1 * real
-        yield Line(
-            f"{name}: memory, GiB", f"{real / 2**30:.1f}", f"planned {planned / 2**30:.1f}", near
-        )
+    tokens, seconds = count * sum(limits), float(np.median(times[1:]))
+    work = flops.update(shape, tokens=tokens, scored=count * limits[1], length=sum(limits))
+    yield Line(f"{name}: update, tokens/s", f"{tokens / seconds:,.0f}")
+    used = f"{work / seconds / chip.flops:.1%}"
+    yield Line(f"{name}: update, model FLOPs utilisation", used)
+    if real := (device.memory_stats() or {}).get("peak_bytes_in_use"):
+        near, limit = abs(real - planned) <= MEMORY * real, f"planned {planned / 2**30:.1f}"
+        yield Line(f"{name}: memory, GiB", f"{real / 2**30:.1f}", limit, near)
 
 
 def decoding(
-    name: str, shape: qwen2.Shape, device: Any, chip: Any, slots: int, prompt: int, tokens: int
+    name: str, device: Any, chip: Any, slots: int, prompt: int, tokens: int
 ) -> Iterator[Line]:
     """The embedded engine with full slots, and how much of the memory's bandwidth it uses."""
-    mesh = sharding.make_mesh(1, 1, 1, [device])
+    shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
-    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (slots, prompt)).tolist()
+    prompts = random_rollout(shape.vocab_size, slots, prompt, 0).prompts
     where = sharding.param_shardings(shapes, mesh)
-    engine = engines.Native(slots=slots)
-    with jax.set_mesh(mesh), engine.start(Policy(definition), mesh) as sampler:
+    with (
+        jax.set_mesh(mesh),
+        engines.Native(slots=slots).start(Policy(definition), mesh) as sampler,
+    ):
         params = qwen2.init(shape, dtype=jnp.bfloat16, shardings=where)
         sampler.push(params, 0)
         sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens))
@@ -227,18 +216,16 @@ def decoding(
         sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens, seed=1))
         seconds = time.perf_counter() - start
     cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
-    read = local_bytes(params) + cache * (prompt + tokens / 2)
+    read = (local_bytes(params) + cache * (prompt + tokens / 2)) * tokens
     yield Line(f"{name}: decoding, tokens/s", f"{slots * tokens / seconds:,.0f}")
-    yield Line(
-        f"{name}: decoding, share of bandwidth", f"{read * tokens / seconds / chip.bandwidth:.1%}"
-    )
+    yield Line(f"{name}: decoding, share of bandwidth", f"{read / seconds / chip.bandwidth:.1%}")
 
 
 def _chip(device: Any) -> machines.Chip:
-    """The data sheet of a device; a measured product stands in for one that is not known."""
-    kind = device.device_kind.lower()
+    """The data sheet of a device; measured rates where it is not known."""
+    kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
     for name, chip in machines.CHIPS.items():
-        if name in kind.replace(" lite", "e").replace("tpu ", ""):
+        if name in kind:
             return chip
     rate = flops.matmul_rate(jnp.bfloat16)
     return replace(machines.CHIPS["h100"], flops=rate, bandwidth=_bandwidth())
@@ -246,8 +233,7 @@ def _chip(device: Any) -> machines.Chip:
 
 def _bandwidth() -> float:
     """Bytes/s of a sum over 256 MiB."""
-    x = jnp.ones(2**26, jnp.float32)
-    total = jax.jit(jnp.sum)
+    x, total = jnp.ones(2**26, jnp.float32), jax.jit(jnp.sum)
     total(x).block_until_ready()
     start = time.perf_counter()
     for _ in range(5):

@@ -1,0 +1,38 @@
+"""`jaxrl-llm study`: a grid of runs, resumable at any moment, and what it says in the end."""
+
+from pathlib import Path
+
+from jaxrl_llm.cli import parse
+from jaxrl_llm.training.parts import DATA
+
+
+def run(words: list[str]) -> None:
+    """`study` with these words."""
+    parse.call(main, words, "study")
+
+
+def main(
+    file: Path,
+    /,
+    *,
+    out: str | None = None,
+    jobs: int = 0,
+    threads: int = 1,
+    seeds: tuple[int, ...] = (),
+    report: bool = False,
+    data: str = DATA,
+) -> None:
+    """Run the grid of a study file, whatever is left of it, and report.
+
+    Args:
+        file: a Python file that defines `study`.
+        out: the study's folder (default: runs/studies/ and the name of the file).
+        jobs: how many runs at a time; 0 for as many as there are cores for.
+        threads: cores of each run, the same for all of a study.
+        seeds: instead of those of the study.
+        report: only read what is there.
+        data: where data sets are kept.
+    """
+    from jaxrl_llm.research import runner
+
+    runner.run(file, out, jobs=jobs, threads=threads, seeds=seeds, report=report, data=data)

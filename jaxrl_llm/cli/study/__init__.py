@@ -1,1 +1,0 @@
-"""A grid of runs: what it is, how it is made, what is seen meanwhile."""

@@ -1,0 +1,322 @@
+"""The figures of arXiv:2505.12929 for a policy: which tokens its updates come from, and which they move.
+
+Every figure is plain numbers, for JSON: means over several batches of responses, since one batch tells little.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxrl_llm.config import Config, Scratch
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update
+from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.batch import Batch
+from jaxrl_llm.learning.update import Credited
+from jaxrl_llm.models import activations
+from jaxrl_llm.research import probe, token_gradients, words
+from jaxrl_llm.research.probe import Moved, Probe
+from jaxrl_llm.research.statistics import mean
+from jaxrl_llm.rollouts.sampler import Rollout, Sampler
+from jaxrl_llm.tasks.knights_knaves.tiny import FILLERS
+from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.training.parts import Parts, readable
+
+EDGES = (0.25, 0.5, 0.75)
+BINS = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
+GROUPS = ["chatter", "reasoning", "answer"]
+Say = Callable[[str], None]
+"""hears what is being done"""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The policy that is looked at, with its optimizer's state, and the strength of the methods that are tried."""
+
+    config: Config
+    parts: Parts
+    state: update.TrainState
+    reference: Any
+    alpha: float
+    eta: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch in its layout, arrays `[M,m,R,C]`; integers are -1 on padding."""
+
+    mask: np.ndarray
+    logp: np.ndarray
+    advantage: np.ndarray
+    group: np.ndarray
+    """number in GROUPS"""
+    response: np.ndarray
+    """number of the response"""
+    position: np.ndarray
+    """number of the token in its response"""
+
+    @property
+    def bins(self) -> np.ndarray:
+        """Number in BINS."""
+        return probe.by_probability(self.logp, self.mask, EDGES)
+
+
+def measure(
+    of: Subject, sampler: Sampler, *, prompts: int, batches: int, tokens: int, seed: int, say: Say
+) -> dict[str, Any]:
+    """All figures, of `batches` batches of other prompts each; `tokens` of them are looked at one by one.
+
+    Beside the means, "least" and "most" of the batches. A UserError where nothing could be learned from them.
+    """
+    samples = draw(of, sampler, prompts, batches, seed)
+    programs = Programs(of, max(len(one.rollout.responses) for one in samples))
+    each, seen = [], []
+    for number, sample in enumerate(samples, 1):
+        told = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
+        credited, there = programs.credited(sample, _groups(of, sample.rollout))
+        if not np.any(there.advantage):
+            raise UserError(
+                "all responses to each prompt earned the same, so there is nothing to learn from: "
+                "take more --prompts or another --seed"
+            )
+        size = of.config.group_size
+        each.append(
+            {
+                "updates": updates(credited["plain"], there, programs, told),
+                "directions": directions(credited, there, programs.optimizer, told),
+                "sources": sources(credited, there, programs.gradient, size, told),
+            }
+        )
+        seen.append(there)
+    spread = {"least": min, "most": max} if batches > 1 else {}
+    texts, scores = checked(of, samples)
+    model = of.config.model
+    patterns = words.categories(model.words if isinstance(model, Scratch) else ())
+    rewards = [reward for one in samples for reward in one.rewards]
+    return {
+        "sample": described(of, rewards, sum(int(one.mask.sum()) for one in seen)),
+        **over_batches(each, fmean),
+        "single_tokens": _single_tokens(of, samples[0].rollout, seen[0], tokens, seed, say),
+        "words": words.frequencies(texts, scores, patterns),
+        **{name: over_batches(each, pick) for name, pick in spread.items()},
+    }
+
+
+def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -> list[Answers]:
+    """Responses to other training examples in each batch."""
+    config, parts = of.config, of.parts
+    source = parts.task.train
+    first = [source[i] for i in range(min(prompts * batches, len(source)))]
+    known = readable(parts, first, config, "train")
+    if len(known) < batches:
+        raise UserError(f"{len(known)} prompts are too few for {batches} batches: take fewer")
+    task, sampling = parts.token_task(config), parts.sampling(config, seed=seed)
+    samples = []
+    for number in range(batches):
+        examples = [known[i] for i in range(number, len(known), batches)]
+        rollout = task.sample(sampler, examples, n=config.group_size, sampling=sampling)
+        samples.append(task.judge(examples, rollout))
+    return samples
+
+
+class Programs:
+    """What is tried on a batch, compiled once for all: the objective's variants, updates, and gradients."""
+
+    def __init__(self, of: Subject, responses: int):
+        variants = probe.variants(of.config.objective, alpha=of.alpha, eta=of.eta)
+        plain, collate = variants["plain"], of.config.collate
+        share = responses / (of.config.prompts * of.config.group_size)
+        slices = max(1, round(collate.minibatches * collate.microbatches * share))  # as in training
+        collate = replace(collate, minibatches=1, microbatches=slices)
+        config = replace(of.config, collate=collate, objective=plain)
+        reference = of.state.params if of.reference is None else of.reference
+        reference = reference if plain.reads("ref_logp") else None
+        logp = of.parts.policy.logp(of.config.sampling.temperature)
+        self._credit = {name: update.make_credit(one) for name, one in variants.items()}
+        self._training = of.parts.programs(config, of.state, reference)
+        self._params = of.state.params
+        self._score = update.make_score(logp)
+        self.optimizer = Probe(of.state, self._training.update, self._score)
+        self.gradient = probe.make_gradient(logp, plain, self._params)
+
+    def along(self, rate: float) -> Callable[[Credited], Moved]:
+        """A plain step of this rate along a batch's gradient."""
+        return partial(probe.step_along, self._params, self.gradient, self._score, rate)
+
+    def credited(
+        self, sample: Answers, groups: Sequence[list[str]]
+    ) -> tuple[dict[str, Credited], Tokens]:
+        """The batch as each variant weighs it, and its tokens; `groups` are those of each response's tokens."""
+        batch, reward = self._training.batch(sample.rollout, sample.rewards)
+        scores, _ = self._training.score(self._params, batch)
+        credited = {name: credit(batch, reward, **scores) for name, credit in self._credit.items()}
+        plain = credited["plain"]
+        logp = self._score(self._params, plain.inputs)
+        return credited, tokens_of(batch, plain, logp, groups)
+
+
+def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list[str]]) -> Tokens:
+    """The tokens of a batch; `groups` are the names in GROUPS of each response's tokens."""
+    rows = np.asarray(batch.layout.in_rows)
+    mask, width = rows >= 0, batch.mask.shape[1]
+    response, position = np.divmod(rows, width)
+    response, group = np.where(mask, response, -1), np.full(rows.shape, -1)
+    where = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
+    group[mask] = [GROUPS.index(groups[i][t]) for i, t in where]
+    return Tokens(mask, np.asarray(logp), np.asarray(credited.advantage), group, response, position)
+
+
+def updates(plain: Credited, tokens: Tokens, programs: Programs, say: Say) -> dict[str, Any]:
+    """Fig. 1: the bins, their gradients, and how far an update on all tokens or on one bin moves each.
+
+    The optimizer takes the run's own step; the gradient's is plain, and on all tokens as long as the optimizer's.
+    """
+    say("update on all tokens")
+    whole, bins = programs.optimizer(plain), tokens.bins
+    rate = whole.distance / max(float(whole.grad_norm[0]), 1e-30)
+    records = probe.described(BINS, bins, tokens.logp, tokens.advantage)
+    tried: dict[str, Any] = {}
+    for by, step in (("optimizer", programs.optimizer), ("gradient", programs.along(rate))):
+        moved = {"all": whole if by == "optimizer" else step(plain)}
+        for b, name in enumerate(BINS):
+            if (bins == b).any():
+                say(f"update on {name}, by the {by}")
+                moved[name] = step(probe.only(plain, bins == b))
+                records[b]["gradient_norm"] = float(moved[name].grad_norm[0])
+        sizes = {on: np.abs(after.logp - tokens.logp) for on, after in moved.items()}
+        tried[by] = {
+            on: {"logp_size": [mean(size[bins == b]) for b in range(len(BINS))]}
+            for on, size in sizes.items()
+        }
+    found = {"bins": records, "updates": tried}
+    return {"gradient_norm": float(whole.grad_norm[0]), "rate": rate, "probability": found}
+
+
+def directions(
+    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
+) -> dict[str, Any]:
+    """Fig. 3: after one update by each variant, which tokens moved as their advantage says."""
+    found = {}
+    for name, batch in credited.items():
+        say(f"update by {name}")
+        after = optimizer(batch).logp
+        found[name] = probe.direction(tokens.bins, len(BINS), tokens.advantage, tokens.logp, after)
+    return {"probability": {"bins": BINS, "variants": found}}
+
+
+def sources(
+    credited: Mapping[str, Credited],
+    tokens: Tokens,
+    gradient: Callable[[Credited], Any],
+    group_size: int,
+    say: Say,
+) -> dict[str, Any]:
+    """Which tokens the gradient comes from, in each stage of each variant, all before any update.
+
+    Of each group of tokens: its gradient's norm; its share, which is how far its gradient goes along that of the
+    whole step (shares add up to 1, and one that the others outweigh is negative); and its cosine to that of the
+    others. Agreement is the cosine of the gradients of every other prompt and of the rest.
+    """
+    total, even = int(tokens.mask.sum()), tokens.response // group_size % 2 == 0
+    inside = {name: tokens.group == b for b, name in enumerate(GROUPS) if (tokens.group == b).any()}
+    out: dict[str, Any] = {"tokens": {name: int(x.sum()) / total for name, x in inside.items()}}
+    for variant, batch in credited.items():
+        stages = batch.weight.shape[0]
+        for s in range(stages):
+            one = probe.stage(batch, s)
+            if not bool((one.weight > 0).any()):
+                continue  # a stage without tokens is no step
+            say(f"gradients of the groups, {variant}")
+            halves = {
+                name: [gradient(probe.only(one, here & half)) for half in (even, ~even)]
+                for name, here in inside.items()
+            }
+            name = variant + (f", stage {s + 1}" if stages > 1 else "")
+            out[name] = _sources_of(halves)
+    return out
+
+
+def _sources_of(halves: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The record of gradients of groups, each in two halves that add up."""
+    added = lambda trees: jax.tree.map(lambda *x: sum(x), *trees)
+    groups = {name: added(both) for name, both in halves.items()}
+    whole = added(groups.values())
+    return {
+        "gradient_norm": float(optax.tree.norm(whole)),
+        "agreement": probe.cosine(*(added(half) for half in zip(*halves.values(), strict=True))),
+        "groups": {
+            name: {
+                "norm": float(optax.tree.norm(mine)),
+                "share": probe.along(mine, whole),
+                "cosine": probe.cosine(mine, optax.tree.sub(whole, mine)),
+                "agreement": probe.cosine(*halves[name]),
+            }
+            for name, mine in groups.items()
+        },
+    }
+
+
+def _single_tokens(
+    of: Subject, rollout: Rollout, there: Tokens, count: int, seed: int, say: Say
+) -> dict[str, Any]:
+    """Fig. 2, of tokens that are drawn evenly from the bins."""
+    index = token_gradients.spread(there.bins.ravel(), count, seed)
+    where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
+    chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
+    definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
+    logits = partial(activations.logits, definition, temperature=temperature)
+    offsets = activations.no_offsets(definition, of.state.params, chosen.tokens.shape[1])
+    return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
+
+
+def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
+    """The group of every token; fillers are known as such in a vocabulary of words that has them all."""
+    model, tokenizer = of.config.model, of.parts.tokenizer
+    known = isinstance(model, Scratch) and set(FILLERS) <= set(model.words)
+    fillers = frozenset(FILLERS if known else ())
+    pieces = ([tokenizer.decode([t]) for t in r] for r in rollout.responses)
+    return [words.group(piece, fillers) for piece in pieces]
+
+
+def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[float]]:
+    """The responses whose reward is known, and their rewards."""
+    decode = of.parts.tokenizer.decode
+    both = [
+        (decode(response), reward)
+        for one in samples
+        for response, reward in zip(one.rollout.responses, one.rewards, strict=True)
+    ]
+    known = [(text, reward.score) for text, reward in both if reward.checked]
+    return [text for text, _ in known], [score for _, score in known]
+
+
+def described(of: Subject, rewards: Sequence[Reward], tokens: int) -> dict[str, Any]:
+    """The responses in a few numbers; what could not be checked counts in no mean."""
+    known = [reward for reward in rewards if reward.checked]
+    return {
+        "responses": len(rewards),
+        "tokens": tokens,
+        "unchecked": len(rewards) - len(known),
+        "reward": mean(np.asarray([r.score for r in known])),
+        "accuracy": mean(np.asarray([r.correct for r in known])),
+        "optimizer_steps_before": int(of.state.step),
+    }
+
+
+def over_batches(found: Sequence[Any], of: Callable[[list], float]) -> Any:
+    """Records of the same form as one, each number `of` those of all that have it."""
+    known = [x for x in found if x is not None]
+    if not known:
+        return None
+    if isinstance(known[0], dict):
+        names = dict.fromkeys(name for x in known for name in x)
+        return {name: over_batches([x.get(name) for x in known], of) for name in names}
+    if isinstance(known[0], list):
+        return [over_batches(x, of) for x in zip(*known, strict=True)]
+    return known[0] if isinstance(known[0], str) else of(known)

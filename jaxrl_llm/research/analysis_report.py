@@ -1,0 +1,236 @@
+"""An analysis for people: a table of the key numbers, and a picture for each figure of arXiv:2505.12929."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rich.table
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import cannot_write
+from jaxrl_llm.research.statistics import correlation
+from jaxrl_llm.training.curves import save, sheet
+
+Found = Mapping[str, Any]
+"""what `analysis.measure` gives, as JSON has it"""
+NAME = "analysis.json"
+GREY = "0.45"
+LEGEND: Any = {"fontsize": 8, "frameon": False, "handlelength": 1, "columnspacing": 1}
+
+
+def write(found: Found, folder: Path) -> None:
+    """analysis.json, and each figure as a PNG."""
+    try:
+        storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw(found, folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def table(found: Found) -> rich.table.Table:
+    """The key numbers."""
+    sample, single = found["sample"], found["single_tokens"]
+    out = rich.table.Table("", "", title=f"{found['run']}, step {found['step']}", show_header=False)
+    out.add_row("responses, tokens", f"{sample['responses']}, {sample['tokens']}")
+    bins = found["updates"]["probability"]["bins"]
+    for entry in bins:
+        norm = entry.get("gradient_norm")
+        value = "no tokens" if norm is None else f"{entry['share']:.1%}, {norm:.3g}"
+        out.add_row(f"tokens, gradient norm: {entry['name']}", value)
+    known = single["correlation"]
+    ranks = correlation(single["one_minus_p"], single["over_parameters"], ranks=True)
+    for name, value in (
+        ("gradient of a token and 1 - p: correlation at the logits", known["at_logits"]),
+        ("... over all parameters", known["over_parameters"]),
+        ("... over all parameters, of ranks", ranks),
+    ):
+        out.add_row(name, _number(value))
+    outside = f"{len(single['at_logits'])} tokens at the logits: {single['outside_at_logits']}"
+    if "stretch" in single:
+        layers = sum(single["outside_at_layers"])
+        outside += f"; {single['stretch']['tokens']} at the layers: {layers}"
+    out.add_row("outside the bounds of Prop. 4.2", outside)
+    rare, likely = bins[0]["name"], bins[-1]["name"]
+    for by, tried in found["updates"]["probability"]["updates"].items():
+        moved = [
+            _number(tried[on]["logp_size"][-1] if on in tried else None) for on in (rare, likely)
+        ]
+        out.add_row(f"likely tokens moved by the {by}: on the rare, on their own", ", ".join(moved))
+    for name, part in found["directions"]["probability"]["variants"].items():
+        rising = part["rising"][-1]
+        said = "none" if rising is None else f"{rising:.1%}"
+        out.add_row(f"good tokens that rise: {name}", said)
+    if not found["words"]:
+        out.add_row("words that tell reasoning", "none in this vocabulary")
+    return out
+
+
+def _number(x: float | None) -> str:
+    return "none" if x is None else f"{x:.3g}"
+
+
+def draw(found: Found, folder: Path) -> None:
+    """bins.png, single_tokens.png, directions.png, sources.png, and words.png where words are known."""
+    save(partial(_bins, found), folder / "bins.png")
+    save(partial(_single_tokens, found), folder / "single_tokens.png")
+    save(partial(_directions, found), folder / "directions.png")
+    save(partial(_sources, found), folder / "sources.png")
+    if found["words"]:
+        save(partial(_words, found), folder / "words.png")
+
+
+def _bars(
+    axis: Any, places: Sequence[str], found: Found, heights: Callable[[Any], Mapping[str, list]]
+) -> None:
+    """Bars in groups, a colour a name; a gap where there is no number.
+
+    `heights` reads them out of the means; whiskers go from the least to the most of several batches.
+    """
+    ends = [heights(found[end]) for end in ("least", "most") if end in found]
+    bars = heights(found)
+    width = 0.8 / len(bars)
+    for n, (name, values) in enumerate(bars.items()):
+        left = (n - (len(bars) - 1) / 2) * width
+        known = [i for i, v in enumerate(values) if v is not None]
+        x = [i + left for i in known]
+        axis.bar(x, [values[i] for i in known], 0.95 * width, label=name, color=f"C{n}")
+        if ends:
+            low, high = ([end[name][i] for i in known] for end in ends)
+            axis.vlines(x, low, high, color="0.2", linewidth=0.8)
+    axis.set_xticks(range(len(places)), places, fontsize=7)
+
+
+def _bins(found: Found) -> Any:
+    """Fig. 1."""
+    figure, [axes] = sheet(1, 5, (16, 3.2))
+    bins = lambda of: of["updates"]["probability"]["bins"]
+    names = [entry["name"] for entry in bins(found)]
+    of_bins = lambda key: lambda of: [entry.get(key) for entry in bins(of)]
+    share, norm = of_bins("share"), of_bins("gradient_norm")
+    signed, size = of_bins("advantage"), of_bins("advantage_size")
+
+    def moved(by: str) -> Callable[[Any], dict]:
+        tried = lambda of: of["updates"]["probability"]["updates"][by]
+        label = lambda on: "all tokens" if on == "all" else on
+        return lambda of: {label(on): change["logp_size"] for on, change in tried(of).items()}
+
+    mean_change = "mean |change of log-prob|,\na step"
+    panels: dict[str, Callable[[Any], dict]] = {
+        "share of tokens": lambda of: {"": share(of)},
+        "mean advantage": lambda of: {"signed": signed(of), "size": size(of)},
+        "gradient norm of the bin": lambda of: {"": norm(of)},
+        f"{mean_change} of the optimizer on": moved("optimizer"),
+        f"{mean_change} along the gradient of": moved("gradient"),
+    }
+    for axis, (title, heights) in zip(axes, panels.items(), strict=True):
+        _bars(axis, names, found, heights)
+        axis.set_title(title)
+    for axis in axes[[1, 3, 4]]:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, **LEGEND)
+    for axis in axes[2:]:
+        axis.set_yscale("log")
+    axes[1].axhline(0.0, color=GREY, linewidth=0.8)
+    return figure
+
+
+def _single_tokens(found: Found) -> Any:
+    """Fig. 2."""
+    tokens = found["single_tokens"]
+    x, vocab, layers = tokens["one_minus_p"], tokens["vocabulary"], tokens["at_layers"]
+    known, stretch = tokens["correlation"], tokens.get("stretch")
+    at = {0: "the first layer's input", len(layers) - 1: "the head's input"}
+    at[len(layers) // 2] = f"the input of layer {len(layers) // 2 + 1}"
+    panels = [("the logits", tokens["at_logits"], known["at_logits"], (1.0, 1.0))]
+    for i, name in sorted(at.items()):
+        within = (stretch["least"][i], stretch["most"][i]) if stretch else (0.0, 0.0)
+        panels.append((name, layers[i], known["at_layers"][i], within))
+    over = (tokens["over_parameters"], known["over_parameters"])
+    panels.append(("over all parameters", *over, (0.0, 0.0)))
+    figure, [axes] = sheet(1, len(panels), (3.2 * len(panels), 3.4))
+    ends = [min(v for v in x if v > 0), 1.0]
+    for axis, (title, norms, linear, (least, most)) in zip(axes, panels, strict=True):
+        axis.loglog(x, norms, "o", ms=3, alpha=0.5, markeredgewidth=0)
+        for factor in (least * (vocab / (vocab - 1)) ** 0.5, most * 2**0.5):
+            if factor:
+                axis.plot(ends, [factor * v for v in ends], color=GREY, linewidth=1)
+        ranks = correlation(x, norms, ranks=True)
+        both = linear is not None and ranks is not None
+        axis.set_title(
+            f"{title}\ncorrelation {linear:.2f}, of ranks {ranks:.2f}" if both else title
+        )
+        axis.set_xlabel("1 - p")
+    axes[0].set_ylabel("norm of the gradient of log p")
+    bounds = "lines: the bounds of Proposition 4.2"
+    axes[0].text(0.04, 0.94, bounds, transform=axes[0].transAxes, fontsize=7, color=GREY)
+    return figure
+
+
+def _directions(found: Found) -> Any:
+    """Fig. 3: the share of tokens that an update moves as their advantage says."""
+    figure, [axes] = sheet(1, 2, (11, 3.2))
+    places = [*found["directions"]["probability"]["bins"], "all"]
+    for axis, key, title in (
+        (axes[0], "rising", "advantage > 0: share that rises, of those that move"),
+        (axes[1], "falling", "advantage < 0: share that falls, of those that move"),
+    ):
+
+        def heights(of: Any, key: str = key) -> dict:
+            variants = of["directions"]["probability"]["variants"]
+            return {name: values[key] for name, values in variants.items()}
+
+        _bars(axis, places, found, heights)
+        axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
+        axis.set_ylim(0, 1)
+        axis.set_title(title)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4, **LEGEND)
+    return figure
+
+
+def _sources(found: Found) -> Any:
+    """The groups' gradients: how long, how far along the whole, and how much alike from prompt to prompt."""
+    steps = [name for name in found["sources"] if name != "tokens"]
+    places = [name.replace(", ", ",\n") for name in steps]
+    figure, [axes] = sheet(1, 3, (15, 3.6))
+
+    def groups(of: Any, key: str) -> dict[str, list]:
+        return {
+            group: [of["sources"][step]["groups"][group][key] for step in steps]
+            for group in of["sources"]["tokens"]
+        }
+
+    def with_all(of: Any, key: str, of_all: str) -> dict[str, list]:
+        return groups(of, key) | {"all tokens": [of["sources"][step][of_all] for step in steps]}
+
+    def shares(of: Any) -> dict[str, list]:
+        tokens = of["sources"]["tokens"]
+        return {group: [tokens[group], *share] for group, share in groups(of, "share").items()}
+
+    _bars(axes[0], places, found, partial(with_all, key="norm", of_all="gradient_norm"))
+    _bars(axes[1], ["tokens", *places], found, shares)
+    _bars(axes[2], places, found, partial(with_all, key="agreement", of_all="agreement"))
+    axes[0].set_ylabel("norm of the gradient")
+    axes[1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
+    axes[2].set_ylabel("agreement: cosine of the gradients\nof every other prompt and the rest")
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4, **LEGEND)
+    return figure
+
+
+def _words(found: Found) -> Any:
+    """Fig. 5: categories of words, how frequent, and how they go with the reward."""
+    names = [entry["name"] for entry in found["words"]]
+    figure, [axes] = sheet(1, 2, (9, 1.2 + 0.4 * len(names)))
+    for axis, key, label in (
+        (axes[0], "a_response", "words a response"),
+        (axes[1], "correlation_with_reward", "correlation with the reward"),
+    ):
+        axis.barh(range(len(names)), [entry[key] or 0.0 for entry in found["words"]], 0.6)
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.locator_params(axis="x", nbins=5)
+        axis.axvline(0.0, color=GREY, linewidth=0.8)
+    return figure

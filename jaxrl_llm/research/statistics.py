@@ -1,0 +1,99 @@
+"""Means over seeds with their intervals, differences between runs that share a seed, figures of a curve."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+from scipy import stats
+
+FEW = 4  # values below which an interval says less than the values themselves
+Curve = Sequence[tuple[float, float]]
+"""(step, accuracy) pairs"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of n values and its 95% interval by Student's t; of a single value no interval is known."""
+
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of independent values, at least one."""
+    n, mean = len(values), fmean(values)
+    if n == 1:
+        return Estimate(n, mean, None, None)
+    half = float(stats.t.ppf(0.975, n - 1) * stats.sem(values))
+    return Estimate(n, mean, mean - half, mean + half)
+
+
+def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """Value minus baseline for each seed that both have: what a seed does to both cancels."""
+    return [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline)]
+
+
+def p_value(values: Sequence[float]) -> float | None:
+    """The two-sided p of Student's t against a mean of 0; None for fewer than `FEW` values.
+
+    Values that are all the same say nothing about their spread: None, or 1 if all are 0.
+    """
+    if len(values) < FEW:
+        return None
+    if len({*values}) == 1:
+        return None if values[0] else 1.0
+    return float(2 * stats.t.sf(abs(fmean(values)) / stats.sem(values), len(values) - 1))
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values corrected for their number by Holm's step-down method."""
+    corrected, largest = {}, 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        corrected[name] = largest = max(largest, min(1.0, (len(p_values) - rank) * p))
+    return corrected
+
+
+def mean(x: np.ndarray) -> float | None:
+    """The mean of an array; None if it is empty."""
+    return float(np.mean(x, dtype=np.float64)) if x.size else None
+
+
+def correlation(x: Sequence[float], y: Sequence[float], *, ranks: bool = False) -> float | None:
+    """Pearson's correlation, or Spearman's of the ranks; None where one of the two does not vary."""
+    if len({*map(float, x)}) < 2 or len({*map(float, y)}) < 2:
+        return None
+    pair = np.asarray([stats.rankdata(x), stats.rankdata(y)] if ranks else [x, y], np.float64)
+    return float(np.asarray(np.corrcoef(pair))[0, 1])
+
+
+def in_parts(values: Sequence[float], parts: int) -> Curve:
+    """The means of up to `parts` equal parts of a run's steps, each at the middle of its part."""
+    cuts = [round(i * len(values) / parts) for i in range(parts + 1)]
+    return [((a + 1 + b) / 2, fmean(values[a:b])) for a, b in pairwise(cuts) if b > a]
+
+
+def plateau(curve: Curve) -> float:
+    """The mean of the last three points, or of all if there are fewer."""
+    return fmean(y for _, y in curve[-3:])
+
+
+def area(curve: Curve) -> float:
+    """The mean height of the polygon through the points, from the first step to the last."""
+    steps, heights = zip(*curve, strict=True)
+    if len(curve) == 1:
+        return heights[0]
+    return float(np.trapezoid(heights, steps)) / (steps[-1] - steps[0])
+
+
+def steps_to(curve: Curve, level: float) -> float | None:
+    """The step at which the polygon first reaches a level; None if it does not."""
+    if curve[0][1] >= level:
+        return curve[0][0]
+    for (x, y), (after, higher) in pairwise(curve):
+        if higher >= level:
+            return x + (after - x) * (level - y) / (higher - y)
+    return None

@@ -1,0 +1,167 @@
+"""A study: variants of a run over seeds, what each reached, and how they differ from a baseline."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.research import statistics
+from jaxrl_llm.training.journal import REINFORCE
+
+Flags = Mapping[str, Any]
+Outcome = dict[str, Any]
+"""What a run reached, as results.json has it: panel, variant, seed, flags, name, and
+
+curves: "sampled", accuracy of the responses that a step samples and learns from, and "greedy", of held-out
+    examples. The first is what reinforcement raises. The second sees only which answer is the likeliest: it
+    leaps where two ways of answering change places, and stands still while the better one gets more likely.
+figures: numbers by name
+made: settings and versions with which, and the date when it was made
+"""
+PARTS = 8  # of the steps of a run, each a point of its sampled curve
+AT_THE_END = ("rare_half", "entropy", "length", "kl_reference")  # means over the last steps
+LAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid of runs, panels x variants x seeds: each is a call of the `config()` of a config file.
+
+    `config` lies relative to the study's file, and may be that file itself. Its parameters are set by `flags` (for
+    all runs), then those of the panel and of the variant, then `seed`. Variants are compared to `baseline` within
+    panel and seed. Runs of a seed that agree in the flags named in `warm` begin with the same warm start. `level`
+    is the share of the baseline's gain to which steps are counted.
+    """
+
+    config: str
+    variants: Mapping[str, Flags]
+    baseline: str
+    panels: Mapping[str, Flags] = field(default_factory=lambda: {"": {}})
+    flags: Flags = field(default_factory=dict)
+    warm: tuple[str, ...] = ()
+    seeds: Sequence[int] = range(8)
+    level: float = 0.5
+
+    def __post_init__(self):
+        if self.baseline not in self.variants:
+            raise UserError(f"study: the baseline {self.baseline!r} is none of {[*self.variants]}")
+        for name, flags in self.variants.items():
+            if unequal := {*flags} & {*self.warm}:
+                raise UserError(
+                    f"study: variant {name!r} sets {unequal.pop()!r}, on which the shared warm start depends: "
+                    "set it in a panel"
+                )
+
+    def runs(self, seeds: Sequence[int] = ()) -> list["Planned"]:
+        """All runs, seed after seed, so that a study that is stopped has whole seeds."""
+        every = itertools.product(dict.fromkeys(seeds or self.seeds), self.panels, self.variants)
+        return [
+            Planned(
+                panel,
+                variant,
+                seed,
+                {**self.flags, **self.panels[panel], **self.variants[variant], "seed": seed},
+            )
+            for seed, panel, variant in every
+        ]
+
+    def warm_start(self, run: "Planned") -> "Planned":
+        """The run of no step whose warm start this one begins with."""
+        flags = {**self.flags, **self.panels[run.panel]}
+        known = {name: flags[name] for name in self.warm if name in flags}
+        label = " ".join(["warm", *(f"{name} {value}" for name, value in known.items())])
+        return Planned("", label, run.seed, {**known, "steps": 0, "seed": run.seed})
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study, and the flags that make it."""
+
+    panel: str
+    variant: str
+    seed: int
+    flags: Flags
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        words = f"{self.panel} {self.variant} seed{self.seed}"
+        return re.sub(r"[^\w.+]+", "-", words).strip("-").lower()
+
+
+def outcome(run: Planned, records: Sequence[Mapping[str, Any]], made: Flags) -> Outcome:
+    """What the metrics of a finished run say."""
+    ours = [r for r in records if r["phase"] == REINFORCE]
+    steps = [r for r in ours if "reward" in r]
+    sampled = [r["accuracy"] for r in steps if "accuracy" in r]
+    begin, scores = ours[0]["step"], [r for r in ours if "eval/accuracy" in r]
+    curves = {
+        "sampled": statistics.in_parts(sampled, PARTS),
+        "greedy": [(r["step"] - begin, r["eval/accuracy"]) for r in scores],
+    }
+    figures = {
+        "sampled": statistics.plateau(curves["sampled"]),
+        "sampled_mean": fmean(sampled),
+        "greedy": statistics.plateau(curves["greedy"][1:]),
+        "greedy_mean": statistics.area(curves["greedy"]),
+        **{n: fmean(r[n] for r in steps[-LAST_STEPS:]) for n in AT_THE_END if n in steps[-1]},
+        "rare_half_first": steps[0]["rare_half"],
+        "seconds": sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours),
+    }
+    return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": made}
+
+
+def results(study: Study, outcomes: Sequence[Outcome], **about: Any) -> dict[str, Any]:
+    """Everything that is worth keeping of a study, for JSON; `about` says how it came about."""
+    runs = _with_steps_to_level(study, outcomes)
+    described = {**asdict(study), "seeds": [*study.seeds]}
+    return {**about, "study": described, "summary": summary(study, runs), "runs": runs}
+
+
+def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """A run that never gets to the level counts with all its steps, and `reached` is 0."""
+    baseline = {(o["panel"], o["seed"]): o for o in outcomes if o["variant"] == study.baseline}
+    out = []
+    for one in outcomes:
+        figures, base = dict(one["figures"]), baseline.get((one["panel"], one["seed"]))
+        if base is not None:
+            start, end = base["curves"]["sampled"][0][1], base["figures"]["sampled"]
+            if end > start:
+                level = start + study.level * (end - start)
+                steps = statistics.steps_to(one["curves"]["sampled"], level)
+                last = one["curves"]["greedy"][-1][0]
+                figures["steps_to_level"] = last if steps is None else steps
+                figures["reached"] = float(steps is not None)
+        out.append({**one, "figures": figures})
+    return out
+
+
+def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """One entry a panel, variant and figure: the mean over seeds, and the paired difference to the baseline.
+
+    `holm` of a difference is its p-value, corrected for the other variants of its panel.
+    """
+    values: dict[tuple[str, str, str], dict[int, float]] = {}
+    for one in outcomes:
+        for name, value in one["figures"].items():
+            cell = values.setdefault((one["panel"], one["variant"], name), {})
+            cell[one["seed"]] = value
+    entries, p_values = [], dict[tuple[str, str], dict[str, float]]()
+    for (panel, variant, name), by_seed in values.items():
+        entry = {"panel": panel, "variant": variant, "figure": name, "difference": None}
+        entry |= asdict(statistics.estimate([*by_seed.values()]))
+        base = {} if variant == study.baseline else values.get((panel, study.baseline, name), {})
+        if apart := statistics.differences(by_seed, base):
+            entry["difference"] = asdict(statistics.estimate(apart))
+            if (p := statistics.p_value(apart)) is not None:
+                p_values.setdefault((panel, name), {})[variant] = p
+        entries.append(entry)
+    corrected = {group: statistics.holm(found) for group, found in p_values.items()}
+    for entry in entries:
+        if entry["difference"]:
+            of_variants = corrected.get((entry["panel"], entry["figure"]), {})
+            entry["difference"]["holm"] = of_variants.get(entry["variant"])
+    return entries

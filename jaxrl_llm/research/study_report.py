@@ -1,0 +1,188 @@
+"""The results of a study for people: tables in Markdown, mean curves, and differences to the baseline."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import cannot_write
+from jaxrl_llm.research.statistics import FEW, differences, estimate
+from jaxrl_llm.training.curves import COLOURS, save, sheet
+
+Results = Mapping[str, Any]
+"""what `study.results` gives, as JSON has it"""
+COLUMNS = {  # figure: its title, what it is multiplied by, digits
+    "sampled": ("sampled, %", 100, 1),
+    "sampled_mean": ("mean of the curve, %", 100, 1),
+    "greedy": ("greedy, %", 100, 1),
+    "steps_to_level": ("steps to the level", 1, 1),
+    "rare_half": ("p < 0.5, %", 100, 1),
+    "entropy": ("entropy, nats", 1, 3),
+    "length": ("length, tokens", 1, 0),
+    "kl_reference": ("KL to the start, nats", 1, 3),
+}
+SIGNIFICANT = 0.05  # p-values below it are in bold
+READING = """\
+Figures are means over seeds with their 95% interval (Student's t); Δ is the paired difference to **{baseline}**
+within a seed, with its own interval; in bold what has a p-value below 5% also when corrected (Holm) for the other
+variants of the table (not for its columns). Sampled: accuracy of the responses that a run learns from, in the last
+three eighths of its steps; the mean of the curve is that of all steps. Greedy: held-out examples, mean of the last
+three evaluations. Steps to the level: until {level:.0%} of what the same seed's **{baseline}** gains in sampled
+accuracy is made; a run that never gets there counts with all its steps, and a seed whose **{baseline}** gains
+nothing has no such number. The others are means over the last ten steps."""
+CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
+DIFFERENCES = {
+    "sampled": "sampled\nat the end",
+    "sampled_mean": "mean of\nthe curve",
+    "greedy": "greedy\nat the end",
+}
+
+
+def write(results: Results, folder: Path) -> str:
+    """results.json, results.md, curves.png and differences.png; returns the text of results.md."""
+    text = markdown(results)
+    try:
+        storage.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+        storage.write(folder / "results.md", text)
+        save(partial(_curves, results), folder / "curves.png")
+        save(partial(_differences, results), folder / "differences.png")
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return text
+
+
+def markdown(results: Results) -> str:
+    """Question, tables, how to read them, how to repeat them."""
+    study, entries = results["study"], _entries(results)
+    parts = [f"# {results['title']}", results["text"], results["state"]]
+    for panel in _panels(results):
+        columns = [n for n in COLUMNS if any((panel, v, n) in entries for v in study["variants"])]
+        parts += [f"## {panel}"] if panel else []
+        parts.append(_table(entries, panel, [*study["variants"]], columns))
+    parts.append(READING.format(baseline=study["baseline"], level=study["level"]))
+    parts += ["![curves](curves.png)", "![differences](differences.png)"]
+    parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")
+    parts.append("\n".join(f"    {command}" for command in results["commands"]))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _table(entries: Mapping[Any, Any], panel: str, variants: list[str], columns: list[str]) -> str:
+    titles = [title for name in columns for title in (COLUMNS[name][0], "Δ")]
+    lines = ["| variant | seeds | " + " | ".join(titles) + " |", "|---" * (2 + len(titles)) + "|"]
+    for variant in variants:
+        found = [entries.get((panel, variant, name)) for name in columns]
+        seeds = max((entry["n"] for entry in found if entry), default=0)
+        cells = []
+        for name, entry in zip(columns, found, strict=True):
+            _, scale, digits = COLUMNS[name]
+            cells.append(_cell(entry, scale, f".{digits}f", seeds))
+            cells.append(_cell(entry and entry["difference"], scale, f"+.{digits}f", seeds))
+        lines.append(f"| {variant} | {seeds} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: int) -> str:
+    """A mean and its interval; the number of seeds where it is not that of the row."""
+    if estimate is None:
+        return ""
+    mean = f"{scale * estimate['mean']:{form}}"
+    fewer = f" [{estimate['n']} seeds]" if estimate["n"] < seeds else ""
+    if estimate["low"] is None:
+        return mean + fewer
+    low, high = (f"{scale * estimate[side]:{form}}" for side in ("low", "high"))
+    if (holm := estimate.get("holm")) is not None and holm < SIGNIFICANT:
+        mean = f"**{mean}**"
+    return f"{mean} ({low} to {high}){fewer}"
+
+
+def _curves(results: Results) -> Any:
+    """A column a panel, a row a kind of accuracy; the band is the interval of the baseline."""
+    panels, baseline = _panels(results), results["study"]["baseline"]
+    figure, axes = sheet(len(CURVES), len(panels), (max(6.0, 1.5 + 3.4 * len(panels)), 6))
+    lines: dict[str, Any] = {}
+    for row, (kind, title) in zip(axes, CURVES.items(), strict=True):
+        for axis, panel in zip(row, panels, strict=True):
+            axis.sharey(row[0])
+            for number, variant in enumerate(results["study"]["variants"]):
+                mine = [run["curves"][kind] for run in _runs(results, panel, variant)]
+                if mine:
+                    colour = COLOURS[number % len(COLOURS)]
+                    banded = variant == baseline and len(mine) >= FEW
+                    lines[variant] = _mean_curve(axis, mine, colour, banded=banded)
+            axis.set_title(panel if kind == "sampled" else "")
+        row[0].set_ylabel(title)
+    figure.supxlabel(
+        f"step of reinforcement (means over seeds; 95% interval of {baseline})", fontsize=9
+    )
+    where: Any = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False}
+    figure.legend(lines.values(), lines.keys(), **where)
+    return figure
+
+
+def _mean_curve(axis: Any, curves: list[Any], colour: str, *, banded: bool) -> Any:
+    """The line of the mean over seeds, with its interval if that is asked for."""
+    heights: dict[float, list[float]] = {}
+    for step, height in (point for curve in curves for point in curve):
+        heights.setdefault(step, []).append(100 * height)
+    steps = sorted(heights)
+    means = [estimate(heights[step]) for step in steps]
+    [line] = axis.plot(steps, [m.mean for m in means], marker="o", ms=3, color=colour)
+    if banded and all(m.low is not None for m in means):
+        low, high = ([getattr(m, side) for m in means] for side in ("low", "high"))
+        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    return line
+
+
+def _differences(results: Results) -> Any:
+    """The paired difference of each variant to the baseline: the mean, its 95% interval, and every seed."""
+    panels, baseline = _panels(results), results["study"]["baseline"]
+    present = {run["variant"] for run in results["runs"]} - {baseline}
+    variants = [name for name in results["study"]["variants"] if name in present][::-1]
+    height = 0.8 + len(DIFFERENCES) * (0.6 + 0.22 * len(variants))
+    size = (max(6.0, 1.9 + 2.6 * len(panels)), height)
+    figure, axes = sheet(len(DIFFERENCES), len(panels), size)
+    entries = _entries(results)
+    for row, (name, title) in zip(axes, DIFFERENCES.items(), strict=True):
+        for axis, panel in zip(row, panels, strict=True):
+            of = lambda variant, panel=panel, name=name: {
+                run["seed"]: run["figures"][name] for run in _runs(results, panel, variant)
+            }
+            axis.sharex(row[0])
+            axis.axvline(0.0, color="grey", linewidth=1)
+            for y, variant in enumerate(variants):
+                entry = entries.get((panel, variant, name))
+                if entry is None or (apart := entry["difference"]) is None:
+                    continue
+                seeds = [100 * one for one in differences(of(variant), of(baseline))]
+                axis.plot(seeds, [y] * len(seeds), "|", color=COLOURS[0], ms=7, alpha=0.6)
+                axis.plot(100 * apart["mean"], y, "o", color=COLOURS[0], ms=5)
+                if apart["n"] >= FEW:
+                    axis.hlines(y, 100 * apart["low"], 100 * apart["high"], color=COLOURS[0])
+            axis.set_yticks(range(len(variants)), variants if panel == panels[0] else [])
+            axis.set_ylim(-0.5, max(1, len(variants)) - 0.5)
+        row[0].set_ylabel(title)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        axis.set_title(panel)
+    figure.supxlabel(
+        f"points apart from {baseline}, paired by seed: each seed (|),\n"
+        f"the mean, its 95% interval from {FEW} seeds on",
+        fontsize=9,
+    )
+    return figure
+
+
+def _entries(results: Results) -> dict[tuple[str, str, str], Any]:
+    """The summary by panel, variant and figure."""
+    return {(e["panel"], e["variant"], e["figure"]): e for e in results["summary"]}
+
+
+def _panels(results: Results) -> list[str]:
+    """The panels that have runs."""
+    made = {run["panel"] for run in results["runs"]}
+    return [panel for panel in results["study"]["panels"] if panel in made]
+
+
+def _runs(results: Results, panel: str, variant: str) -> list[Mapping[str, Any]]:
+    return [r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)]

@@ -1,0 +1,114 @@
+"""The curves of one or several runs as a picture, and how every picture here is drawn and written."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.training import journal
+from jaxrl_llm.training.journal import REINFORCE, WARM_START
+
+PICTURE = "curves.png"
+COLOURS = [f"C{number}" for number in range(10)]
+SMALL = {
+    "reward": "mean reward",
+    "length": "tokens a response",
+    "entropy": "entropy, nats a token",
+    "rare_half": "share of tokens with p < 0.5",
+}
+
+
+def draw(folders: Sequence[Path], target: Path) -> None:
+    """Validation accuracy with its 95% band, and what moved during reinforcement, one colour a run.
+
+    The kind of the picture is the target's ending, PNG if it has none. A UserError where a run has no evaluation
+    yet, or the target cannot be written.
+    """
+    names = _names(folders)
+    records = {n: journal.read(folder) for n, folder in zip(names, folders, strict=True)}
+    for name, found in records.items():
+        if not any("eval/accuracy" in r for r in found):
+            raise UserError(f"{name} has no evaluation to draw yet: is it the folder of a run?")
+    try:
+        save(partial(_runs, records), target)
+    except (OSError, ValueError) as error:  # the latter for a kind that is none
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {target}: {reason}") from error
+
+
+def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure of so many inches and its axes `[rows, columns]`, without decoration."""
+    figure = _figure(size)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.ravel():
+        _plain(axis)
+    return figure, axes
+
+
+def save(drawn: Callable[[], Any], target: Path) -> None:
+    """Writes the figure that `drawn` gives, whole or not at all; the same bytes for the same numbers."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"font.size": 9}), storage.replacing(target) as file:
+        figure = drawn()
+        kind = target.suffix[1:] or "png"
+        metadata: Any = {"Software": None} if kind == "png" else None
+        figure.savefig(file, dpi=130, format=kind, metadata=metadata)
+
+
+def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
+    """The figure of runs by name."""
+    figure = _figure((11, 6.4))
+    rows: Any = [["accuracy"] * len(SMALL), [*SMALL]]
+    axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
+    for number, (name, found) in enumerate(records.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        _accuracy(axes["accuracy"], found, name, colour)
+        for key in SMALL:
+            points = [(r["step"], r[key]) for r in found if r["phase"] == REINFORCE and key in r]
+            axes[key].plot([x for x, _ in points], [y for _, y in points], color=colour, lw=1)
+    for key, title in SMALL.items():
+        axes[key].set_title(title, fontsize=9)
+    axes["accuracy"].set_ylabel("validation accuracy, greedy")
+    axes["accuracy"].set_xlabel("step (supervised, then reinforcement from the dotted line on)")
+    axes["accuracy"].legend(loc="lower right")
+    for panel in axes.values():
+        _plain(panel)
+    return figure
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _plain(axis: Any) -> None:
+    axis.grid(alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart."""
+    paths = [Path(storage.spoken(folder.absolute())).parts for folder in folders]
+    length = 1
+    while len({path[-length:] for path in paths}) < len(set(paths)):
+        length += 1
+    return ["/".join(path[-length:]) for path in paths]
+
+
+def _accuracy(axis: Any, records: list[dict[str, Any]], name: str, colour: str) -> None:
+    found = [r for r in records if "eval/accuracy" in r]
+    steps = [r["step"] for r in found]
+    low, high = ([r[f"eval/accuracy_{side}"] for r in found] for side in ("low", "high"))
+    axis.plot(steps, [r["eval/accuracy"] for r in found], "o-", ms=3, color=colour, label=name)
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    begin = min((r["step"] for r in found if r["phase"] == REINFORCE), default=None)
+    if begin is not None and any(r["phase"] == WARM_START for r in records):
+        axis.axvline(begin, color=colour, linestyle=":")

@@ -1,0 +1,162 @@
+"""`analyze` on a run, words of reasoning, and what is wrong in a line."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import rich.console
+
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.research import analysis, analysis_report, words
+from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
+from jaxrl_llm.tasks.task import UNCHECKED, Reward
+
+CONFIG = """
+import dataclasses
+from tests.runs.quick import *
+from jaxrl_llm.tasks.task import Reward
+
+class Uneven:
+    def __init__(self, inner): self.inner = inner
+    def __getattr__(self, name): return getattr(self.inner, name)
+    def reward(self, example, response): return Reward(float(len(response) % 3), len(response) % 3 == 2)
+
+made = config(warm_steps=0, steps=1)
+def config():
+    return dataclasses.replace(made, task=lambda folder: Uneven(made.task(folder)))
+"""
+FIGURES = {f"{name}.png" for name in ("bins", "single_tokens", "directions", "sources", "words")}
+BATCHES = ("--step", "1", "--prompts", "6", "--batches", "2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analyzed")
+    (folder / "config.py").write_text(CONFIG)
+    main(["train", str(folder / "config.py"), "--out", str(folder / "run")])
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    main(["analyze", str(run), *BATCHES, "--tokens", "12"])
+    return json.loads((run / "analysis" / analysis_report.NAME).read_text())
+
+
+def test_it_measures_the_run_and_draws(run, found, tmp_path):
+    there = run / "analysis"
+    assert {p.name for p in there.iterdir()} == FIGURES | {analysis_report.NAME}
+    assert found["sample"]["responses"] == 24
+    assert found["sample"]["optimizer_steps_before"] == 1  # it goes on from the checkpoint
+    bins = found["updates"]["probability"]["bins"]
+    assert sum(entry["tokens"] for entry in bins) == found["sample"]["tokens"] / 2
+    assert sum(entry["share"] for entry in bins) == pytest.approx(1.0)
+    norms = [entry.get("gradient_norm", 0.0) for entry in bins]
+    assert sum(norms) >= found["updates"]["gradient_norm"] * 0.999 > 0  # the triangle inequality
+    single = found["single_tokens"]
+    assert len(single["one_minus_p"]) == 12
+    assert single["outside_at_logits"] == sum(single["outside_at_layers"]) == 0
+    variants = found["directions"]["probability"]["variants"]
+    assert {*variants} == {"plain", "reweighting", "Lopti", "both"}
+    for part in (p for name, p in found["sources"].items() if name != "tokens"):
+        assert sum(group["share"] for group in part["groups"].values()) == pytest.approx(1.0)
+    least, middle, most = (
+        part["updates"]["gradient_norm"] for part in (found["least"], found, found["most"])
+    )
+    assert least < middle < most
+    assert middle == pytest.approx((least + most) / 2)
+    analysis_report.write(found, tmp_path)
+    same = lambda name: (tmp_path / name).read_bytes() == (there / name).read_bytes()
+    assert all(map(same, FIGURES | {analysis_report.NAME}))
+
+
+def test_an_optimizer_may_begin_anew(run, found, tmp_path):
+    main(["analyze", str(run), *BATCHES, "--tokens", "1", "--fresh", "--out", str(tmp_path)])
+    anew = json.loads((tmp_path / analysis_report.NAME).read_text())
+    assert anew["sample"]["optimizer_steps_before"] == 0
+    moved = [x["updates"]["probability"]["updates"]["optimizer"]["all"] for x in (found, anew)]
+    assert moved[0] != moved[1]  # the same batches
+
+
+def test_what_is_unchecked_counts_for_nothing():
+    of = SimpleNamespace(state=SimpleNamespace(step=3))
+    found = analysis.described(of, [Reward(1.0, True), Reward(0.0, False), UNCHECKED], 9)  # pyright: ignore[reportArgumentType]
+    assert (found["responses"], found["unchecked"]) == (3, 1)
+    assert found["reward"] == found["accuracy"] == 0.5
+
+
+def test_the_table_has_the_key_numbers_and_gaps_where_there_is_none(found, tmp_path, capsys):
+    found = json.loads(json.dumps(found))
+    found["words"] = []
+    for part in found["directions"]["probability"]["variants"].values():
+        part["rising"] = [None] * 5
+    rich.console.Console(width=200).print(analysis_report.table(found))
+    out = capsys.readouterr().out
+    for said in ("12 tokens at the logits: 0", "none in this vocabulary", "that rise: both"):
+        assert said in out
+    analysis_report.draw(found, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == FIGURES - {"words.png"}
+
+
+def test_a_full_disk_is_one_line(found, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(analysis_report, "draw", full)
+    with pytest.raises(UserError, match=f"cannot write to {tmp_path}: No space left"):
+        analysis_report.write(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "99"], "has no checkpoint of step 99"),
+        (["--batches", "0"], "they are counts"),
+        (["--prompts", "1", "--batches", "999999"], "take fewer"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run, arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["analyze", str(run), *arguments, "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / analysis_report.NAME).exists()
+
+
+def test_words_are_found_with_their_inflections_within_the_thought():
+    texts = [
+        "Considering this, so we ANALYSED it; suppose not. </think> so so so",
+        "Some sofa, thusly recheck. He must  be here",
+        "It must be a knave because Zoey said so, hence checked. Assuming that",
+    ]
+    assert words.count(texts, words.ENGLISH) == {
+        "analysis": [2, 0, 1],
+        "statement": [0, 0, 1],
+        "causal indicator": [0, 0, 1],
+        "conclusion indicator": [1, 0, 2],
+        "assumption": [1, 0, 1],
+        "assertion": [0, 0, 1],
+    }
+    found = {f["name"]: f for f in words.frequencies(texts, [1.0, 0.0, 2.0], words.ENGLISH)}
+    conclusion = found["conclusion indicator"]
+    assert conclusion["a_response"] == 1.0
+    assert conclusion["responses_with_any"] == pytest.approx(2 / 3)
+    assert (conclusion["reward_with_any"], conclusion["reward_without"]) == (1.5, 0.0)
+    assert conclusion["correlation_with_reward"] == pytest.approx(1.0)
+
+
+def test_a_small_vocabulary_has_its_own_words_or_none():
+    assert words.categories(()) is words.ENGLISH
+    assert words.categories(kk_tiny.vocabulary()) == words.TINY
+    assert words.categories(("1", "2", "+")) == {}
+
+
+def test_every_token_has_one_group():
+    response = ["um", "knight", "true", "um", "yes", "</think>", "<answer>", "um"]
+    groups = words.group(response, frozenset(kk_tiny.FILLERS))
+    assert groups == ["chatter", "reasoning", "reasoning", "chatter", "reasoning", *["answer"] * 3]
+    split = ["so", " um", " </", "think", ">", " x"]
+    assert words.group(split, frozenset()) == ["reasoning"] * 4 + ["answer"] * 2
