@@ -173,5 +173,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=pathlib.Path)
     known, _ = parser.parse_known_args()
     assert (known.model / "config.json").exists()
-    Fake(path=known.uds, key=os.environ["VLLM_API_KEY"])
+    hangs = pathlib.Path(os.environ.get("FAKE_HANGS", "/nonexistent"))
+    answer = lambda *_: time.sleep(600) if hangs.exists() else None
+    Fake(path=known.uds, key=os.environ["VLLM_API_KEY"], fault=answer)
     time.sleep(600)

@@ -216,6 +216,31 @@ def test_a_server_is_told_no_secrets_that_it_does_not_need(root, python, monkeyp
     )
 
 
+def test_a_server_is_told_only_what_it_needs(root, python, monkeypatch):
+    """Names that nobody thought of stay here too."""
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:s3cret@host")
+    monkeypatch.setenv("MY_PAT", "s3cret")
+    variables = Launch(python, root / "log", root / "s").variables(root)
+    assert not [name for name, value in variables.items() if "s3cret" in value]
+
+
+def test_a_server_that_accepts_and_never_answers_is_restarted(root, python, tmp_path, monkeypatch):
+    monkeypatch.setattr(sidecar, "HEALTH_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(sidecar, "SILENCE", 0.5, raising=False)
+    hangs = tmp_path / "hangs"
+    launch = Launch(python, root / "log", root / "s", environment={"FAKE_HANGS": str(hangs)})
+    made = Sidecar(launch, root)
+    try:
+        made.serve(root / "weights")
+        until(made.answers)
+        hangs.touch()
+        until(lambda: made.restarts == 1, 20)
+        hangs.unlink()
+        until(made.answers)
+    finally:
+        made.stop()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_server_ends_with_its_trainer(root, how):
     """However that ends; and a child that does not heed SIGTERM ends as well."""
