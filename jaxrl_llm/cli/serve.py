@@ -10,9 +10,9 @@ import rich.console
 from jaxrl_llm import held
 from jaxrl_llm.config import Config, Mesh
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import keys, weight_sync
-from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.sidecar import Sidecar
+from jaxrl_llm.rollouts.engines import KEY_FILE, Vllm
+from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
+from jaxrl_llm.rollouts.vllm.sync import write_folder
 from jaxrl_llm.runs import assemble, folder, terminal
 from jaxrl_llm.runs.assemble import Parts
 from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
@@ -44,12 +44,12 @@ def main(options: Options, config: Config) -> None:
     with (
         leaving_gracefully(stop),
         held.held_folder(engine.memory or held.memory()) as root,
-        engine.sidecars(root, options.out) as cars,
+        engine.sidecars(root, options.out) as sidecars,
     ):
         weights = _first_weights(options, config, parts, engine.dtype, root / "first")
-        for car in cars:
-            car.serve(weights)
-        _watch(cars, options.out, stop, console)
+        for sidecar in sidecars:
+            sidecar.serve(weights)
+        _watch(sidecars, options.out, stop, console)
 
 
 def _first_weights(
@@ -62,23 +62,23 @@ def _first_weights(
         else:
             _, params = folder.params(folder.at_hand(options.run), parts)
         model = parts.policy.served(1)
-        weight_sync.write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
+        write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
     return target
 
 
-def _watch(cars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
+def _watch(sidecars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
     """Says when the servers answer, how to use them, and when one had to be started again."""
     ready, restarts = False, 0
     while not stop.asked:
         time.sleep(0.5)
-        for car in cars:
-            car.check()
-        if not ready and all(car.answers() for car in cars):
+        for sidecar in sidecars:
+            sidecar.check()
+        if not ready and all(sidecar.healthy for sidecar in sidecars):
             ready = True
-            urls = ", ".join(repr(car.launch.url) for car in cars)
+            urls = ", ".join(repr(sidecar.launch.url) for sidecar in sidecars)
             console.print(f"ready; logs in {logs}. In the config of the trainer:")
-            servers = f"servers=({urls},), key_file={str(cars[0].root / keys.FILE)!r}"
+            servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
             console.print(f"  engine=Vllm({servers})", highlight=False)
-        if (now := sum(car.restarts for car in cars)) > restarts:
+        if (now := sum(sidecar.restarts for sidecar in sidecars)) > restarts:
             restarts = now
             console.print(f"a server ended and was started again ({restarts} so far)")

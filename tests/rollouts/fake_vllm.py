@@ -46,9 +46,7 @@ class Fake:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            wbufsize = (
-                -1
-            )  # an answer in one piece, or the kernel waits for the first to be confirmed
+            wbufsize = -1  # an answer in one piece, or the kernel waits for the first to arrive
 
             def address_string(self):
                 return "somebody"
@@ -68,8 +66,18 @@ class Fake:
 
             def do_POST(self):
                 content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                carried = self.path.startswith("/weights/")
-                self.reply(content if carried else json.loads(content or b"{}"))
+                weights = self.path.startswith("/weights/")
+                self.reply(content if weights else json.loads(content or b"{}"))
+
+            def do_PUT(self):
+                if "Content-Length" in self.headers:
+                    return self.do_POST()
+                pieces = []
+                while size := int(self.rfile.readline(), 16):
+                    pieces.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return self.reply(b"".join(pieces))
 
             def reply(self, body):
                 path = self.path.split("?")[0]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.server import Server
+from jaxrl_llm.rollouts.vllm.client import Server
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 PROBES = (4, 24)  # sequences, and tokens of each
@@ -39,14 +39,16 @@ class Proof:
         self._earlier, self._answers = self._answers, {}
         self._config, self._changed = config, changed
 
-    def __call__(self, server: Server, label: str) -> float:
+    async def __call__(self, server: Server, label: str) -> float:
         """The largest difference between a server, which must bear this label, and the trainer."""
         assert self._expected is not None
-        if (found := server.label()) != label:
+        if (found := await server.label()) != label:
             raise UserError(
                 f"{server.url} serves the weights {found} after a sync of {label}: is somebody else using it?"
             )
-        got = [np.asarray(server.score(x)) for x in probe_sequences(self._config["vocab_size"])]
+        got = [
+            np.asarray(await server.score(x)) for x in probe_sequences(self._config["vocab_size"])
+        ]
         difference, stale = _largest(got, self._expected), self._stale(server, got)
         if stale or not difference <= self.tolerance:
             raise UserError(
