@@ -158,15 +158,10 @@ def test_the_changed_are_counted(tmp_path):
     weights = {"a": np.arange(90, dtype=np.float32), "b": np.zeros(10, np.float32)}
     write_folder(weights.items(), config, tmp_path / "one")
     weights["a"][[3, 50]] += 1
-    share = write_folder(
-        weights.items(), config, tmp_path / "two", tmp_path / "one"
-    ).changed
+    share = write_folder(weights.items(), config, tmp_path / "two", tmp_path / "one").changed
     assert 0.02 <= share <= 0.04  # the header is counted too
     more = weights | {"c": np.zeros(1, np.float32)}
-    assert (
-        write_folder(more.items(), config, tmp_path / "3", tmp_path / "two").changed
-        == 1
-    )
+    assert write_folder(more.items(), config, tmp_path / "3", tmp_path / "two").changed == 1
 
 
 @pytest.mark.parametrize(

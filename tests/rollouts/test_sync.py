@@ -289,7 +289,9 @@ def counting_listener():
                 piece = link.recv(2**16)
                 counted[0], last = counted[0] + len(piece), (last + piece)[-5:]
             content = b'{"checksum": %d}' % checksum
-            link.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+            link.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+            )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)

@@ -390,9 +390,7 @@ def server_folder(folder):
 
 def test_bfloat16_and_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sync, "SHARD_BYTES", 8)
-    report = sync.write_folder(
-        WEIGHTS.items(), CONFIG | {"dtype": "bfloat16"}, tmp_path / "w"
-    )
+    report = sync.write_folder(WEIGHTS.items(), CONFIG | {"dtype": "bfloat16"}, tmp_path / "w")
     assert report.bytes == 22
     assert len(list((tmp_path / "w").glob("*.safetensors"))) == 2
     assert {str(a.dtype) for a in server_folder(tmp_path / "w").values()} == {"bfloat16"}
@@ -504,7 +502,9 @@ def test_a_kept_connection_that_the_server_closed(tmp_path):
             link, _ = listener.accept()
             with link:
                 link.recv(10_000)
-                link.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"weight_version":"a-1"}')
+                link.sendall(
+                    b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"weight_version":"a-1"}'
+                )
 
         server = Server(f"http://127.0.0.1:{listener.getsockname()[1]}")
         for _ in range(3):
@@ -539,7 +539,9 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
         assert sent < 20
         time.sleep(1.5)
         assert fake.calls["/v1/completions"] == sent
-        assert list(made.generate(PROMPTS, n=1, sampling=SAMPLING).responses) == expected_responses(1)
+        assert list(made.generate(PROMPTS, n=1, sampling=SAMPLING).responses) == expected_responses(
+            1
+        )
 
 
 def test_nobody_listens():

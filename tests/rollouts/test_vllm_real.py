@@ -183,7 +183,9 @@ def status(sampler, method, path, headers):
     transport = httpx.HTTPTransport(uds=sampler.servers[0].url.removeprefix("unix://"))
     with httpx.Client(transport=transport, headers=headers, timeout=10.0) as client:
         content = b"{}" if method == "POST" else None
-        return client.request(method, f"http://localhost/{path.lstrip('/')}", content=content).status_code
+        return client.request(
+            method, f"http://localhost/{path.lstrip('/')}", content=content
+        ).status_code
 
 
 def test_a_kill_during_generation(sampler, monkeypatch):
