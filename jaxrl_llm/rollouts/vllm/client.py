@@ -1,4 +1,4 @@
-"""Requests to one vLLM server over HTTP: token ids in, token ids and log-probs out, and the label of its weights.
+"""Requests to one vLLM server over HTTP: token ids in, token ids and log-probs out.
 
 Every request may be repeated: a completion is a function of its seed, the others set what they say.
 A request has one deadline and an answer one size, and an answer that is not whole and of the right
@@ -55,9 +55,10 @@ class Response(NamedTuple):
 
 
 class Server:
-    """A server at `url`, which may take `timeout` seconds for an answer and TOKEN_SECONDS more for each token.
+    """A server at `url`.
 
-    All its requests belong to one event loop at a time; `close` ends its connections.
+    It may take `timeout` seconds for an answer, and TOKEN_SECONDS more for each token. All its
+    requests belong to one event loop at a time; `close` ends its connections.
     """
 
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
@@ -144,7 +145,7 @@ class Server:
         return self._read(path, reply.status_code, bytes(received))
 
     def _new_client(self) -> httpx.AsyncClient:
-        """No proxy, redirect or timeout but ours: a request goes where it is told, within its deadline."""
+        """No proxy, redirect or other timeout: a request goes where it is told."""
         unix = self._address.path if self._address.scheme == "unix" else None
         secure = self._address.scheme == "https"
         transport = httpx.AsyncHTTPTransport(
@@ -187,7 +188,7 @@ class Server:
 
 
 def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -> Response:
-    """The response in an answer, if it is whole: ended by a stop token or by the limit, a log-prob a token."""
+    """The response in an answer, if that is whole: its end a stop token or the limit."""
     try:
         (choice,) = answer["choices"]
         tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
@@ -227,7 +228,7 @@ def _one_line(text: str, length: int = 300) -> str:
 
 
 def address(url: str) -> urllib.parse.SplitResult:
-    """The parts of unix:///PATH, http://HOST:PORT or https://HOST:PORT; a UserError for anything else."""
+    """The parts of a server's URL; a UserError for what is none."""
     try:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port, (parts.hostname or "").encode("idna")
@@ -266,7 +267,7 @@ def write_key(key: str, path: Path) -> None:
 
 
 def read_key(path: Path | None) -> str:
-    """The key in a file, a UserError if others can read it; without one the environment's, or none."""
+    """The key in a file that only its owner can read (else a UserError), or the environment's."""
     where, key = str(path or "VLLM_API_KEY"), os.environ.get("VLLM_API_KEY", "")
     if path is not None:
         try:
@@ -293,7 +294,7 @@ def background() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` on the background loop; whatever interrupts the wait (Ctrl-C) calls it off."""
+    """The result of `work` on the background loop; what interrupts us (Ctrl-C) calls it off."""
     over = threading.Event()
 
     async def noted() -> T:

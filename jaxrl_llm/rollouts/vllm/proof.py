@@ -1,8 +1,8 @@
 """Proof that a server computes with the weights that it was told to load.
 
-HTTP 200 proves nothing (some backends keep part of the old weights and say so nowhere), so after every sync
-each server's log-probs of a few fixed sequences are compared with the trainer's, and with its own from
-before the sync: in bfloat16 the two differ by far more than a step changes, but its own answers
+HTTP 200 proves nothing (some backends keep part of the old weights and say so nowhere), so after
+every sync each server's log-probs of a few fixed sequences are compared with the trainer's, and
+with its own from before the sync: in bfloat16 the two differ by far more than a step changes, but its own answers
 must have moved.
 """
 
@@ -22,7 +22,7 @@ Logps = Sequence[np.ndarray]
 
 
 class Proof:
-    """Compares servers with the trainer, sync by sync; a difference beyond `tolerance` is a UserError."""
+    """Compares servers with the trainer; a difference beyond `tolerance` is a UserError."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
@@ -34,7 +34,7 @@ class Proof:
         self._changed = 0.0
 
     def expect(self, logps: Logps, config: Mapping[str, Any], changed: float) -> None:
-        """New weights, of which the share `changed` are other numbers than before; the trainer's log-probs."""
+        """The trainer's log-probs with new weights, a share `changed` of them other numbers."""
         self._before, self._expected = self._expected, logps
         self._earlier, self._answers = self._answers, {}
         self._config, self._changed = config, changed
@@ -60,7 +60,7 @@ class Proof:
         return difference
 
     def _stale(self, server: Server, got: Logps) -> bool:
-        """Whether its answers stand still: bit by bit, or while the trainer's have clearly moved."""
+        """Whether its answers stand still: bit by bit, or while the trainer's clearly moved."""
         earlier = self._earlier.get(server.url)
         if earlier is None or self._before is None or self._expected is None:
             return False

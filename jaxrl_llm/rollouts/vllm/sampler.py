@@ -61,7 +61,7 @@ class VllmSampler:
         self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance)
 
     def push(self, params: Any, version: int) -> None:
-        """Syncs every server and compares its log-probs with the trainer's; `report` then holds the figures."""
+        """Syncs every server and proves it; `report` then holds the figures."""
         config, label = self._served.config(params, self._dtype), new_label(version)
         written = self.weights.write(self._served.tensors(params, self._dtype), config)
         start = time.monotonic()
@@ -82,7 +82,7 @@ class VllmSampler:
         self.sync = {f"sync/{name}": value for name, value in asdict(self.report).items()}
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
-        """`n` responses to each prompt, side by side; `counters` then holds the figures of this call."""
+        """`n` responses to each prompt, side by side; `counters` has the figures of the call."""
         if self.version is None:
             raise UserError("the sampler has no weights: push some before generate")
         self._refuse(prompts, n, sampling)
@@ -120,7 +120,7 @@ class VllmSampler:
         return run(closing())
 
     async def _prepare(self, server: Server) -> str:
-        """The label of a server that serves the newest weights; one that has started again is given them first."""
+        """The label of a server; one that has started again is given the newest weights first."""
         assert self.version is not None
         found = await server.label()
         if found in (None, loading(self._label)):
@@ -133,7 +133,7 @@ class VllmSampler:
         return self._label
 
     async def _prove(self, server: Server, label: str) -> float:
-        """The proof's difference for a server; one that has started again is given the weights first."""
+        """The proof's difference; a server that has started again is given the weights first."""
         if await server.label() in (None, loading(label)):  # or it was our own attempt that broke
             await self.weights.reload(server, label)
         return await self._proof(server, label)
@@ -166,7 +166,7 @@ def refuse_truncation(sampling: Sampling, where: str = "") -> None:
 
 
 def new_label(version: int) -> str:
-    """The identity of the weights of one push, which no other push of any run has: a nonce and the step."""
+    """The identity of one push, which no other of any run has: a nonce and the step."""
     return f"{secrets.token_hex(4)}-{version}"
 
 
@@ -179,7 +179,7 @@ class Request(NamedTuple):
 
 
 def make_requests(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[Request]:
-    """The requests of a call in the order of the rollout; a prompt that comes again goes on counting."""
+    """The requests in the order of the rollout; a prompt that comes again goes on counting."""
     numbers: Counter[tuple[int, ...]] = Counter()
     requests = []
     for index in range(n * len(prompts)):
@@ -223,7 +223,7 @@ class Spread:
         self._returned, self._over = asyncio.Event(), asyncio.Event()
 
     async def all_done(self, check: Callable[[], None], patience: float) -> None:
-        """Returns when all responses are there; raises the first error, or when no server is left."""
+        """Returns when all responses are there; raises the first error, or if no server is left."""
         watch = asyncio.create_task(self._watch(check, patience))
         tasks = [watch, *(asyncio.create_task(self._serve(server)) for server in self._servers)]
         try:
@@ -264,7 +264,7 @@ class Spread:
             await self._send(server, label)
 
     async def _send(self, server: Server, label: str) -> None:
-        """One request, once there is any; if no response comes of it, it is the next for whoever is free."""
+        """One request, once there is any; without a response it goes to whoever is free next."""
         while (request := self._next(server)) is None:
             await self._returned.wait()
         self._flying += 1
@@ -293,7 +293,7 @@ class Spread:
                 self._returned.clear()
 
     def _next(self, server: Server) -> Request | None:
-        """The first request that this server has not failed too often, taken out of those that wait."""
+        """Takes the first request that waits and that this server has not failed too often."""
         for request in self._waiting:
             if self._failures[request.index, server.url] < ATTEMPTS:
                 self._waiting.remove(request)

@@ -29,10 +29,11 @@ HEIR = "trap '' TERM INT HUP; read _; kill -9 0"  # its input ends when its only
 
 
 def keep(parent, folder, command):
-    """Runs a command until it ends, or our standard input, or the parent (whose forks may hold the input open).
+    """Runs a command until it ends, or our standard input does, or the parent.
 
-    Then it ends the whole process group. If the parent is gone, the folder goes too. If this
-    process is killed itself, a shell in the group, which waits for that alone, kills the rest.
+    (Forks of the parent may hold the input open.) Then it ends the whole process group. If the
+    parent is gone, the folder goes too. If this process is killed itself, a shell in the group,
+    which waits for that alone, kills the rest.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # these may go to a whole job, the trainer decides
@@ -64,7 +65,7 @@ def living():
 
 
 class Guard:
-    """An ASGI application before another one: without the key, the environment's, only /health answers."""
+    """An ASGI application before another one: only /health answers without the key."""
 
     def __init__(self, app):
         self.app, self.receiver = app, Receiver(os.environ["JAXRL_WEIGHTS"])
@@ -117,7 +118,7 @@ class Receiver:
         await answer(send, status, said)
 
     def _find(self, asked):
-        """The trainer's folder, if this host has it too; else a copy, ours or that of a server beside us."""
+        """The trainer's folder, if this host has it; else a copy, ours or of a server beside us."""
         whole, partial = self._folders(asked["name"])
         if partial.is_dir() and asked["sizes"] == {
             path.name: path.stat().st_size for path in partial.iterdir()

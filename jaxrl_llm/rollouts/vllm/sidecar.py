@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: started with weights, watched, restarted with the newest, ended with us.
+"""A vLLM server as a child process: started, watched, restarted with the newest weights, ended.
 
 It listens on a Unix socket in a folder that is ours alone: no port that others could take first,
 share or see.
@@ -79,7 +79,7 @@ class Launch:
             "VLLM_SERVER_DEV_MODE": "1",  # which is what the sync's routes need
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),
-            "PYTHONSAFEPATH": "1",  # or a config named math.py in the folder here hides Python's own
+            "PYTHONSAFEPATH": "1",  # or a math.py in the working folder hides Python's own
             "JAXRL_WEIGHTS": str(self.socket.with_suffix(".weights")),
             **self.environment,
             "VLLM_API_KEY": self.key,

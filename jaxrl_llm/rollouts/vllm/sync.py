@@ -47,10 +47,10 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a sync cost; `gather` is the time of bringing tensors to the host, `difference` the proof's worst.
+    """What a sync cost: bytes, and seconds of each part; `gather` brings tensors to the host.
 
-    `changed` is the share of numbers that are others than at the sync before (all, at the first
-    one).
+    `difference` is the proof's worst, `changed` the share of numbers that are others than at the
+    sync before (all, at the first one).
     """
 
     bytes: int = 0
@@ -64,7 +64,7 @@ class Report:
 
 @dataclass
 class WeightSync:
-    """Brings tensors into servers through model folders under `root`, of which only the newest is kept.
+    """Brings tensors into servers through model folders under `root`; only the newest is kept.
 
     `publish(folder)` is told of a folder before any server loads it: what restarts servers has to
     know. `check` raises if the servers will not come back; `patience` is how many seconds to wait
@@ -89,7 +89,7 @@ class WeightSync:
         return report
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Has every server load the newest folder, all at the same time; the other folders are removed."""
+        """Has all servers load the newest folder at the same time; others are removed."""
         failure = f"did not load the weights {label}"
         for server in servers if self.remote else ():  # in turn: servers of one host share a copy
             await self.persist(server, failure, self._path_at)
@@ -105,7 +105,7 @@ class WeightSync:
     async def persist(
         self, server: Server, failure: str, attempt: Callable[..., Awaitable[T]], *args: Any
     ) -> T:
-        """What `attempt(server, *args)` gives once the server answers; out of patience, a UserError."""
+        """What `attempt(server, *args)` gives once the server answers, or a UserError."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -119,7 +119,7 @@ class WeightSync:
                 await asyncio.sleep(RETRY)
 
     async def _path_at(self, server: Server) -> str:
-        """Where a server reads the newest weights; they are sent there if its host does not see the folder."""
+        """Where a server reads the newest weights; sent to its host if that does not see them."""
         folder = self._newest
         if not self.remote:
             return str(folder)
@@ -170,7 +170,7 @@ def loading(label: str) -> str:
 
 
 async def send_file(server: Server, path: Path, name: str) -> None:
-    """A file of the weights `name` to a server's host; NoAnswer if it arrives otherwise than it was sent.
+    """Sends a file of the weights `name` to a server's host; NoAnswer if it arrives altered.
 
     The checksum is for plain http and proxies, which protect nothing from end to end: in bfloat16
     the proof would not see a number that has changed on the way.
@@ -240,7 +240,7 @@ def _shards(tensors: Tensors, dtype: np.dtype) -> Iterator[dict[str, np.ndarray]
 
 
 def _changed(path: Path, before: Path | None, itemsize: int) -> int:
-    """How many numbers of a file are others than in the one before; all if that is of another form."""
+    """How many numbers differ from the file before; all if that is of another form."""
     size = path.stat().st_size
     if before is None or not before.is_file() or before.stat().st_size != size:
         return size // itemsize
