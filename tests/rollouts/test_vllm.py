@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrl_llm import held
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import sampler, sync
@@ -111,28 +110,6 @@ def test_seeds_belong_to_the_response():
     ]
     assert seeds.isdisjoint({(t.prompt, t.seed) for t in make_requests(PROMPTS, 4, 1)})
     assert all(0 <= seed < 2**63 for _, seed in seeds)
-
-
-def test_two_servers_share_the_work_and_the_concurrency_is_kept(tmp_path):
-    flying, most, lock = [0], [0], threading.Lock()
-
-    class Watching(Fake):
-        def route(self, path, body):
-            with lock:
-                flying[0] += path == "/v1/completions"
-                most[0] = max(most[0], flying[0])
-            try:
-                return super().route(path, body)
-            finally:
-                with lock:
-                    flying[0] -= path == "/v1/completions"
-
-    with Watching(seconds=0.02) as a, Watching(seconds=0.02) as b:
-        made = ready(a, b, root=tmp_path, concurrency=3)
-        rollout = made.generate(PROMPTS, n=16, sampling=SAMPLING)
-        assert list(rollout.responses) == expected_responses(16)
-        assert min(len(a.bodies), len(b.bodies)) > 10
-    assert 3 < most[0] <= 6
 
 
 def broken(**changes):
@@ -430,22 +407,6 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
         assert fake.calls["/pause"] == before
         assert [str(f) for f in tmp_path.iterdir()] == fake.loaded
         assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
-
-
-def test_the_exchange_folder_goes_and_takes_those_of_the_dead_along(tmp_path):
-    dead = tmp_path / "jaxrl-llm-dead"
-    dead.mkdir()
-    (dead / held.LOCK).write_bytes(held._mark())
-    (dead / "weights").write_bytes(b"0" * 100)
-    (tmp_path / "jaxrl-llm-being-made").mkdir()  # its lock is still to come
-    with held.held_folder(tmp_path) as first:
-        with held.held_folder(tmp_path) as second:
-            assert first.exists()
-            assert second.exists()
-        assert first.exists()
-        assert not second.exists()
-    left = [path.name for path in tmp_path.iterdir()]
-    assert left == ["jaxrl-llm-being-made"]
 
 
 def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
