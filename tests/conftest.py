@@ -17,8 +17,8 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learning.update", "rollouts.draw",
-           "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm",
-           "rollouts.weight_sync")  # fmt: skip
+           "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm.sampler",
+           "rollouts.vllm.sync")  # fmt: skip
 install_import_hook([f"jaxrl_llm.{name}" for name in CHECKED], "beartype.beartype")
 
 LONG = ("test_golden_step.py", "test_update.py")

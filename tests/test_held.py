@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm import held
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.held import LOCK, held_folder
-from jaxrl_llm.rollouts import keys, weight_sync
+from jaxrl_llm.rollouts.vllm import client, sync
 
 NAME = "jaxrl-llm-x"
 CONFIG = {"vocab_size": 50, "tie_word_embeddings": False, "dtype": "float32"}
@@ -119,7 +119,7 @@ def test_a_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
 
 
 def write(folder):
-    return weight_sync.write_folder({"a": np.ones(3, np.float32)}.items(), CONFIG, folder)
+    return sync.write_folder({"a": np.ones(3, np.float32)}.items(), CONFIG, folder)
 
 
 def test_a_folder_that_vanishes_does_not_come_back_open_to_all(tmp_path):
@@ -145,11 +145,12 @@ def test_a_folder_that_somebody_else_has_made_anew_gets_nothing(tmp_path):
 
 
 def test_a_key_is_written_for_its_owner_alone(tmp_path):
-    path = keys.write_key("secret", tmp_path / "key")
+    path = tmp_path / "key"
+    client.write_key("secret", path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert keys.read_key(path) == "secret"
+    assert client.read_key(path) == "secret"
     with pytest.raises(FileExistsError):
-        keys.write_key("other", path)
+        client.write_key("other", path)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +170,23 @@ def test_a_key_file_that_will_not_do(tmp_path, content, mode, says):
         path.write_bytes(content)
         path.chmod(mode)
     with pytest.raises(UserError, match=says):
-        keys.read_key(path)
+        client.read_key(path)
 
 
 def test_a_fifo_for_a_key_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "key", 0o600)
     with pytest.raises(UserError, match="holds no key"):
-        keys.read_key(tmp_path / "key")
+        client.read_key(tmp_path / "key")
 
 
 def test_without_a_file_the_key_is_the_environments(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert keys.read_key(None) == ""
+    assert client.read_key(None) == ""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert keys.read_key(None) == "secret"
+    assert client.read_key(None) == "secret"
     monkeypatch.setenv("VLLM_API_KEY", "a\r\nX: y")
     with pytest.raises(UserError, match="the key in VLLM_API_KEY holds more than"):
-        keys.read_key(None)
+        client.read_key(None)
 
 
 def test_the_memory_of_this_machine_is_the_default():

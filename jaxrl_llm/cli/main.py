@@ -66,6 +66,12 @@ def main(words: list[str] | None = None) -> None:
             said = storage.spoken(" ".join(str(error).split()))
             print(f"jaxrl-llm: {said}", file=sys.stderr)
             raise SystemExit(2) from error
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            said = storage.spoken(f"{error.filename or 'a file'}: {error.strerror or error}")
+            print(f"jaxrl-llm: cannot read or write {said}", file=sys.stderr)
+            raise SystemExit(2) from error
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
 

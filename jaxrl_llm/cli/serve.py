@@ -7,16 +7,17 @@ from pathlib import Path
 import jax
 import rich.console
 
-from jaxrl_llm import held
+from jaxrl_llm import storage
+from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config, Mesh
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import keys, weight_sync
-from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.sidecar import Sidecar
-from jaxrl_llm.runs import assemble, folder, terminal
-from jaxrl_llm.runs.assemble import Parts
-from jaxrl_llm.runs.leaving import Stop, leaving_gracefully
-from jaxrl_llm.storage import url_of
+from jaxrl_llm.rollouts.engines import KEY_FILE, Vllm
+from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
+from jaxrl_llm.rollouts.vllm.sync import write_folder
+from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import parts, terminal
+from jaxrl_llm.training.leaving import Stop, stoppable
+from jaxrl_llm.training.parts import DATA, Parts
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,16 @@ class Options:
 
     out: Path = Path("runs/serve")
     """the folder for the logs"""
-    run: Path | None = None
+    run: str | None = None
     """serve the policy of this run, folder or URL, until a trainer syncs another (default: the config's model)"""
-    data: Path = folder.DATA
+    data: str = DATA
     """where data sets are kept"""
+
+
+def run(words: list[str]) -> None:
+    """`serve` with these words."""
+    options, config, _ = parse.with_config("serve", words, Options, main.__doc__)
+    main(options, config)
 
 
 def main(options: Options, config: Config) -> None:
@@ -36,49 +43,47 @@ def main(options: Options, config: Config) -> None:
     engine = config.engine
     if not isinstance(engine, Vllm) or engine.servers:
         raise UserError("serve starts the servers of engine=Vllm(python=...): the config has none")
-    if url_of(options.out):
-        raise UserError(f"--out {url_of(options.out)}: the servers' logs lie in a file system")
+    if storage.is_url(options.out):
+        raise UserError(f"--out {options.out}: the servers' logs lie in a file system")
     jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
     console, stop = terminal.plain(), Stop()
-    parts = assemble.parts(replace(config, mesh=Mesh()), options.data)
+    made = parts.parts(replace(config, mesh=Mesh()), options.data)
     with (
-        leaving_gracefully(stop),
-        held.held_folder(engine.memory or held.memory()) as root,
-        engine.sidecars(root, options.out) as cars,
+        stoppable(stop),
+        storage.temporary_folder(engine.memory or storage.memory()) as root,
+        engine.sidecars(root, options.out) as sidecars,
     ):
-        weights = _first_weights(options, config, parts, engine.dtype, root / "first")
-        for car in cars:
-            car.serve(weights)
-        _watch(cars, options.out, stop, console)
+        weights = _first_weights(options, config, made, engine.dtype, root / "first")
+        for sidecar in sidecars:
+            sidecar.serve(weights)
+        _watch(sidecars, options.out, stop, console)
 
 
-def _first_weights(
-    options: Options, config: Config, parts: Parts, dtype: str, target: Path
-) -> Path:
+def _first_weights(options: Options, config: Config, made: Parts, dtype: str, target: Path) -> Path:
     """The folder that the servers start with."""
-    with jax.set_mesh(parts.mesh):
+    with jax.set_mesh(made.mesh):
         if options.run is None:
-            params = assemble.fresh_params(config, parts)
+            params = made.fresh(config.seed)
         else:
-            _, params = folder.params(folder.at_hand(options.run), parts)
-        model = parts.policy.served(1)
-        weight_sync.write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
+            _, params = folders.params(folders.at(options.run), made)
+        model = made.policy.served(1)
+        write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
     return target
 
 
-def _watch(cars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
+def _watch(sidecars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
     """Says when the servers answer, how to use them, and when one had to be started again."""
     ready, restarts = False, 0
     while not stop.asked:
         time.sleep(0.5)
-        for car in cars:
-            car.check()
-        if not ready and all(car.answers() for car in cars):
+        for sidecar in sidecars:
+            sidecar.check()
+        if not ready and all(sidecar.healthy for sidecar in sidecars):
             ready = True
-            urls = ", ".join(repr(car.launch.url) for car in cars)
+            urls = ", ".join(repr(sidecar.launch.url) for sidecar in sidecars)
             console.print(f"ready; logs in {logs}. In the config of the trainer:")
-            servers = f"servers=({urls},), key_file={str(cars[0].root / keys.FILE)!r}"
+            servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
             console.print(f"  engine=Vllm({servers})", highlight=False)
-        if (now := sum(car.restarts for car in cars)) > restarts:
+        if (now := sum(sidecar.restarts for sidecar in sidecars)) > restarts:
             restarts = now
             console.print(f"a server ended and was started again ({restarts} so far)")

@@ -9,7 +9,6 @@ from typing import Any
 import rich.table
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import cannot_write
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.training.curves import save, sheet
 
@@ -22,11 +21,8 @@ LEGEND: Any = {"fontsize": 8, "frameon": False, "handlelength": 1, "columnspacin
 
 def write(found: Found, folder: Path) -> None:
     """analysis.json, and each figure as a PNG."""
-    try:
-        storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        draw(found, folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    draw(found, folder)
 
 
 def table(found: Found) -> rich.table.Table:

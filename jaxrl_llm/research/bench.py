@@ -236,7 +236,7 @@ def _compiler(depth: int) -> Callable[[], None]:
     reward = jax.ShapeDtypeStruct((1, 4), jnp.float32)
     credit = updates.make_credit(objective)
     credited = jax.eval_shape(partial(credit, batch), reward, old_logp=old, ref_logp=old)
-    count = jax.ShapeDtypeStruct((), jnp.int32)
+    count: Any = jax.ShapeDtypeStruct((), jnp.int32)
     state = updates.TrainState(params, jax.eval_shape(optimizer.init, params), count, count)
 
     def compile_step() -> None:

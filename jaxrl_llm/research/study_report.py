@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import cannot_write
 from jaxrl_llm.research.statistics import FEW, differences, estimate
 from jaxrl_llm.training.curves import COLOURS, save, sheet
 
@@ -43,13 +42,10 @@ DIFFERENCES = {
 def write(results: Results, folder: Path) -> str:
     """results.json, results.md, curves.png and differences.png; returns the text of results.md."""
     text = markdown(results)
-    try:
-        storage.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
-        storage.write(folder / "results.md", text)
-        save(partial(_curves, results), folder / "curves.png")
-        save(partial(_differences, results), folder / "differences.png")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    storage.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+    storage.write(folder / "results.md", text)
+    save(partial(_curves, results), folder / "curves.png")
+    save(partial(_differences, results), folder / "differences.png")
     return text
 
 

@@ -12,22 +12,24 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.rollouts import proof, weight_sync
-from jaxrl_llm.rollouts.keys import FILE, read_key, write_key
-from jaxrl_llm.rollouts.link import address
 from jaxrl_llm.rollouts.model import Model
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.rollouts.server import Server
-from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
-from jaxrl_llm.rollouts.vllm import VllmSampler
+from jaxrl_llm.rollouts.vllm.client import Server, is_private, read_key, write_key
+from jaxrl_llm.rollouts.vllm.proof import TOLERANCE
+from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
+from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
+from jaxrl_llm.rollouts.vllm.sync import WeightSync
+
+KEY_FILE = "key"  # beside the servers' sockets
 
 
 class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
     `check` is called while responses are made; what it raises ends that.
-    `own_weights` says whether it goes on with the weights of the last push while the trainer changes its own.
+    `own_weights` says whether it goes on with the weights of the last push while the trainer
+    changes its own.
     """
 
     own_weights: ClassVar[bool]
@@ -45,9 +47,9 @@ class Engine(Protocol):
 class Native:
     """The embedded engine, on the devices of the trainer: `slots` sequences decode at a time, spread over them.
 
-    Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None: as few as have
-    room for it); it is there from a push until the responses are in. On a CPU the cache is cut into blocks of
-    `block` columns: a step reads no more blocks than the longest needs.
+    Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None:
+    as few as have room for it); it is there from a push until the responses are in. On a CPU the
+    cache is cut into blocks of `block` columns: a step reads no more blocks than the longest needs.
 
     >>> jl.Native(slots=128).own_weights
     False
@@ -88,14 +90,14 @@ class Native:
 class Vllm:
     """vLLM servers, started and kept by the trainer, or running already.
 
-    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started for
-    each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is). Or `servers` are the addresses of
-    running ones (jaxrl-llm serve), which the processes of a run share out. Weights go through a folder in
-    `memory`, and over the network to a server whose host does not see that. The servers' key is in `key_file`,
-    or the environment's VLLM_API_KEY; over http it stays on this machine unless `plain_http`. `tolerance` is
-    how far a server's log-probs may be from the trainer's after a sync (None: what the dtype allows),
-    `patience` how long to wait for one that starts or is away, and `timeout` for one answer without its
-    tokens, in seconds.
+    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started
+    for each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is). Or `servers` are the
+    addresses of running ones (jaxrl-llm serve), which the processes of a run share out. Weights go
+    through a folder in `memory`, and over the network to a server whose host does not see that. The
+    servers' key is in `key_file`, or the environment's VLLM_API_KEY; over http it stays on this
+    machine unless `plain_http`. `tolerance` is how far a server's log-probs may be from the
+    trainer's after a sync (None: what the dtype allows), `patience` how long to wait for one that
+    starts or is away, and `timeout` for one answer without its tokens, in seconds.
 
     >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
     'bfloat16'
@@ -118,10 +120,10 @@ class Vllm:
     own_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.dtype not in proof.TOLERANCE:
+        if self.dtype not in TOLERANCE:
             raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
         for url in self.servers:
-            if not (address(url).private or self.plain_http):
+            if not (is_private(url) or self.plain_http):
                 raise UserError(
                     f"engine: {url} would get key and data in the open: use https, a Unix socket (ssh -L "
                     "brings one here), or allow it by plain_http=True"
@@ -138,28 +140,26 @@ class Vllm:
         """A sampler whose servers start at its first push and end with the block."""
         with ExitStack() as stack:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
-            cars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
+            sidecars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
 
             def publish(weights: Path) -> None:
-                for car in cars:
-                    car.serve(weights)
+                for sidecar in sidecars:
+                    sidecar.serve(weights)
 
-            def check() -> None:
-                for car in cars:
-                    car.check()
+            def supervise() -> None:
+                for sidecar in sidecars:
+                    sidecar.check()
 
-            transport = weight_sync.Folders(
-                root, self.patience, publish, check, carry=bool(self.servers)
-            )
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
             yield VllmSampler(
-                [car.server for car in cars] or running,
-                transport,
+                [sidecar.server for sidecar in sidecars] or running,
+                WeightSync(root, self.patience, publish, supervise, remote=bool(self.servers)),
                 model.served(mesh.shape["data"] * mesh.shape["fsdp"]),
                 dtype=self.dtype,
                 concurrency=self.concurrency,
                 tolerance=self.tolerance,
                 max_model_len=self.max_model_len,
+                check=check,
             )
 
     @contextmanager
@@ -167,13 +167,12 @@ class Vllm:
         """A supervised server a device, its weights under `root`, its log in `folder`; ended with the block."""
         with ExitStack() as stack:
             key = self._key() or secrets.token_urlsafe(32)
-            write_key(key, root / FILE)
-            cars = [
-                Sidecar(launch, root, self.timeout) for launch in self._launches(root, folder, key)
-            ]
-            for car in cars:
-                stack.callback(car.stop)
-            yield cars
+            write_key(key, root / KEY_FILE)
+            launches = self._launches(root, folder, key)
+            sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
+            for sidecar in sidecars:
+                stack.callback(sidecar.stop)
+            yield sidecars
 
     def _own_servers(self) -> tuple[str, ...]:
         """Of the servers that run already those of this process; a server has one trainer."""

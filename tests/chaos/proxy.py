@@ -15,7 +15,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from jaxrl_llm.rollouts.link import Link, address
+import httpx
+
 from tests.rollouts.fake_vllm import UnixServer
 
 Answer = tuple[int, bytes]
@@ -70,18 +71,9 @@ class Proxy:
 
     def relabel(self, label: str) -> None:
         """Does what another trainer at the server would do last."""
-        link = Link(address(self.upstream))
         sent = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        body = json.dumps({"new_version": label})
-        link.exchange(
-            "POST",
-            "/update_weight_version",
-            body,
-            sent,
-            deadline=time.monotonic() + 60,
-            limit=2**20,
-        )
-        link.close()
+        body = json.dumps({"new_version": label}).encode()
+        asked(self.upstream, "POST", "/update_weight_version", body, sent)
 
     def fault_for(self, path: str) -> Callable | None:
         """The fault that this request meets."""
@@ -95,6 +87,19 @@ class Proxy:
                 return None
             self.met += 1
             return fault
+
+
+def asked(url: str, method: str, path: str, content: bytes | None, headers: dict) -> Answer:
+    """The answer of the server at a Unix socket; OSError if there is none."""
+    transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
+    try:
+        with httpx.Client(transport=transport, timeout=600.0) as client:
+            reply = client.request(
+                method, f"http://localhost{path}", content=content, headers=headers
+            )
+            return reply.status_code, reply.content
+    except httpx.HTTPError as error:
+        raise ConnectionError(str(error)) from error
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -138,18 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _ask(self, body) -> Answer:
-        link = Link(address(self.owner.upstream))
-        sent = {
-            name: self.headers[name]
-            for name in ("Content-Type", "Authorization")
-            if self.headers[name]
-        }
-        try:
-            return link.exchange(
-                self.command, self.path, body, sent, deadline=time.monotonic() + 600, limit=2**30
-            )
-        finally:
-            link.close()
+        names = ("Content-Type", "Authorization")
+        sent = {name: self.headers[name] for name in names if self.headers[name]}
+        return asked(self.owner.upstream, self.command, self.path, body, sent)
 
     def send(self, status: int, content: bytes, length: int | None = None) -> None:
         self.send_response(status)

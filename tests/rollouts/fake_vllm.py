@@ -46,9 +46,7 @@ class Fake:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            wbufsize = (
-                -1
-            )  # an answer in one piece, or the kernel waits for the first to be confirmed
+            wbufsize = -1  # an answer in one piece, or the kernel waits for the first to arrive
 
             def address_string(self):
                 return "somebody"
@@ -68,8 +66,18 @@ class Fake:
 
             def do_POST(self):
                 content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                carried = self.path.startswith("/weights/")
-                self.reply(content if carried else json.loads(content or b"{}"))
+                weights = self.path.startswith("/weights/")
+                self.reply(content if weights else json.loads(content or b"{}"))
+
+            def do_PUT(self):
+                if "Content-Length" in self.headers:
+                    return self.do_POST()
+                pieces = []
+                while size := int(self.rfile.readline(), 16):
+                    pieces.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return self.reply(b"".join(pieces))
 
             def reply(self, body):
                 path = self.path.split("?")[0]
@@ -173,5 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=pathlib.Path)
     known, _ = parser.parse_known_args()
     assert (known.model / "config.json").exists()
-    Fake(path=known.uds, key=os.environ["VLLM_API_KEY"])
+    hangs = pathlib.Path(os.environ.get("FAKE_HANGS", "/nonexistent"))
+    answer = lambda *_: time.sleep(600) if hangs.exists() else None
+    Fake(path=known.uds, key=os.environ["VLLM_API_KEY"], fault=answer)
     time.sleep(600)

@@ -8,10 +8,10 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import weight_sync
-from jaxrl_llm.rollouts.proof import TOLERANCE, Proof, probe_sequences
-from jaxrl_llm.rollouts.server import Server
-from jaxrl_llm.rollouts.vllm import VllmSampler
+from jaxrl_llm.rollouts.vllm.client import Server, run
+from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
+from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
+from jaxrl_llm.rollouts.vllm.sync import WeightSync, write_folder
 from tests.rollouts.fake_vllm import Fake, completion
 
 VOCABULARY, WIDTH = 512, 64
@@ -84,7 +84,7 @@ def sampler_of(fake, root):
     )
     return VllmSampler(
         [Server(fake.url, "key", 5.0)],
-        weight_sync.Folders(root, patience=0.5),
+        WeightSync(root, patience=0.5),
         served,
         dtype="bfloat16",
         concurrency=4,
@@ -156,17 +156,12 @@ def test_a_step_within_the_rounding_is_no_cause_for_alarm(fake, tmp_path):
 def test_the_changed_are_counted(tmp_path):
     config = CONFIG | {"dtype": "float32"}
     weights = {"a": np.arange(90, dtype=np.float32), "b": np.zeros(10, np.float32)}
-    weight_sync.write_folder(weights.items(), config, tmp_path / "one")
+    write_folder(weights.items(), config, tmp_path / "one")
     weights["a"][[3, 50]] += 1
-    share = weight_sync.write_folder(
-        weights.items(), config, tmp_path / "two", tmp_path / "one"
-    ).changed
+    share = write_folder(weights.items(), config, tmp_path / "two", tmp_path / "one").changed
     assert 0.02 <= share <= 0.04  # the header is counted too
     more = weights | {"c": np.zeros(1, np.float32)}
-    assert (
-        weight_sync.write_folder(more.items(), config, tmp_path / "3", tmp_path / "two").changed
-        == 1
-    )
+    assert write_folder(more.items(), config, tmp_path / "3", tmp_path / "two").changed == 1
 
 
 @pytest.mark.parametrize(
@@ -185,10 +180,10 @@ def test_the_likely_cause_is_named(logp, config, says):
     class Constant:
         url, logp = "a server", -1.5
 
-        def label(self):
+        async def label(self):
             return "a-3"
 
-        def score(self, tokens):
+        async def score(self, tokens):
             return [self.logp] * (len(tokens) - 1)
 
     server, proof = Constant(), Proof(TOLERANCE["float32"])
@@ -199,9 +194,9 @@ def test_the_likely_cause_is_named(logp, config, says):
         proof.expect([np.full(len(s) - 1, ours) for s in sequences], config, 1.0)
         if theirs is logp and ours == -2.0:
             with pytest.raises(UserError, match=says):
-                proof(server, "a-3")  # pyright: ignore[reportArgumentType]
+                run(proof(server, "a-3"))  # pyright: ignore[reportArgumentType]
         else:
-            assert proof(server, "a-3") == 0.0  # pyright: ignore[reportArgumentType]
+            assert run(proof(server, "a-3")) == 0.0  # pyright: ignore[reportArgumentType]
 
 
 class Still:
@@ -209,10 +204,10 @@ class Still:
 
     url, logp = "a server", -1.0
 
-    def label(self):
+    async def label(self):
         return "a"
 
-    def score(self, tokens):
+    async def score(self, tokens):
         return [self.logp] * (len(tokens) - 1)
 
 
@@ -220,8 +215,8 @@ def test_answers_that_hardly_move_are_of_old_weights():
     server, proof = Still(), Proof(1.0)
     probes = probe_sequences(CONFIG["vocab_size"])
     proof.expect([np.full(len(s) - 1, -1.0) for s in probes], CONFIG, 1.0)
-    proof(server, "a")
+    run(proof(server, "a"))
     server.logp = -1.0001
     proof.expect([np.full(len(s) - 1, -1.5) for s in probes], CONFIG, 1.0)
     with pytest.raises(UserError, match="still computes with the old weights"):
-        proof(server, "a")
+        run(proof(server, "a"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -22,13 +23,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.rollouts import carry, weight_sync
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.link import Link, address
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.server import Server
-from jaxrl_llm.rollouts.sidecar import Launch, Sidecar
-from jaxrl_llm.rollouts.vllm import VllmSampler
+from jaxrl_llm.rollouts.vllm import sync
+from jaxrl_llm.rollouts.vllm.client import Server
+from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
+from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
 from tests.processes import kill
 
@@ -96,7 +96,7 @@ def pids(pattern):
         ["ps", "-ewwo", "pid,sid,args"], capture_output=True, text=True, check=True
     ).stdout
     rows = [line.split(None, 2) for line in text.splitlines()[1:]]
-    sessions = {sid for _, sid, args in rows if pattern in args and "keeper.py" not in args}
+    sessions = {sid for _, sid, args in rows if pattern in args and "serverside.py" not in args}
     return [int(pid) for pid, sid, _ in rows if sid in sessions]
 
 
@@ -160,7 +160,7 @@ def test_twenty_syncs(sampler):
         assert worst(weights, rollout, 1.0) <= 1e-4
         differences.append(sampler.report.difference)
         seconds.append(sampler.report.reload)
-        assert len(list(sampler.transport.root.glob("weights-*"))) == 1
+        assert len(list(sampler.weights.root.glob("weights-*"))) == 1
     print(f"probe {max(differences):.2g}, reload {np.median(seconds):.3f} s, {sampler.report}")
     assert max(differences) <= 1e-4
 
@@ -180,14 +180,12 @@ def test_nothing_answers_without_the_key(sampler):
 
 
 def status(sampler, method, path, headers):
-    link = Link(address(sampler.servers[0].url))
-    body = "{}" if method == "POST" else None
-    try:
-        return link.exchange(
-            method, path, body, headers, deadline=time.monotonic() + 10, limit=2**20
-        )[0]
-    finally:
-        link.close()
+    transport = httpx.HTTPTransport(uds=sampler.servers[0].url.removeprefix("unix://"))
+    with httpx.Client(transport=transport, headers=headers, timeout=10.0) as client:
+        content = b"{}" if method == "POST" else None
+        return client.request(
+            method, f"http://localhost/{path.lstrip('/')}", content=content
+        ).status_code
 
 
 def test_a_kill_during_generation(sampler, monkeypatch):
@@ -197,8 +195,8 @@ def test_a_kill_during_generation(sampler, monkeypatch):
     victims, finished = processes(sampler), itertools.count(1)
     complete = Server.complete
 
-    def watched(server, *asked, **settings):
-        response = complete(server, *asked, **settings)
+    async def watched(server, *asked, **settings):
+        response = await complete(server, *asked, **settings)
         if next(finished) == 20:
             kill(victims)
         return response
@@ -226,7 +224,7 @@ def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
     sampler.push(params(30), 30)
     weights, server = params(3), sampler.servers[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", server._headers["Authorization"].removeprefix("Bearer "))
+        patch.setenv("VLLM_API_KEY", server.key)
         outside = dataclasses.replace(ENGINE, servers=(server.url,))
         with outside.start(Policy(DEFINITION), tiny.mesh_of()) as resumed:
             resumed.push(weights, 3)
@@ -242,23 +240,23 @@ def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
 def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkeypatch):
     sampler.push(params(30), 30)
     server, weights = sampler.servers[0], params(4)
-    post, send, loaded, sent = type(server).post, type(server).send, [], []
+    post, send, loaded, sent = Server.post, sync.send_file, [], []
 
-    def elsewhere(server, path, body: Any = None, tokens=0):
+    async def elsewhere(server, path, body: Any = None, tokens=0):
         if path == "/weights/find":
             body = {**body, "path": "/elsewhere"}
         if path == "/collective_rpc":
             loaded.append(Path(body["kwargs"]["weights_path"]))
-        return post(server, path, body, tokens)
+        return await post(server, path, body, tokens)
 
-    def counted(server, path, content):
-        sent.append(len(content))
-        return send(server, path, content)
+    async def counted(server, path, name):
+        sent.append(path.stat().st_size)
+        await send(server, path, name)
 
-    monkeypatch.setattr(type(server), "post", elsewhere)
-    monkeypatch.setattr(type(server), "send", counted)
-    monkeypatch.setattr(carry, "PART_BYTES", 100_000)
-    monkeypatch.setenv("VLLM_API_KEY", server._headers["Authorization"].removeprefix("Bearer "))
+    monkeypatch.setattr(Server, "post", elsewhere)
+    monkeypatch.setattr(sync, "send_file", counted)
+    monkeypatch.setattr(sync, "SHARD_BYTES", 100_000)
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
     outside = dataclasses.replace(ENGINE, servers=(server.url,))
     with outside.start(Policy(DEFINITION), tiny.mesh_of()) as trainer:
         for version in (4, 5):
@@ -267,7 +265,8 @@ def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkey
             assert rollout.version == version
             assert worst(weights, rollout, 1.0) <= 1e-4
             assert sum(sent) > trainer.sync["sync/bytes"]
-            weights, sent = params(5), []
+            weights = params(5)
+            sent.clear()
     assert len(set(loaded)) == 2
     assert not loaded[0].exists()  # one copy stays
     assert loaded[1].parent.suffix == ".weights"
@@ -275,15 +274,15 @@ def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkey
 
 def test_a_kill_during_a_reload(sampler, monkeypatch):
     weights, killed = params(31), []
-    post, victims = type(sampler.servers[0]).post, processes(sampler)
+    post, victims = Server.post, processes(sampler)
 
-    def dying(server, path, body=None, tokens=0):
+    async def dying(server, path, body=None, tokens=0):
         if path == "/collective_rpc" and not killed:
             killed.append(threading.Timer(0.02, kill, [victims]))
             killed[0].start()
-        return post(server, path, body, tokens)
+        return await post(server, path, body, tokens)
 
-    monkeypatch.setattr(type(sampler.servers[0]), "post", dying)
+    monkeypatch.setattr(Server, "post", dying)
     sampler.push(weights, 31)
     killed[0].join()
     rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
@@ -298,7 +297,7 @@ def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
         arguments=ENGINE.arguments, environment=dict(ON_CPU),
     )  # fmt: skip
     car = Sidecar(launch, tmp_path)
-    transport = weight_sync.Folders(tmp_path, 600.0, car.serve, car.check)
+    transport = sync.WeightSync(tmp_path, 600.0, car.serve, car.check)
     made = VllmSampler(
         [car.server],
         transport,
@@ -332,8 +331,8 @@ def test_small_steps_in_bfloat16(logs, monkeypatch):
 
     post = Server.post
 
-    def deaf(server, path, body=None, tokens=0):
-        return {} if path == "/collective_rpc" else post(server, path, body, tokens)
+    async def deaf(server, path, body=None, tokens=0):
+        return {} if path == "/collective_rpc" else await post(server, path, body, tokens)
 
     with engine.start(Policy(DEFINITION), tiny.mesh_of(), logs / "bfloat16") as made:
         weights = params(1)

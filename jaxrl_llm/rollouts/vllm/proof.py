@@ -1,8 +1,8 @@
 """Proof that a server computes with the weights that it was told to load.
 
-HTTP 200 proves nothing (some backends keep part of the old weights and say so nowhere), so after every sync
-each server's log-probs of a few fixed sequences are compared with the trainer's, and with its own from
-before the sync: in bfloat16 the two differ by far more than a step changes, but its own answers
+HTTP 200 proves nothing (some backends keep part of the old weights and say so nowhere), so after
+every sync each server's log-probs of a few fixed sequences are compared with the trainer's, and
+with its own from before the sync: in bfloat16 the two differ by far more than a step changes, but its own answers
 must have moved.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.server import Server
+from jaxrl_llm.rollouts.vllm.client import Server
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 PROBES = (4, 24)  # sequences, and tokens of each
@@ -22,7 +22,7 @@ Logps = Sequence[np.ndarray]
 
 
 class Proof:
-    """Compares servers with the trainer, sync by sync; a difference beyond `tolerance` is a UserError."""
+    """Compares servers with the trainer; a difference beyond `tolerance` is a UserError."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
@@ -34,19 +34,21 @@ class Proof:
         self._changed = 0.0
 
     def expect(self, logps: Logps, config: Mapping[str, Any], changed: float) -> None:
-        """New weights, of which the share `changed` are other numbers than before; the trainer's log-probs."""
+        """The trainer's log-probs with new weights, a share `changed` of them other numbers."""
         self._before, self._expected = self._expected, logps
         self._earlier, self._answers = self._answers, {}
         self._config, self._changed = config, changed
 
-    def __call__(self, server: Server, label: str) -> float:
+    async def __call__(self, server: Server, label: str) -> float:
         """The largest difference between a server, which must bear this label, and the trainer."""
         assert self._expected is not None
-        if (found := server.label()) != label:
+        if (found := await server.label()) != label:
             raise UserError(
                 f"{server.url} serves the weights {found} after a sync of {label}: is somebody else using it?"
             )
-        got = [np.asarray(server.score(x)) for x in probe_sequences(self._config["vocab_size"])]
+        got = [
+            np.asarray(await server.score(x)) for x in probe_sequences(self._config["vocab_size"])
+        ]
         difference, stale = _largest(got, self._expected), self._stale(server, got)
         if stale or not difference <= self.tolerance:
             raise UserError(
@@ -58,7 +60,7 @@ class Proof:
         return difference
 
     def _stale(self, server: Server, got: Logps) -> bool:
-        """Whether its answers stand still: bit by bit, or while the trainer's have clearly moved."""
+        """Whether its answers stand still: bit by bit, or while the trainer's clearly moved."""
         earlier = self._earlier.get(server.url)
         if earlier is None or self._before is None or self._expected is None:
             return False

@@ -16,9 +16,8 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.link import address
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.server import NoAnswer, Server
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, Server, address, is_private, run
 from tests.rollouts.fake_vllm import Fake, completion
 
 SAMPLING = Sampling(max_tokens=4, stop=(49,))
@@ -59,7 +58,7 @@ def test_the_path_of_a_socket_is_limited():
     ],
 )
 def test_plain_http_leaves_this_machine_only_if_told_to(url, private):
-    assert address(url).private == private
+    assert is_private(url) == private
     if private:
         Vllm(servers=(url,))
     else:
@@ -71,6 +70,14 @@ def test_plain_http_leaves_this_machine_only_if_told_to(url, private):
 HEAD = b"HTTP/1.1 200 OK\r\n"
 DRIP = [b"x"] * 1000
 JSON = b'{"weight_version": "a-1"}'
+
+
+@contextlib.contextmanager
+def connected(server):
+    try:
+        yield server
+    finally:
+        run(server.close())
 
 
 @contextlib.contextmanager
@@ -117,21 +124,21 @@ def answering(pieces, pause=0.0):
 def test_a_drip_does_not_outlast_the_deadline(pieces):
     with (
         answering(pieces, pause=0.02) as url,
-        contextlib.closing(Server(url, timeout=0.3)) as server,
+        connected(Server(url, timeout=0.3)) as server,
     ):
         start = time.monotonic()
         with pytest.raises(NoAnswer):
-            server.label()
+            run(server.label())
         assert time.monotonic() - start < 10
 
 
 def test_a_request_that_is_not_read_ends_too():
     with socket.create_server(("127.0.0.1", 0), backlog=4) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with contextlib.closing(Server(url, timeout=0.3)) as server:
+        with connected(Server(url, timeout=0.3)) as server:
             start = time.monotonic()
             with pytest.raises(NoAnswer, match=r"[Tt]ime"):
-                server.post("/v1/completions", {"prompt": "x" * (32 * MEGABYTES)})
+                run(server.post("/v1/completions", {"prompt": "x" * (32 * MEGABYTES)}))
             assert time.monotonic() - start < 30
 
 
@@ -139,11 +146,11 @@ def test_long_responses_have_more_time():
     """Two seconds for eight tokens are no timeout of 0.5 s and a quarter of a second each."""
     with (
         Fake(seconds=1.5) as fake,
-        contextlib.closing(Server(fake.url, "key", timeout=0.5)) as server,
+        connected(Server(fake.url, "key", timeout=0.5)) as server,
     ):
-        assert len(server.complete([1], Sampling(max_tokens=8), 0, 50).tokens) == 8
+        assert len(run(server.complete([1], Sampling(max_tokens=8), 0, 50)).tokens) == 8
         with pytest.raises(NoAnswer, match=r"[Tt]ime"):
-            server.complete([1], Sampling(max_tokens=1), 0, 50)
+            run(server.complete([1], Sampling(max_tokens=1), 0, 50))
 
 
 BLOCK = b"[" * MEGABYTES
@@ -164,10 +171,10 @@ BLOCK = b"[" * MEGABYTES
     ],
 )
 def test_a_flood_costs_no_memory(pieces):
-    with answering(pieces) as url, contextlib.closing(Server(url, timeout=20)) as server:
+    with answering(pieces) as url, connected(Server(url, timeout=20)) as server:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(NoAnswer):
-            server.label()
+            run(server.label())
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
@@ -205,10 +212,10 @@ def answered(**changes):
 def test_a_lie_is_no_answer(content):
     with (
         Fake(fault=lambda *_: (200, content)) as fake,
-        contextlib.closing(Server(fake.url, "key")) as server,
+        connected(Server(fake.url, "key")) as server,
     ):
         with pytest.raises(NoAnswer) as said:
-            server.complete([1], SAMPLING, 0, 50)
+            run(server.complete([1], SAMPLING, 0, 50))
         assert len(str(said.value)) < 500
 
 
@@ -224,10 +231,10 @@ def test_a_lie_is_no_answer(content):
 def test_a_lie_about_a_score_is_no_answer(entries):
     with (
         Fake(fault=lambda *_: (200, answered(prompt_logprobs=entries))) as fake,
-        contextlib.closing(Server(fake.url, "key")) as server,
+        connected(Server(fake.url, "key")) as server,
         pytest.raises(NoAnswer, match="scored a prompt without its log-probs"),
     ):
-        server.score([1, 2])
+        run(server.score([1, 2]))
 
 
 @pytest.mark.parametrize("label", [b"null", b"3", b'["a"]'])
@@ -235,10 +242,10 @@ def test_a_label_is_text(label):
     content = b'{"weight_version": %s}' % label
     with (
         Fake(fault=lambda *_: (200, content)) as fake,
-        contextlib.closing(Server(fake.url, "key")) as server,
+        connected(Server(fake.url, "key")) as server,
         pytest.raises(NoAnswer, match="does not say which weights"),
     ):
-        server.label()
+        run(server.label())
 
 
 @pytest.mark.parametrize(
@@ -255,10 +262,10 @@ def test_a_label_is_text(label):
 def test_a_message_is_one_short_line_that_a_terminal_can_show(content):
     with (
         Fake(fault=lambda *_: (500, content)) as fake,
-        contextlib.closing(Server(fake.url, "key")) as server,
+        connected(Server(fake.url, "key")) as server,
     ):
         with pytest.raises(NoAnswer, match=r"status 500: .*a .* b") as said:
-            server.label()
+            run(server.label())
         assert str(said.value).isprintable()
         assert len(str(said.value)) < 500
 
@@ -267,10 +274,10 @@ def test_a_message_is_one_short_line_that_a_terminal_can_show(content):
 def test_what_a_load_balancer_says_is_no_answer(status):
     with (
         Fake(fault=lambda *_: (status, b"<html>not here</html>")) as fake,
-        contextlib.closing(Server(fake.url, "key")) as server,
+        connected(Server(fake.url, "key")) as server,
         pytest.raises(NoAnswer),
     ):
-        server.label()
+        run(server.label())
 
 
 LISTENER = """
@@ -298,9 +305,8 @@ def taken(path):
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "listens\n"
-        with (
-            contextlib.closing(Server(f"unix://{path}", "secret")) as server,
-            pytest.raises(UserError, match=r"user 65534 listens on .*, and not you"),
-        ):
-            server.label()
-        assert other.stdout.readline() == "b''\n"
+        server = Server(f"unix://{path}", "secret")
+        with pytest.raises(UserError, match=r"user 65534 listens on .*, and not you"):
+            run(server.label())
+        other.kill()
+        assert other.stdout.read() == ""

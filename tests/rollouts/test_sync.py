@@ -5,6 +5,8 @@ import contextlib
 import errno
 import json
 import os
+import socket
+import threading
 import time
 import tracemalloc
 import zlib
@@ -14,9 +16,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import carry, receiver, weight_sync
-from jaxrl_llm.rollouts.receiver import Receiver
-from jaxrl_llm.rollouts.server import Server
+from jaxrl_llm.rollouts.vllm import sync
+from jaxrl_llm.rollouts.vllm.client import Server, run
+from jaxrl_llm.rollouts.vllm.serverside import Receiver
 from tests.rollouts.fake_vllm import Fake
 from tests.rollouts.test_vllm import PROMPTS, SAMPLING, expected_responses, only, sampler_of
 
@@ -60,8 +62,9 @@ def asked(application, path, query, body, size=1000):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(weight_sync, "RETRY", 0.01)
-    monkeypatch.setattr(carry, "PART_BYTES", 1000)
+    monkeypatch.setattr(sync, "RETRY", 0.01)
+    monkeypatch.setattr(sync, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(sync, "PIECE_BYTES", 500)
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def root(tmp_path):
 def carried(*fakes, root, **settings):
     """A sampler that sends weights to who does not see them."""
     made = sampler_of(*fakes, root=root, **settings)
-    made.transport.carry = True
+    made.weights.remote = True
     return made
 
 
@@ -105,7 +108,7 @@ def test_the_other_host_has_the_same_files_of_the_newest_only(root, there):
             assert Path(fake.loaded[-1]).parent == there
             assert same(fake.loaded[-1], newest(root))
         assert [str(path) for path in there.iterdir()] == fake.loaded[-1:]
-        assert fake.calls["/weights/part"] > 10
+        assert fake.calls["/weights/file"] == 2 * 3
         rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
     assert list(rollout.responses) == expected_responses(2)
     assert made.sync["sync/bytes"] == 4 * 1207
@@ -121,7 +124,7 @@ def test_who_sees_the_folder_is_sent_nothing(root, there):
         made.push(WEIGHTS, 1)
         assert beside.loaded == plain.loaded == [str(newest(root))]
         assert beside.calls["/weights/find"] == plain.calls["/weights/find"]
-        assert not beside.calls["/weights/part"]
+        assert not beside.calls["/weights/file"]
         assert not there.exists()
 
 
@@ -129,14 +132,14 @@ def test_servers_of_one_host_share_a_copy_and_have_none_of_other_trainers(root, 
     with Elsewhere(there) as one, Elsewhere(there.with_name("vllm-1.weights")) as other:
         carried(one, other, root=root).push(WEIGHTS, 1)
         assert one.loaded == other.loaded
-        assert not other.calls["/weights/part"]
+        assert not other.calls["/weights/file"]
         carried(other, root=tmp_path / "another").push(WEIGHTS, 1)
-        assert other.calls["/weights/part"] == one.calls["/weights/part"]
+        assert other.calls["/weights/file"] == one.calls["/weights/file"]
         assert Path(one.loaded[0]).exists()
 
 
 @pytest.mark.parametrize("fault", [(500, b""), (200, b"nonsense"), ConnectionError])
-@pytest.mark.parametrize("path", ["/weights/find", "/weights/part", "/weights/whole"])
+@pytest.mark.parametrize("path", ["/weights/find", "/weights/file"])
 def test_what_fails_is_sent_again(root, there, path, fault):
     with Elsewhere(there, fault=only(path, None, fault)) as fake:
         made = carried(fake, root=root)
@@ -150,7 +153,7 @@ def test_a_part_that_arrives_otherwise_is_sent_again(root, there):
         noise = 3
 
         def received(self, path, query, body):
-            if path == "/weights/part" and self.noise:
+            if path == "/weights/file" and self.noise:
                 self.noise -= 1
                 body = bytes([body[0] ^ 1]) + body[1:]
             return super().received(path, query, body)
@@ -164,7 +167,7 @@ def test_a_part_that_arrives_otherwise_is_sent_again(root, there):
 
 def test_a_host_that_lost_them_half_way_gets_them_from_the_beginning(root, there):
     def lost(path, body, number):
-        if path == "/weights/part" and number == 4:
+        if path == "/weights/file" and number == 3:
             for file in there.glob("*/*"):
                 file.unlink()
 
@@ -190,25 +193,24 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
         assert same(new.loaded[-1], newest(root))
 
 
-def test_time_is_allowed_by_the_part(root, there, monkeypatch):
+def test_time_is_allowed_by_the_file(root, there):
     """All together take longer than an answer may, and longer than patience."""
-    monkeypatch.setattr(carry, "PART_BYTES", 300)
-    with Elsewhere(there, fault=lambda path, *_: slow(path)) as fake:
+
+    def slow(path, body, number):
+        if path == "/weights/file":
+            time.sleep(0.4)
+
+    with Elsewhere(there, fault=slow) as fake:
         made = carried(fake, root=root, timeout=1.0, patience=1.0)
         made.push(WEIGHTS, 1)
         assert made.sync["sync/reload"] > 1.0
 
 
-def slow(path):
-    if path == "/weights/part":
-        time.sleep(0.1)
-
-
 def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):
-    def full(*_):
+    def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(receiver.os, "pwrite", full)
+    monkeypatch.setattr(Receiver, "_write", full)
     with Elsewhere(there) as fake:
         with pytest.raises(UserError, match="No space left on device") as said:
             carried(fake, root=root).push(WEIGHTS, 1)
@@ -217,44 +219,82 @@ def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("route", "query", "body", "status"),
+    ("route", "query", "body"),
     [
-        ("part", "name=a&file=../key&offset=0&sum=0", b"", 400),
-        ("part", "name=a&file=model.py&offset=0&sum=0", b"", 400),
-        ("part", "name=../a&file=config.json&offset=0&sum=0", b"", 400),
-        ("find", "", b'{"path": "/elsewhere", "name": "a/b"}', 400),
-        ("find", "", b" " * (receiver.QUESTION + 1), 413),
-        ("delete", "", b"{}", 404),
+        ("file", "name=a&file=../key", b""),
+        ("file", "name=a&file=model.py", b""),
+        ("file", "name=../a&file=config.json", b""),
+        ("file", "name=a", b""),
+        ("find", "", b'{"path": "/elsewhere", "name": "a/b"}'),
+        ("find", "", b"nonsense"),
+        ("find", "", b" " * (2**20 + 1)),
+        ("delete", "", b"{}"),
     ],
 )
-def test_nothing_else_is_written_or_read(there, route, query, body, status):
+def test_nothing_else_is_written_or_read(there, route, query, body):
     found, content = asked(Receiver(str(there)), f"/weights/{route}", query, body, 2**16)
-    assert found == status
+    assert found == 400
     assert "error" in json.loads(content)
     assert not there.exists()
 
 
-def test_neither_side_holds_more_than_parts_in_memory(tmp_path, there, monkeypatch):
-    monkeypatch.setattr(carry, "PART_BYTES", 2 * MEGABYTES)
-    folder = tmp_path / "weights-000001"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    size = 64 * MEGABYTES
-    with (folder / "model-00000.safetensors").open("wb") as file:
-        file.truncate(size)
-    with Elsewhere(there) as fake, contextlib.closing(Server(fake.url, "key")) as server:
+def test_neither_side_holds_more_than_pieces_in_memory(tmp_path, there, monkeypatch):
+    monkeypatch.setattr(sync, "PIECE_BYTES", 2**18)
+    path = tmp_path / "model-00000.safetensors"
+    with path.open("wb") as file:
+        file.truncate(64 * MEGABYTES)
+
+    with counting_listener() as (url, counted):
+        server = Server(url, "key", 60.0)
         tracemalloc.start()
         try:
-            path = carry.brought(server, folder, lambda attempt: attempt())
+            run(sync.send_file(server, path, "a"))
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert same(path, folder)
+            run(server.close())
+    assert counted[0] >= 64 * MEGABYTES
+    assert most < 16 * MEGABYTES
+
+    left = iter(range(64))
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(MEGABYTES), "more_body": next(left) < 63}
+
+    async def send(message):
+        del message
+
+    scope = {"type": "http", "path": "/weights/file", "query_string": b"name=a&file=config.json"}
+    tracemalloc.start()
+    try:
+        asyncio.run(Receiver(str(there))(scope, receive, send))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (there / "partial-a" / "config.json").stat().st_size == 64 * MEGABYTES
     assert most < 16 * MEGABYTES
 
 
-def test_a_sum_is_of_the_part(there):
-    there.parent.mkdir(exist_ok=True)
-    query = f"name=a&file=config.json&offset=0&sum={zlib.crc32(b'{}')}"
-    assert asked(Receiver(str(there)), "/weights/part", query, b"{}")[0] == 200
-    assert asked(Receiver(str(there)), "/weights/part", query, b"[]")[0] == 503
+@contextlib.contextmanager
+def counting_listener():
+    """Counts the bytes that come, and says the checksum of zeros."""
+    counted = [0]
+    checksum = zlib.crc32(bytes(64 * MEGABYTES))
+
+    def serve():
+        link, _ = listener.accept()
+        with link:
+            last = b""
+            while not last.endswith(b"0\r\n\r\n"):
+                piece = link.recv(2**16)
+                counted[0], last = counted[0] + len(piece), (last + piece)[-5:]
+            content = b'{"checksum": %d}' % checksum
+            link.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+            )
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", counted
+        thread.join()

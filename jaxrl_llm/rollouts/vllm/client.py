@@ -1,0 +1,323 @@
+"""Requests to one vLLM server over HTTP: token ids in, token ids and log-probs out.
+
+Every request may be repeated: a completion is a function of its seed, the others set what they say.
+A request has one deadline and an answer one size, and an answer that is not whole and of the right
+form is NoAnswer.
+"""
+
+import asyncio
+import functools
+import ipaddress
+import json
+import os
+import re
+import ssl
+import stat
+import threading
+import urllib.parse
+from collections.abc import AsyncIterable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import httpx
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.sampler import Sampling
+
+MODEL = "policy"  # the name that the weights are served under
+UNLABELLED = "default"  # vLLM's label of weights that nobody has labelled
+TOKEN_SECONDS = 0.25  # the slowest server that is worth waiting for takes this long for a token
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # the longest answer, and what each token adds to it
+LOGPS = -1e9, 1e-3  # no log-prob is outside, rounding included
+SOCKET_PATH = 107  # bytes, the kernel's limit
+LEAVE = 5.0  # seconds for requests to be called off
+LIMITS = httpx.Limits(
+    max_connections=None, keepalive_expiry=2.0
+)  # uvicorn hangs up after five seconds
+
+T = TypeVar("T")
+
+
+class NoAnswer(Exception):  # noqa: N818
+    """Nothing usable came back, and the same request may do better later or elsewhere."""
+
+
+class NoRoute(NoAnswer):
+    """The server has nothing at this path."""
+
+
+class Response(NamedTuple):
+    """A sampled response; `finished` if it ends on a stop token."""
+
+    tokens: list[int]
+    logps: list[float]
+    finished: bool
+
+
+class Server:
+    """A server at `url`.
+
+    It may take `timeout` seconds for an answer, and TOKEN_SECONDS more for each token. All its
+    requests belong to one event loop at a time; `close` ends its connections.
+    """
+
+    def __init__(self, url: str, key: str = "", timeout: float = 600.0):
+        self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
+        self._address = address(self.url)
+        self._client: httpx.AsyncClient | None = None
+
+    async def complete(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
+    ) -> Response:
+        """One response to a prompt, its tokens from a vocabulary of this size."""
+        asks = _tokens_only(prompt) | {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": seed,
+            "logprobs": 0,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True,  # the stop tokens are ours alone
+        }
+        answer = await self.post("/v1/completions", asks, tokens=len(prompt) + sampling.max_tokens)
+        return read_response(answer, sampling, vocabulary)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs, at temperature 1, of each token but the first."""
+        asks = _tokens_only(tokens) | {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self.post("/v1/completions", asks, tokens=len(tokens))
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"][1:]
+            pairs = zip(entries, tokens[1:], strict=True)
+            return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
+
+    async def label(self) -> str | None:
+        """The label of its weights; None if nobody has labelled them since it started."""
+        label = (await self.get("/weight_info")).get("weight_version")
+        if not isinstance(label, str):
+            raise NoAnswer("it does not say which weights it serves")
+        return None if label in ("", UNLABELLED) else _one_line(label, 100)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON at a path."""
+        return await self._exchange("GET", path, None, 0)
+
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, tokens: int = 0
+    ) -> dict[str, Any]:
+        """The JSON that answers this one, which asks for so many tokens."""
+        content = None if body is None else json.dumps(body).encode()
+        return await self._exchange("POST", path, content, tokens)
+
+    async def put(self, path: str, content: AsyncIterable[bytes]) -> dict[str, Any]:
+        """The JSON that answers some bytes."""
+        return await self._exchange("PUT", path, content, 0)
+
+    async def close(self) -> None:
+        """Closes its connections; the next request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _exchange(
+        self, method: str, path: str, content: bytes | AsyncIterable[bytes] | None, tokens: int
+    ) -> dict[str, Any]:
+        client = self._client = self._client or self._new_client()
+        limit, received = ANSWER_BYTES + TOKEN_BYTES * tokens, bytearray()
+        base = "http://localhost" if self._address.scheme == "unix" else self.url
+        self._refuse_strangers()
+        try:
+            async with (
+                asyncio.timeout(self.timeout + TOKEN_SECONDS * tokens),
+                client.stream(method, base + path, content=content) as reply,
+            ):
+                async for piece in reply.aiter_raw():
+                    received += piece
+                    if len(received) > limit:
+                        raise NoAnswer(f"an answer of more than {limit} bytes")
+        except TimeoutError:
+            raise NoAnswer("the time for an answer is over") from None
+        except httpx.HTTPError as error:
+            raise NoAnswer(_one_line(f"{type(error).__name__}: {error}")) from error
+        return self._read(path, reply.status_code, bytes(received))
+
+    def _new_client(self) -> httpx.AsyncClient:
+        """No proxy, redirect or other timeout: a request goes where it is told."""
+        unix = self._address.path if self._address.scheme == "unix" else None
+        secure = self._address.scheme == "https"
+        transport = httpx.AsyncHTTPTransport(
+            uds=unix, limits=LIMITS, verify=ssl.create_default_context() if secure else False
+        )
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        return httpx.AsyncClient(
+            transport=transport, headers=headers, timeout=httpx.Timeout(None), trust_env=False
+        )
+
+    def _refuse_strangers(self) -> None:
+        """A UserError before the key goes to a socket that somebody else has made."""
+        path = Path(self._address.path)
+        if self._address.scheme != "unix" or not path.is_socket():
+            return
+        if (owner := path.stat().st_uid) not in (0, os.geteuid()):
+            raise UserError(f"user {owner} listens on {path}, and not you: its place was taken")
+
+    def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
+        if status in (401, 403):
+            raise UserError(f"{self.url} refused the key: give the one that it was started with")
+        if status == 404:
+            raise NoRoute(
+                f"status 404, {self.url} knows no {path}: if that stays, start it with VLLM_SERVER_DEV_MODE=1 "
+                f"and --served-model-name {MODEL}, or use a newer vLLM"
+            )
+        if 400 <= status < 500 and status not in (408, 429):
+            raise UserError(f"{self.url}{path} refused a request: {_message(content)}")
+        if status != 200:
+            raise NoAnswer(f"status {status}: {_message(content)}")
+        try:
+            answer = json.loads(content) if content else {}
+        except (ValueError, RecursionError) as error:
+            raise NoAnswer(f"an answer that is not JSON: {content[:80]!r}") from error
+        if not isinstance(answer, dict):
+            raise NoAnswer(f"an answer that is no JSON object: {content[:80]!r}")
+        return answer
+
+
+def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -> Response:
+    """The response in an answer, if that is whole: its end a stop token or the limit."""
+    try:
+        (choice,) = answer["choices"]
+        tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
+        reason = choice["finish_reason"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise NoAnswer(f"a completion without its tokens ({error!r:.200})") from error
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
+        raise NoAnswer(f"a completion with tokens that are none of the {vocabulary}")
+    if not all(type(logp) in (int, float) and LOGPS[0] < logp <= LOGPS[1] for logp in logps):
+        raise NoAnswer("a completion with log-probs that are none")
+    ends = [i for i, token in enumerate(tokens) if token in sampling.stop]
+    stopped = reason == "stop" and ends == [len(tokens) - 1]
+    cut = reason == "length" and not ends and len(tokens) == sampling.max_tokens
+    if not (stopped or cut) or len(tokens) > sampling.max_tokens or len(logps) != len(tokens):
+        raise NoAnswer(
+            f"a completion of {len(tokens)} tokens and {len(logps)} log-probs that ended by {reason!r:.40}"
+        )
+    return Response(tokens, [float(logp) for logp in logps], stopped)
+
+
+def _tokens_only(tokens: Sequence[int]) -> dict[str, Any]:
+    """Tokens as ids throughout, so that the server needs no tokenizer."""
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    return {"model": MODEL, "prompt": [int(token) for token in tokens], **ids}
+
+
+def _message(content: bytes) -> str:
+    """The message in an error's JSON, else its beginning."""
+    text = content[: 2**12].decode(errors="replace")
+    found = re.search(r'"(?:message|error)":\s*"((?:[^"\\]|\\.)*)"', text)
+    return _one_line(found[1] if found else text)
+
+
+def _one_line(text: str, length: int = 300) -> str:
+    """One line that a terminal can show: what a server says may hold anything."""
+    return "".join(c if c.isprintable() else " " for c in text[:length]).strip()
+
+
+def address(url: str) -> urllib.parse.SplitResult:
+    """The parts of a server's URL; a UserError for what is none."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port, (parts.hostname or "").encode("idna")
+        sound = url.isascii() and url.isprintable() and " " not in url and "@" not in parts.netloc
+    except ValueError:
+        parts, sound = urllib.parse.urlsplit(""), False
+    if sound and parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
+        if len(parts.path) > SOCKET_PATH:
+            raise UserError(
+                f"the path of the socket {parts.path} is longer than {SOCKET_PATH} bytes: choose a "
+                "shorter `memory` in the engine"
+            )
+    elif not (sound and parts.scheme in ("http", "https") and parts.hostname):
+        raise UserError(
+            f"{url!r} is no address of a server: write unix:///PATH, http://HOST:PORT or https://HOST:PORT"
+        )
+    return parts
+
+
+def is_private(url: str) -> bool:
+    """Whether what is sent there stays on this machine, or is encrypted."""
+    parts = address(url)
+    if parts.scheme in ("unix", "https") or parts.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
+
+
+def write_key(key: str, path: Path) -> None:
+    """A new file with the key, which only its owner can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key + "\n")
+
+
+def read_key(path: Path | None) -> str:
+    """The key in a file that only its owner can read (else a UserError), or the environment's."""
+    where, key = str(path or "VLLM_API_KEY"), os.environ.get("VLLM_API_KEY", "")
+    if path is not None:
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                found = os.fstat(file.fileno())
+                content = file.read(1000) if stat.S_ISREG(found.st_mode) else b""
+        except OSError as error:
+            raise UserError(f"no key in {path}: {error.strerror}") from error
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise UserError(f"the key in {path} is not yours alone: chmod 600 {path}")
+        if not (key := content.decode(errors="replace").strip()):
+            raise UserError(f"{path} holds no key")
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"the key in {where} holds more than letters, digits and signs on one line")
+    return key
+
+
+@functools.cache
+def background() -> asyncio.AbstractEventLoop:
+    """The event loop of all servers of this process, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
+    return loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work` on the background loop; what interrupts us (Ctrl-C) calls it off."""
+    over = threading.Event()
+
+    async def noted() -> T:
+        try:
+            return await work
+        finally:
+            over.set()
+
+    future = asyncio.run_coroutine_threadsafe(noted(), background())
+    try:
+        return future.result()
+    except BaseException:
+        if future.cancel():
+            over.wait(LEAVE)
+        raise
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results of all; the first error calls the others off."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
