@@ -1,0 +1,151 @@
+"""README and docs are true: their snippets run, their commands are known, their links lead somewhere."""
+
+import functools
+import importlib
+import json
+import pathlib
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.cli.main import COMMANDS, main
+from jaxrl_llm.training import journal
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {
+    path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+}
+ELSEWHERE = {
+    "python.md": 8,
+    "studies.md": 1,
+}  # snippets run by test_public.py and research/test_study.py
+LINES = [
+    pytest.param(line.strip(), id=f"{name}:{number}")
+    for name, text in PAGES.items()
+    for number, line in enumerate(text.splitlines(), 1)
+    if re.match(r"    (\w+=\S+ )*jaxrl-llm ", line) and "CONFIG" not in line
+]
+
+
+def snippet(page, number):
+    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)[number]
+
+
+def run(page, number):
+    space = {}
+    exec(compile(snippet(page, number), page, "exec"), space)
+    return space
+
+
+def test_every_snippet_is_tested():
+    found = {name: len(re.findall("```python", text)) for name, text in PAGES.items()}
+    tested = ELSEWHERE | {"README.md": 2, "objectives.md": 2, "own-task.md": 1}
+    assert {name: count for name, count in found.items() if count} == tested
+
+
+@pytest.mark.parametrize("page", ["README.md", "objectives.md"])
+def test_the_objective_has_two_stages(page):
+    assert run(page, 0)["objective"].stages == 2
+
+
+def test_a_new_surrogate_takes_a_step(capsys):
+    space = run("objectives.md", 1)
+    assert int(space["state"].step) == 1
+    assert float(space["metrics"]["grad_norm"][0]) > 0
+    assert "'policy'" in capsys.readouterr().out
+
+
+def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "larger.py").write_text(snippet("README.md", 1))
+    main(["train", "larger.py", "--steps", "50", "--out", "run"])
+    assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
+    sampled = [r["accuracy"] for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+
+
+def chat_model(folder):
+    """A tiny Qwen2.5 that reads bytes and the turns of a chat, as Hugging Face has it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from jaxrl_llm.models import hf
+    from tests import tiny
+
+    shape = tiny.shape(vocab_size=264)
+    hf.export(tiny.policy(shape)[1], shape, folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    turns = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **turns).save_pretrained(folder)
+
+
+def test_a_pretrained_model_learns_from_data_of_your_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    chat_model(tmp_path / "model")
+    rows = [{"question": f"{i} plus {i}?", "answer": str(2 * i)} for i in range(500)]
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "facts.py").write_text(snippet("own-task.md", 0))
+    flags = ["--questions", "facts.jsonl", "--model", "model", "--prompts", "4", "--length", "16"]
+    main(["train", "facts.py", *flags, "--steps", "1", "--out", "run"])
+    assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
+    steps = [r for r in journal.read(tmp_path / "run") if "share/stage1" in r]
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_is_known(line, tmp_path, monkeypatch):
+    """It is parsed as it stands, up to the call; `RUN` and the like stand for a user's own."""
+    words = shlex.split(line, comments=True)
+    words = words[words.index("jaxrl-llm") + 1 :]
+    if words == ["--help"]:
+        return main(words)
+    name, *rest = words
+    assert name in COMMANDS
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 8)
+    rest = [word.replace("mine.jsonl", str(tmp_path / "mine.jsonl")) for word in rest]
+    module, called = importlib.import_module(f"jaxrl_llm.cli.{name}"), []
+    if name == "bench":
+        monkeypatch.setitem(module.COMMANDS, rest[0], _noted(module.COMMANDS[rest[0]], called))
+    else:
+        monkeypatch.setattr(module, "main", _noted(module.main, called))
+    module.run(rest)
+    return called == [1]
+
+
+def _noted(command, called):
+    return functools.wraps(command)(lambda *_, **__: called.append(1))
+
+
+def test_links_lead_somewhere():
+    for name, text in PAGES.items():
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_the_map_is_that_of_the_package():
+    """Every room and every file at the top of the package is in it."""
+    tree = PAGES["design.md"].split("## The house")[1].split("Imports go one way")[0]
+    package = ROOT / "jaxrl_llm"
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert set(re.findall(r"^      (\w+)/ ", tree, re.MULTILINE)) == rooms
+    top = {path.name for path in package.glob("*.py")}
+    assert set(re.findall(r"^      (\w+\.py) ", tree, re.MULTILINE)) == top
+
+
+def test_the_glossary_is_short():
+    words = re.findall(
+        r"^\| ([a-z, -]+) \| ", PAGES["design.md"].split("## Words")[1], re.MULTILINE
+    )
+    assert 20 < len(words) - 1 <= 40  # the head of the table
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = ".venv/bin/python -m pytest"
+    assert f"    {command}\n" in PAGES["README.md"]
+    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
