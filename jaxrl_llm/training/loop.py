@@ -157,7 +157,7 @@ def reinforcement(
     else:
         step = start
         state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
-        save(step, state, stream.cursor())
+        save(step, state, stream.cursor(step))
     saved = step
     programs = reinforce.compiled(
         parts.policy,
@@ -199,7 +199,7 @@ def reinforcement(
                     better = evaluate(step) > highest and step > first
                 if step != saved and (better or config.saves(step)):
                     recorder.flush()
-                    save(step, state, stream.cursor())
+                    save(step, state, stream.cursor(step))
                     saved = step
                 if step == last:
                     break
@@ -229,7 +229,7 @@ def reinforcement(
         except (Leaving, UserError) as error:
             if step > saved and _can_save(error, state):
                 recorder.flush()
-                save(step, state, stream.cursor())
+                save(step, state, stream.cursor(step))
             raise
 
 

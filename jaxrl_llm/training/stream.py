@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -25,11 +26,21 @@ class Cursor:
     ahead: Rollout | None = None
 
 
+class _Batch(NamedTuple):
+    """The batch of a step: the state of its data before it, and its responses if they were begun ahead."""
+
+    step: int
+    before: dict[str, int]
+    examples: list[Any]
+    ahead: Future[tuple[Rollout, float]] | None
+
+
 class Stream(Generic[E]):
     """The batches of `data`, answered by `sample(step, examples)` as far as they are this process's share.
 
-    `whole` and `own` make the responses of all processes of a share, and a share of them. `cursor` is where an
-    earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a checkpoint).
+    `whole` and `own` make the responses of all processes of a share (None where one has none), and a share
+    of them. `cursor` is where an earlier stream stopped. `seconds` is how long the last batch took to sample
+    (0: out of a checkpoint).
     """
 
     def __init__(
@@ -37,14 +48,15 @@ class Stream(Generic[E]):
         data: Batches[E],
         sample: Callable[[int, list[E]], Rollout],
         *,
-        whole: Callable[[list[E], Rollout], Rollout] = lambda _, own: own,
+        whole: Callable[[list[E], Rollout | None], Rollout | None] = lambda _, own: own,
         own: Callable[[list[E], Rollout], Rollout] = lambda _, whole: whole,
         cursor: Cursor | None = None,
     ):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = data.get_state()  # of the first batch that has not been taken
+        self._next = dict(data.get_state())  # of the first batch that has not been taken
+        self._taken: _Batch | None = None
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
         if cursor is not None and cursor.ahead is not None:
@@ -63,9 +75,10 @@ class Stream(Generic[E]):
 
         They are those that were begun, else they are sampled now.
         """
-        ahead, self._ahead = self._ahead, None
-        own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
-        self._examples, self._next = None, self._data.get_state()
+        batch = self._taken = _Batch(step, self._next, self.examples, self._ahead)
+        self._examples, self._ahead, self._next = None, None, dict(self._data.get_state())
+        ahead = batch.ahead
+        own, self.seconds = ahead.result() if ahead else self._answer(step, batch.examples)
         return own
 
     def begin(self, step: int) -> None:
@@ -79,16 +92,23 @@ class Stream(Generic[E]):
         What was dropped because the run was asked to stop is sampled anew when it goes on.
         """
         if self._ahead is not None:
-            try:
+            with suppress(Leaving):
                 self._ahead.result()
-            except Leaving:
-                self._ahead = None
 
-    def cursor(self) -> Cursor:
-        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled)."""
-        if self._ahead is None:
-            return Cursor(dict(self._next))
-        return Cursor(dict(self._next), self._whole(self.examples, self._ahead.result()[0]))
+    def cursor(self, step: int) -> Cursor:
+        """What a run goes on from that has made `step` steps, though the batch of the next may be taken.
+
+        The responses to that batch are there if all processes had begun and none has dropped them.
+        """
+        taken = self._taken
+        batch = taken if taken and taken.step == step else None
+        before, ahead = (batch.before, batch.ahead) if batch else (self._next, self._ahead)
+        if ahead is None:
+            return Cursor(before)
+        examples, own = batch.examples if batch else self.examples, None
+        with suppress(Leaving):
+            own = ahead.result()[0]
+        return Cursor(before, self._whole(examples, own))
 
     def _answer(self, step: int, examples: list[E]) -> tuple[Rollout, float]:
         start = time.perf_counter()
