@@ -6,13 +6,13 @@ be no fault of the checkpoint (the disk, memory, another optimizer) changes noth
 """
 
 import errno
-import hashlib
 import json
 import logging
 import re
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -31,7 +31,6 @@ from jaxrl_llm.training.fingerprint import describe, same_form
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
-SUM = "sum"  # in the note: its checksum
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 _PASSING = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|ABORTED|out of memory|timed out|"
@@ -116,7 +115,7 @@ class Checkpoints:
                 f"{where} is there already: it was written by another run; move it away"
             )
         note = {**note, "arrays": describe(state)}
-        note[SUM] = _sum(note)
+        note["sum"] = _checksum(note)
         if _gathers(self.folder):
             state = jax.tree.map(sharding.on_first_host, state)
         if distributed.first():
@@ -173,10 +172,10 @@ class Checkpoints:
     def note(self, step: int) -> dict[str, Any]:
         """What was noted beside the arrays of a step."""
         storage.pull(self.folder / str(step) / NOTE)
-        note = self._read(step, NOTE, ocp.args.JsonRestore())
-        if note.pop(SUM, None) != _sum(note):
+        found = self._read(step, NOTE, ocp.args.JsonRestore())
+        if not isinstance(found, dict) or found.pop("sum", None) != _checksum(found):
             raise DamageError("the note is not the one that was saved")
-        return note
+        return found
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of them.
@@ -269,6 +268,10 @@ class Checkpoints:
         )
 
 
+def _checksum(note: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(note, sort_keys=True).encode())
+
+
 def in_background(work: Callable[[], T]) -> Future[T]:
     """The future of a call; its thread does not keep a process alive that ends, as one of a pool would."""
     future: Future[T] = Future()
@@ -324,11 +327,6 @@ def _handler(who: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpoint
     }
     options = ocp.CompositeOptions(multiprocessing_options=who)
     return ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
-
-
-def _sum(note: dict[str, Any]) -> str:
-    """A checksum of a note: a bit of it decides where in the data a run goes on."""
-    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -157,7 +157,7 @@ def reinforcement(
     else:
         step = start
         state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
-        save(step, state, stream.cursor(step))
+        save(step, state, stream.cursor())
     saved = step
     programs = reinforce.compiled(
         parts.policy,
@@ -199,7 +199,7 @@ def reinforcement(
                     better = evaluate(step) > highest and step > first
                 if step != saved and (better or config.saves(step)):
                     recorder.flush()
-                    save(step, state, stream.cursor(step))
+                    save(step, state, stream.cursor())
                     saved = step
                 if step == last:
                     break
@@ -214,6 +214,7 @@ def reinforcement(
                     credited = programs.credit(batch, reward, **seen)
                     state, visits = programs.update(state, credited)
                     step += 1
+                    stream.learned()
                     recorder.flush()  # the step before, while the devices work
                     jax.block_until_ready(state)
                 host = reinforce.describe_answers(answers, stream.seconds)
@@ -229,7 +230,7 @@ def reinforcement(
         except (Leaving, UserError) as error:
             if step > saved and _can_save(error, state):
                 recorder.flush()
-                save(step, state, stream.cursor(step))
+                save(step, state, stream.cursor())
             raise
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -26,21 +26,11 @@ class Cursor:
     ahead: Rollout | None = None
 
 
-class _Batch(NamedTuple):
-    """The batch of a step: the state of its data before it, and its responses if they were begun ahead."""
-
-    step: int
-    before: dict[str, int]
-    examples: list[Any]
-    ahead: Future[tuple[Rollout, float]] | None
-
-
 class Stream(Generic[E]):
     """The batches of `data`, answered by `sample(step, examples)` as far as they are this process's share.
 
-    `whole` and `own` make the responses of all processes of a share (None where one has none), and a share
-    of them. `cursor` is where an earlier stream stopped. `seconds` is how long the last batch took to sample
-    (0: out of a checkpoint).
+    `whole` and `own` make the responses of all processes of a share (None if one has none), and a share of them. `cursor` is where an
+    earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a checkpoint).
     """
 
     def __init__(
@@ -55,8 +45,8 @@ class Stream(Generic[E]):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = dict(data.get_state())  # of the first batch that has not been taken
-        self._taken: _Batch | None = None
+        self._next = data.get_state()  # before the first batch that has not been learned from
+        self._taken: dict[str, int] | None = None  # after it, once it was taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
         if cursor is not None and cursor.ahead is not None:
@@ -73,13 +63,17 @@ class Stream(Generic[E]):
     def take(self, step: int) -> Rollout:
         """This process's share of the responses to the next batch, which is that of this step.
 
-        They are those that were begun, else they are sampled now.
+        They are those that were begun, else they are sampled now. Until `learned` the cursor stays before them.
         """
-        batch = self._taken = _Batch(step, self._next, self.examples, self._ahead)
-        self._examples, self._ahead, self._next = None, None, dict(self._data.get_state())
-        ahead = batch.ahead
-        own, self.seconds = ahead.result() if ahead else self._answer(step, batch.examples)
+        ahead, self._ahead = self._ahead, None
+        own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
+        self._examples, self._taken = None, self._data.get_state()
         return own
+
+    def learned(self) -> None:
+        """The batch that was taken last is part of the state now."""
+        assert self._taken is not None
+        self._next, self._taken = self._taken, None
 
     def begin(self, step: int) -> None:
         """Starts on the next batch, which is that of this step, in the background."""
@@ -92,23 +86,27 @@ class Stream(Generic[E]):
         What was dropped because the run was asked to stop is sampled anew when it goes on.
         """
         if self._ahead is not None:
-            with suppress(Leaving):
+            try:
                 self._ahead.result()
+            except Leaving:  # `cursor` says so to the other processes
+                return
+            except Exception:
+                self._ahead = None
+                raise
 
-    def cursor(self, step: int) -> Cursor:
-        """What a run goes on from that has made `step` steps, though the batch of the next may be taken.
+    def cursor(self) -> Cursor:
+        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled).
 
-        The responses to that batch are there if all processes had begun and none has dropped them.
+        A batch that was taken and not learned from is sampled anew.
         """
-        taken = self._taken
-        batch = taken if taken and taken.step == step else None
-        before, ahead = (batch.before, batch.ahead) if batch else (self._next, self._ahead)
-        if ahead is None:
-            return Cursor(before)
-        examples, own = batch.examples if batch else self.examples, None
-        with suppress(Leaving):
-            own = ahead.result()[0]
-        return Cursor(before, self._whole(examples, own))
+        if self._ahead is None or self._taken is not None:
+            return Cursor(dict(self._next))
+        own = None
+        with suppress(
+            Leaving
+        ):  # all processes have begun on them, and one may have dropped its own
+            own = self._ahead.result()[0]
+        return Cursor(dict(self._next), self._whole(self.examples, own))
 
     def _answer(self, step: int, examples: list[E]) -> tuple[Rollout, float]:
         start = time.perf_counter()
