@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_llm import desk
-from jaxrl_llm.runs.leaving import UNFINISHED
-from jaxrl_llm.storage import Place
+from jaxrl_llm import storage
 from tests.chaos.__main__ import table
 from tests.chaos.faults import FOREVER
 from tests.chaos.scene import (
@@ -36,9 +34,9 @@ from tests.chaos.scene import (
     recorded,
 )  # fmt: skip
 from tests.chaos.trial import RESUMES, Trial
-from tests.runs import s3
-from tests.runs.conftest import forget
-from tests.runs.process import port
+from tests.training import s3
+from tests.training.conftest import forget
+from tests.training.process import port
 
 DEVICES = 4  # of a job, shared out
 LOST = 15.0
@@ -46,9 +44,6 @@ SLACK = 20.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
-LEADER = (
-    "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
-)
 KILLED, TOLD, STILL, OFFLINE = "kill -9", "SIGTERM", "stands still", "network cut"
 FULL, FULL_ONCE = "disk full", "disk full once"
 FOLDER, BUCKET = (KILLED, TOLD, FULL, KILLED, TOLD, STILL, FULL_ONCE), (KILLED, TOLD, OFFLINE)
@@ -80,7 +75,7 @@ class Job:
                 where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
                 raise Finding(f"hang: {running[0].folder.name} after {within:g} s: {where}")
             time.sleep(0.05)
-        return ["" if i == but else ended(one) for i, one in enumerate(self.members)]
+        return ["" if i == but else one.outcome() for i, one in enumerate(self.members)]
 
     def record(self) -> Record:
         """What the run has left."""
@@ -91,31 +86,22 @@ class Job:
         """The names of what the run has left, its checkpoints among them."""
         with self.at_hand() as here:
             found = [p.name for p in [*here.iterdir(), *(here / "checkpoints").iterdir()]]
-        return sorted({*found} - {"lock"})
+        return sorted({*found} - {"lock", storage.WRITERS})
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[Path]:
         """The folder of the run, or a copy of what is in the bucket."""
         forget()
-        here = desk.at_hand(Path(self.out))
-        desk.fetch(here)
-        yield here
+        yield storage.local(self.out)
         forget()
 
     def left(self, finished: bool) -> str:
-        """What is left besides the run: processes, or after one that ended well a lock or a desk."""
+        """What is left besides the run: processes, or after one that ended well the copy of a bucket."""
         for one in self.members:
-            if found := one.left(killed=True):
+            if found := one.left():
                 return found
-        if not finished:
-            return ""
-        if self.wire is None:
-            return "the lock is left" if self.members[0].locked() else ""
-        locks = {name: Place(self.out).read(name) for name in Place(self.out).names("lock")}
-        if any(content != b"{}" for content in locks.values()):
-            return f"locks are left: {locks}"
-        desks = [p for one in self.members for p in one.folder.glob("jaxrl-llm-*")]
-        return f"desks are left: {desks}" if desks else ""
+        copies = [p for one in self.members for p in one.folder.glob(f"{storage.PREFIX}*")]
+        return f"copies are left: {copies}" if finished and copies else ""
 
     def close(self, *, keep: bool = False) -> None:
         """Ends what still runs, and removes the run, unless somebody wants to look at it."""
@@ -123,23 +109,6 @@ class Job:
             one.kill_all()
         if not keep:
             shutil.rmtree(self.members[0].folder.parent)
-
-
-def ended(one: Scene) -> str:
-    """How a process that has ended did so; a Finding if it should not."""
-    status, text = one.status, one.log.read_text(errors="replace") if one.log.exists() else ""
-    if "Traceback" in text or "Fatal Python" in text:
-        raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
-    lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
-    if status in (0, UNFINISHED):
-        return "stopped" if status else "completed"
-    if status == 2 and len(lines) == 1:
-        return "a line"
-    if status == -signal.SIGABRT and LEADER in text:
-        return "a line"
-    if status is not None and -status in one.told:
-        return "killed"
-    raise Finding(f"{one.folder.name}: exit code {status}, said {text[-500:]!r}")
 
 
 class Stage:

@@ -1,7 +1,6 @@
 """Several processes are one run: the steps of one process, left together, and none waits for a dead one."""
 
 import filecmp
-import json
 import math
 import os
 import re
@@ -11,20 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import suppress
 
 import jax
 import pytest
 
-from jaxrl_llm import hosts
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import shares
+from jaxrl_llm import distributed
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout
-from jaxrl_llm.runs import disk, folder
-from jaxrl_llm.runs.leaving import UNFINISHED
-from tests.runs.conftest import forget
-from tests.runs.process import ROOT, metrics, port
+from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.training import folder
+from jaxrl_llm.training.leaving import UNFINISHED, Stop
+from jaxrl_llm.training.stream import Stream
+from tests.training.conftest import forget
+from tests.training.process import ROOT, metrics, port
 
 SMALL = "tests/chaos/small.py"
 LOST = 15.0
@@ -34,17 +34,15 @@ class Job:
     """Processes of one run on this machine, with so many devices each."""
 
     def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None):
-        self.log = log or out
+        self.log, self.out, self.processes = log or out, out, []
         where = f"127.0.0.1:{port()}"
-        self.out, self.processes = out, []
         for i in range(count):
-            process = (
-                ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)] if count > 1 else []
-            )
-            with self.log.with_name(f"{self.log.name}-{i}.log").open("w") as file:
+            process = ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)]
+            command = [sys.executable, "-m", "jaxrl_llm.cli", "train", config]
+            command += ["--out", str((outs or [out] * count)[i]), *flags]
+            with self._log(i).open("w") as file:
                 self.processes.append(subprocess.Popen(
-                    [sys.executable, "-m", "jaxrl_llm.cli", "train", config,
-                     "--out", str((outs or [out] * count)[i]), *process, *flags],
+                    command + (process if count > 1 else []),
                     cwd=ROOT, env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
                     stdout=file, stderr=subprocess.STDOUT,
                 ))  # fmt: skip
@@ -57,9 +55,8 @@ class Job:
 
     def wait_for(self, step):
         """Until a step of reinforcement is recorded."""
-        self.wait_until(lambda: any(
-            r["step"] >= step and r["phase"] == "reinforce" for r in metrics(self.out)
-        ))  # fmt: skip
+        mine = lambda r: r["step"] >= step and r["phase"] == "reinforce"
+        self.wait_until(lambda: any(map(mine, metrics(self.out))))
 
     def ends(self):
         """The exit codes; none waits for ever, and where they stood is said."""
@@ -73,15 +70,17 @@ class Job:
         return [process.returncode for process in self.processes]
 
     def said(self, i):
-        """What the product itself said on the terminal of process `i`."""
-        return self.log.with_name(f"{self.log.name}-{i}.log").read_text(errors="replace")
+        """What is on the terminal of process `i`."""
+        return self._log(i).read_text(errors="replace")
 
     def finished(self):
         """The folder, once all have ended well."""
-        assert self.ends() == [0] * len(self.processes), [
-            *map(self.said, range(len(self.processes)))
-        ]
+        said = lambda: [*map(self.said, range(len(self.processes)))]
+        assert self.ends() == [0] * len(self.processes), said()
         return self.out
+
+    def _log(self, i):
+        return self.log.with_name(f"{self.log.name}-{i}.log")
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +102,8 @@ def close(found, whole):
     for here, there in zip(found, whole, strict=True):
         for name, value in there.items():
             if isinstance(value, float):
-                assert math.isclose(here[name], value, rel_tol=1e-5, abs_tol=1e-5), (
-                    name,
-                    here,
-                    there,
-                )
+                near = math.isclose(here[name], value, rel_tol=1e-5, abs_tol=1e-5)
+                assert near, (name, here, there)
             else:
                 assert here[name] == value
     return True
@@ -126,16 +122,14 @@ def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
     assert the_same_samples(pair, alone)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_path):
     out = tmp_path / "run"
     Job(environment, out, 1, 4, "--steps", "1").finished()
     Job(environment, out, 4, 1, "--steps", "2", "--resume").finished()
     Job(environment, out, 2, 1, "--steps", "4", "--resume").finished()
-    steps = lambda records: [r for r in records if "test/accuracy" not in r]
-    assert close(
-        [r for r in steps(metrics(out)) if "reward" in r],
-        [r for r in steps(metrics(pair)) if "reward" in r],
-    )
+    steps = lambda out: [r for r in metrics(out) if "test/accuracy" not in r and "reward" in r]
+    assert close(steps(out), steps(pair))
 
 
 def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environment, pair, tmp_path):
@@ -150,7 +144,7 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
     assert the_same_samples(job.out, pair)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     environment, pair, tmp_path, victim
 ):
@@ -158,21 +152,20 @@ def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     job.wait_for(3)
     start = time.monotonic()
     job.processes[victim].kill()
-    ends = job.ends()
-    assert time.monotonic() - start < LOST + 20
+    ends, said = job.ends(), job.said(1 - victim)
+    assert time.monotonic() - start < LOST + 30
     assert ends[victim] == -signal.SIGKILL
-    said = job.said(1 - victim)
     assert "Traceback" not in said
-    if victim or ends[1] == 2:
+    if ends[1] == -signal.SIGABRT:  # JAX misses the first in its own way, mostly before we do
+        assert "the leader (usually slice 0 task 0)" in said
+    else:
         assert ends[1 - victim] == 2
         assert f"jaxrl-llm: process {victim} on " in said
-    else:  # JAX misses the first in its own way, mostly before we do
-        assert ends[1] == -signal.SIGABRT
-        assert "the leader (usually slice 0 task 0)" in said
     Job(environment, job.out, 2, 2, "--resume", "auto").finished()
     assert metrics(job.out) == metrics(pair)
 
 
+@pytest.mark.slow
 def test_a_bucket_serves_processes_that_share_no_folder(environment, pair, url, tmp_path):
     """Stopped once, killed once, and gone on with in one process."""
     users = environment | {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
@@ -187,108 +180,11 @@ def test_a_bucket_serves_processes_that_share_no_folder(environment, pair, url, 
     assert job.ends() == [2, -signal.SIGKILL]
     start(1, "--resume").finished()
     forget()
-    assert close(metrics(folder.at_hand(Path(url))), metrics(pair))
+    assert close(metrics(folder.at(url)), metrics(pair))
 
 
-class Frozen:
-    """The store of a first process that stands still: what it is asked is never answered."""
-
-    def __init__(self, answers):
-        self.answers, self.free = answers, threading.Event()
-
-    def key_value_set(self, *_, **__):
-        self.answers -= 1
-        if self.answers < 0:
-            self.free.wait()
-
-    def key_value_dir_get(self, name):
-        return [("alive/0", str(self.answers))] if name == "alive/" else []
-
-
-def test_a_first_process_that_does_not_answer_is_given_up(monkeypatch):
-    """As that of a host without power, whose connections nobody closes."""
-    store, said, ended = Frozen(answers=10), [], threading.Event()
-
-    def end(reason):
-        said.append((store.answers, reason))
-        ended.set()
-
-    monkeypatch.setattr(hosts, "BEAT", 0.02)
-    monkeypatch.setattr(hosts, "_end", end)
-    job = hosts._Job(index=1, count=2, store=store, names=["process 0 on a", "process 1 on b"])
-    monkeypatch.setattr(hosts, "_JOB", job)
-    with hosts._watched(1.0, lambda: False):
-        assert ended.wait(15)
-        store.free.set()
-    assert said[0] == (-1, "process 0 on a, through which all meet, has not answered for 1 s")
-
-
-@pytest.mark.parametrize(
-    ("said", "naps"),
-    [("UNAVAILABLE: closed", 1), ("Barrier timed out", 0), ("RESOURCE_EXHAUSTED: no memory", 0)],
-)
-def test_a_process_that_goes_while_all_write_is_not_taken_for_a_full_disk(
-    monkeypatch, tmp_path, said, naps
-):
-    """The watch has time to miss it, before what came of that is told as the disk's fault."""
-    known = []
-
-    def ask(*_, **__):
-        raise jax.errors.JaxRuntimeError(said)
-
-    def sleep(seconds):
-        known.append((seconds > hosts._JOB.lost, hosts._JOB.failure))
-
-    monkeypatch.setattr(hosts, "time", SimpleNamespace(sleep=sleep))
-    job = hosts._Job(index=1, count=2, store=SimpleNamespace(key_value_set=ask))
-    monkeypatch.setattr(hosts, "_JOB", job)
-    with (
-        pytest.raises(jax.errors.JaxRuntimeError),
-        hosts.together(),
-        disk.writing(tmp_path, "a checkpoint"),
-    ):
-        ask()
-    assert known == [(True, "")] * naps
-    assert "cannot write a checkpoint" in job.failure
-
-
-class Failed:
-    """A store that knows of the failure of a process, in a round that this one has or has not come to."""
-
-    def __init__(self):
-        self.beats = 0
-
-    def key_value_set(self, *_, **__):
-        self.beats += 1
-
-    def key_value_dir_get(self, name):
-        known = {
-            "alive/": ("alive/1", str(self.beats)),
-            "failed/": ("failed/1", '[5, "disk full"]'),
-        }
-        return [known[name]] if name in known else []
-
-
-@pytest.mark.parametrize(("round_", "ends"), [(4, ["process 1 on b: disk full"]), (5, [])])
-def test_a_failure_that_a_program_keeps_one_from_hearing_ends_it(monkeypatch, round_, ends):
-    """It waits there for the one that failed, which waits for it in a round."""
-    said, ended = [], threading.Event()
-
-    def end(reason):
-        said[:] = [reason]
-        ended.set()
-
-    monkeypatch.setattr(hosts, "BEAT", 0.02)
-    monkeypatch.setattr(hosts, "_end", end)
-    names = ["process 0 on a", "process 1 on b"]
-    job = hosts._Job(index=0, count=2, store=Failed(), names=names, round=round_)
-    monkeypatch.setattr(hosts, "_JOB", job)
-    with hosts._watched(1.0, lambda: False):
-        assert ended.wait(15 if ends else 3) == bool(ends)
-    assert said == ends
-
-
-@pytest.mark.parametrize("shown", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", [3, 4])
 def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, shown):
     """Whether an evaluation comes after it, as after step 4, or a checkpoint, as after step 5."""
     job = Job(environment, tmp_path / "run", 2, 1)
@@ -303,20 +199,21 @@ def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, sho
 
 BUG = """
 from tests.chaos.small import *
-from jaxrl_llm import hosts
+from jaxrl_llm import distributed
 from jaxrl_llm.learning import reinforce
 
-sound = reinforce.learned_from
+sound = reinforce.describe_answers
 
-def learned_from(*arguments):
-    if hosts.index() == 1:
+def describe_answers(*arguments):
+    if distributed.index() == 1:
         raise ZeroDivisionError("a bug")
     return sound(*arguments)
 
-reinforce.learned_from = learned_from
+reinforce.describe_answers = describe_answers
 """
 
 
+@pytest.mark.slow
 def test_a_bug_that_one_meets_ends_all_and_is_shown(environment, tmp_path):
     """The first is by then in a program that waits for the other."""
     (tmp_path / "buggy.py").write_text(BUG)
@@ -324,9 +221,23 @@ def test_a_bug_that_one_meets_ends_all_and_is_shown(environment, tmp_path):
     assert 0 not in job.ends()
     assert "process 1 on " in job.said(0)
     assert "ZeroDivisionError: a bug" in job.said(0)
-    assert "in learned_from" in job.said(1)
+    assert "in describe_answers" in job.said(1)
 
 
+@pytest.mark.slow
+def test_damage_that_one_alone_can_see_is_seen_by_all(environment, pair, tmp_path):
+    """In the bytes that the second has written, and reads again."""
+    out = shutil.copytree(pair, tmp_path / "run")
+    newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    for path in (newest / "state" / "ocdbt.process_1").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    job = Job(environment, out, 2, 2, "--resume", "auto")
+    job.finished()
+    assert f"checkpoint {newest.name} is damaged" in job.said(0) + job.said(1)
+    assert metrics(out) == metrics(pair)
+
+
+@pytest.mark.slow
 def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
     outs = [tmp_path / "a", tmp_path / "b"]
     shutil.copytree(pair, outs[1])
@@ -337,16 +248,21 @@ def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
 
 @pytest.mark.parametrize("given", ["2/2@host:1", "one", "0/2@host", "0/2"])
 def test_a_place_among_processes_is_checked(given):
-    with pytest.raises(UserError, match="I/N@HOST:PORT"), hosts.joined(given):
+    with pytest.raises(UserError, match="I/N@HOST:PORT"), distributed.joined(given, Stop()):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_whose_others_are_never_started_says_so(environment, index):
-    lonely = "from jaxrl_llm import hosts; hosts.MEETING = 2.0; from jaxrl_llm.cli.main import main; main()"
+    lonely = (
+        "from jaxrl_llm import distributed; distributed.MEETING = 2; "
+        "from jaxrl_llm.cli.main import entry; entry()"
+    )
+    process = f"{index}/2@127.0.0.1:{port()}"
     ended = subprocess.run(
-        [sys.executable, "-c", lonely, "train", SMALL, "--process", f"{index}/2@127.0.0.1:{port()}"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", lonely, "train", SMALL, "--process", process],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     lines = [line for line in ended.stderr.splitlines() if line.startswith("jaxrl-llm: ")]
@@ -355,73 +271,146 @@ def test_one_whose_others_are_never_started_says_so(environment, index):
     assert "stack trace" not in ended.stderr
 
 
+# In this process, with a store that is none.
+
+
+class Store(dict):
+    """What the coordinator of a job keeps; `gone` is what asking it raises from then on."""
+
+    gone = None
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        del allow_overwrite
+        if self.gone:
+            raise self.gone
+        self[key] = value
+
+    def key_value_dir_get(self, name):
+        return [(key, value) for key, value in [*self.items()] if key.startswith(name)]
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """This process as the second of two, whose watch ends it by `said`."""
+    made = distributed._Job(1, 2, Store(), ["process 0 on a", "process 1 on b"])
+    made.said, made.ended = [], threading.Event()
+
+    def end(reason):
+        made.said.append(reason)
+        made.ended.set()
+
+    monkeypatch.setattr(distributed, "_JOB", made)
+    monkeypatch.setattr(distributed, "_join", lambda process: None)
+    monkeypatch.setattr(distributed, "_end", end)
+    monkeypatch.setattr(distributed, "BEAT", 0.02)
+    monkeypatch.setattr(distributed, "LEAVE", 1.0)
+    yield made
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({}, "process 0 on a has not been heard of for 5 s"),
+        ({"ended/0": "disk full"}, "process 0 on a has ended: disk full"),
+    ],
+)
+def test_an_error_of_another_is_not_told_as_ones_own(job, there, said):
+    """A program that another is missing from raises one here, which ends nothing before the watch has seen who."""
+    job.store.update(there)
+    error = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection closed by peer")
+    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=5.0):
+        raise UserError("cannot write a checkpoint") from error
+    assert job.said[0] == said
+
+
+def test_ones_own_error_is_told_the_others_at_once(job):
+    start = time.monotonic()
+    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=60.0):
+        raise UserError("disk full")
+    assert job.store["ended/1"] == "disk full"
+    assert time.monotonic() - start < 10
+    assert not job.said
+
+
+def test_ones_own_error_is_raised_though_the_store_is_gone(job):
+    job.store.gone = jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed")
+    with pytest.raises(UserError, match="disk full"), distributed.joined("1/2@a:1", Stop()):
+        raise UserError("disk full")
+
+
+def wait_in_a_job(condition, stop):
+    """Until that holds, and no longer than half a minute."""
+    with suppress(UserError), distributed.joined("1/2@a:1", stop, lost=5.0):
+        until = time.monotonic() + 30
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.01)
+        raise UserError("enough")
+
+
+def test_a_first_process_that_does_not_answer_is_given_up(job, monkeypatch):
+    """As that of a host without power, whose connections nobody closes."""
+    answers = lambda *_, **__: job.ended.wait(30)
+    monkeypatch.setattr(job.store, "key_value_set", answers, raising=False)
+    wait_in_a_job(job.ended.is_set, Stop())
+    assert job.said[0] == "process 0 on a, through which all meet, has not answered for 5 s"
+
+
+def test_a_wish_to_stop_reaches_the_others(job):
+    job.store["alive/0"], stop = "7 leaving", Stop()
+    wait_in_a_job(lambda: stop.asked, stop)
+    assert stop.asked
+
+
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
 
 
+class Words:
+    """A tokenizer and a task of prompts that are tokens already."""
+
+    encode = staticmethod(list)
+    prompt = staticmethod(list)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_equal_prompts_belong_to_one_process_and_every_prompt_to_one(monkeypatch, count):
-    monkeypatch.setattr(hosts._JOB, "count", count)
-    owners = shares.owners(PROMPTS)
-    assert all(0 <= owner < count for owner in owners)
-    assert len({(tuple(p), o) for p, o in zip(PROMPTS, owners, strict=True)}) == 4
-    assert max(owners) - min(owners) == min(count, 4) - 1 or count == 9
-    parts = [
-        [f"{i} of {n}" for i, o in enumerate(owners) if o == p for n in range(2)]
-        for p in range(count)
-    ]
-    assert shares.merged(PROMPTS, parts) == [f"{i} of {n}" for i in range(6) for n in range(2)]
+def test_the_shares_of_all_are_the_whole(monkeypatch, count):
+    """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
+    job, payloads = distributed._Job(count=count), []
+    monkeypatch.setattr(distributed, "_JOB", job)
+    task, rows = TokenTask(Words(), Words()), range(2 * len(PROMPTS))
+    whole = Rollout(
+        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in rows],
+        [[-0.5 * i] * (1 + i % 3) for i in rows], [i % 2 > 0 for i in rows], 3, 0.25,
+    )  # fmt: skip
+    owners = {}
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
+    shares = []
+    for job.index in range(count):
+        shares.append(task.own(PROMPTS, whole))
+        for prompt in shares[-1].prompts:
+            assert owners.setdefault(tuple(prompt), job.index) == job.index
+        if count > 1:
+            assert (
+                task.whole(PROMPTS, shares[-1]) is None
+            )  # the others have none, says the gathering
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
+    assert len(owners) == 4
+    assert vars(task.whole(PROMPTS, shares[0])) == vars(whole)
 
 
-def test_responses_of_all_processes_come_together(monkeypatch):
-    """As if the other's payload came over the network."""
-    monkeypatch.setattr(hosts._JOB, "count", 2)
-    rollout = lambda tokens, **more: Rollout(
-        [], tokens, [[-0.5] * len(t) for t in tokens], [len(t) > 1 for t in tokens], **more
-    )
-    first, second = (
-        rollout([[7], [8, 8]], version=3),
-        rollout([[9, 9, 9], [1]], version=3, tolerance=0.1),
-    )
-    payloads = {0: shares._payload(first), 1: shares._payload(second)}
-    monkeypatch.setattr(hosts, "exchange", lambda payload: [*payloads.values()])
-    whole = shares.whole(first, [[1], [2]])
-    assert whole.prompts == [[1], [1], [2], [2]]
-    assert [*whole.responses] == [[7], [8, 8], [9, 9, 9], [1]]
-    assert [*whole.logps] == [[-0.5], [-0.5] * 2, [-0.5] * 3, [-0.5]]
-    assert [*whole.finished] == [False, True, True, False]
-    assert (whole.version, whole.tolerance) == (3, pytest.approx(0.1))
+def test_a_batch_that_one_process_dropped_is_dropped_by_all(monkeypatch):
+    """All gather before they save, also the one that has nothing to bring."""
+    met = []
 
+    def sample(step, examples):
+        raise Leaving
 
-def test_nothing_is_raised_between_the_halves_of_an_exchange(monkeypatch):
-    """The others already wait for the second, in a program that would wait for ever."""
-    monkeypatch.setattr(hosts._JOB, "count", 2)
-    unbroken = []
+    def whole(examples, own):
+        met.append(own)
 
-    class Payload(bytes):
-        def __len__(self):
-            unbroken.append(hosts.meeting())
-            return super().__len__()
-
-    def meet(entry):
-        with hosts._unbroken():
-            return [entry, entry]
-
-    def gather(padded):
-        unbroken.append(hosts.meeting())
-        return [padded, padded]
-
-    monkeypatch.setattr(hosts, "_meet", meet)
-    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", gather)
-    assert hosts.exchange(Payload(b"abc")) == [b"abc", b"abc"]
-    assert unbroken == [True] * len(unbroken) != []
-    assert not hosts.meeting()
-
-
-def test_a_process_without_prompts_has_a_part_of_nothing(monkeypatch):
-    monkeypatch.setattr(hosts._JOB, "count", 2)
-    none, some = Rollout([], [], []), Rollout([], [[7]], [[-0.5]], [True], version=2)
-    payloads = [shares._payload(one) for one in (some, none)]
-    monkeypatch.setattr(hosts, "exchange", lambda payload: payloads)
-    whole = shares.whole(some, [[1]])
-    assert (whole.responses, whole.version, whole.tolerance) == (([7],), 2, None)
-    json.dumps(dict(vars(whole)))  # as notes of a checkpoint
+    stream = Stream(Batches(list(range(20)), 2, seed=3), sample, whole=whole)
+    before = stream.cursor()
+    stream.begin(0)
+    stream.settle()
+    assert stream.cursor() == before
+    assert met == [None]

@@ -1,4 +1,4 @@
-"""`python -m tests.runs.topologies`: checkpoints written on some topologies and opened on others, a table.
+"""`python -m tests.training.topologies`: checkpoints written on some topologies and opened on others, a table.
 
 A state of three supervised steps is saved by jobs of so many processes and devices each; every other job must
 find the same bits in parameters and moments, and take the same next step, to rounding.
@@ -17,16 +17,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxrl_llm.runs import assemble
+from jaxrl_llm.runs.checkpoint import Checkpoints
 
 from jaxrl_llm import hosts
 from jaxrl_llm.learning import imitate, update
 from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.models import sharding
-from jaxrl_llm.runs import assemble
-from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.tasks.pipeline import Batches
 from tests.chaos import small
-from tests.runs.process import ROOT, port
+from tests.training.process import ROOT, port
 
 WRITERS = ("1x8", "2x4", "4x2")  # processes x devices of each
 READERS = (*WRITERS, "1x4", "2x2", "4x1", "1x1")
@@ -70,7 +70,7 @@ def run(name: str, folder: Path, writes: str) -> None:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-m", "tests.runs.topologies", "--job"]
+    command = [sys.executable, "-m", "tests.training.topologies", "--job"]
     started = []
     for i in range(processes):
         process = f"{i}/{processes}@{where}" if processes > 1 else "alone"
