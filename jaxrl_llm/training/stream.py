@@ -29,8 +29,9 @@ class Cursor:
 class Stream(Generic[E]):
     """The batches of `data`, answered by `sample(step, examples)` as far as they are this process's share.
 
-    `whole` and `own` make the responses of all processes of a share (None if one has none), and a share of them. `cursor` is where an
-    earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a checkpoint).
+    `whole` and `own` make the responses of all processes of a share (None if one has none), and a share of them.
+    `cursor` is where an earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a
+    checkpoint).
     """
 
     def __init__(
@@ -45,13 +46,16 @@ class Stream(Generic[E]):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = data.get_state()  # before the first batch that has not been learned from
-        self._taken: dict[str, int] | None = None  # after it, once it was taken
+        self._next = data.get_state()  # of the first batch that has not been taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
+        self._reached = self._next  # what `cursor` tells, with the responses that are kept
+        self._kept: tuple[list[E], Rollout | None] | None = None
         if cursor is not None and cursor.ahead is not None:
+            share = own(self.examples, cursor.ahead)
             self._ahead = Future()
-            self._ahead.set_result((own(self.examples, cursor.ahead), 0.0))
+            self._ahead.set_result((share, 0.0))
+            self._kept = self.examples, share
 
     @property
     def examples(self) -> list[E]:
@@ -63,50 +67,40 @@ class Stream(Generic[E]):
     def take(self, step: int) -> Rollout:
         """This process's share of the responses to the next batch, which is that of this step.
 
-        They are those that were begun, else they are sampled now. Until `learned` the cursor stays before them.
+        They are those that were begun, else they are sampled now.
         """
         ahead, self._ahead = self._ahead, None
         own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
-        self._examples, self._taken = None, self._data.get_state()
+        self._examples, self._next = None, self._data.get_state()
         return own
-
-    def learned(self) -> None:
-        """The batch that was taken last is part of the state now."""
-        assert self._taken is not None
-        self._next, self._taken = self._taken, None
 
     def begin(self, step: int) -> None:
         """Starts on the next batch, which is that of this step, in the background."""
         examples = self.examples
         self._ahead = in_background(lambda: self._answer(step, examples))
 
+    def advance(self) -> None:
+        """The batch that was taken has been learned from: a later stream goes on after it."""
+        self._reached, self._kept = self._next, None
+
     def settle(self) -> None:
         """Returns when nothing is being sampled; raises what went wrong with it.
 
-        What was dropped because the run was asked to stop is sampled anew when it goes on.
+        What was dropped because the run is asked to stop is sampled anew when it goes on.
         """
         if self._ahead is not None:
-            try:
-                self._ahead.result()
-            except Leaving:  # `cursor` says so to the other processes
-                return
-            except Exception:
-                self._ahead = None
-                raise
+            own = None  # dropped; `cursor` tells the other processes
+            with suppress(Leaving):
+                own = self._ahead.result()[0]
+            self._kept = self.examples, own
 
     def cursor(self) -> Cursor:
-        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled).
+        """What a later stream goes on from: after the last batch that was learned from.
 
-        A batch that was taken and not learned from is sampled anew.
+        With the responses to the batch after that, if they were there when it was learned from (`settle`).
         """
-        if self._ahead is None or self._taken is not None:
-            return Cursor(dict(self._next))
-        own = None
-        with suppress(
-            Leaving
-        ):  # all processes have begun on them, and one may have dropped its own
-            own = self._ahead.result()[0]
-        return Cursor(dict(self._next), self._whole(self.examples, own))
+        ahead = None if self._kept is None else self._whole(*self._kept)
+        return Cursor(dict(self._reached), ahead)
 
     def _answer(self, step: int, examples: list[E]) -> tuple[Rollout, float]:
         start = time.perf_counter()
