@@ -144,7 +144,7 @@ class Stage:
         out = f"s3://{s3.BUCKET}/{name}" if bucket else str(folder / "run")
         members = [Scene(self.nursery, folder / str(i), [], 240.0) for i in range(self.processes)]
         for one in members:
-            one.out = Path(out)
+            one.out = out if bucket else Path(out)
             one.environment = {"TMPDIR": str(one.folder)}
             if bucket and self.wire:
                 one.environment |= s3.credentials(self.wire.port)
