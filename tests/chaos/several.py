@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from tests.training.process import port
 
 DEVICES = 4  # of a job, shared out
 LOST = 15.0
-SLACK = 20.0  # seconds to end in, once it is known that one is lost
+SLACK = 30.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
@@ -64,6 +64,11 @@ class Job:
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             one.start(*(arm if i == victim else ()))
 
+    def missed(self) -> float:
+        """Seconds in which a process that is gone is missed by the others; it is later where they have not met."""
+        met = all("data" in one.moments() for one in self.members)
+        return (LOST if met else MEETING) + SLACK
+
     def ends(self, within: float, but: int | None = None) -> list[str]:
         """How each has ended but one; a Finding if some do not within so many seconds."""
         until = time.monotonic() + within
@@ -77,23 +82,12 @@ class Job:
             time.sleep(0.05)
         return ["" if i == but else one.outcome() for i, one in enumerate(self.members)]
 
-    def record(self) -> Record:
-        """What the run has left."""
-        with self.at_hand() as here:
-            return recorded(here)
-
-    def entries(self) -> list[str]:
-        """The names of what the run has left, its checkpoints among them."""
-        with self.at_hand() as here:
-            found = [p.name for p in [*here.iterdir(), *(here / "checkpoints").iterdir()]]
-        return sorted({*found} - {"lock", storage.WRITERS})
-
-    @contextlib.contextmanager
-    def at_hand(self) -> Iterator[Path]:
-        """The folder of the run, or a copy of what is in the bucket."""
+    def record(self) -> tuple[Record, set[str]]:
+        """What the run has left, and the names of that, its checkpoints among them."""
         forget()
-        yield storage.local(self.out)
-        forget()
+        here = storage.local(self.out)
+        names = {p.name for p in [*here.iterdir(), *(here / "checkpoints").iterdir()]}
+        return recorded(here), names - {storage.LOCK, storage.WRITERS}
 
     def left(self, finished: bool) -> str:
         """What is left besides the run: processes, or after one that ended well the copy of a bucket."""
@@ -122,10 +116,9 @@ class Stage:
         whole.start()
         if (ends := whole.ends(600.0)) != ["completed"] * processes:
             raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].log.read_text()}")
-        seconds, self.entries = time.monotonic() - start, whole.entries()
+        seconds, (record, self.names) = time.monotonic() - start, whole.record()
         self.whole = [
-            Undisturbed(whole.record(), seconds, one.moments(), one.operations)
-            for one in whole.members
+            Undisturbed(record, seconds, one.moments(), one.operations) for one in whole.members
         ]
         moments = [len(one.moments) for one in self.whole]
         print(
@@ -135,12 +128,9 @@ class Stage:
         )
         whole.close()
 
-    def job(self, name: str, *, in_bucket: bool | None = None) -> Job:
-        """A job in a folder, or a bucket, of that name."""
-        folder, bucket = (
-            self.scratch / name,
-            self.wire is not None if in_bucket is None else in_bucket,
-        )
+    def job(self, name: str, *, in_bucket: bool = True) -> Job:
+        """A job in a folder of that name, or in the bucket, if there is one."""
+        folder, bucket = self.scratch / name, in_bucket and self.wire is not None
         out = f"s3://{s3.BUCKET}/{name}" if bucket else str(folder / "run")
         members = [Scene(self.nursery, folder / str(i), [], 240.0) for i in range(self.processes)]
         for one in members:
@@ -181,26 +171,23 @@ def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
 
 def killed(job: Job, victim: int) -> list[str]:
     """A process is gone from one moment to the next."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].told = (signal.SIGKILL,)
     job.members[victim].signal(signal.SIGKILL)
-    return job.ends((LOST if met else MEETING) + SLACK)
+    return job.ends(job.missed())
 
 
 def told(job: Job, victim: int) -> list[str]:
     """A process is told to leave: all do, or it ends at once where it was not yet, or no more, a run."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].told = (signal.SIGTERM,)
     job.members[victim].signal(signal.SIGTERM)
-    return job.ends((GRACE + LOST if met else MEETING) + SLACK)
+    return job.ends(GRACE + job.missed())
 
 
 def still(job: Job, victim: int) -> list[str]:
     """A process stands still until the others have given it up, and then goes on."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].signal(signal.SIGSTOP)
     try:
-        job.ends((LOST if met else MEETING) + SLACK, but=victim)
+        job.ends(job.missed(), but=victim)
     finally:
         job.members[victim].signal(signal.SIGCONT)
     return job.ends(LOST + SLACK)
@@ -251,10 +238,11 @@ def settled(stage: Stage, job: Job, ends: list[str]) -> str:
         ends = job.ends(300.0)
         if "a line" in ends:
             raise Finding(f"not resumed: {said(job, -1)}")
-    if differs := difference(job.record(), stage.whole[0].record):
+    record, names = job.record()
+    if differs := difference(record, stage.whole[0].record):
         raise Finding(differs)
-    if (entries := job.entries()) != stage.entries:
-        raise Finding(f"left in the run: {sorted({*entries} ^ {*stage.entries})}")
+    if names != stage.names:
+        raise Finding(f"left in the run: {sorted(names ^ stage.names)}")
     return first if first == "completed" else f"{first}, resumed"
 
 
