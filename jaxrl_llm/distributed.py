@@ -96,13 +96,12 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
         if jax.default_backend() == "cpu":
             jax.config.update("jax_enable_compilation_cache", False)
         yield
-    except (Leaving, SystemExit):  # which all agreed upon
-        raise
     except BaseException as error:
-        if any(_of_another(cause) for cause in causes(error, implicit=True)):
-            time.sleep(lost + 2 * LEAVE)  # the watch will say who is gone, and end this process
-        known = isinstance(error, (UserError, KeyboardInterrupt))
-        reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
+        if not any(isinstance(cause, Leaving) for cause in causes(error)):  # which all agreed upon
+            if any(_of_another(cause) for cause in causes(error, implicit=True)):
+                time.sleep(lost + 2 * LEAVE)  # the watch will say who is gone, and end this process
+            known = isinstance(error, (UserError, KeyboardInterrupt))
+            reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
         raise
     finally:
         _part(reason, done)

@@ -187,15 +187,7 @@ class Scene:
 
     def end(self) -> str:
         """How the run ended: completed, stopped, killed or a line; a Finding for anything else."""
-        end = time.monotonic() + self.bound
-        while self.status is None:
-            if time.monotonic() > end:
-                self.signal(signal.SIGUSR2)
-                time.sleep(1.0)
-                where = self.log.read_text(errors="replace").partition("Current thread")[2]
-                self.kill_all()
-                raise Finding(f"hang: no end within {self.bound:g} s: {where}")
-            time.sleep(POLL)
+        wait_for_ends([self], self.bound)
         return self.outcome()
 
     def outcome(self) -> str:
@@ -255,6 +247,19 @@ class Scene:
     def record(self) -> Record:
         """What the run has left."""
         return recorded(self.out)
+
+
+def wait_for_ends(scenes: list[Scene], within: float) -> None:
+    """Returns when the runs have ended; a Finding that says where one is if that takes longer."""
+    until = time.monotonic() + within
+    while running := [one for one in scenes if one.status is None]:
+        if time.monotonic() > until:
+            running[0].signal(signal.SIGUSR2)
+            time.sleep(1.0)
+            where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
+            running[0].kill_all()
+            raise Finding(f"hang: {running[0].folder.name}, no end within {within:g} s: {where}")
+        time.sleep(POLL)
 
 
 def recorded(out: Path) -> Record:

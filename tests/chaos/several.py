@@ -32,6 +32,7 @@ from tests.chaos.scene import (
     difference,
     digest,
     recorded,
+    wait_for_ends,
 )  # fmt: skip
 from tests.chaos.trial import RESUMES, Trial
 from tests.training import s3
@@ -71,23 +72,16 @@ class Job:
 
     def ends(self, within: float, but: int | None = None) -> list[str]:
         """How each has ended but one; a Finding if some do not within so many seconds."""
-        until = time.monotonic() + within
-        waited = [one for i, one in enumerate(self.members) if i != but]
-        while running := [one for one in waited if one.status is None]:
-            if time.monotonic() > until:
-                running[0].signal(signal.SIGUSR2)
-                time.sleep(1.0)
-                where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
-                raise Finding(f"hang: {running[0].folder.name} after {within:g} s: {where}")
-            time.sleep(0.05)
+        wait_for_ends([one for i, one in enumerate(self.members) if i != but], within)
         return ["" if i == but else one.outcome() for i, one in enumerate(self.members)]
 
     def record(self) -> tuple[Record, set[str]]:
         """What the run has left, and the names of that, its checkpoints among them."""
         forget()
         here = storage.local(self.out)
-        names = {p.name for p in [*here.iterdir(), *(here / "checkpoints").iterdir()]}
-        return recorded(here), names - {storage.LOCK, storage.WRITERS}
+        found = [p.relative_to(here).parts for p in here.rglob("*") if p.is_file()]
+        names = {"/".join(parts[: 1 + (parts[0] == "checkpoints")]) for parts in found}
+        return recorded(here), names - {storage.LOCK}
 
     def left(self, finished: bool) -> str:
         """What is left besides the run: processes, or after one that ended well the copy of a bucket."""
