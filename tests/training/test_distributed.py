@@ -198,7 +198,9 @@ def test_damage_that_one_alone_can_see_is_seen_by_all(environment, pair, tmp_pat
     out = shutil.copytree(pair, tmp_path / "run")
     newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name))
     for path in (newest / "state" / "ocdbt.process_1").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 16
+        path.write_bytes(content)
     job = Job(environment, out, 2, 2, "--resume", "auto")
     job.finished()
     assert f"checkpoint {newest.name} is damaged" in job.said(0) + job.said(1)
