@@ -32,6 +32,7 @@ LEAST_LOST = 5.0
 MEETING = 300  # seconds in which all have to have been started
 LEAVE = 10.0  # seconds that a process has to end by itself after another has
 LEAST = 2**16  # bytes that a gathering has room for: few sizes, few programs
+_COLLECTIVE = re.compile("Gloo|NCCL|closed by peer")  # some come as a ValueError
 _ITS_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")  # nobody is missing
 _FOREVER = 10**6  # seconds: JAX's own watch would end a process with a page of C++
 
@@ -221,7 +222,8 @@ def _join(process: str) -> None:
 
 def _of_another(error: BaseException) -> bool:
     """Whether it may come of a program, or of a store, that another process is missing from."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and not _ITS_OWN.search(str(error))
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or _COLLECTIVE.search(str(error))
+    return bool(of_jax) and not _ITS_OWN.search(str(error))
 
 
 def _put(key: str, value: str) -> None:
