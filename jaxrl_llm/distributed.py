@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -22,15 +22,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 
 T = TypeVar("T")
 AUTO = "auto"
 BEAT = 1.0  # seconds between two signs of life
 LOST = 60.0  # seconds without one after which a process is given up
+LEAST_LOST = 5.0
 MEETING = 300  # seconds in which all have to have been started
 LEAVE = 10.0  # seconds that a process has to end by itself after another has
 LEAST = 2**16  # bytes that a gathering has room for: few sizes, few programs
+_COLLECTIVE = re.compile("Gloo|NCCL|closed by peer")  # some come as a ValueError
+_ITS_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")  # nobody is missing
 _FOREVER = 10**6  # seconds: JAX's own watch would end a process with a page of C++
 
 
@@ -82,22 +85,42 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
     if process is None:
         yield
         return
+    if not lost >= LEAST_LOST:
+        raise UserError(f"--lost {lost:g}: at least {LEAST_LOST:g} seconds")
     _join(process)
     done = threading.Event()
     for watch in (_watch, _watch_the_store):
         threading.Thread(target=watch, args=(done, lost, stop), daemon=True).start()
+    reason = ""
     try:
+        # programs for CPUs that are read back from JAX's cache have lost the order of their collectives
+        if jax.default_backend() == "cpu":
+            jax.config.update("jax_enable_compilation_cache", False)
         yield
     except BaseException as error:
-        known = isinstance(error, (UserError, SystemExit, KeyboardInterrupt))
-        said = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
-        _put(f"ended/{_JOB.index}", said)
-        if first():  # the store goes with this process: let the others read why
-            time.sleep(3 * BEAT)
+        if not any(isinstance(cause, Leaving) for cause in causes(error)):  # which all agreed upon
+            if any(_of_another(cause) for cause in causes(error, implicit=True)):
+                time.sleep(lost + 2 * LEAVE)  # the watch will say who is gone, and end this process
+            known = isinstance(error, (UserError, KeyboardInterrupt))
+            reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
         raise
-    _put(f"ended/{_JOB.index}", "")
-    agree("")  # nobody leaves before all have come here
+    finally:
+        _part(reason, done)
+
+
+def _part(reason: str, done: threading.Event) -> None:
+    """Ends this process's share in the job: with the others, or with a reason that they are told."""
+    if not reason:
+        _put(f"ended/{_JOB.index}", "")
+        agree("")  # nobody leaves before all have come here
+        done.set()
+        jax.distributed.shutdown()  # here, where all do: at the exit one may be slow
+        return
     done.set()
+    with suppress(jax.errors.JaxRuntimeError):  # the store may be gone: the others know that too
+        _put(f"ended/{_JOB.index}", reason)
+    if first():  # the store goes with this process: let the others end before
+        time.sleep(LEAVE + 3 * BEAT)
 
 
 def agree(word: str) -> list[str]:
@@ -174,9 +197,8 @@ def _join(process: str) -> None:
         where |= {"coordinator_bind_address": found[3]} if found[1] == "0" else {}
     alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
     late = alone.format(process, f"not all came within {MEETING} s")
-    timer = threading.Timer(
-        MEETING, _end, args=(late,)
-    )  # JAX's own end of the waiting is a page of C++
+    # JAX's own end of the waiting is a page of C++
+    timer = threading.Timer(MEETING, _end, args=(late,))
     timer.daemon = True
     timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would take our SIGTERM
@@ -184,21 +206,24 @@ def _join(process: str) -> None:
         jax.distributed.initialize(
             **where, initialization_timeout=2 * MEETING, heartbeat_timeout_seconds=_FOREVER
         )
+        from jax._src import distributed  # as orbax does: nothing public gives the store
+
+        state = distributed.global_state
+        _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
+        hosts = agree(socket.gethostname())
     except (RuntimeError, ValueError) as error:
         raise UserError(alone.format(process, first_line(error))) from error
     finally:
         timer.cancel()
-    from jax._src import distributed  # as orbax does: nothing public gives the store
-
-    state = distributed.global_state
-    _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
-    hosts = agree(socket.gethostname())
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
     if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
         jax.config.update("jax_cuda_visible_devices", "all")
-    # programs for CPUs that are read back from JAX's cache have lost the order of their collectives
-    if jax.default_backend() == "cpu":
-        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _of_another(error: BaseException) -> bool:
+    """Whether it may come of a program, or of a store, that another process is missing from."""
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or _COLLECTIVE.search(str(error))
+    return bool(of_jax) and not _ITS_OWN.search(str(error))
 
 
 def _put(key: str, value: str) -> None:

@@ -89,12 +89,15 @@ class TokenTask:
             return shares[0]
         return Answers(examples, *_merged(self.prompts(examples), shares))
 
-    def whole(self, examples: Sequence[Any], own: Rollout) -> Rollout:
-        """The responses of all processes, of which `own` are this one's."""
+    def whole(self, examples: Sequence[Any], own: Rollout | None) -> Rollout | None:
+        """The responses of all processes, of which `own` are this one's; None if one has none."""
         if distributed.count() == 1:
             return own
-        shares = map(_unpacked, distributed.gather(_packed(Answers((), own, ()))))
-        return _merged(self.prompts(examples), [*shares])[0]
+        mine = b"" if own is None else _packed(Answers((), own, ()))
+        payloads = distributed.gather(mine)
+        if not all(payloads):
+            return None
+        return _merged(self.prompts(examples), [*map(_unpacked, payloads)])[0]
 
     def own(self, examples: Sequence[Any], whole: Rollout) -> Rollout:
         """Of the responses of all processes those of this one."""

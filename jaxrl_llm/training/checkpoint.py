@@ -6,11 +6,13 @@ be no fault of the checkpoint (the disk, memory, another optimizer) changes noth
 """
 
 import errno
+import json
 import logging
 import re
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -61,18 +63,17 @@ class Checkpoints:
         self._under_way: Future[None] | None = None
 
     @cached_property
-    def _orbax(self) -> ocp.AsyncCheckpointer:
-        for name in ("absl", "asyncio"):  # they repeat what is raised here
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        _silence_tasks_of_orbax()
-        who = _processes(self.folder)
-        handlers = {
-            ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=who),
-            NOTE: ocp.JsonCheckpointHandler(multiprocessing_options=who),
-        }
-        options = ocp.CompositeOptions(multiprocessing_options=who)
-        handler = ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
-        return ocp.AsyncCheckpointer(handler, timeout_secs=WRITTEN, multiprocessing_options=who)
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        who = _writers(self.folder)
+        return ocp.AsyncCheckpointer(
+            _handler(who), timeout_secs=WRITTEN, multiprocessing_options=who
+        )
+
+    @cached_property
+    def _reader(self) -> ocp.Checkpointer:
+        """Of this process alone: one that finds damage leaves no other waiting in a barrier of orbax."""
+        who = _alone()
+        return ocp.Checkpointer(_handler(who), multiprocessing_options=who)
 
     def __enter__(self) -> Self:
         return self
@@ -109,11 +110,12 @@ class Checkpoints:
         """
         self.wait()
         where = self.folder / str(step)
-        if where.exists():
+        if distributed.first() and where.exists():
             raise UserError(
                 f"{where} is there already: it was written by another run; move it away"
             )
         note = {**note, "arrays": describe(state)}
+        note["sum"] = _checksum(note)
         if _gathers(self.folder):
             state = jax.tree.map(sharding.on_first_host, state)
         if distributed.first():
@@ -121,7 +123,7 @@ class Checkpoints:
         items = {ARRAYS: ocp.args.PyTreeSave(state), NOTE: ocp.args.JsonSave(note)}
         if distributed.first() or not _gathers(self.folder):
             try:
-                self._orbax.save(where.absolute(), args=ocp.args.Composite(**items))
+                self._writer.save(where.absolute(), args=ocp.args.Composite(**items))
             except (OSError, ValueError, RuntimeError) as error:
                 raise self._cannot_write(error) from error
             self._under_way = in_background(lambda: self._finish(where))
@@ -130,13 +132,15 @@ class Checkpoints:
         """Saves in place of what was there, and returns when it is on disk."""
         if distributed.first():
             storage.remove(self.folder / str(step))
+        elif _gathers(self.folder):  # what this process has read of it
+            shutil.rmtree(self.folder / str(step), ignore_errors=True)
         distributed.agree("")  # nobody writes before it is gone
         self.save(step, state, {})
         self.wait()
 
     def _finish(self, where: Path) -> None:
         """What follows a save: the files to the disk, and to where they are stored; the records go first."""
-        self._orbax.wait_until_finished()
+        self._writer.wait_until_finished()
         if distributed.first():
             storage.sync_tree(where)
             storage.sync(self.folder)
@@ -168,7 +172,10 @@ class Checkpoints:
     def note(self, step: int) -> dict[str, Any]:
         """What was noted beside the arrays of a step."""
         storage.pull(self.folder / str(step) / NOTE)
-        return self._read(step, NOTE, ocp.args.JsonRestore())
+        found = self._read(step, NOTE, ocp.args.JsonRestore())
+        if not isinstance(found, dict) or found.pop("sum", None) != _checksum(found):
+            raise DamageError("the note is not the one that was saved")
+        return found
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of them.
@@ -204,19 +211,16 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in distributed.from_first(lambda: [*steps]):
-            found, fault = [], ""
             try:
-                found.append(read(step))
+                found = read(step)
             except DamageError as error:
-                fault = first_line(error)
-            if faults := [*filter(None, distributed.agree(fault))]:
-                damaged[step] = faults[0]
+                damaged[step] = first_line(error)
                 continue
             for other, reason in damaged.items():
                 logger.warning("checkpoint %d is damaged (%s): %d is taken", other, reason, step)
                 if rename and distributed.first():
                     self._rename(other)
-            return step, found[0]
+            return step, found
         said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
         raise UserError(
             f"{self.folder} holds no checkpoint that can be read{f' ({said})' if said else ''}; nothing was "
@@ -233,16 +237,21 @@ class Checkpoints:
         storage.remove(self.folder / str(step))
 
     def _read(self, step: int, item: str, how: Any) -> Any:
+        """An item of a checkpoint; a DamageError in all processes if one cannot read what is its own of it."""
+        found, fault = None, ""
         try:
             where = (self.folder / str(step)).absolute()
-            return self._orbax.restore(where, args=ocp.args.Composite(**{item: how}))[item]
+            found = self._reader.restore(where, args=ocp.args.Composite(**{item: how}))[item]
         except Exception as error:  # a damaged file raises almost anything
             if _may_pass(error):
                 raise UserError(
                     f"cannot read checkpoint {step} of {self.folder} ({first_line(error)}), which may be no "
                     "fault of the files: nothing was changed, try again"
                 ) from error
-            raise DamageError(first_line(error)) from error
+            fault = first_line(error)
+        if faults := [*filter(None, distributed.agree(fault))]:
+            raise DamageError(faults[0])
+        return found
 
     def _require_room(self, state: Any) -> None:
         """Asked before anything is written: orbax reports a full disk late, and in many lines."""
@@ -257,6 +266,10 @@ class Checkpoints:
             f"cannot write a checkpoint to {self.folder}: {first_line(error)} ({last}): make room or permit "
             "writing, then go on with --resume"
         )
+
+
+def _checksum(note: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(note, sort_keys=True).encode())
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
@@ -285,17 +298,35 @@ def _gathers(folder: Path) -> bool:
     return distributed.count() > 1 and not storage.shared(folder)
 
 
-def _processes(folder: Path) -> ocp.options.MultiprocessingOptions:
-    """Who reads and writes together. They are named: else orbax's threads wait by programs on the devices."""
+def _writers(folder: Path) -> ocp.options.MultiprocessingOptions:
+    """Who writes together. They are named: else orbax's threads wait by programs on the devices."""
+    if distributed.count() == 1 or _gathers(folder):
+        return _alone()
+    everyone = {*range(distributed.count())}
+    return ocp.options.MultiprocessingOptions(active_processes=everyone)
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """This process by itself."""
     if distributed.count() == 1:
         return ocp.options.MultiprocessingOptions()
-    if not _gathers(folder):
-        everyone = {*range(distributed.count())}
-        return ocp.options.MultiprocessingOptions(active_processes=everyone)
     me = distributed.index()
     return ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"alone-{me}"
     )
+
+
+def _handler(who: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
+    """Orbax's, for arrays and a note."""
+    for name in ("absl", "asyncio"):  # they repeat what is raised here
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _silence_tasks_of_orbax()
+    handlers = {
+        ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=who),
+        NOTE: ocp.JsonCheckpointHandler(multiprocessing_options=who),
+    }
+    options = ocp.CompositeOptions(multiprocessing_options=who)
+    return ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -80,6 +80,8 @@ def opened(
             store(folder)
         expected = distributed.from_first(lambda: record.identity(folder))
         if not distributed.first():
+            if not storage.shared(folder):  # what was read before may be of another run
+                (folder / record.NAME).unlink(missing_ok=True)
             until = time.monotonic() + SHARED
             while (found := record.identity(at(storage.spoken(folder)))) != expected:
                 if found is not None or time.monotonic() > until:
@@ -236,9 +238,9 @@ def reference(folder: Path, parts: Parts, config: Config) -> Any:
 def initial(folder: Path, parts: Parts) -> Any:
     """The parameters that reinforcement began with; None before it did, or where nothing asked for them."""
     there = Checkpoints(folder / INITIAL)
-    if not there.steps:
+    if not (steps := distributed.from_first(lambda: there.steps)):
         return None
-    return there.first_whole(there.steps, lambda step: there.restore(step, parts.like))[1]
+    return there.first_whole(steps, lambda step: there.restore(step, parts.like))[1]
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,8 +29,9 @@ class Cursor:
 class Stream(Generic[E]):
     """The batches of `data`, answered by `sample(step, examples)` as far as they are this process's share.
 
-    `whole` and `own` make the responses of all processes of a share, and a share of them. `cursor` is where an
-    earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a checkpoint).
+    `whole` and `own` make the responses of all processes of a share (None if one has none), and a share of them.
+    `cursor` is where an earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a
+    checkpoint).
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Stream(Generic[E]):
         data: Batches[E],
         sample: Callable[[int, list[E]], Rollout],
         *,
-        whole: Callable[[list[E], Rollout], Rollout] = lambda _, own: own,
+        whole: Callable[[list[E], Rollout | None], Rollout | None] = lambda _, own: own,
         own: Callable[[list[E], Rollout], Rollout] = lambda _, whole: whole,
         cursor: Cursor | None = None,
     ):
@@ -47,7 +49,8 @@ class Stream(Generic[E]):
         self._next = data.get_state()  # of the first batch that has not been taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
-        self._reached, self._kept = self._next, None  # what `cursor` tells
+        self._reached = self._next  # what `cursor` tells, with the responses that are kept
+        self._kept: tuple[list[E], Rollout | None] | None = None
         if cursor is not None and cursor.ahead is not None:
             share = own(self.examples, cursor.ahead)
             self._ahead = Future()
@@ -86,10 +89,10 @@ class Stream(Generic[E]):
         What was dropped because the run is asked to stop is sampled anew when it goes on.
         """
         if self._ahead is not None:
-            try:
-                self._kept = self.examples, self._ahead.result()[0]
-            except Leaving:
-                self._ahead = None
+            own = None  # dropped; `cursor` tells the other processes
+            with suppress(Leaving):
+                own = self._ahead.result()[0]
+            self._kept = self.examples, own
 
     def cursor(self) -> Cursor:
         """What a later stream goes on from: after the last batch that was learned from.

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.chaos import proxy
 from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
 from tests.processes import kill
-from tests.runs.process import steady
+from tests.training.process import steady
 
 NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9
@@ -128,8 +128,8 @@ def _files(scene: Scene, kind: str) -> list[Path]:
     newest = [out / "none", *checkpoints(out)][-1]
     found = {
         "checkpoint": [*newest.rglob("*")],
-        "notes": [*newest.glob("notes/*"), *newest.glob("_*")],
-        "reference": [*(out / "reference").rglob("*"), out / "reference.json"],
+        "note": [*newest.glob("note/*"), *newest.glob("_*")],
+        "initial policy": [*(out / "initial").rglob("*")],
         "journal": [out / "metrics.jsonl"],
         "record": [out / "run.json"],
         "sources": [out / "config.py", *(out / "files").glob("*")],
@@ -299,7 +299,7 @@ def _signals() -> dict[str, Fault]:
 
 def _damages() -> dict[str, Fault]:
     made: dict[str, Fault] = {}
-    for kind in ("checkpoint", "notes", "reference", "journal", "record", "sources"):
+    for kind in ("checkpoint", "note", "initial policy", "journal", "record", "sources"):
         for how, damage in (("cut", cut), ("flipped", flipped)):
             made[f"{kind} {how}"] = Fault(NATIVE, killed_late, partial(damage, kind))
     return made

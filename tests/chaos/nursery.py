@@ -23,29 +23,26 @@ def _import_all() -> None:
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     import tests.chaos.small  # noqa: F401
-    from jaxrl_llm.cli import main
-
-    main._application()
 
 
 def _watch(moments: str) -> None:
     """Notes each moment as the run comes to it."""
-    from jaxrl_llm.learning import evaluate, imitate, reinforce, update
-    from jaxrl_llm.runs import assemble, checkpoint, folder, lock
-    from jaxrl_llm.runs import train as training
+    from jaxrl_llm import storage
+    from jaxrl_llm.learning import imitate, update
+    from jaxrl_llm.training import checkpoint, run, stream
 
     checkpoint.WRITTEN = 20  # seconds: a checkpoint is small here
     noted = os.open(moments, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for owner, name, moment in (
-        (assemble, "parts", "data"),  # processes have met by then
-        (lock, "hold", "start"),
-        (folder, "_continue", "resume"),
+        (run, "parts", "data"),  # processes have met by then
+        (storage, "locked", "start"),
+        (run, "_newest", "resume"),
         (imitate, "demonstrations", "warm_start"),
-        (reinforce, "respond", "rollout"),
+        (stream.Stream, "take", "rollout"),
         (update, "place", "update"),
-        (evaluate, "evaluate", "evaluation"),
+        (run, "evaluate", "evaluation"),
         (checkpoint.Checkpoints, "save", "save"),
-        (training, "conclude", "end"),
+        (run, "_test", "end"),
     ):
         inner = getattr(owner, name)
 
@@ -98,12 +95,12 @@ def main() -> None:
     shim = ctypes.CDLL(os.environ.pop("LD_PRELOAD"))
     _import_all()
     print(json.dumps({"ready": True}), flush=True)
-    arguments = _serve(shim)
-    from jaxrl_llm.cli.main import main as run
+    sys.argv = ["jaxrl-llm", *_serve(shim)]
+    from jaxrl_llm.cli.main import entry
 
     counts = os.environ.get("CHAOS_COUNT")
     try:
-        run(arguments)
+        entry()
     finally:
         if counts:
             Path(counts).write_text(str(shim.chaos_count()))

@@ -10,14 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.runs import journal
-from jaxrl_llm.runs.leaving import UNFINISHED
-from jaxrl_llm.runs.lock_notes import Files, Lock, holder_of
+from jaxrl_llm.training import journal
+from jaxrl_llm.training.leaving import UNFINISHED
 from tests.chaos.proxy import Proxy
 from tests.processes import kill
 
@@ -26,6 +24,9 @@ CONFIG = ROOT / "tests" / "chaos" / "small.py"
 POLL = 0.02
 MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
 MARK = "CHAOS_TRIAL"
+LEADER = (
+    "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
+)
 
 
 class Finding(Exception):
@@ -90,7 +91,7 @@ class Record:
     """What a run has left that must be the same whatever happened to it."""
 
     metrics: list[dict[str, Any]]
-    fingerprints: dict[str, Any]
+    newest: dict[str, Any]  # the note of the newest checkpoint, with the fingerprints of its arrays
     samples: dict[str, str]
 
 
@@ -186,15 +187,12 @@ class Scene:
 
     def end(self) -> str:
         """How the run ended: completed, stopped, killed or a line; a Finding for anything else."""
-        end = time.monotonic() + self.bound
-        while (status := self.status) is None:
-            if time.monotonic() > end:
-                self.signal(signal.SIGUSR2)
-                time.sleep(1.0)
-                where = self.log.read_text(errors="replace").partition("Current thread")[2]
-                self.kill_all()
-                raise Finding(f"hang: no end within {self.bound:g} s: {where}")
-            time.sleep(POLL)
+        wait_for_ends([self], self.bound)
+        return self.outcome()
+
+    def outcome(self) -> str:
+        """How a run that has ended did so."""
+        status = self.status
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         if "Traceback" in text or "Fatal Python" in text:
             raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
@@ -205,10 +203,13 @@ class Scene:
             return "a line"
         if status == 130 and signal.SIGINT in self.told:
             return "killed"
-        at_once = -status in (signal.SIGKILL, signal.SIGQUIT)
-        if -status in self.told and (at_once or not self.locked()):
+        if status == -signal.SIGABRT and LEADER in text:
+            return "a line"
+        at_once = status in (-signal.SIGKILL, -signal.SIGQUIT)
+        before_or_after = {"data", "end"} & {*self.moments()} != {"data"}
+        if status and -status in self.told and (at_once or before_or_after):
             return "killed"  # before a run and after it other signals end it too, as they do any program
-        raise Finding(f"traceback: exit code {status}, said {text[-300:]!r}")
+        raise Finding(f"traceback: exit code {status} of {self.folder.name}, said {text[-500:]!r}")
 
     def line(self) -> str:
         """What the run said at its end."""
@@ -232,8 +233,8 @@ class Scene:
             self.signal(signal.SIGKILL)
             self.until(lambda: False)
 
-    def left(self, *, killed: bool = False, seconds: float = 25.0) -> str:
-        """What is left besides the folder, after so long at the most; a lock only where a run ended at once."""
+    def left(self, seconds: float = 25.0) -> str:
+        """What is left besides the folder, after so long at the most."""
         end = time.monotonic() + seconds
         while found := self.processes():
             if time.monotonic() > end:
@@ -241,26 +242,32 @@ class Scene:
                 self.kill_all()
                 return f"processes are left: {names}"
             time.sleep(0.1)
-        at_once = killed or "(--grace) and is lost" in self.log.read_text(errors="replace")
-        if not at_once and self.locked():
-            return "the lock is left"
         return ""
-
-    def locked(self) -> bool:
-        """Whether somebody holds the folder, or did when it was killed."""
-        return holder_of(Lock(Files(self.out)).latest()[1]) is not None
 
     def record(self) -> Record:
         """What the run has left."""
         return recorded(self.out)
 
 
+def wait_for_ends(scenes: list[Scene], within: float) -> None:
+    """Returns when the runs have ended; a Finding that says where one is if that takes longer."""
+    until = time.monotonic() + within
+    while running := [one for one in scenes if one.status is None]:
+        if time.monotonic() > until:
+            running[0].signal(signal.SIGUSR2)
+            time.sleep(1.0)
+            where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
+            running[0].kill_all()
+            raise Finding(f"hang: {running[0].folder.name}, no end within {within:g} s: {where}")
+        time.sleep(POLL)
+
+
 def recorded(out: Path) -> Record:
     """What a run has left in its folder."""
     newest = checkpoints(out)[-1]
-    note = json.loads((newest / "notes" / "metadata").read_bytes())
+    note = json.loads((newest / "note" / "metadata").read_bytes())
     samples = {p.name: p.read_text() for p in sorted((out / "samples").glob("step*"))}
-    return Record(metrics(out), {newest.name: note["arrays"]}, samples)
+    return Record(metrics(out), {newest.name: note}, samples)
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -279,32 +286,16 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 def difference(found: Record, whole: Record) -> str:
     """The first thing in which two runs differ; empty if in none."""
-    for name in ("metrics", "fingerprints", "samples"):
-        a, b = getattr(found, name), getattr(whole, name)
-        if a != b:
-            if name == "metrics":
-                keys = (
-                    [(r["step"], r["phase"], len(r)) for r in a],
-                    [(r["step"], r["phase"], len(r)) for r in b],
-                )
-                if keys[0] != keys[1]:
-                    missing = [k for k in keys[1] if k not in keys[0]]
-                    return f"lost: records {missing}, found {len(a)} of {len(b)}"
-                other = [
-                    (x["step"], k, x.get(k), y[k])
-                    for x, y in zip(a, b, strict=True)
-                    for k in y
-                    if x.get(k) != y[k]
-                ]
-                return f"undetected: {len(other)} other figures, first {other[0]}"
-            return f"undetected: other {name}"
-    return ""
-
-
-@contextlib.contextmanager
-def kept(files: list[Path]) -> Iterator[dict[Path, bytes]]:
-    """The files as they are, for putting back."""
-    yield {path: path.read_bytes() for path in files if path.is_file()}
+    a, b = found.metrics, whole.metrics
+    keys = [[(r["step"], r["phase"], len(r)) for r in records] for records in (a, b)]
+    if keys[0] != keys[1]:
+        missing = [k for k in keys[1] if k not in keys[0]]
+        return f"lost: records {missing}, found {len(a)} of {len(b)}"
+    pairs = [(x, y, k) for x, y in zip(a, b, strict=True) for k in y]
+    if other := [(x["step"], k, x.get(k), y[k]) for x, y, k in pairs if x.get(k) != y[k]]:
+        return f"undetected: {len(other)} other figures, first {other[0]}"
+    names = [name for name in ("newest", "samples") if getattr(found, name) != getattr(whole, name)]
+    return f"undetected: other {names[0]}" if names else ""
 
 
 def digest(text: str) -> int:

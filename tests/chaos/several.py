@@ -16,13 +16,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrl_llm import desk
-from jaxrl_llm.runs.leaving import UNFINISHED
-from jaxrl_llm.storage import Place
+from jaxrl_llm import storage
 from tests.chaos.__main__ import table
 from tests.chaos.faults import FOREVER
 from tests.chaos.scene import (
@@ -34,21 +32,19 @@ from tests.chaos.scene import (
     difference,
     digest,
     recorded,
+    wait_for_ends,
 )  # fmt: skip
 from tests.chaos.trial import RESUMES, Trial
-from tests.runs import s3
-from tests.runs.conftest import forget
-from tests.runs.process import port
+from tests.training import s3
+from tests.training.conftest import forget
+from tests.training.process import port
 
 DEVICES = 4  # of a job, shared out
 LOST = 15.0
-SLACK = 20.0  # seconds to end in, once it is known that one is lost
+SLACK = 30.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
-LEADER = (
-    "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
-)
 KILLED, TOLD, STILL, OFFLINE = "kill -9", "SIGTERM", "stands still", "network cut"
 FULL, FULL_ONCE = "disk full", "disk full once"
 FOLDER, BUCKET = (KILLED, TOLD, FULL, KILLED, TOLD, STILL, FULL_ONCE), (KILLED, TOLD, OFFLINE)
@@ -69,53 +65,31 @@ class Job:
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             one.start(*(arm if i == victim else ()))
 
+    def missed(self) -> float:
+        """Seconds in which a process that is gone is missed by the others; it is later where they have not met."""
+        met = all("data" in one.moments() for one in self.members)
+        return (LOST if met else MEETING) + SLACK
+
     def ends(self, within: float, but: int | None = None) -> list[str]:
         """How each has ended but one; a Finding if some do not within so many seconds."""
-        until = time.monotonic() + within
-        waited = [one for i, one in enumerate(self.members) if i != but]
-        while running := [one for one in waited if one.status is None]:
-            if time.monotonic() > until:
-                running[0].signal(signal.SIGUSR2)
-                time.sleep(1.0)
-                where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
-                raise Finding(f"hang: {running[0].folder.name} after {within:g} s: {where}")
-            time.sleep(0.05)
-        return ["" if i == but else ended(one) for i, one in enumerate(self.members)]
+        wait_for_ends([one for i, one in enumerate(self.members) if i != but], within)
+        return ["" if i == but else one.outcome() for i, one in enumerate(self.members)]
 
-    def record(self) -> Record:
-        """What the run has left."""
-        with self.at_hand() as here:
-            return recorded(here)
-
-    def entries(self) -> list[str]:
-        """The names of what the run has left, its checkpoints among them."""
-        with self.at_hand() as here:
-            found = [p.name for p in [*here.iterdir(), *(here / "checkpoints").iterdir()]]
-        return sorted({*found} - {"lock"})
-
-    @contextlib.contextmanager
-    def at_hand(self) -> Iterator[Path]:
-        """The folder of the run, or a copy of what is in the bucket."""
+    def record(self) -> tuple[Record, set[str]]:
+        """What the run has left, and the names of that, its checkpoints among them."""
         forget()
-        here = desk.at_hand(Path(self.out))
-        desk.fetch(here)
-        yield here
-        forget()
+        here = storage.local(self.out)
+        found = [p.relative_to(here).parts for p in here.rglob("*") if p.is_file()]
+        names = {"/".join(parts[: 1 + (parts[0] == "checkpoints")]) for parts in found}
+        return recorded(here), names - {storage.LOCK}
 
     def left(self, finished: bool) -> str:
-        """What is left besides the run: processes, or after one that ended well a lock or a desk."""
+        """What is left besides the run: processes, or after one that ended well the copy of a bucket."""
         for one in self.members:
-            if found := one.left(killed=True):
+            if found := one.left():
                 return found
-        if not finished:
-            return ""
-        if self.wire is None:
-            return "the lock is left" if self.members[0].locked() else ""
-        locks = {name: Place(self.out).read(name) for name in Place(self.out).names("lock")}
-        if any(content != b"{}" for content in locks.values()):
-            return f"locks are left: {locks}"
-        desks = [p for one in self.members for p in one.folder.glob("jaxrl-llm-*")]
-        return f"desks are left: {desks}" if desks else ""
+        copies = [p for one in self.members for p in one.folder.glob(f"{storage.PREFIX}*")]
+        return f"copies are left: {copies}" if finished and copies else ""
 
     def close(self, *, keep: bool = False) -> None:
         """Ends what still runs, and removes the run, unless somebody wants to look at it."""
@@ -123,23 +97,6 @@ class Job:
             one.kill_all()
         if not keep:
             shutil.rmtree(self.members[0].folder.parent)
-
-
-def ended(one: Scene) -> str:
-    """How a process that has ended did so; a Finding if it should not."""
-    status, text = one.status, one.log.read_text(errors="replace") if one.log.exists() else ""
-    if "Traceback" in text or "Fatal Python" in text:
-        raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
-    lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
-    if status in (0, UNFINISHED):
-        return "stopped" if status else "completed"
-    if status == 2 and len(lines) == 1:
-        return "a line"
-    if status == -signal.SIGABRT and LEADER in text:
-        return "a line"
-    if status is not None and -status in one.told:
-        return "killed"
-    raise Finding(f"{one.folder.name}: exit code {status}, said {text[-500:]!r}")
 
 
 class Stage:
@@ -153,10 +110,9 @@ class Stage:
         whole.start()
         if (ends := whole.ends(600.0)) != ["completed"] * processes:
             raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].log.read_text()}")
-        seconds, self.entries = time.monotonic() - start, whole.entries()
+        seconds, (record, self.names) = time.monotonic() - start, whole.record()
         self.whole = [
-            Undisturbed(whole.record(), seconds, one.moments(), one.operations)
-            for one in whole.members
+            Undisturbed(record, seconds, one.moments(), one.operations) for one in whole.members
         ]
         moments = [len(one.moments) for one in self.whole]
         print(
@@ -166,16 +122,13 @@ class Stage:
         )
         whole.close()
 
-    def job(self, name: str, *, in_bucket: bool | None = None) -> Job:
-        """A job in a folder, or a bucket, of that name."""
-        folder, bucket = (
-            self.scratch / name,
-            self.wire is not None if in_bucket is None else in_bucket,
-        )
+    def job(self, name: str, *, in_bucket: bool = True) -> Job:
+        """A job in a folder of that name, or in the bucket, if there is one."""
+        folder, bucket = self.scratch / name, in_bucket and self.wire is not None
         out = f"s3://{s3.BUCKET}/{name}" if bucket else str(folder / "run")
         members = [Scene(self.nursery, folder / str(i), [], 240.0) for i in range(self.processes)]
         for one in members:
-            one.out = Path(out)
+            one.out = out if bucket else Path(out)
             one.environment = {"TMPDIR": str(one.folder)}
             if bucket and self.wire:
                 one.environment |= s3.credentials(self.wire.port)
@@ -212,26 +165,23 @@ def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
 
 def killed(job: Job, victim: int) -> list[str]:
     """A process is gone from one moment to the next."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].told = (signal.SIGKILL,)
     job.members[victim].signal(signal.SIGKILL)
-    return job.ends((LOST if met else MEETING) + SLACK)
+    return job.ends(job.missed())
 
 
 def told(job: Job, victim: int) -> list[str]:
     """A process is told to leave: all do, or it ends at once where it was not yet, or no more, a run."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].told = (signal.SIGTERM,)
     job.members[victim].signal(signal.SIGTERM)
-    return job.ends((GRACE + LOST if met else MEETING) + SLACK)
+    return job.ends(GRACE + job.missed())
 
 
 def still(job: Job, victim: int) -> list[str]:
     """A process stands still until the others have given it up, and then goes on."""
-    met = all("data" in one.moments() for one in job.members)
     job.members[victim].signal(signal.SIGSTOP)
     try:
-        job.ends((LOST if met else MEETING) + SLACK, but=victim)
+        job.ends(job.missed(), but=victim)
     finally:
         job.members[victim].signal(signal.SIGCONT)
     return job.ends(LOST + SLACK)
@@ -282,10 +232,11 @@ def settled(stage: Stage, job: Job, ends: list[str]) -> str:
         ends = job.ends(300.0)
         if "a line" in ends:
             raise Finding(f"not resumed: {said(job, -1)}")
-    if differs := difference(job.record(), stage.whole[0].record):
+    record, names = job.record()
+    if differs := difference(record, stage.whole[0].record):
         raise Finding(differs)
-    if (entries := job.entries()) != stage.entries:
-        raise Finding(f"left in the run: {sorted({*entries} ^ {*stage.entries})}")
+    if names != stage.names:
+        raise Finding(f"left in the run: {sorted(names ^ stage.names)}")
     return first if first == "completed" else f"{first}, resumed"
 
 

@@ -123,7 +123,7 @@ def trial(stage: Stage, kind: str, seed: int) -> Trial:
         one.moment = fault.act(scene, draw, whole)
         end, backup = scene.end(), {}
         one.said = scene.line()
-        if left := scene.left(killed=end == "killed"):
+        if left := scene.left():
             raise Finding(left)
         if fault.damage is not None:
             words, backup = fault.damage(scene, draw)
@@ -155,15 +155,16 @@ def _settled(scene: Scene, whole: Undisturbed, end: str, backup: Backup, one: Tr
             first, backup = "refused", {}
     if end != "completed":
         raise Finding(f"not complete after {RESUMES} resumes: {end}")
-    differs = difference(scene.record(), whole.record)
-    said = scene.log.read_text()
-    if differs and first == "damaged" and ("were set aside" in said or "no record" in said):
-        first = "said"
-    elif differs:
-        raise Finding(differs)
+    found = scene.record()
+    if differs := difference(found, whole.record):
+        # metrics.jsonl and run.json have no checksums; the state is the same all the same
+        unsure = first == "damaged" and one.kind.startswith(("journal", "record"))
+        if not unsure or any(whole.record.newest.get(k, v) != v for k, v in found.newest.items()):
+            raise Finding(differs)
+        first = "other records"
     if left := scene.left():
         raise Finding(left)
-    return first if first in ("completed", "refused", "said") else f"{first}, resumed"
+    return first if first in ("completed", "refused", "other records") else f"{first}, resumed"
 
 
 def _clear(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.runs.topologies`: checkpoints written on some topologies and opened on others, a table.
+"""`python -m tests.training.topologies`: checkpoints written on some topologies and opened on others, a table.
 
 A state of three supervised steps is saved by jobs of so many processes and devices each; every other job must
 find the same bits in parameters and moments, and take the same next step, to rounding.
@@ -18,15 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import hosts
+from jaxrl_llm import distributed
 from jaxrl_llm.learning import imitate, update
-from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.models import sharding
-from jaxrl_llm.runs import assemble
-from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.parts import parts as make_parts
 from tests.chaos import small
-from tests.runs.process import ROOT, port
+from tests.training.process import ROOT, port
 
 WRITERS = ("1x8", "2x4", "4x2")  # processes x devices of each
 READERS = (*WRITERS, "1x4", "2x2", "4x1", "1x1")
@@ -70,7 +70,7 @@ def run(name: str, folder: Path, writes: str) -> None:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-m", "tests.runs.topologies", "--job"]
+    command = [sys.executable, "-m", "tests.training.topologies", "--job"]
     started = []
     for i in range(processes):
         process = f"{i}/{processes}@{where}" if processes > 1 else "alone"
@@ -86,33 +86,33 @@ def run(name: str, folder: Path, writes: str) -> None:
 
 def work(process: str, name: str, folder: Path, *, writes: bool) -> None:
     """The part of one process: writes its checkpoint, or opens those of all and says how they compare."""
-    with hosts.joined(None if process == "alone" else process):
+    with distributed.joined(None if process == "alone" else process, Stop()):
         config = small.config()
         assert config.warm_start
-        parts = assemble.parts(config, folder)
+        parts = make_parts(config, folder)
         with jax.set_mesh(parts.mesh):
             optimizer = config.warm_start.optimizer
             step = partial(steps, config, parts)
             if writes:
-                state = update.init_state(assemble.fresh_params(config, parts), optimizer)
+                state = update.init_state(parts.fresh(config.seed), optimizer)
                 state, _ = step(state, 0, STEPS)
                 write(folder / name, state, step)
                 return
-            like = update.state_like(assemble.like_params(parts), optimizer)
+            like = update.state_like(parts.like, optimizer)
             found = {there: read(folder / there, like, step) for there in WRITERS}
-    if hosts.first():
+    if distributed.first():
         (folder / f"{name}.json").write_text(json.dumps(found))
 
 
 def write(folder: Path, state: update.TrainState, step: Any) -> None:
     """A checkpoint, what it holds, and what the next step makes of it."""
-    checkpoints = Checkpoints(folder)
-    checkpoints.save(STEPS, state, {})
-    checkpoints.close()
+    folder.mkdir(exist_ok=True)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(STEPS, state, {})
     bits = digests(state)
     state, loss = step(state, STEPS, STEPS + 1)
     params = whole(state.params)
-    if hosts.first():
+    if distributed.first():
         folder.with_suffix(".bits").write_text(json.dumps(bits))
         np.savez(folder.with_suffix(".npz"), *params, loss)
 
@@ -122,13 +122,11 @@ def read(folder: Path, like: update.TrainState, step: Any) -> tuple[bool, float]
 
     Not the biases of keys, which change no probability: their gradients are rounding, and Adam makes steps of it.
     """
-    checkpoints = Checkpoints(folder, read_only=True)
-    state = checkpoints.restore(STEPS, like)
-    checkpoints.close()
+    state = Checkpoints(folder).restore(STEPS, like)
     same = digests(state) == json.loads(folder.with_suffix(".bits").read_text())
     state, loss = step(state, STEPS, STEPS + 1)
     here = [*whole(state.params), np.asarray(loss)]
-    if not hosts.first():
+    if not distributed.first():
         return False, 0.0
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
     counts = [not name.endswith("['k_proj']['bias']") for name in [*names, "loss"]]
@@ -152,8 +150,9 @@ def steps(config: Any, parts: Any, state: Any, start: int, stop: int) -> tuple[A
     programs = imitate.compiled(
         parts.policy, warm.optimizer, parts.collator(warm.collate), parts.mesh, state
     )
-    *_, last = imitate.imitate(range(start, stop), state, data, demonstrate, programs, Clock())
-    return last.state, float(last.metrics()["loss"])
+    for _ in range(start, stop):
+        state, visits = programs.update(state, programs.batch(demonstrate(next(data))))
+    return state, float(imitate.describe(visits, 0)["loss"])
 
 
 def whole(tree: Any) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
 from tests.chaos.scene import checkpoints, difference
 from tests.chaos.trial import Stage, trial
-from tests.runs import s3
+from tests.training import s3
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
@@ -56,7 +56,7 @@ def jobs(s3_port, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 4])  # a process killed, the network cut
+@pytest.mark.parametrize("seed", [1, 2, 4])  # a process killed, one told to leave, the network cut
 def test_a_fault_in_a_job_of_two_changes_no_number(jobs, seed, monkeypatch):
     monkeypatch.setattr(several, "CUT", 3.0)
     one = several.trial(jobs, seed)
@@ -69,10 +69,10 @@ def test_what_a_fault_has_changed_is_found(stage):
     other, fewer, older = (copy.deepcopy(whole) for _ in range(3))
     other.metrics[4]["loss"] += 1e-6
     del fewer.metrics[2]
-    older.fingerprints.clear()
+    older.newest.clear()
     assert difference(other, whole).startswith("undetected: 1 other figures")
     assert difference(fewer, whole).startswith("lost: records [(2, 'reinforce'")
-    assert difference(older, whole).startswith("undetected: other fingerprints")
+    assert difference(older, whole).startswith("undetected: other newest")
 
 
 def resumed(stage, scene):

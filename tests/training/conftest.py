@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from jaxrl_llm import desk, storage
-from tests.runs import s3
-from tests.runs.process import finished
+from jaxrl_llm import storage
+from tests.training import s3
+from tests.training.process import finished
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,8 @@ def forget():
     """As if this process had never reached a bucket."""
     import s3fs
 
-    for one in desk._DESKS.values():
-        one.close()
-    desk._DESKS.clear()
-    storage._opened.cache_clear()
+    storage._MIRRORS.clear()
+    storage._file_system.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
 

@@ -1,0 +1,326 @@
+"""Several processes are one run: the steps of one process, left together, and none waits for a dead one."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import jax
+import pytest
+
+from jaxrl_llm import distributed
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.training.leaving import UNFINISHED, Stop
+from tests.training.process import ROOT, metrics, port
+
+SMALL = "tests/chaos/small.py"
+LOST = 15.0
+
+
+class Job:
+    """Processes of one run on this machine, with so many devices each."""
+
+    def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None):
+        self.log, self.out, self.processes = log or out, out, []
+        where = f"127.0.0.1:{port()}"
+        for i in range(count):
+            process = ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)]
+            command = [sys.executable, "-m", "jaxrl_llm.cli", "train", config]
+            command += ["--out", str((outs or [out] * count)[i]), *flags]
+            with self._log(i).open("w") as file:
+                self.processes.append(subprocess.Popen(
+                    command + (process if count > 1 else []),
+                    cwd=ROOT, env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
+                    stdout=file, stderr=subprocess.STDOUT,
+                ))  # fmt: skip
+
+    def wait_until(self, condition):
+        """While the first process lives."""
+        while not condition():
+            assert self.processes[0].poll() is None, self.said(0)
+            time.sleep(0.02)
+
+    def wait_for(self, step):
+        """Until a step of reinforcement is recorded."""
+        mine = lambda r: r["step"] >= step and r["phase"] == "reinforce"
+        self.wait_until(lambda: any(map(mine, metrics(self.out))))
+
+    def ends(self):
+        """The exit codes; none waits for ever, and where they stood is said."""
+        try:
+            return [process.wait(timeout=600) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            for process in self.processes:
+                process.kill()
+            raise AssertionError([*map(self.said, range(len(self.processes)))]) from None
+
+    def said(self, i):
+        """What is on the terminal of process `i`."""
+        return self._log(i).read_text(errors="replace")
+
+    def finished(self):
+        """The folder, once all have ended well."""
+        said = lambda: [*map(self.said, range(len(self.processes)))]
+        assert self.ends() == [0] * len(self.processes), said()
+        return self.out
+
+    def _log(self, i):
+        return self.log.with_name(f"{self.log.name}-{i}.log")
+
+
+@pytest.fixture(scope="module")
+def environment(environment):
+    """Compiled anew: the collectives of CPU programs that are read from a cache may overtake one another."""
+    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    return environment | flags | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+@pytest.fixture(scope="module")
+def pair(environment, tmp_path_factory):
+    """A run of two processes that nothing has disturbed."""
+    return Job(environment, tmp_path_factory.mktemp("pair") / "run", 2, 2).finished()
+
+
+def close(found, whole):
+    """Whether two runs have the same records, to rounding."""
+    near = lambda value: (
+        pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value
+    )
+    assert found == [{name: near(x) for name, x in record.items()} for record in whole]
+    return True
+
+
+def samples(out):
+    return {path.name: path.read_text() for path in (out / "samples").iterdir()}
+
+
+def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
+    alone = Job(environment, tmp_path / "run", 1, 4).finished()
+    assert close(metrics(pair), metrics(alone))
+    assert samples(pair) == samples(alone)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_path):
+    out = tmp_path / "run"
+    Job(environment, out, 1, 4, "--steps", "1").finished()
+    Job(environment, out, 4, 1, "--steps", "2", "--resume").finished()
+    Job(environment, out, 2, 1, "--steps", "4", "--resume").finished()
+    steps = lambda out: [r for r in metrics(out) if "test/accuracy" not in r and "reward" in r]
+    assert close(steps(out), steps(pair))
+
+
+def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environment, pair, tmp_path):
+    job = Job(environment, tmp_path / "run", 2, 2)
+    job.wait_for(3)
+    job.processes[1].send_signal(signal.SIGTERM)
+    assert job.ends() == [UNFINISHED] * 2
+    assert "stopped and saved" in job.said(0)
+    assert "stopped and saved" not in job.said(1)
+    Job(environment, job.out, 2, 2, "--resume").finished()
+    assert metrics(job.out) == metrics(pair)
+    assert samples(job.out) == samples(pair)
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
+    environment, pair, tmp_path, victim
+):
+    job = Job(environment, tmp_path / "run", 2, 2)
+    job.wait_for(3)
+    start = time.monotonic()
+    job.processes[victim].kill()
+    ends, said = job.ends(), job.said(1 - victim)
+    assert time.monotonic() - start < LOST + 30
+    assert ends[victim] == -signal.SIGKILL
+    assert "Traceback" not in said
+    if ends[1] == -signal.SIGABRT:  # JAX misses the first in its own way, mostly before we do
+        assert "the leader (usually slice 0 task 0)" in said
+    else:
+        assert ends[1 - victim] == 2
+        assert f"jaxrl-llm: process {victim} on " in said
+    Job(environment, job.out, 2, 2, "--resume", "auto").finished()
+    assert metrics(job.out) == metrics(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", [3, 4])
+def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, shown):
+    """Whether an evaluation comes after it, as after step 4, or a checkpoint, as after step 5."""
+    job = Job(environment, tmp_path / "run", 2, 1)
+    job.wait_until((job.out / "samples" / f"step-{shown:06d}.md").exists)
+    (job.out / "samples").rename(job.out / "moved")
+    (job.out / "samples").write_text("in the way")
+    assert job.ends() == [2, 2]
+    for i in range(2):
+        assert "samples" in job.said(i)
+        assert "Traceback" not in job.said(i)
+
+
+BUG = """
+from tests.chaos.small import *
+from jaxrl_llm import distributed
+from jaxrl_llm.learning import reinforce
+
+sound = reinforce.describe_answers
+
+def describe_answers(*arguments):
+    if distributed.index() == 1:
+        raise ZeroDivisionError("a bug")
+    return sound(*arguments)
+
+reinforce.describe_answers = describe_answers
+"""
+
+
+@pytest.mark.slow
+def test_a_bug_that_one_meets_ends_all_and_is_shown(environment, tmp_path):
+    """The first is by then in a program that waits for the other."""
+    (tmp_path / "buggy.py").write_text(BUG)
+    job = Job(environment, tmp_path / "run", 2, 1, config=str(tmp_path / "buggy.py"))
+    assert 0 not in job.ends()
+    assert "process 1 on " in job.said(0)
+    assert "ZeroDivisionError: a bug" in job.said(0)
+    assert "in describe_answers" in job.said(1)
+
+
+@pytest.mark.slow
+def test_damage_that_one_alone_can_see_is_seen_by_all(environment, pair, tmp_path):
+    """In the bytes that the second has written, and reads again."""
+    out = shutil.copytree(pair, tmp_path / "run")
+    newest = max((out / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    for path in (newest / "state" / "ocdbt.process_1").rglob("d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 16
+        path.write_bytes(content)
+    job = Job(environment, out, 2, 2, "--resume", "auto")
+    job.finished()
+    assert f"checkpoint {newest.name} is damaged" in job.said(0) + job.said(1)
+    assert metrics(out) == metrics(pair)
+
+
+@pytest.mark.slow
+def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
+    outs = [tmp_path / "a", tmp_path / "b"]
+    shutil.copytree(pair, outs[1])
+    job = Job(environment, outs[0], 2, 1, outs=outs)
+    assert job.ends() == [2, 2]
+    assert "storage that all processes see" in job.said(0)
+
+
+@pytest.mark.parametrize("given", ["2/2@host:1", "one", "0/2@host", "0/2"])
+def test_a_place_among_processes_is_checked(given):
+    with pytest.raises(UserError, match="I/N@HOST:PORT"), distributed.joined(given, Stop()):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_whose_others_are_never_started_says_so(environment, index):
+    lonely = (
+        "from jaxrl_llm import distributed; distributed.MEETING = 2; "
+        "from jaxrl_llm.cli.main import entry; entry()"
+    )
+    process = f"{index}/2@127.0.0.1:{port()}"
+    ended = subprocess.run(
+        [sys.executable, "-c", lonely, "train", SMALL, "--process", process],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("jaxrl-llm: ")]
+    assert len(lines) == 1
+    assert "not all came within 2 s" in lines[0]
+    assert "stack trace" not in ended.stderr
+
+
+# In this process, with a store that is none.
+
+
+class Store(dict):
+    """What the coordinator of a job keeps; `gone` is what asking it raises from then on."""
+
+    gone = None
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        del allow_overwrite
+        if self.gone:
+            raise self.gone
+        self[key] = value
+
+    def key_value_dir_get(self, name):
+        return [(key, value) for key, value in [*self.items()] if key.startswith(name)]
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """This process as the second of two, whose watch ends it by `said`."""
+    made = distributed._Job(1, 2, Store(), ["process 0 on a", "process 1 on b"])
+    made.said, made.ended = [], threading.Event()
+
+    def end(reason):
+        made.said.append(reason)
+        made.ended.set()
+
+    monkeypatch.setattr(distributed, "_JOB", made)
+    monkeypatch.setattr(distributed, "_join", lambda process: None)
+    monkeypatch.setattr(distributed, "_end", end)
+    monkeypatch.setattr(distributed, "BEAT", 0.02)
+    monkeypatch.setattr(distributed, "LEAVE", 1.0)
+    yield made
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ({}, "process 0 on a has not been heard of for 5 s"),
+        ({"ended/0": "disk full"}, "process 0 on a has ended: disk full"),
+    ],
+)
+def test_an_error_of_another_is_not_told_as_ones_own(job, there, said):
+    """A program that another is missing from raises one here, which ends nothing before the watch has seen who."""
+    job.store.update(there)
+    kind = ValueError if there else jax.errors.JaxRuntimeError  # as programs on CPUs raise them
+    error = kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=5.0):
+        raise UserError("cannot write a checkpoint") from error
+    assert job.said[0] == said
+
+
+@pytest.mark.parametrize("gone", [None, jax.errors.JaxRuntimeError("UNAVAILABLE: closed")])
+@pytest.mark.parametrize(
+    ("error", "told"), [(UserError("full"), "full"), (SystemExit(1), "SystemExit: 1")]
+)
+def test_ones_own_error_is_told_the_others_at_once(job, error, told, gone):
+    """And raised, though the store may be gone."""
+    job.store.gone, start = gone, time.monotonic()
+    with pytest.raises(type(error)), distributed.joined("1/2@a:1", Stop()):
+        raise error
+    assert job.store.get("ended/1") == (None if gone else told)
+    assert time.monotonic() - start < 10
+
+
+def wait_in_a_job(condition, stop):
+    """Until that holds, and no longer than half a minute."""
+    with suppress(UserError), distributed.joined("1/2@a:1", stop, lost=5.0):
+        until = time.monotonic() + 30
+        while not condition() and time.monotonic() < until:
+            time.sleep(0.01)
+        raise UserError("enough")
+
+
+def test_a_first_process_that_does_not_answer_is_given_up(job, monkeypatch):
+    """As that of a host without power, whose connections nobody closes."""
+    answers = lambda *_, **__: job.ended.wait(30)
+    monkeypatch.setattr(job.store, "key_value_set", answers, raising=False)
+    wait_in_a_job(job.ended.is_set, Stop())
+    assert job.said[0] == "process 0 on a, through which all meet, has not answered for 5 s"
+
+
+def test_a_wish_to_stop_reaches_the_others(job):
+    job.store["alive/0"], stop = "7 leaving", Stop()
+    wait_in_a_job(lambda: stop.asked, stop)
+    assert stop.asked

@@ -1,0 +1,56 @@
+"""The shares of the processes in a batch of prompts, without processes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl_llm import distributed
+from jaxrl_llm.errors import Leaving
+from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.training.stream import Stream
+
+PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_the_shares_of_all_are_the_whole(monkeypatch, count):
+    """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
+    job, payloads, owners = distributed._Job(count=count), [], {}
+    words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
+    monkeypatch.setattr(distributed, "_JOB", job)
+    task, rows = TokenTask(words, words), range(2 * len(PROMPTS))
+    whole = Rollout(
+        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in rows],
+        [[-0.5 * i] * (1 + i % 3) for i in rows], [i % 2 > 0 for i in rows], 3, 0.25,
+    )  # fmt: skip
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
+    shares = []
+    for job.index in range(count):
+        shares.append(task.own(PROMPTS, whole))
+        for prompt in shares[-1].prompts:
+            assert owners.setdefault(tuple(prompt), job.index) == job.index
+        if count > 1:
+            assert (
+                task.whole(PROMPTS, shares[-1]) is None
+            )  # the others have none, says the gathering
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
+    assert len(owners) == 4
+    assert vars(task.whole(PROMPTS, shares[0])) == vars(whole)
+
+
+def test_a_batch_that_one_process_dropped_is_dropped_by_all():
+    """All gather before they save, also the one that has nothing to bring."""
+    met = []
+
+    def sample(step, examples):
+        raise Leaving
+
+    batches = Batches(list(range(20)), 2, seed=3)
+    stream = Stream(batches, sample, whole=lambda examples, own: met.append(own))
+    before = stream.cursor()
+    stream.begin(0)
+    stream.settle()
+    assert stream.cursor() == before
+    assert met == [None]
