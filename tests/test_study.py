@@ -182,7 +182,7 @@ def test_files_that_the_config_loads_are_parts_of_it(small, tmp_path, monkeypatc
 
 def test_a_flag_that_changes_the_warm_start_has_to_be_named(tmp_path, monkeypatch, capsys):
     """Else all begin with the warm start of the default, and nothing says so."""
-    asked = SMALL.replace("tests/runs/quick.py", "configs/kk_tiny.py")
+    asked = SMALL.replace("tests/training/quick.py", "configs/kk_tiny.py")
     for flags, warm in (
         ('"warm_steps": 60, "people": 4', '"warm_steps",'),
         ('"warm_steps": 60, "careless": 0.0', '"warm_steps",'),
@@ -203,7 +203,7 @@ def test_so_has_one_that_is_bound_in_a_function(tmp_path, monkeypatch, capsys):
     mine.write_text("""from dataclasses import replace
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
-from tests.runs.quick import config as quick
+from tests.training.quick import config as quick
 import optax
 
 def config(

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.chaos import proxy
 from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
 from tests.processes import kill
-from tests.runs.process import steady
+from tests.training.process import steady
 
 NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9

@@ -36,9 +36,9 @@ from tests.chaos.scene import (
     recorded,
 )  # fmt: skip
 from tests.chaos.trial import RESUMES, Trial
-from tests.runs import s3
-from tests.runs.conftest import forget
-from tests.runs.process import port
+from tests.training import s3
+from tests.training.conftest import forget
+from tests.training.process import port
 
 DEVICES = 4  # of a job, shared out
 LOST = 15.0

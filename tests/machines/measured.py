@@ -21,7 +21,7 @@ from jaxrl_llm.machines import topologies
 from jaxrl_llm.machines.plan import parts_of, peak_of
 from jaxrl_llm.machines.programs import Planned
 from jaxrl_llm.models import qwen2, sharding
-from tests.runs import quick
+from tests.training import quick
 
 SHAPE = qwen2.Shape(8192, 512, 1536, 4, 8, 2, tied=True)
 

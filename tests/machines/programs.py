@@ -14,7 +14,7 @@ from jaxrl_llm.machines import topologies
 from jaxrl_llm.machines.plan import Plan, plan
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.rollouts.engines import Native
-from tests.runs import quick
+from tests.training import quick
 
 FUSED = ("fmha", "triton", "tpu_custom_call")  # kernels of attention
 ROOM = 1.02  # what memory may grow by before it is said

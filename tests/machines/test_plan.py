@@ -21,7 +21,7 @@ from jaxrl_llm.machines.seconds import Seconds
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
-from tests.runs import quick
+from tests.training import quick
 
 
 def first_device(tree):

@@ -11,7 +11,7 @@ from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
 from tests.chaos.scene import checkpoints, difference
 from tests.chaos.trial import Stage, trial
-from tests.runs import s3
+from tests.training import s3
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"

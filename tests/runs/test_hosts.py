@@ -23,8 +23,8 @@ from jaxrl_llm.learning import shares
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.runs import disk, folder
 from jaxrl_llm.runs.leaving import UNFINISHED
-from tests.runs.conftest import forget
-from tests.runs.process import ROOT, metrics, port
+from tests.training.conftest import forget
+from tests.training.process import ROOT, metrics, port
 
 SMALL = "tests/chaos/small.py"
 LOST = 15.0

@@ -20,7 +20,7 @@ import yaml
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.runs import process
-from tests.runs.process import metrics, port
+from tests.training.process import metrics, port
 
 ROOT = pathlib.Path(__file__).parents[2]
 WHEEL = "jaxrl_llm-0.1.0-py3-none-any.whl"
@@ -45,7 +45,7 @@ NASTY = (
     "é: - {",
     "%s",
 )
-NAMED = """from tests.runs.quick import config as quick
+NAMED = """from tests.training.quick import config as quick
 
 def config(*, name: str = "", steps: int = 2):
     return quick(warm_steps=0, steps=steps)
@@ -591,7 +591,7 @@ def test_a_flag_of_both_is_refused(tmp_path, monkeypatch, capsys):
 
 WITH_SERVERS = """from dataclasses import replace
 from jaxrl_llm.rollouts.engines import Vllm
-from tests.runs.quick import config as quick
+from tests.training.quick import config as quick
 
 def config():
     return replace(quick(), engine=Vllm(python="python", devices=("4,5", "6,7")))

@@ -26,7 +26,7 @@ from jaxrl_llm.runs import assemble
 from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.tasks.pipeline import Batches
 from tests.chaos import small
-from tests.runs.process import ROOT, port
+from tests.training.process import ROOT, port
 
 WRITERS = ("1x8", "2x4", "4x2")  # processes x devices of each
 READERS = (*WRITERS, "1x4", "2x2", "4x1", "1x1")

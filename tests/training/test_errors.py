@@ -9,11 +9,11 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.runs import assemble
-from tests.runs import quick
-from tests.runs.process import QUICK, metrics, train
+from tests.training import quick
+from tests.training.process import QUICK, metrics, train
 
 HEAD = (
-    "from tests.runs.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
+    "from tests.training.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
     "import dataclasses; from jaxrl_llm.rollouts.sampler import Sampling\n"
 )
 
@@ -125,7 +125,7 @@ def test_a_missing_config(capsys):
     ],
 )
 def test_a_wrong_flag(flags, message, capsys):
-    assert message in fails(capsys, "train", "tests/runs/quick.py", *flags)
+    assert message in fails(capsys, "train", "tests/training/quick.py", *flags)
 
 
 def test_a_missing_model(written, capsys):
@@ -138,7 +138,7 @@ def test_a_missing_model(written, capsys):
 
 
 def test_prompts_that_are_too_long(capsys, tmp_path):
-    arguments = ("train", "tests/runs/quick.py", "--out", tmp_path / "run", "--prompt-length")
+    arguments = ("train", "tests/training/quick.py", "--out", tmp_path / "run", "--prompt-length")
     refused = fails(capsys, *arguments, 18, "--long-prompts", "refuse")
     assert "the limit is 1 to 18" in refused
     assert "examples were skipped" in fails(capsys, *arguments, 5)
@@ -185,12 +185,12 @@ def test_an_empty_data_set(written, capsys):
 def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "run"
-    assert f"cannot write to {out}" in fails(capsys, "train", "tests/runs/quick.py", "--out", out)
+    assert f"cannot write to {out}" in fails(capsys, "train", "tests/training/quick.py", "--out", out)
 
 
 def test_nothing_to_resume_and_no_run(capsys, tmp_path):
     assert "no run to resume" in fails(
-        capsys, "train", "tests/runs/quick.py", "--out", tmp_path, "--resume"
+        capsys, "train", "tests/training/quick.py", "--out", tmp_path, "--resume"
     )
     for command in ("eval", "sample"):
         assert "is not the folder of a run" in fails(capsys, command, tmp_path)

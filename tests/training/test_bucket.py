@@ -28,9 +28,9 @@ from jaxrl_llm.storage import Place
 from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
-from tests.runs import quick, test_analyze
-from tests.runs.conftest import forget
-from tests.runs.process import QUICK, ROOT, metrics, train
+from tests.training import quick, test_analyze
+from tests.training.conftest import forget
+from tests.training.process import QUICK, ROOT, metrics, train
 
 SMALL = ("--warm-steps", "0", "--steps", "4")
 
@@ -107,7 +107,7 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(environment, small, u
     [("save", 2, 0.05), pytest.param("update", 4, 0.0, marks=pytest.mark.slow)],
 )
 def test_killed_and_resumed_it_is_the_same(environment, small, url, moment, nth, delay):
-    program = ("-m", "tests.runs.killed", moment, str(nth), str(delay))
+    program = ("-m", "tests.training.killed", moment, str(nth), str(delay))
     assert train(users(environment), url, *SMALL, program=program).returncode == -signal.SIGKILL
     forget()
     assert json.loads(Place(url).read("run.json"))

@@ -17,7 +17,7 @@ from jaxrl_llm.runs import lock
 from jaxrl_llm.runs.holder import machine, this_process
 from jaxrl_llm.runs.lock_notes import Lock, Objects, holder_of
 from jaxrl_llm.storage import Place, url_of
-from tests.runs.conftest import forget
+from tests.training.conftest import forget
 from tests.runs.test_lock import HOLDER, one_of_many_holds
 
 

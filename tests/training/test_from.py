@@ -10,8 +10,8 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.notes import REINFORCE
-from tests.runs import quick
-from tests.runs.process import QUICK, contents, finished, metrics, train
+from tests.training import quick
+from tests.training.process import QUICK, contents, finished, metrics, train
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from jaxrl_llm.runs.leaving import UNFINISHED
-from tests.runs import process
-from tests.runs.process import metrics, train
+from tests.training import process
+from tests.training.process import metrics, train
 
 MOMENTS = ("rollout", "update", "save", "evaluation")
 
 
 def killed(environment, out, moment, nth, delay):
-    program = ("-m", "tests.runs.killed", moment, str(nth), str(delay))
+    program = ("-m", "tests.training.killed", moment, str(nth), str(delay))
     assert train(environment, out, program=program).returncode == -signal.SIGKILL
 
 
@@ -32,7 +32,7 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, environment, whole, tmp_path):
 
 
 def test_what_waits_in_the_memory_of_the_host_changes_no_number(environment, whole, tmp_path):
-    out, program = tmp_path / "run", ("-m", "tests.runs.killed", "save", "3", "0.02")
+    out, program = tmp_path / "run", ("-m", "tests.training.killed", "save", "3", "0.02")
     done = train(environment, out, "--offload", "both", program=program)
     assert done.returncode == -signal.SIGKILL, done.stderr
     done = train(environment, out, "--resume")

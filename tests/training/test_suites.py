@@ -15,7 +15,7 @@ from jaxrl_llm.learning.token_task import TokenTask
 from jaxrl_llm.reports import tables
 from tests import test_evaluate
 from tests.rollouts.fake import Scripted
-from tests.runs.process import ROOT, finished
+from tests.training.process import ROOT, finished
 
 CONFIG = """
 from dataclasses import replace
@@ -23,7 +23,7 @@ from jaxrl_llm.config import Evaluation, Scratch
 from jaxrl_llm.tasks.math.check import AnswerChecker
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask
-from tests.runs.quick import SHAPE, config as quick
+from tests.training.quick import SHAPE, config as quick
 
 PROBLEMS = [Problem(f"one and {i}", (str(i % 4),)) for i in range(40)]
 WORDS = ("one", "and", "</think>", *(f"\\\\boxed{{{i}}}" for i in range(4)), *map(str, range(40)))

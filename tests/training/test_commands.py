@@ -15,8 +15,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
 from jaxrl_llm.runs import assemble, folder
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from tests.runs import quick
-from tests.runs.process import contents, metrics, train
+from tests.training import quick
+from tests.training.process import contents, metrics, train
 
 
 def test_a_run_leaves_what_it_promises(whole):
@@ -77,7 +77,7 @@ def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):
     main(["export", str(whole), str(tmp_path / "hf")])
     path = tmp_path / "mine.py"
     path.write_text(
-        "from tests.runs.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
+        "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
         "made = config(warm_steps=0, steps=1, drop_even_groups=True, ratios='sampler')\n"
         "made = dataclasses.replace(made, evaluation=Evaluation(every=0, validation=8), show_samples_every=0)\n"
         f"def config(): return dataclasses.replace(made, model=Pretrained({str(tmp_path / 'hf')!r}))\n"
@@ -88,9 +88,9 @@ def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):
 
 
 def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
-    main(["data", "tests/runs/quick.py"])
+    main(["data", "tests/training/quick.py"])
     assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
-    main(["train", "tests/runs/quick.py", "--out", str(tmp_path / "run"), "--dry-run"])
+    main(["train", "tests/training/quick.py", "--out", str(tmp_path / "run"), "--dry-run"])
     out = capsys.readouterr().out
     assert "warm_start=WarmStart(" in out
     task = quick.task(tmp_path)
@@ -101,7 +101,7 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
 
 def test_help_explains_the_flags_of_a_config(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["train", "tests/runs/quick.py", "--help"])
+        main(["train", "tests/training/quick.py", "--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert "separates the stages of Lopti" in out

@@ -11,7 +11,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.models.decode import Decoder
 from jaxrl_llm.rollouts.native import NativeSampler
-from tests.runs import quick
+from tests.training import quick
 
 
 class Copying(Decoder):

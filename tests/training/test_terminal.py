@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from jaxrl_llm.runs import journal, terminal
-from jaxrl_llm.runs.leaving import UNFINISHED
-from tests.runs import process
+from jaxrl_llm.training import journal, terminal
+from jaxrl_llm.training.leaving import UNFINISHED
+from tests.training import process
 
 SPEAKS = """
 import pathlib, sys, time
 from rich.progress import Progress
-from jaxrl_llm.runs import terminal
+from jaxrl_llm.training import terminal
 console = terminal.console()
 with Progress(console=console):
     console.print("begun")

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import anchor, checkpoint, disk, fingerprint
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.checkpoint import Checkpoints
-from tests.runs.process import steady
+from tests.training.process import steady
 
 
 class State(NamedTuple):

@@ -130,7 +130,7 @@ def test_no_copy_of_the_policy_stays_for_the_supervised_steps(tmp_path, monkeypa
     main(
         [
             "train",
-            "tests/runs/quick.py",
+            "tests/training/quick.py",
             "--warm-steps",
             "4",
             "--steps",

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm import config, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.runs import assemble, folder
-from tests.runs.process import QUICK, ROOT
+from tests.training.process import QUICK, ROOT
 
 LOADS = """from dataclasses import replace
 from pathlib import Path

@@ -162,7 +162,7 @@ def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
 TOLD = """
 import os, signal, time
 from dataclasses import replace
-from tests.runs.quick import config as quick
+from tests.training.quick import config as quick
 
 def task(data):
     if not {clock}:

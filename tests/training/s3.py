@@ -1,6 +1,6 @@
 """A server for s3:// on this machine, and a wire to it that can be cut.
 
-`python -m tests.runs.s3 PORT` serves, one request at a time: as in the real one nothing comes between looking
+`python -m tests.training.s3 PORT` serves, one request at a time: as in the real one nothing comes between looking
 whether an object is there and making it.
 """
 
@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
-from tests.runs.process import ROOT, port
+from tests.training.process import ROOT, port
 
 BUCKET = "bucket"
 
@@ -25,7 +25,7 @@ BUCKET = "bucket"
 def served() -> Iterator[int]:
     """The port of a server with an empty bucket."""
     number = port()
-    command = [sys.executable, "-W", "ignore", "-m", "tests.runs.s3", str(number)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.training.s3", str(number)]
     quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=clean(), **quiet) as server:
         try:

@@ -23,8 +23,8 @@ from jaxrl_llm.reports import curves
 from jaxrl_llm.runs import folder, journal, record, seal
 from jaxrl_llm.runs import train as training
 from jaxrl_llm.runs.journal import DAMAGED, METRICS, Journal
-from tests.runs.process import QUICK, contents, metrics, train
-from tests.runs.test_errors import fails
+from tests.training.process import QUICK, contents, metrics, train
+from tests.training.test_errors import fails
 
 
 @pytest.fixture
@@ -391,7 +391,7 @@ def test_a_run_is_graded_with_the_task_that_it_was_started_with(tmp_path, capsys
     (tmp_path / "sums.py").write_text(TASK)
     mine = tmp_path / "mine.py"
     mine.write_text(
-        "from tests.runs.quick import *\nimport dataclasses\nfrom jaxrl_llm.tasks.task import load_task\n"
+        "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.tasks.task import load_task\n"
         f"made = config(warm_steps=0, steps=1)\nwhere = {str(tmp_path / 'sums.py')!r} + ':task'\n"
         "def config(): return dataclasses.replace(made, task=lambda data: load_task(where))\n"
     )

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 
-from jaxrl_llm.runs import journal
+from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
-QUICK = "tests/runs/quick.py"
+QUICK = "tests/training/quick.py"
 
 
 def port():
@@ -50,5 +50,5 @@ def steady(files):
 
 def contents(out):
     """Every file of a run and what it holds, but who works in it."""
-    files = (p for p in out.rglob("*") if p.is_file() and p.parent.name != "lock")
+    files = (p for p in out.rglob("*") if p.is_file() and p.name != "lock")
     return {p: p.read_bytes() for p in files}
