@@ -214,6 +214,7 @@ def reinforcement(
                     credited = programs.credit(batch, reward, **seen)
                     state, visits = programs.update(state, credited)
                     step += 1
+                    stream.learned()
                     recorder.flush()  # the step before, while the devices work
                     jax.block_until_ready(state)
                 host = reinforce.describe_answers(answers, stream.seconds)

@@ -44,7 +44,8 @@ class Stream(Generic[E]):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = data.get_state()  # of the first batch that has not been taken
+        self._next = data.get_state()  # before the first batch that has not been learned from
+        self._taken: dict[str, int] | None = None  # after it, once it was taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
         if cursor is not None and cursor.ahead is not None:
@@ -61,12 +62,17 @@ class Stream(Generic[E]):
     def take(self, step: int) -> Rollout:
         """This process's share of the responses to the next batch, which is that of this step.
 
-        They are those that were begun, else they are sampled now.
+        They are those that were begun, else they are sampled now. Until `learned` the cursor stays before them.
         """
         ahead, self._ahead = self._ahead, None
         own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
-        self._examples, self._next = None, self._data.get_state()
+        self._examples, self._taken = None, self._data.get_state()
         return own
+
+    def learned(self) -> None:
+        """The batch that was taken last is part of the state now."""
+        assert self._taken is not None
+        self._next, self._taken = self._taken, None
 
     def begin(self, step: int) -> None:
         """Starts on the next batch, which is that of this step, in the background."""
@@ -81,12 +87,17 @@ class Stream(Generic[E]):
         if self._ahead is not None:
             try:
                 self._ahead.result()
-            except Leaving:
+            except Exception as error:
                 self._ahead = None
+                if not isinstance(error, Leaving):
+                    raise
 
     def cursor(self) -> Cursor:
-        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled)."""
-        if self._ahead is None:
+        """What a later stream goes on from, with the responses to the next batch if they were begun (and settled).
+
+        A batch that was taken and not learned from is sampled anew.
+        """
+        if self._ahead is None or self._taken is not None:
             return Cursor(dict(self._next))
         return Cursor(dict(self._next), self._whole(self.examples, self._ahead.result()[0]))
 
