@@ -218,6 +218,7 @@ def reinforcement(
                     recorder.flush()  # the step before, while the devices work
                     jax.block_until_ready(state)
                 host = reinforce.describe_answers(answers, stream.seconds)
+                host |= {"lag": step - 1 - answers.rollout.version}
                 recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
                 show(step, answers)
                 with clock("rollout"):
@@ -225,7 +226,7 @@ def reinforcement(
                 with clock("sync"):
                     sampler.push(state.params, step)
                 host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
-                host |= {"lag": step - 1 - answers.rollout.version, **sampler.sync}
+                host |= sampler.sync
                 recorder.check()
         except (Leaving, UserError) as error:
             if step > saved and _can_save(error, state):
