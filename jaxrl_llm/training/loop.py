@@ -110,7 +110,8 @@ def warm_start(
                 recorder.flush()
                 recorder.check()
         except (Leaving, UserError) as error:
-            if step > saved and _can_save(error, state):
+            # a checkpoint of the last step is that of reinforcement, which has yet to be begun
+            if saved < step < warm.steps and _can_save(error, state):
                 recorder.flush()
                 save(step, state, cursor)
             raise
