@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
-from jaxrl_llm.errors import UserError, causes
+from jaxrl_llm.errors import Leaving, UserError, causes
 from jaxrl_llm.errors import first_line as first_line_of
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import describe, same_form
@@ -82,7 +82,7 @@ class Checkpoints:
         try:
             self.wait()
         except UserError:
-            if kind is None:
+            if kind is None or issubclass(kind, Leaving):  # who leaves is told that it was saved
                 raise
 
     def clean(self) -> None:
