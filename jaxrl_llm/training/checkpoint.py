@@ -6,11 +6,13 @@ be no fault of the checkpoint (the disk, memory, another optimizer) changes noth
 """
 
 import errno
+import json
 import logging
 import re
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -114,6 +116,7 @@ class Checkpoints:
                 f"{where} is there already: it was written by another run; move it away"
             )
         note = {**note, "arrays": describe(state)}
+        note["sum"] = _checksum(note)
         if _gathers(self.folder):
             state = jax.tree.map(sharding.on_first_host, state)
         if distributed.first():
@@ -168,7 +171,10 @@ class Checkpoints:
     def note(self, step: int) -> dict[str, Any]:
         """What was noted beside the arrays of a step."""
         storage.pull(self.folder / str(step) / NOTE)
-        return self._read(step, NOTE, ocp.args.JsonRestore())
+        found = self._read(step, NOTE, ocp.args.JsonRestore())
+        if not isinstance(found, dict) or found.pop("sum", None) != _checksum(found):
+            raise DamageError("the note is not the one that was saved")
+        return found
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
         """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of them.
@@ -257,6 +263,10 @@ class Checkpoints:
             f"cannot write a checkpoint to {self.folder}: {first_line(error)} ({last}): make room or permit "
             "writing, then go on with --resume"
         )
+
+
+def _checksum(note: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(note, sort_keys=True).encode())
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
