@@ -92,6 +92,11 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         for half in (*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(".*.gone")):
             shutil.rmtree(half)
+        for path in self.folder.glob("[0-9]*"):
+            if not (
+                path / WHOLE
+            ).exists():  # stored in a bucket, or removed there, as far as that went
+                storage.remove(path)
 
     @property
     def steps(self) -> list[int]:
