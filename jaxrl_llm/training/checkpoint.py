@@ -30,6 +30,7 @@ from jaxrl_llm.training.fingerprint import describe, same_form
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+FOLDERS = ("checkpoints", "initial")  # of a run, in which checkpoints come and go
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 _PASSING = re.compile(
@@ -148,7 +149,7 @@ class Checkpoints:
         if distributed.first():
             storage.sync_tree(where)
             storage.sync(self.folder)
-            storage.push(self.folder.parent, but=(self.folder.name,))
+            storage.push(self.folder.parent, but=FOLDERS)
             storage.push(where)
 
     def wait(self) -> None:

@@ -27,12 +27,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
-from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, first_line
+from jaxrl_llm.training.checkpoint import ARRAYS, FOLDERS, Checkpoints, DamageError, first_line
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
-CHECKPOINTS, INITIAL = "checkpoints", "initial"
+CHECKPOINTS, INITIAL = FOLDERS
 WILD = "[]*?\\"  # in a path orbax takes them for a pattern, and misses its own files
 SHARED = 60.0  # seconds until all processes see what the first has written
 
@@ -96,7 +96,7 @@ def opened(
 
 def store(folder: Path) -> None:
     """Stores what has been written but for checkpoints, which are stored when they are whole."""
-    storage.push(folder, but=(CHECKPOINTS, INITIAL))
+    storage.push(folder, but=FOLDERS)
 
 
 def _require_new(folder: Path) -> None:
