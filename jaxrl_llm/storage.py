@@ -452,6 +452,7 @@ class _Mirror:
             self._answered = True
             raise
         except Exception as error:
+            self._answered = False  # what comes after it need not be waited for as long
             raise UserError(
                 f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
                 "environment and the network"
