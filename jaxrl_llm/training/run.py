@@ -58,7 +58,7 @@ def train(
     begun = folders.origin(folder, origin, resuming)
     if resuming:
         folders.require_at_most(folder, first + config.steps)
-    elif begun is not None:
+    if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
     try:
         with (
