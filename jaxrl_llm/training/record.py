@@ -30,6 +30,7 @@ LENGTHS = {
     "show_samples_every",
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_KEYS = {"id", "config", "flags", "files", "from", "from_id", "sessions", "sums"}
 Run = dict[str, Any]
 
 
@@ -80,6 +81,10 @@ def read(folder: Path) -> Run:
         ) from error
     if found.get("version") != VERSION:
         raise UserError(f"{folder} was made by an older version of this package: start anew")
+    if missing := _KEYS - found.keys():
+        raise UserError(
+            f"{path} is damaged, it has no {min(missing)!r}: take it from a copy of the run"
+        )
     return found
 
 
