@@ -429,7 +429,10 @@ class _Mirror:
 
     def _names(self, under: str) -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
-        found = self._try(lambda: self._objects.find(self._path(under), detail=True))
+        try:
+            found = self._try(lambda: self._objects.find(self._path(under), detail=True))
+        except FileNotFoundError as error:  # the bucket: of a name that nothing has there are none
+            raise self._unreachable(error) from error
         sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
         for name in sizes:
             if name.startswith("/") or ".." in name.split("/"):
@@ -453,12 +456,15 @@ class _Mirror:
             raise
         except Exception as error:
             self._answered = False  # what comes after it need not be waited for as long
-            raise UserError(
-                f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
-                "environment and the network"
-            ) from error
+            raise self._unreachable(error) from error
         self._answered = True
         return found
+
+    def _unreachable(self, error: Exception) -> UserError:
+        return UserError(
+            f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
+            "environment and the network"
+        )
 
 
 _MIRRORS: dict[str, _Mirror] = {}
