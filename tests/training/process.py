@@ -52,3 +52,10 @@ def contents(out):
     """Every file of a run and what it holds, but who works in it."""
     files = (p for p in out.rglob("*") if p.is_file() and p.name != "lock")
     return {p: p.read_bytes() for p in files}
+
+
+def written(path, text=""):
+    """The file, its folders made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path

@@ -11,9 +11,10 @@ import rich.console
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
-from jaxrl_llm.learning.token_task import TokenTask
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.reports import tables
-from tests import test_evaluate
+from tests.training import test_evaluate
+from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
 from tests.training.process import ROOT, finished
 
@@ -126,7 +127,7 @@ def test_the_mean_is_that_of_the_checkpoints():
     sampling = evaluate.Sampling(temperature=1.0, max_tokens=4, stop=(words.eos,))
     policies = {1: test_evaluate.right_for_even, 2: lambda *_: [words.eos]}
     found = {
-        step: {"digits": evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, samples=4)}
+        step: {"digits": evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, samples=4, stop=Stop())}
         for step, reply in policies.items()
     }  # fmt: skip
     out = io.StringIO()
