@@ -235,7 +235,12 @@ def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | Non
 
 def reference(folder: Path, parts: Parts, config: Config) -> Any:
     """The parameters of the reference policy, in the precision of the model, where they wait."""
-    params = parts.policy.narrowed(initial(folder, parts))
+    params = initial(folder, parts)
+    if params is None:
+        raise UserError(
+            f"{folder / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
+        )
+    params = parts.policy.narrowed(params)
     return sharding.to_hosts(params) if config.offloads("reference") else params
 
 
