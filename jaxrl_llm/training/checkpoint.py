@@ -153,7 +153,7 @@ class Checkpoints:
             storage.push(where)
 
     def wait(self) -> None:
-        """Returns when everything is on disk; older checkpoints go now. Raises what went wrong with the writing."""
+        """Returns when everything is on disk; older checkpoints go now. Raises what went wrong."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return

@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal or the clock asks, the loop looks at safe places and saves, in a limited time."""
+"""Stopping in good order: a signal or the clock asks, the loop looks at safe places and saves, in time."""
 
 import math
 import os

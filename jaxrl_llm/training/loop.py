@@ -133,7 +133,7 @@ def reinforcement(
     evaluate: Evaluate,
     show: Callable[[int, Answers], None],
 ) -> None:
-    """Policy-gradient steps up to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
+    """Policy-gradient steps to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
 
     A phase that begins has a step as its `start` and begins with `params`, which it consumes.
     """
