@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-
 from jaxrl_llm.runs import fleet
 from jaxrl_llm.runs.leaving import Stop
 

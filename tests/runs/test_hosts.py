@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jaxrl_llm.runs import disk, folder
+from jaxrl_llm.runs.leaving import UNFINISHED
 
 from jaxrl_llm import hosts
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import shares
 from jaxrl_llm.rollouts.sampler import Rollout
-from jaxrl_llm.runs import disk, folder
-from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.training.conftest import forget
 from tests.training.process import ROOT, metrics, port
 

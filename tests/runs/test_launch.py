@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import kubernetes_validate
 import pytest
 import yaml
+from jaxrl_llm.runs.leaving import UNFINISHED
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.runs.leaving import UNFINISHED
 from tests.runs import process
 from tests.training.process import metrics, port
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxrl_llm.runs import assemble
+from jaxrl_llm.runs.checkpoint import Checkpoints
 
 from jaxrl_llm import hosts
 from jaxrl_llm.learning import imitate, update
 from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.models import sharding
-from jaxrl_llm.runs import assemble
-from jaxrl_llm.runs.checkpoint import Checkpoints
 from jaxrl_llm.tasks.pipeline import Batches
 from tests.chaos import small
 from tests.training.process import ROOT, port

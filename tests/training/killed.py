@@ -1,4 +1,4 @@
-"""`python -m tests.training.killed MOMENT NTH DELAY ARGUMENTS...`: jaxrl-llm, killed -9 in the middle of something.
+"""`python -m tests.training.killed MOMENT NTH DELAY ARGUMENTS...`: jaxrl-llm, killed -9 in the middle.
 
 DELAY seconds after the NTH time that the run enters MOMENT, wherever it is then.
 """
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from jaxrl_llm import storage
 from jaxrl_llm.cli import main as cli
 from jaxrl_llm.learning import update
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -18,6 +19,7 @@ MOMENTS = {
     "rollout": (NativeSampler, "generate"),
     "update": (update, "place"),
     "save": (checkpoint.Checkpoints, "save"),
+    "push": (storage, "push"),
     "evaluation": (run, "evaluate"),
 }
 

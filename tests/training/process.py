@@ -7,6 +7,9 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from jaxrl_llm.cli.main import main
 from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,3 +62,14 @@ def written(path, text=""):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def fails(capsys, *arguments):
+    """The one line that a command ends with, for what is wrong outside."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxrl-llm: ")
+    assert error.count("\n") == 1
+    return error

@@ -27,7 +27,10 @@ class State(NamedTuple):
     step: jax.Array
 
 
-def state(seed=0, optimizer=optax.adam(1e-3)):
+ADAM = optax.adam(1e-3)
+
+
+def state(seed=0, optimizer=ADAM):
     rng = np.random.default_rng(seed)
     params = {
         "a": jnp.asarray(rng.normal(size=(20, 30)), jnp.float32),
@@ -84,7 +87,9 @@ def test_a_damaged_checkpoint_is_renamed_once_an_older_one_was_read(three, caplo
     assert "checkpoint 6 is damaged" in caplog.text
     assert again.steps == [2, 4]
     aside = contents(three / "damaged-6-0")
-    assert {three / "6" / p.relative_to(three / "damaged-6-0"): aside[p] for p in aside}.items() <= before.items()
+    assert {
+        three / "6" / p.relative_to(three / "damaged-6-0"): aside[p] for p in aside
+    }.items() <= before.items()
     with again:
         again.save(6, state(7), {"at": 6})  # the step can be saved anew
     assert again.steps == [2, 4, 6]
@@ -94,7 +99,9 @@ def test_where_none_can_be_read_nothing_is_touched(three):
     for step in (2, 4, 6):
         flip(three / str(step))
     before = contents(three)
-    with pytest.raises(UserError, match=r"no checkpoint that can be read .*6: .*nothing was changed"):
+    with pytest.raises(
+        UserError, match=r"no checkpoint that can be read .*6: .*nothing was changed"
+    ):
         newest(Checkpoints(three), rename=True)
     assert contents(three) == before
 
@@ -165,7 +172,12 @@ def test_every_way_to_damage_a_checkpoint_is_survived(three, tmp_path, caplog):
 def test_a_note_that_was_altered_is_damage(three):
     path = next((three / "6" / "note").glob("metadata"))
     whole = path.read_text()
-    for one, other in (('"at": 6', '"at": 5'), ('"at"', '"ad"'), ('"arrays"', '"arrows"'), ('"sum"', '"sun"')):
+    for one, other in (
+        ('"at": 6', '"at": 5'),
+        ('"at"', '"ad"'),
+        ('"arrays"', '"arrows"'),
+        ('"sum"', '"sun"'),
+    ):
         path.write_text(whole.replace(one, other))
         assert path.read_text() != whole
         with pytest.raises(DamageError):
@@ -193,7 +205,10 @@ def test_a_fingerprint_sees_every_bit_and_every_exchange():
 def test_every_kind_of_array_has_a_fingerprint(dtype):
     for shape in ((), (7,), (5, 6, 7)):
         array = jnp.zeros(shape, dtype)
-        numbers = [fingerprint.describe([x])["[0]"][2] for x in (array, array.at[(0,) * array.ndim].set(jnp.ones((), dtype)))]
+        numbers = [
+            fingerprint.describe([x])["[0]"][2]
+            for x in (array, array.at[(0,) * array.ndim].set(jnp.ones((), dtype)))
+        ]
         assert numbers[0] != numbers[1]
 
 
@@ -203,7 +218,11 @@ def test_every_kind_of_array_has_a_fingerprint(dtype):
         ((1, 2, 3, 4), {}, [1, 2, 3, 4]),
         ((1, 2, 3, 4), {"keep": 1}, [4]),
         ((1, 2, 3, 4), {"keep": 2, "best": lambda steps: 1 if 1 in steps else None}, [1, 3, 4]),
-        ((2, 4, 5), {"keep": 2, "regular": lambda step: step % 2 == 0}, [2, 4, 5]),  # 5: on the way out
+        (
+            (2, 4, 5),
+            {"keep": 2, "regular": lambda step: step % 2 == 0},
+            [2, 4, 5],
+        ),  # 5: on the way out
         ((2, 4, 5, 6), {"keep": 2, "regular": lambda step: step % 2 == 0}, [4, 6]),
     ],
 )
@@ -247,23 +266,32 @@ def test_one_that_is_half_removed_is_none(three, monkeypatch):
 def test_a_full_disk_is_a_line_before_anything_is_written(three, monkeypatch):
     before = contents(three)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
-    with Checkpoints(three) as there:
-        with pytest.raises(UserError, match=r"cannot write .* 0.0 MB free \(the last whole one is step 6"):
-            there.save(8, state(8), {})
+    said = r"cannot write .* 0.0 MB free \(the last whole one is step 6"
+    with Checkpoints(three) as there, pytest.raises(UserError, match=said):
+        there.save(8, state(8), {})
     assert contents(three) == before
 
 
-@pytest.mark.parametrize(("leaves", "told"), [(None, UserError), (Leaving, UserError), (KeyError, KeyError)])
-def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(tmp_path, monkeypatch, leaves, told):
+@pytest.mark.parametrize(
+    ("leaves", "told"), [(None, UserError), (Leaving, UserError), (KeyError, KeyError)]
+)
+def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
+    tmp_path, monkeypatch, leaves, told
+):
     def failing(*_):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Checkpoints, "_finish", failing)
     (there := Checkpoints(tmp_path / "c")).clean()
-    with pytest.raises(told, match="cannot write a checkpoint" if told is UserError else None), there:
-        there.save(1, state(1), {})
-        if leaves:
-            raise leaves
+
+    def save():
+        with there:
+            there.save(1, state(1), {})
+            if leaves:
+                raise leaves
+
+    with pytest.raises(told, match="cannot write a checkpoint" if told is UserError else None):
+        save()
     there._orbax.wait_until_finished()
 
 

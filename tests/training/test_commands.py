@@ -1,22 +1,20 @@
-"""What a user does with a finished run."""
+"""What a run leaves, and what a user does with it."""
 
 import io
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf
-from jaxrl_llm.runs import assemble, folder
-from jaxrl_llm.runs.checkpoint import Checkpoints
+from jaxrl_llm.training import folder, run
+from jaxrl_llm.training.parts import parts
 from tests.training import quick
-from tests.training.process import contents, metrics, train
+from tests.training.process import QUICK, fails, metrics
 
 
 def test_a_run_leaves_what_it_promises(whole):
@@ -33,8 +31,18 @@ def test_a_run_leaves_what_it_promises(whole):
         *last
     }
     assert last["mismatch_max"] < 1e-4
-    shares = last["share/stage1"] + last["share/stage2"]
-    assert shares == pytest.approx(1.0, abs=1e-6)
+    assert last["share/stage1"] + last["share/stage2"] == pytest.approx(1.0, abs=1e-6)
+    assert tested["test/step"] == folder.checkpoints(whole).best
+    assert [path.name for path in (whole / "initial").iterdir()] == ["4"]
+
+
+def test_the_summary_says_when_nothing_was_gained():
+    better = run._progress({4: 0.2, 7: 0.5, 10: 0.4}, 7)
+    assert better.startswith("validation accuracy: 20.0% before reinforcement, 50.0% at step 7")
+    assert better.endswith("mean of the last 2: 45.0% (+25.0 points)")
+    worse = run._progress({4: 0.5, 7: 0.4, 10: 0.3}, 7)
+    assert worse.endswith("warning: no checkpoint is better than the start of reinforcement")
+    assert run._progress({4: 0.5}, 4) == "validation accuracy: 50.0% before reinforcement"
 
 
 def test_eval_shows_the_table(whole, capsys):
@@ -50,47 +58,70 @@ def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch)
     assert capsys.readouterr().out.count("reward ") == 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("Ada : Ada knight . <think>\nno such words\n"))
     main(["sample", str(whole)])
-    out = capsys.readouterr().out
-    assert "cannot read 'such'" in out
-    with pytest.raises(SystemExit):
-        main(["sample", str(whole), "--example", "99"])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(["sample", str(whole), "Ada : Ada knight .", "--example", "0"])
-    assert stop.value.code == 2
-    assert "choose one" in capsys.readouterr().err
+    assert "cannot read 'such'" in capsys.readouterr().out
+    fails(capsys, "sample", whole, "--example", "99")
+    assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
 
 
-def test_export_gives_a_model_folder(whole, tmp_path, capsys):
-    main(["export", str(whole), str(tmp_path / "hf"), "--step", "10"])
-    capsys.readouterr()
-    parts = assemble.parts(quick.config(), tmp_path)
-    _, params = folder.params(whole, parts, 10)
-    exported = hf.load(tmp_path / "hf", hf.load_shape(tmp_path / "hf"), parts.shardings)
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, exported))
-    assert (tmp_path / "hf" / "tokenizer.json").exists()
-    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
-    assert tuple(ends) == parts.tokenizer.stops != ()
-
-
-def test_an_exported_model_can_be_trained_on(whole, tmp_path, capsys):
-    main(["export", str(whole), str(tmp_path / "hf")])
+def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "whole")
+    (out / "config.py").write_text("raise SystemExit('executed')")
+    exported = tmp_path / "hf"
+    main(["export", str(out), str(exported), "--step", "10"])
+    made = parts(quick.config(), tmp_path)
+    _, params = folder.params(whole, made, 10)
+    there = hf.load(
+        exported, hf.load_shape(exported), jax.tree.map(lambda x: x.sharding, made.like)
+    )
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, there))
+    ends = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
+    assert tuple(ends) == made.tokenizer.stops != ()
     path = tmp_path / "mine.py"
     path.write_text(
         "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
         "made = config(warm_steps=0, steps=1, drop_even_groups=True, ratios='sampler')\n"
         "made = dataclasses.replace(made, evaluation=Evaluation(every=0, validation=8), show_samples_every=0)\n"
-        f"def config(): return dataclasses.replace(made, model=Pretrained({str(tmp_path / 'hf')!r}))\n"
+        f"def config(): return dataclasses.replace(made, model=Pretrained({str(exported)!r}))\n"
     )
     main(["train", str(path), "--out", str(tmp_path / "run")])
     assert "of step 1, the best on the validation examples" in capsys.readouterr().out
     assert [r["step"] for r in metrics(tmp_path / "run")] == [0, 1, 1, 1]
 
 
+TASK = """
+class Sums:
+    name = "sums"
+    train, test = ("Ada knight", "Ada knave") * 4, ("Ben knight", "Ben knave") * 4
+    def prompt(self, example): return "Ada : " + example + " . <think>"
+    def reward(self, example, response): return Reward(float(GRADE), GRADE > 0)
+
+from jaxrl_llm.tasks.task import Reward
+GRADE = 1
+task = Sums()
+"""
+
+
+def test_a_run_is_graded_with_the_task_that_it_was_started_with(tmp_path, capsys):
+    (tmp_path / "sums.py").write_text(TASK)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.tasks.task import load_task\n"
+        f"made = config(warm_steps=0, steps=0)\nwhere = {str(tmp_path / 'sums.py')!r} + ':task'\n"
+        "def config(): return dataclasses.replace(made, task=lambda data: load_task(where))\n"
+    )
+    main(["train", str(mine), "--out", str(tmp_path / "run")])
+    (tmp_path / "sums.py").write_text(TASK.replace("GRADE = 1", "GRADE = 0"))
+    capsys.readouterr()
+    main(["sample", str(tmp_path / "run"), "--example", "0", "--max-tokens", "4"])
+    assert "reward 1, correct" in capsys.readouterr().out
+    said = fails(capsys, "train", mine, "--out", tmp_path / "run", "--resume")
+    assert "sums.py has changed since" in said
+
+
 def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
-    main(["data", "tests/training/quick.py"])
+    main(["data", QUICK])
     assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
-    main(["train", "tests/training/quick.py", "--out", str(tmp_path / "run"), "--dry-run"])
+    main(["train", QUICK, "--out", str(tmp_path / "run"), "--dry-run"])
     out = capsys.readouterr().out
     assert "warm_start=WarmStart(" in out
     task = quick.task(tmp_path)
@@ -99,75 +130,33 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_help_explains_the_flags_of_a_config(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "tests/training/quick.py", "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
+def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
+    def said(*words):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, "--help"])
+        assert stop.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    out = said("train", QUICK)
     assert "separates the stages of Lopti" in out
     assert "--resume" in out
+    for command in ("eval", "sample"):
+        assert "executes the folder's config.py" in said(command)
 
 
-def test_a_run_is_not_overwritten_nor_another_model_resumed(whole, environment, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
-    before = contents(out)
-    wrong = {
-        (): "already holds a run",
-        ("--resume", "--hidden", "16"): "was started with --hidden 32",
-    }
-    for flags, message in wrong.items():
-        done = train(environment, out, *flags)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
-    assert contents(out) == before
-
-
-def test_a_full_disk_during_a_save_keeps_the_last_checkpoint(environment, whole, tmp_path):
-    """A limit on the size of a file stands for a full disk: both make a write fail."""
-    out = tmp_path / "run"
-    program = (
-        "-c",
-        "import resource; from jaxrl_llm.cli.main import main;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); main()",
+def test_damaged_and_missing_parts_of_a_folder_are_one_line(whole, capsys, tmp_path):
+    out = shutil.copytree(whole, tmp_path / "run")
+    for path in (out / "checkpoints" / "10" / "note").rglob("*"):
+        path.write_bytes(b"{")
+    for command in (["eval", out], ["export", out, tmp_path / "to"]):
+        said = fails(capsys, *command, "--step", "10")
+        assert f"checkpoint 10 of {out} is damaged" in said
+        assert "try --step with one of [8]" in said
+    assert "has no checkpoint of step 3, only of [8, 10]" in fails(
+        capsys, "export", out, tmp_path / "to", "--step", 3
     )
-    done = train(environment, out, program=program)
-    assert done.returncode == 2
-    assert "\njaxrl-llm: cannot write " in "\n" + done.stderr
-    again = train(environment, out, "--resume")
-    assert again.returncode == 0, again.stderr
-    assert metrics(out) == metrics(whole)
-
-
-def test_checkpoints_are_verified(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "c", keep=2)
-    state = {"params": {"a": jax.numpy.arange(6.0)}, "step": jax.numpy.int32(3)}
-    for step in (1, 2, 3):
-        checkpoints.save(step, state, {"n": step}, score=float(step == 1))
-    checkpoints.wait()
-    assert checkpoints.steps == [1, 2, 3]  # the last two and the best
-    assert checkpoints.best == 1
-    part = checkpoints.restore(3, state["params"], part="params")
-    assert np.array_equal(part["a"], state["params"]["a"])
-    with pytest.raises(UserError, match="no checkpoint that can be read"):
-        Checkpoints(tmp_path / "empty").newest(lambda notes: state)
-
-
-def test_room_is_asked_for_before_writing(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path / "c")
-    state = {"a": jax.numpy.ones(1000)}
-    checkpoints.save(1, state, {})
-    checkpoints.wait()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
-    with pytest.raises(UserError, match=r"last whole one is step 1.* 0.0 MB needed, 0.0 MB free"):
-        checkpoints.save(2, state, {})
-    assert checkpoints.steps == [1]
-
-
-def test_the_score_decides_the_best_even_when_it_is_zero(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "c", keep=1)
-    checkpoints.save(1, {"a": jax.numpy.ones(2)}, {}, score=0.0)
-    checkpoints.save(2, {"a": jax.numpy.ones(2)}, {})
-    checkpoints.wait()
-    assert checkpoints.best == 1
+    shutil.rmtree(out / "initial")
+    said = fails(capsys, "train", QUICK, "--out", out, "--resume", "--steps", "7")
+    assert "the policy before reinforcement" in said
+    (out / "model" / "config.json").write_text("[]")
+    assert "config.json holds a list" in fails(capsys, "export", out, tmp_path / "to")

@@ -101,7 +101,15 @@ def test_flags_go_through_json(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"flags": 3}', b"\xff\xfe", b"{}", b'{"flags": {}, "version": 2, "id": "a"}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"flags": 3}',
+        b"\xff\xfe",
+        b"{}",
+        b'{"flags": {}, "version": 2, "id": "a"}',
+    ],
 )
 def test_a_damaged_record_is_one_line(begun, opening, content):
     (begun / "run.json").write_bytes(content)
@@ -166,11 +174,17 @@ def test_a_config_that_has_changed_is_not_resumed(opening, tmp_path):
     out = opening(source=source, resume=False)
     assert (out / "config.py").stat().st_mode == mine.stat().st_mode
     mine.write_text(mine.read_text().replace("1e-3", "2e-3"))
-    refused(opening, rf"mine\.py has changed since .*the run's own copy, {out}/config\.py", source=source)
+    refused(
+        opening,
+        rf"mine\.py has changed since .*the run's own copy, {out}/config\.py",
+        source=source,
+    )
     opening(source=replace(SOURCE, path=out / "config.py"))
     (out / "config.py").write_text(mine.read_text())
     for act in (opening, lambda: folder.reopen(out)):
-        with pytest.raises(UserError, match="config.py is not as it was when the run was started"):
+        with pytest.raises(
+            UserError, match=r"config\.py is not as it was when the run was started"
+        ):
             act()
 
 

@@ -53,7 +53,11 @@ def test_a_resume_forgets_what_is_later(tmp_path, opened):
     made.close()
     made = opened(after=2)
     made.record(3, "y", {})
-    assert [(r["step"], r["phase"]) for r in journal.read(tmp_path)] == [(1, "x"), (2, "x"), (3, "y")]
+    assert [(r["step"], r["phase"]) for r in journal.read(tmp_path)] == [
+        (1, "x"),
+        (2, "x"),
+        (3, "y"),
+    ]
     opened()
     assert steps(tmp_path) == []
 

@@ -83,7 +83,10 @@ def test_a_timer_of_somebody_else_asks_nobody():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize(("name", "flag"), [("grace", "--grace"), ("minutes", "--max-minutes")])
 def test_times_are_numbers_from_0_on(name, flag, value):
-    with pytest.raises(UserError, match=f"{flag} {value}: a number from 0 on"), stoppable(Stop(), **{name: value}):
+    with (
+        pytest.raises(UserError, match=f"{flag} {value}: a number from 0 on"),
+        stoppable(Stop(), **{name: value}),
+    ):
         pass
 
 
@@ -101,7 +104,11 @@ with stoppable(Stop(), grace=grace):
 
 @pytest.mark.parametrize(
     ("grace", "signals", "code", "said"),
-    [(0.2, [15], leaving.UNFINISHED, "more than 0.2 s"), (40, [2, 2], 130, ""), (0.5, [15, 1, 10], 75, "--resume")],
+    [
+        (0.2, [15], leaving.UNFINISHED, "more than 0.2 s"),
+        (40, [2, 2], 130, ""),
+        (0.5, [15, 1, 10], 75, "--resume"),
+    ],
 )
 def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
     command = [sys.executable, "-c", BUSY, str(grace), *map(str, signals)]
@@ -153,7 +160,9 @@ def piped(command):
 def on_terminal(command):
     """The same with a terminal."""
     ours, theirs = pty.openpty()
-    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE)
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+    )
     os.close(theirs)
     return started, os.fdopen(ours, "rb", 0)
 

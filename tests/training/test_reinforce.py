@@ -11,9 +11,9 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, reinforce, update
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.clock import Clock
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
@@ -76,7 +76,9 @@ def test_a_group_of_one_is_not_even():
 
 
 def test_unchecked_rewards_are_in_no_mean():
-    describe = lambda *rewards: reinforce.describe_answers(Answers([0, 0], sampled(4), [*rewards]), 1.0)
+    describe = lambda *rewards: reinforce.describe_answers(
+        Answers([0, 0], sampled(4), [*rewards]), 1.0
+    )
     said = describe(RIGHT, UNCHECKED, WRONG, RIGHT)
     assert (said["reward"], said["accuracy"], said["reward/x"]) == pytest.approx(
         (2 / 3, 2 / 3, 4 / 3)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, folders with one writer, and buckets as mirrors (of a server on this machine)."""
+"""Files that are whole or absent, folders with one writer, and buckets, of a server on this machine."""
 
 import contextlib
 import errno
@@ -276,7 +276,16 @@ def test_a_mirror_comes_back_as_it_was_stored(url, name):
 
 def test_what_has_changed_is_stored_and_last_what_says_that_it_is_whole(url, stored):
     here = storage.local(url)
-    fill(here, "run.json", "z/config.json", "z/weights", "apart/b", "7.orbax-checkpoint-tmp/c", ".hidden", "a")
+    fill(
+        here,
+        "run.json",
+        "z/config.json",
+        "z/weights",
+        "apart/b",
+        "7.orbax-checkpoint-tmp/c",
+        ".hidden",
+        "a",
+    )
     storage.push(here, but=("apart",))
     assert stored == ["a", "z/weights", "z/config.json", "run.json"]
     storage.push(here, but=("apart",))
@@ -392,7 +401,9 @@ def signed(url, number=1, **changes):
     mirror = storage._Mirror(url)
     said = json.loads(mirror._sign(0)) | {"who": "process 7 on node7", "machine": "another"}
     note = lambda beats: json.dumps(said | changes | {"beats": beats}).encode()
-    put = lambda beats: mirror._objects.pipe_file(mirror._path(f"writers/{number:06d}"), note(beats))
+    put = lambda beats: mirror._objects.pipe_file(
+        mirror._path(f"writers/{number:06d}"), note(beats)
+    )
     put(0)
     return put
 

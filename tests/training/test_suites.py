@@ -13,9 +13,9 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.reports import tables
-from tests.training import test_evaluate
 from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
+from tests.training import test_evaluate
 from tests.training.process import ROOT, finished
 
 CONFIG = """
@@ -126,10 +126,11 @@ def test_the_mean_is_that_of_the_checkpoints():
     words, task = test_evaluate.WORDS, TokenTask(test_evaluate.Echo(), test_evaluate.WORDS)
     sampling = evaluate.Sampling(temperature=1.0, max_tokens=4, stop=(words.eos,))
     policies = {1: test_evaluate.right_for_even, 2: lambda *_: [words.eos]}
-    found = {
-        step: {"digits": evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, samples=4, stop=Stop())}
-        for step, reply in policies.items()
-    }  # fmt: skip
+    found = {}
+    for step, reply in policies.items():
+        how = {"samples": 4, "stop": Stop()}
+        result = evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, **how)
+        found[step] = {"digits": result}
     out = io.StringIO()
     rich.console.Console(file=out, width=200).print(tables.checkpoints("", found))
     table = cells(out.getvalue())
