@@ -66,6 +66,7 @@ class Options:
 
 
 def run(words: list[str]) -> None:
+    """The command, with the words that follow its name."""
     main(*parse.with_config("train", words, Options, main.__doc__, _resumed))
 
 

@@ -186,14 +186,29 @@ def hear(made):
     made.stop.ask()
 
 
-DROPPED = [("generate", 0), ("generate", 2), ("generate", 5), ("push 2", 0), ("evaluate 3", 0), ("evaluate 6", 0)]
-HEARD = [("learn 1", 0), ("record 3", 0), ("save 4", 0), ("push 2", 0), ("generate", 2), ("evaluate 6", 0)]
+DROPPED = [
+    ("generate", 0),
+    ("generate", 2),
+    ("generate", 5),
+    ("push 2", 0),
+    ("evaluate 3", 0),
+    ("evaluate 6", 0),
+]
+HEARD = [
+    ("learn 1", 0),
+    ("record 3", 0),
+    ("save 4", 0),
+    ("push 2", 0),
+    ("generate", 2),
+    ("evaluate 6", 0),
+]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("event", "nth", "happens"),
-    [(*one, happens) for happens in (leave, fail) for one in DROPPED] + [(*one, hear) for one in HEARD],
+    [(*one, happens) for happens in (leave, fail) for one in DROPPED]
+    + [(*one, hear) for one in HEARD],
 )
 def test_a_run_that_ends_early_goes_on_to_the_same(trial, event, nth, happens, ahead):
     how = {"scores": {3: 0.5}, "look_ahead": ahead}
