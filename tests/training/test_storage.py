@@ -104,10 +104,6 @@ def folder_with(lock, under):
     return under / NAME
 
 
-def fifo(under):
-    os.mkfifo(folder_with(None, under) / storage.LOCK)
-
-
 def link_to_a_lock(under):
     (under / "elsewhere").write_bytes(storage._here())
     (folder_with(None, under) / storage.LOCK).symlink_to(under / "elsewhere")
@@ -118,47 +114,26 @@ def link_to_a_folder(under):
     (under / NAME).symlink_to(under / "elsewhere")
 
 
-def a_socket(under):
-    with contextlib.chdir(folder_with(None, under)), socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(storage.LOCK)
-
-
-def a_folder_as_lock(under):
-    (folder_with(None, under) / storage.LOCK).mkdir()
-
-
-def another_program(under):
-    folder_with(b"", under)
-
-
-def another_host(under):
-    folder_with(b"jaxrl-llm on elsewhere\n", under)
-
-
-def being_made(under):
-    folder_with(None, under)
-
-
-def no_folder(under):
-    (under / NAME).write_bytes(storage._here())
-
-
-def a_huge_lock(under):
-    with (folder_with(None, under) / storage.LOCK).open("wb") as file:
-        file.truncate(2**40)
+TRAPS = {
+    "a pipe": lambda under: os.mkfifo(folder_with(None, under) / storage.LOCK),
+    "a link to a lock": link_to_a_lock,
+    "a link to a folder": link_to_a_folder,
+    "a folder as lock": lambda under: (folder_with(None, under) / storage.LOCK).mkdir(),
+    "another program": lambda under: folder_with(b"", under),
+    "another host": lambda under: folder_with(b"jaxrl-llm on elsewhere\n", under),
+    "being made": lambda under: folder_with(None, under),
+    "no folder": lambda under: (under / NAME).write_bytes(storage._here()),
+    "a huge lock": lambda under: os.truncate(folder_with(b"", under) / storage.LOCK, 2**40),
+}
 
 
 def kinds(under):
     return {path: stat.S_IFMT(path.lstat().st_mode) for path in sorted(under.rglob("*"))}
 
 
-@pytest.mark.parametrize(
-    "trap",
-    [fifo, link_to_a_lock, link_to_a_folder, a_socket, a_folder_as_lock, another_program, another_host,
-     being_made, no_folder, a_huge_lock],
-)  # fmt: skip
+@pytest.mark.parametrize("trap", TRAPS)
 def test_what_is_not_ours_neither_hangs_nor_goes(tmp_path, trap):
-    trap(tmp_path)
+    TRAPS[trap](tmp_path)
     before = kinds(tmp_path)
     with storage.temporary_folder(tmp_path):
         assert before.items() <= kinds(tmp_path).items()
@@ -192,15 +167,12 @@ def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
 # Buckets.
 
 
-@pytest.mark.parametrize("where", ["s3://bucket/a", "gs://bucket/a/b", Path("s3://bucket/a/")])
-def test_what_is_a_url(where):
-    assert storage.is_url(where)
-
-
-@pytest.mark.parametrize("where", ["runs/a", "/runs/a", "s3/a", ".", "a:b", "s3:", Path("a//b")])
-def test_what_is_a_path(where):
-    assert not storage.is_url(where)
-    assert storage.local(where) == Path(where)
+def test_what_is_a_url_and_what_a_path():
+    for where in ("s3://bucket/a", "gs://bucket/a/b", Path("s3://bucket/a/")):
+        assert storage.is_url(where)
+    for where in ("runs/a", "/runs/a", "s3/a", ".", "a:b", "s3:", Path("a//b")):
+        assert not storage.is_url(where)
+        assert storage.local(where) == Path(where)
 
 
 @pytest.mark.parametrize(
@@ -443,17 +415,11 @@ def test_elsewhere_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url):
     refused(storage.local(url), "in use by process 7 on node7: wait")
     done.set()
     heart.join()
-    with storage.locked(storage.local(url)):
-        assert storage._mirror_of(storage.local(url))._numbers() == [2]
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_writer_beats(url):
-    here = storage.local(url)
-    mirror = storage._mirror_of(here)
-    with storage.locked(here):
-        first, until = mirror._highest(), time.monotonic() + 30
-        while mirror._highest() == first:
+    mirror = storage._mirror_of(storage.local(url))
+    with storage.locked(mirror.folder):
+        (number, said), until = mirror._highest(), time.monotonic() + 30
+        assert number == 2
+        while mirror._highest() == (number, said):  # it gives signs of life itself
             assert time.monotonic() < until
             time.sleep(0.1)
 
