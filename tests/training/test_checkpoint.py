@@ -14,6 +14,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import checkpoint, fingerprint
@@ -75,6 +77,24 @@ def test_what_was_saved_is_restored_whole_or_a_part(three):
     assert (step, at) == (6, 6)
     assert equal(found, state(6))
     assert equal(there.restore(4, state().params, part="params"), state(4).params)
+
+
+def test_a_checkpoint_of_eight_devices_opens_on_one(tmp_path):
+    eight, one = (
+        NamedSharding(jax.make_mesh((n,), ("fsdp",), devices=jax.devices()[:n]), P("fsdp"))
+        for n in (8, 1)
+    )
+    array = jax.device_put(jnp.arange(64, dtype=jnp.float32).reshape(16, 4), eight)
+    with Checkpoints(tmp_path / "c") as there:
+        there.clean()
+        there.save(1, {"params": {"a": array}}, {})
+    like = {"a": jax.ShapeDtypeStruct((16, 4), "float32", sharding=one)}
+    for found in (
+        there.restore(1, {"params": like})["params"],
+        there.restore(1, like, part="params"),
+    ):
+        np.testing.assert_array_equal(found["a"], array)
+        assert len(found["a"].sharding.device_set) == 1
 
 
 def test_a_damaged_checkpoint_is_renamed_once_an_older_one_was_read(three, caplog):

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_llm import config, userfile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import tokenizer
 from jaxrl_llm.training import folder, record
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.parts import parts
@@ -241,6 +242,22 @@ def test_another_model_or_tokenizer_is_refused(begun, opening, made):
     name = begun / "model" / "tokenizer.json"
     name.write_text(name.read_text() + " ")
     refused(opening, "its tokenizer is another")
+
+
+def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):
+    path = begun / "model" / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    larger = json.loads(path.read_text())
+    larger["model"]["vocab"] |= {f"w{i}": i + len(whole["model"]["vocab"]) for i in range(100)}
+    damaged = ("{", "[]", json.dumps(whole | {"model": {"type": "Nobody"}}))
+    for content, message in (
+        (json.dumps(larger), "they are not of one model"),
+        *((content, "no tokenizer that can be read") for content in damaged),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=message) as error:
+            tokenizer.load(begun / "model")
+        assert "\n" not in str(error.value)
 
 
 def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tmp_path):
