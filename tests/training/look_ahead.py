@@ -26,8 +26,10 @@ class Apart:
     own_weights: ClassVar[bool] = True
 
     @contextmanager
-    def start(self, model, mesh, folder=None):
-        yield NativeSampler(Copying(model.definition, 32, mesh), slots=8, prefill_prompts=4)
+    def start(self, model, mesh, folder=None, check=lambda: None):
+        yield NativeSampler(
+            Copying(model.definition, 32, mesh), slots=8, prefill_prompts=4, check=check
+        )
 
 
 def config(*, look_ahead: bool = True, learning_rate: float = 1e-3) -> Config:
