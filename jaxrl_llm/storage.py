@@ -317,13 +317,12 @@ class _Mirror:
             self._stored[name] = _mark(file)
 
     def push(self, path: Path, but: tuple[str, ...]) -> None:
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        names = {self.name(file): file for file in files}
+        names = {
+            self.name(file): file for file in ([path] if path.is_file() else _files(path, but))
+        }
         for name in sorted(names, key=lambda name: (_rank(name), name)):
-            *folders, last = name.split("/")
-            hidden = any(part.startswith(".") or ".orbax-" in part for part in (*folders, last))
             file = names[name]
-            if hidden or name == LOCK or {*but} & {*folders} or not file.exists():
+            if name == LOCK or not file.exists():
                 continue
             if self._stored.get(name) != (mark := _mark(file)):
                 self._require_lease()
@@ -430,7 +429,10 @@ class _Mirror:
 
     def _names(self, under: str) -> dict[str, int]:
         """The objects below a name, or the one of that name, and their sizes in bytes."""
-        found = self._try(lambda: self._objects.find(self._path(under), detail=True))
+        try:
+            found = self._try(lambda: self._objects.find(self._path(under), detail=True))
+        except FileNotFoundError as error:  # the bucket: of a name that nothing has there are none
+            raise self._unreachable(error) from error
         sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
         for name in sizes:
             if name.startswith("/") or ".." in name.split("/"):
@@ -453,12 +455,16 @@ class _Mirror:
             self._answered = True
             raise
         except Exception as error:
-            raise UserError(
-                f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
-                "environment and the network"
-            ) from error
+            self._answered = False  # what comes after it need not be waited for as long
+            raise self._unreachable(error) from error
         self._answered = True
         return found
+
+    def _unreachable(self, error: Exception) -> UserError:
+        return UserError(
+            f"cannot reach {self.url} ({first_line(error)}): check its name, the credentials in the "
+            "environment and the network"
+        )
 
 
 _MIRRORS: dict[str, _Mirror] = {}
@@ -497,6 +503,14 @@ def _rank(name: str) -> int:
     """0, or the turn among those that say a folder is whole."""
     last = name.rpartition("/")[2]
     return 1 + LAST.index(last) if last in LAST else 0
+
+
+def _files(folder: Path, but: tuple[str, ...]) -> Iterator[Path]:
+    """Those below a folder that are no hidden ones; what is left out may come and go meanwhile."""
+    skipped = lambda name: name.startswith(".") or ".orbax-" in name
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in but and not skipped(name)]
+        yield from (Path(where, name) for name in files if not skipped(name))
 
 
 def _mark(file: Path) -> tuple[int, int]:

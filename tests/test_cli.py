@@ -1,8 +1,4 @@
-"""The command line: real runs, and one line with exit code 2 for what is wrong."""
-
-import os
-import subprocess
-import sys
+"""`bench`: its tables, and one line with exit code 2 for what is wrong."""
 
 import pytest
 
@@ -61,16 +57,3 @@ def test_an_unknown_flag_names_the_nearest(capsys):
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert "--repeats" in captured.err + captured.out
-
-
-def test_output_that_nobody_reads_is_no_error():
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxrl_llm.cli", "--help"],
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert (done.returncode, done.stderr) == (1, "")

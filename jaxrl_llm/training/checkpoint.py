@@ -23,13 +23,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
-from jaxrl_llm.errors import UserError, causes
+from jaxrl_llm.errors import Leaving, UserError, causes
 from jaxrl_llm.errors import first_line as first_line_of
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import describe, same_form
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+FOLDERS = ("checkpoints", "initial")  # of a run, in which checkpoints come and go
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
 WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
 _PASSING = re.compile(
@@ -83,7 +84,7 @@ class Checkpoints:
         try:
             self.wait()
         except UserError:
-            if kind is None:
+            if kind is None or issubclass(kind, Leaving):  # who leaves is told that it was saved
                 raise
 
     def clean(self) -> None:
@@ -91,6 +92,11 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         for half in (*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(".*.gone")):
             shutil.rmtree(half)
+        for path in self.folder.glob("[0-9]*"):
+            if not (
+                path / WHOLE
+            ).exists():  # stored in a bucket, or removed there, as far as that went
+                storage.remove(path)
 
     @property
     def steps(self) -> list[int]:
@@ -144,11 +150,11 @@ class Checkpoints:
         if distributed.first():
             storage.sync_tree(where)
             storage.sync(self.folder)
-            storage.push(self.folder.parent, but=(self.folder.name,))
+            storage.push(self.folder.parent, but=FOLDERS)
             storage.push(where)
 
     def wait(self) -> None:
-        """Returns when everything is on disk; older checkpoints go now. Raises what went wrong with the writing."""
+        """Returns when everything is on disk; older checkpoints go now. Raises what went wrong."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return

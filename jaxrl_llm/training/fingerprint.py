@@ -1,4 +1,4 @@
-"""Fingerprints of arrays: dtype, shape and a number that changes with any bit, one pass over the arrays on their devices."""
+"""Fingerprints of arrays: dtype, shape and a number that changes with any bit, in one pass on their devices."""
 
 from collections.abc import Sequence
 from typing import Any

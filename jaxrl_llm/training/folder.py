@@ -10,6 +10,7 @@ lock                   who works in it, if anybody does
 """
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,13 +28,14 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
-from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, first_line
+from jaxrl_llm.training.checkpoint import ARRAYS, FOLDERS, Checkpoints, DamageError, first_line
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
-CHECKPOINTS, INITIAL = "checkpoints", "initial"
+CHECKPOINTS, INITIAL = FOLDERS
 WILD = "[]*?\\"  # in a path orbax takes them for a pattern, and misses its own files
+MODEL, FILES = "model", "files"
 SHARED = 60.0  # seconds until all processes see what the first has written
 
 
@@ -98,7 +100,7 @@ def opened(
 
 def store(folder: Path) -> None:
     """Stores what has been written but for checkpoints, which are stored when they are whole."""
-    storage.push(folder, but=(CHECKPOINTS, INITIAL))
+    storage.push(folder, but=FOLDERS)
 
 
 def _require_new(folder: Path) -> None:
@@ -108,21 +110,25 @@ def _require_new(folder: Path) -> None:
             raise UserError(
                 f"{folder} already holds a run: add --resume to go on, or choose another --out"
             )
-    elif folder.exists() and {path.name for path in folder.iterdir()} - {storage.LOCK}:
+        return
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    begun = storage.LOCK in there or not storage.shared(folder)  # by a process that was killed
+    left = there - ({storage.LOCK, CONFIG, FILES, MODEL} if begun else set())
+    if any(not re.fullmatch(r"\..*\.new", name) for name in left):
         raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
 
 
 def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | None) -> None:
     """Writes what the run is; run.json comes last, for it says that the folder holds a run."""
     run = record.new(source, origin)
-    (folder / "model").mkdir(exist_ok=True)
-    parts.tokenizer.save(folder / "model")
+    (folder / MODEL).mkdir(exist_ok=True)
+    parts.tokenizer.save(folder / MODEL)
     described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
-    storage.write(folder / "model" / "config.json", described)
+    storage.write(folder / MODEL / "config.json", described)
     ends = json.dumps({"eos_token_id": [*parts.tokenizer.stops]}, indent=2) + "\n"
-    storage.write(folder / "model" / "generation_config.json", ends)
+    storage.write(folder / MODEL / "generation_config.json", ends)
     if source is not None:
-        (folder / "files").mkdir(exist_ok=True)
+        (folder / FILES).mkdir(exist_ok=True)
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
             storage.copy(Path(original), folder / copy)
     sums = {name: record.checksum(folder / name) for name in record.files_of(run)}
@@ -131,7 +137,7 @@ def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | Non
 
 def _require_model(folder: Path, parts: Parts) -> None:
     """A UserError if the folder holds a run of another model or tokenizer."""
-    there = hf.read_config(folder / "model")
+    there = hf.read_config(folder / MODEL)
     for name, value in hf.hf_config(parts.shape, "float32").items():
         if there.get(name) != value:
             raise UserError(
@@ -140,7 +146,7 @@ def _require_model(folder: Path, parts: Parts) -> None:
             )
     with tempfile.TemporaryDirectory() as ours:
         parts.tokenizer.save(Path(ours))
-        written = [where / "tokenizer.json" for where in (folder / "model", Path(ours))]
+        written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
 
@@ -231,7 +237,12 @@ def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | Non
 
 def reference(folder: Path, parts: Parts, config: Config) -> Any:
     """The parameters of the reference policy, in the precision of the model, where they wait."""
-    params = parts.policy.narrowed(initial(folder, parts))
+    params = initial(folder, parts)
+    if params is None:
+        raise UserError(
+            f"{folder / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
+        )
+    params = parts.policy.narrowed(params)
     return sharding.to_hosts(params) if config.offloads("reference") else params
 
 
@@ -246,7 +257,7 @@ def initial(folder: Path, parts: Parts) -> Any:
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
     """`(step, shape, parameters)`, spread over all devices; nothing of the run's is executed."""
     record.read(folder)
-    shape = hf.load_shape(folder / "model")
+    shape = hf.load_shape(folder / MODEL)
     mesh = sharding.make_mesh(1, -1, 1, jax.devices())
     like = sharding.params_like(qwen2.graph(shape)[1], mesh)
     chosen, found = _restored(folder, step, lambda there, s: there.restore(s, like, part="params"))

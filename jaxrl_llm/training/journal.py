@@ -83,7 +83,7 @@ class Journal:
         path = self.folder / METRICS
         storage.write(path, b"".join(map(_line, self.records)))
         self._file = self._open.enter_context(path.open("ab", buffering=0))
-        self._board = _Board(self.folder / "tensorboard", after + 1 if self.records else None)
+        self._board = _Board(self.folder / "tensorboard", after + 1 if known else None)
         self._open.callback(self._board.close)
         self._wandb = self._start_wandb()
 

@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal or the clock asks, the loop looks at safe places and saves, in a limited time."""
+"""Stopping in good order: a signal or the clock asks, the loop looks at safe places and saves, in time."""
 
 import math
 import os
@@ -77,6 +77,8 @@ def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
             if not numbers:  # closed: the block is over
                 os.close(read)
                 return
+            if not {0, *SIGNALS} & {*numbers}:  # such as SIGALRM, which a reward may use
+                continue
             interrupts += numbers.count(signal.SIGINT)
         elif deadline is not None:
             _end(grace, interrupted=interrupts > 1)

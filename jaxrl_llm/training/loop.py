@@ -110,7 +110,8 @@ def warm_start(
                 recorder.flush()
                 recorder.check()
         except (Leaving, UserError) as error:
-            if step > saved and _can_save(error, state):
+            # a checkpoint of the last step is that of reinforcement, which has yet to be begun
+            if saved < step < warm.steps and _can_save(error, state):
                 recorder.flush()
                 save(step, state, cursor)
             raise
@@ -132,7 +133,7 @@ def reinforcement(
     evaluate: Evaluate,
     show: Callable[[int, Answers], None],
 ) -> None:
-    """Policy-gradient steps up to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
+    """Policy-gradient steps to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
 
     A phase that begins has a step as its `start` and begins with `params`, which it consumes.
     """
@@ -205,6 +206,7 @@ def reinforcement(
                     recorder.flush()  # the step before, while the devices work
                     jax.block_until_ready(state)
                 host = reinforce.describe_answers(answers, stream.seconds)
+                host |= {"lag": step - 1 - answers.rollout.version}
                 recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
                 show(step, answers)
                 with clock("rollout"):
@@ -212,7 +214,7 @@ def reinforcement(
                 with clock("sync"):
                     sampler.push(state.params, step)
                 host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
-                host |= {"lag": step - 1 - answers.rollout.version, **sampler.sync}
+                host |= sampler.sync
                 recorder.check()
         except (Leaving, UserError) as error:
             if step > saved and _can_save(error, state):

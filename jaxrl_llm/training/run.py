@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import jax
 import rich.console
 
-from jaxrl_llm import distributed, storage
+from jaxrl_llm import distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError, first_line
 from jaxrl_llm.learning import update
@@ -48,6 +49,9 @@ def train(
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     made = parts(config, data)
+    if source is not None:  # the file of a task is run when the task is made
+        ran = userfile.ran(but=source.path)
+        source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
     divided = splits(made, config)
     _describe(made, divided, console)
     folder = folders.at(out)
@@ -58,7 +62,7 @@ def train(
     begun = folders.origin(folder, origin, resuming)
     if resuming:
         folders.require_at_most(folder, first + config.steps)
-    elif begun is not None:
+    if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
     try:
         with (

@@ -109,8 +109,9 @@ def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
 
 
 def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
-    from jaxrl_llm.config import Pretrained
     from jaxrl_llm.runs import assemble
+
+    from jaxrl_llm.config import Pretrained
     from tests import test_configs
 
     shape = tiny.shape(vocab_size=64)

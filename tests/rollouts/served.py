@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.rollouts.engines import Vllm
-from tests.runs import quick
+from tests.training import quick
 
 
 def config(*, memory: Path) -> Config:

@@ -152,7 +152,7 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, t
 
 def test_serve_wants_servers_to_start(capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["serve", "tests/runs/quick.py"])
+        cli.main(["serve", "tests/training/quick.py"])
     assert stop.value.code == 2
     assert "engine=Vllm" in capsys.readouterr().err
 

@@ -19,9 +19,10 @@ def _what_cannot_be_raised_is_reported(monkeypatch):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Processes of a user: one device, and compilations shared between them."""
+    """Processes of a user: one device, and compilations shared between them (and kept, where the caller says)."""
     cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        or str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | cache

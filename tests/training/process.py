@@ -7,6 +7,9 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from jaxrl_llm.cli.main import main
 from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,3 +55,21 @@ def contents(out):
     """Every file of a run and what it holds, but who works in it."""
     files = (p for p in out.rglob("*") if p.is_file() and p.name != "lock")
     return {p: p.read_bytes() for p in files}
+
+
+def written(path, text=""):
+    """The file, its folders made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def fails(capsys, *arguments):
+    """The one line that a command ends with, for what is wrong outside."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxrl-llm: ")
+    assert error.count("\n") == 1
+    return error

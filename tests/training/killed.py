@@ -1,4 +1,4 @@
-"""`python -m tests.runs.killed MOMENT NTH DELAY ARGUMENTS...`: jaxrl-llm, killed -9 in the middle of something.
+"""`python -m tests.training.killed MOMENT NTH DELAY ARGUMENTS...`: jaxrl-llm, killed -9 in the middle.
 
 DELAY seconds after the NTH time that the run enters MOMENT, wherever it is then.
 """
@@ -9,15 +9,18 @@ import sys
 import threading
 import time
 
+from jaxrl_llm import storage
 from jaxrl_llm.cli import main as cli
-from jaxrl_llm.learning import evaluate, reinforce, update
-from jaxrl_llm.runs import checkpoint
+from jaxrl_llm.learning import update
+from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.training import checkpoint, run
 
 MOMENTS = {
-    "rollout": (reinforce, "respond"),
+    "rollout": (NativeSampler, "generate"),
     "update": (update, "place"),
     "save": (checkpoint.Checkpoints, "save"),
-    "evaluation": (evaluate, "evaluate"),
+    "push": (storage, "push"),
+    "evaluation": (run, "evaluate"),
 }
 
 

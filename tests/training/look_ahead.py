@@ -11,7 +11,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.models.generation import Decoder
 from jaxrl_llm.rollouts.native import NativeSampler
-from tests.runs import quick
+from tests.training import quick
 
 
 class Copying(Decoder):
@@ -26,8 +26,10 @@ class Apart:
     own_weights: ClassVar[bool] = True
 
     @contextmanager
-    def start(self, model, mesh, folder=None):
-        yield NativeSampler(Copying(model.definition, 32, mesh), slots=8, prefill_prompts=4)
+    def start(self, model, mesh, folder=None, check=lambda: None):
+        yield NativeSampler(
+            Copying(model.definition, 32, mesh), slots=8, prefill_prompts=4, check=check
+        )
 
 
 def config(*, look_ahead: bool = True, learning_rate: float = 1e-3) -> Config:

@@ -1,31 +1,24 @@
 """Bad input is one line and exit code 2, and nothing is lost or half written."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.config import Scratch
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.runs import assemble
-from tests.runs import quick
-from tests.runs.process import QUICK, metrics, train
+from tests.training import quick
+from tests.training.process import QUICK, fails
 
 HEAD = (
-    "from tests.runs.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
+    "from tests.training.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
     "import dataclasses; from jaxrl_llm.rollouts.sampler import Sampling\n"
 )
-
-
-def fails(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("jaxrl-llm: ")
-    assert error.count("\n") == 1
-    return error
 
 
 @pytest.fixture
@@ -102,14 +95,6 @@ def test_a_wrong_config(text, message, written, capsys):
     assert message in fails(capsys, "train", written(text))
 
 
-@pytest.mark.parametrize("name", ["lr=[1e-4]", "a*/run"])
-def test_a_folder_that_is_a_pattern_of_others(name, capsys, tmp_path):
-    """Orbax would look for its own files by it, and find none, or those of another run."""
-    said = fails(capsys, "train", QUICK, "--out", tmp_path / name)
-    assert "no checkpoint can be kept under" in said
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_missing_config(capsys):
     assert "config file 'nowhere.py' does not exist" in fails(capsys, "train", "nowhere.py")
     assert "train wants a config file" in fails(capsys, "train")
@@ -122,10 +107,13 @@ def test_a_missing_config(capsys):
         (["--eta", "much"], "Error parsing --eta"),
         (["--ratios", "mine"], "Expected one of ('trainer', 'sampler')"),
         (["extra"], "Unrecognized options: extra"),
+        (["--resume", "always"], "resume"),
+        (["--grace", "nan"], "--grace nan: a number from 0 on"),
+        (["--max-minutes", "-1"], "--max-minutes -1.0: a number from 0 on"),
     ],
 )
 def test_a_wrong_flag(flags, message, capsys):
-    assert message in fails(capsys, "train", "tests/runs/quick.py", *flags)
+    assert message in fails(capsys, "train", "tests/training/quick.py", *flags)
 
 
 def test_a_missing_model(written, capsys):
@@ -137,71 +125,59 @@ def test_a_missing_model(written, capsys):
     assert "no model folder /nowhere" in fails(capsys, "train", path)
 
 
-def test_prompts_that_are_too_long(capsys, tmp_path):
-    arguments = ("train", "tests/runs/quick.py", "--out", tmp_path / "run", "--prompt-length")
-    refused = fails(capsys, *arguments, 18, "--long-prompts", "refuse")
-    assert "the limit is 1 to 18" in refused
-    assert "examples were skipped" in fails(capsys, *arguments, 5)
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_test_example_is_dropped_for_its_length(environment, written, capsys, tmp_path):
-    """It is only answered, not collated: a prompt that is too long to learn from may be asked."""
-    arguments = ("--warm-steps", "0", "--steps", "1", "--prompt-length", "22")
-    done = train(environment, tmp_path / "run", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "31 examples are left out: their prompts are too long to learn from" in done.stdout
-    assert "12 to test on" in done.stdout
-    [tested] = [r for r in metrics(tmp_path / "run") if "test/accuracy" in r]
-    assert tested["test/examples"] == 8
-    path = written("""
-        made, short = config(), dataclasses.replace(SHAPE, max_length=70)
-        def config():
-            return dataclasses.replace(made, model=Scratch(short, kk_tiny.vocabulary()))
-    """)
-    message = (
-        "test example 2 has a prompt of 25 tokens, and 70 is room for it and 48 to come: lower"
-    )
-    assert message in fails(capsys, "train", path, "--out", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-    made = dataclasses.replace(quick.config(prompt_length=24), engine=Vllm(max_model_len=72))
-    parts = assemble.parts(made, tmp_path)
-    with pytest.raises(
-        UserError,
-        match="72 is room for it and 48 to come: lower response_length, raise the engine's max_model_len",
-    ):
-        assemble.askable(parts, parts.task.test, made)
-
-
-def test_an_empty_data_set(written, capsys):
-    path = written("""
-        made = config()
-        def config():
-            return dataclasses.replace(made, task=lambda d: knights_knaves.tiny([], []))
-    """)
-    assert "training data is empty" in fails(capsys, "train", path)
-
-
 def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "run"
-    assert f"cannot write to {out}" in fails(capsys, "train", "tests/runs/quick.py", "--out", out)
+    assert f"cannot write to {out}" in fails(
+        capsys, "train", "tests/training/quick.py", "--out", out
+    )
 
 
 def test_nothing_to_resume_and_no_run(capsys, tmp_path):
-    assert "no run to resume" in fails(
-        capsys, "train", "tests/runs/quick.py", "--out", tmp_path, "--resume"
-    )
-    for command in ("eval", "sample"):
-        assert "is not the folder of a run" in fails(capsys, command, tmp_path)
+    (tmp_path / "empty").mkdir()
+    for command in (("train", QUICK, "--resume", "--out"), ("eval",), ("sample",)):
+        assert "is not the folder of a run" in fails(capsys, *command, tmp_path / "empty")
     assert "is not the folder of a run" in fails(capsys, "export", tmp_path, tmp_path / "to")
-    assert "no evaluation to draw" in fails(capsys, "plot", tmp_path)
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_too_small_a_vocabulary():
-    from jaxrl_llm.config import Scratch
-    from jaxrl_llm.errors import UserError
-
     small = dataclasses.replace(quick.SHAPE, vocab_size=20)
     with pytest.raises(UserError, match="do not fit into vocab_size=20"):
         Scratch(small, quick.kk_tiny.vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("gs://bucket/run", "pip install 'jaxrl-llm[gcs]'"),
+        ("https://host/run", "write a URL as s3://bucket/name"),
+        ("s3:///run", "write a URL as s3://bucket/name"),
+        ("s3:///runs/run", "names no bucket"),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--resume",), ("--resume", "auto")])
+def test_a_url_that_cannot_be_used_makes_no_folder(out, said, flags, capsys, tmp_path, monkeypatch):
+    path = Path(QUICK).absolute()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.chdir(tmp_path)
+    assert said in fails(capsys, "train", path, "--out", out, *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_are_listed_and_an_unknown_one_names_the_nearest(capsys):
+    for words in ([], ["--help"]):
+        main(words)
+        assert "train " in capsys.readouterr().out
+    assert "did you mean 'train'?" in fails(capsys, "trian")
+
+
+def test_output_that_nobody_reads_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxrl_llm.cli", "--help"],
+            stdout=output, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")

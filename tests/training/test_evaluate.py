@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import evaluate, imitate, reinforce
-from jaxrl_llm.learning.token_task import TokenTask
+from jaxrl_llm.learning import evaluate, imitate
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
+from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
 
 WORDS = tokenizer.of_words([str(i) for i in range(10)])
@@ -40,7 +41,7 @@ def right_for_even(prompt, number):
 def evaluated(task):
     sampling = Sampling(temperature=1.0, max_tokens=4, stop=(WORDS.eos,))
     sampler, task = Scripted(right_for_even), TokenTask(task, WORDS)
-    return evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4, by="group")
+    return evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4, by="group", stop=Stop())
 
 
 @pytest.fixture
@@ -155,17 +156,8 @@ class Noting(Scripted):
 def test_greedy_is_greedy_and_drawn_is_drawn():
     sampler, task = Noting(), TokenTask(Echo(), WORDS)
     sampling = Sampling(temperature=0.7, max_tokens=4, stop=(WORDS.eos,))
-    evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4)
+    evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4, stop=Stop())
     assert [(n, how.temperature) for n, how in sampler.asked] == [(1, 0.0), (4, 0.7)]
-
-
-def test_draws_follow_the_seed_and_the_step():
-    sampler, task = Noting(), TokenTask(Echo(), WORDS)
-    sampling = Sampling(max_tokens=4, stop=(WORDS.eos,))
-    for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
-        reinforce.respond(sampler, task, 2, sampling, seed, step, [1, 2])
-    seeds = [how.seed for _, how in sampler.asked]
-    assert (len({*seeds}), seeds[0]) == (3, seeds[3])
 
 
 def test_a_demonstration_over_the_limit_is_cut():

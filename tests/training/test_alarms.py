@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.runs.alarms import alarms, reason_to_stop
+from jaxrl_llm.training.alarms import alarms, reason_to_stop
 
 FINE = {
     "unchecked_share": 0.0, "updates": 4, "skipped": 0, "even_groups": 0.2, "entropy": 1.0,

@@ -11,11 +11,12 @@ import rich.console
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
-from jaxrl_llm.learning.token_task import TokenTask
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.training import tables
-from tests import test_evaluate
+from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
-from tests.runs.process import ROOT, finished
+from tests.training import test_evaluate
+from tests.training.process import ROOT, finished
 
 CONFIG = """
 from dataclasses import replace
@@ -23,7 +24,7 @@ from jaxrl_llm.config import Evaluation, Scratch
 from jaxrl_llm.tasks.math.worker import AnswerChecker
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask
-from tests.runs.quick import SHAPE, config as quick
+from tests.training.quick import SHAPE, config as quick
 
 PROBLEMS = [Problem(f"one and {i}", (str(i % 4),)) for i in range(40)]
 WORDS = ("one", "and", "</think>", *(f"\\\\boxed{{{i}}}" for i in range(4)), *map(str, range(40)))
@@ -125,10 +126,11 @@ def test_the_mean_is_that_of_the_checkpoints():
     words, task = test_evaluate.WORDS, TokenTask(test_evaluate.Echo(), test_evaluate.WORDS)
     sampling = evaluate.Sampling(temperature=1.0, max_tokens=4, stop=(words.eos,))
     policies = {1: test_evaluate.right_for_even, 2: lambda *_: [words.eos]}
-    found = {
-        step: {"digits": evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, samples=4)}
-        for step, reply in policies.items()
-    }  # fmt: skip
+    found = {}
+    for step, reply in policies.items():
+        how = {"samples": 4, "stop": Stop()}
+        result = evaluate.evaluate(Scripted(reply), task, task.task.test, sampling, **how)
+        found[step] = {"digits": result}
     out = io.StringIO()
     rich.console.Console(file=out, width=200).print(tables.checkpoints("", found))
     table = cells(out.getvalue())

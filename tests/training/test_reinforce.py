@@ -1,5 +1,7 @@
 """What a step of reinforcement learns from, and what it says when that is nothing."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -7,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, reinforce, update
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.clock import Clock
-from jaxrl_llm.learning.token_task import Answers
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
@@ -69,16 +72,17 @@ def test_what_is_learned_from(rewards, group, drop_even, kept):
 
 
 def test_unchecked_rewards_are_in_no_mean():
-    answers = Answers([0] * 4, [""] * 4, [RIGHT, UNCHECKED, WRONG, RIGHT])
-    said = reinforce._of_rollout(sampled(4), answers, 1.0, 2)
+    describe = lambda *rewards: reinforce.describe_answers(
+        Answers([0, 0], sampled(4), [*rewards]), 1.0
+    )
+    said = describe(RIGHT, UNCHECKED, WRONG, RIGHT)
     assert (said["reward"], said["accuracy"], said["reward/x"]) == pytest.approx(
         (2 / 3, 2 / 3, 4 / 3)
     )
     assert (said["unchecked"], said["unchecked_share"], said["even_groups"]) == (1, 0.25, 0.0)
-    some = [RIGHT, Reward(0.0, False, {"y": 3.0}), WRONG, UNCHECKED]
-    said = reinforce._of_rollout(sampled(4), Answers([0] * 4, [""] * 4, some), 1.0, 2)
+    said = describe(RIGHT, Reward(0.0, False, {"y": 3.0}), WRONG, UNCHECKED)
     assert said["reward/y"] == 3.0  # of those that have it
-    nothing = reinforce._of_rollout(sampled(4), Answers([0] * 4, [""] * 4, [UNCHECKED] * 4), 1.0, 2)
+    nothing = describe(*[UNCHECKED] * 4)
     assert nothing["unchecked_share"] == 1.0
     assert not {"reward", "accuracy", "even_groups"} & set(nothing)
 
@@ -97,7 +101,7 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
         batch, reward = programs.batch(sampled(), rewards)
         scores, described = programs.score(state.params, batch)
         state, visits = programs.update(state, programs.credit(batch, reward, **scores))
-        return state, reinforce._of_update(visits, described, {})
+        return state, reinforce.describe_update(visits, described, {})
 
     before = jax.device_get(state.params)
     for rewards in ([UNCHECKED] * 8, [RIGHT] * 8, [RIGHT, UNCHECKED] * 4):
@@ -118,7 +122,7 @@ def test_a_gradient_that_is_not_finite_is_counted_and_kept_out_of_the_figures():
             "grad_norm": [np.nan, 1.0, 0.0],
         }.items()
     }  # fmt: skip
-    said = reinforce._of_update(visits, {}, {})
+    said = reinforce.describe_update(visits, {}, {})
     assert (said["updates"], said["skipped"], said["loss"]) == (1, 1, 2.0)
 
 
@@ -138,20 +142,30 @@ def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
 def test_what_the_responses_of_a_step_say():
     whole = [True, False, True, True]
     rollout = Rollout([[1]] * 4, [[1], [1, 2, 3], [1], [1]], [[0.0]] * 4, whole)
-    said = reinforce._of_rollout(rollout, Answers([0] * 4, [""] * 4, [RIGHT] * 4), 2.0, 2)
+    said = reinforce.describe_answers(Answers([0, 0], rollout, [RIGHT] * 4), 2.0)
     assert (said["cut"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
 
 
-def test_what_is_idle_and_what_is_waited_for(monkeypatch):
+def test_what_is_idle(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("jaxrl_llm.learning.clock.time.perf_counter", lambda: now[0])
     clock = Clock()
     for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
         with clock(phase):
             now[0] += seconds
-    now[0] += 10.0
-    clock.pause(10.0)
     now[0] += 2.0
     figures = clock.lap(1.0)
     assert figures["time/step"] == 10.0
     assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
+
+
+@pytest.mark.parametrize(
+    ("gap", "tolerance", "lag", "refused"),
+    [(0.1, 1e-3, 0, True), (np.nan, 1e-3, 0, True), (1e-4, 1e-3, 0, False), (0.1, 1e-3, 1, False),
+     (0.1, None, 0, False)],
+)  # fmt: skip
+def test_responses_of_another_policy_are_refused(gap, tolerance, lag, refused):
+    """A lie that is well-formed: other tokens, or other log-probs."""
+    rollout = replace(sampled(1), version=7 - lag, tolerance=tolerance)
+    with pytest.raises(UserError, match="step 8: the log-probs") if refused else nullcontext():
+        reinforce.require_our_policy(rollout, 7, {"mismatch_mean": np.float32(gap)})

@@ -1,0 +1,335 @@
+"""Checkpoints are whole or none; what is damaged is found, and nothing else is touched."""
+
+import logging
+import random
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.training import checkpoint, fingerprint
+from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
+from tests.training.process import contents, steady
+
+
+class State(NamedTuple):
+    params: dict
+    opt_state: object
+    step: jax.Array
+
+
+ADAM = optax.adam(1e-3)
+
+
+def state(seed=0, optimizer=ADAM):
+    rng = np.random.default_rng(seed)
+    params = {
+        "a": jnp.asarray(rng.normal(size=(20, 30)), jnp.float32),
+        "b": {"c": jnp.asarray(rng.normal(size=40), jnp.bfloat16)},
+    }
+    return State(params, optimizer.init(params), jnp.int32(seed))
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def saved(folder, *steps, **how):
+    with Checkpoints(folder, **how) as made:
+        made.clean()
+        for step in steps:
+            made.save(step, state(step), {"at": step})
+    return made
+
+
+def newest(there, like=None, **how):
+    read = lambda step: (there.restore(step, like or state()), there.note(step)["at"])
+    return there.first_whole(there.steps[::-1], read, **how)
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A folder with three whole checkpoints."""
+    return saved(tmp_path / "c", 2, 4, 6).folder
+
+
+def flip(folder: Path):
+    """Alters one bit of the largest file of the arrays."""
+    largest = max(folder.rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_what_was_saved_is_restored_whole_or_a_part(three):
+    step, (found, at) = newest(there := Checkpoints(three))
+    assert (step, at) == (6, 6)
+    assert equal(found, state(6))
+    assert equal(there.restore(4, state().params, part="params"), state(4).params)
+
+
+def test_a_checkpoint_of_eight_devices_opens_on_one(tmp_path):
+    eight, one = (
+        NamedSharding(jax.make_mesh((n,), ("fsdp",), devices=jax.devices()[:n]), P("fsdp"))
+        for n in (8, 1)
+    )
+    array = jax.device_put(jnp.arange(64, dtype=jnp.float32).reshape(16, 4), eight)
+    with Checkpoints(tmp_path / "c") as there:
+        there.clean()
+        there.save(1, {"params": {"a": array}}, {})
+    like = {"a": jax.ShapeDtypeStruct((16, 4), "float32", sharding=one)}
+    for found in (
+        there.restore(1, {"params": like})["params"],
+        there.restore(1, like, part="params"),
+    ):
+        np.testing.assert_array_equal(found["a"], array)
+        assert len(found["a"].sharding.device_set) == 1
+
+
+def test_a_damaged_checkpoint_is_renamed_once_an_older_one_was_read(three, caplog):
+    flip(three / "6")
+    before = contents(three)
+    step, (found, at) = newest(Checkpoints(three))
+    assert (step, at, contents(three)) == (4, 4, before)
+    assert equal(found, state(4))
+    newest(again := Checkpoints(three), rename=True)
+    assert "checkpoint 6 is damaged" in caplog.text
+    assert again.steps == [2, 4]
+    aside = contents(three / "damaged-6-0")
+    assert {
+        three / "6" / p.relative_to(three / "damaged-6-0"): aside[p] for p in aside
+    }.items() <= before.items()
+    with again:
+        again.save(6, state(7), {"at": 6})  # the step can be saved anew
+    assert again.steps == [2, 4, 6]
+
+
+def test_where_none_can_be_read_nothing_is_touched(three):
+    for step in (2, 4, 6):
+        flip(three / str(step))
+    before = contents(three)
+    with pytest.raises(
+        UserError, match=r"no checkpoint that can be read .*6: .*nothing was changed"
+    ):
+        newest(Checkpoints(three), rename=True)
+    assert contents(three) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        state(optimizer=optax.sgd(1e-3)),
+        state(optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16)),
+        state()._replace(params={"a": jnp.ones((20, 30))}),
+        state()._replace(params={**state().params, "a": jnp.ones((20, 31))}),
+    ],
+)
+def test_another_optimizer_or_model_is_one_line_and_nothing_is_touched(three, other):
+    before = contents(three)
+    with pytest.raises(UserError, match="of another model or optimizer") as error:
+        newest(Checkpoints(three), other, rename=True)
+    assert "\n" not in str(error.value)
+    assert contents(three) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(5, "Input/output error"),
+        ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes"),
+        MemoryError(),
+        PermissionError(13, "Permission denied"),
+    ],
+)
+def test_an_error_of_disk_or_memory_is_no_damage(three, error, monkeypatch):
+    before, there = contents(three), Checkpoints(three)
+
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(there._orbax, "restore", failing)
+    with pytest.raises(UserError, match=r"cannot read checkpoint 6 .* nothing was changed"):
+        newest(there, rename=True)
+    assert contents(three) == before
+
+
+def test_every_way_to_damage_a_checkpoint_is_survived(three, tmp_path, caplog):
+    """One file cut, emptied, altered or removed: the state is exactly the saved one, or an older one is."""
+    caplog.set_level(logging.ERROR, "jaxrl_llm")
+    draw, seen, there = random.Random(0), [], Checkpoints(tmp_path / "damaged")
+    for _ in range(60):
+        shutil.copytree(three, there.folder)
+        path = draw.choice(steady(p for p in (there.folder / "6").rglob("*") if p.is_file()))
+        content = bytearray(path.read_bytes())
+        how = draw.choice(["flip", "cut", "empty", "remove", "noise"])
+        if how == "flip" and content:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        content = content[: draw.randrange(len(content))] if how == "cut" and content else content
+        content = draw.randbytes(len(content)) if how == "noise" else content
+        path.write_bytes(b"" if how == "empty" else content)
+        if how == "remove":
+            path.unlink()
+        step, (found, at) = newest(there)
+        assert step == at
+        assert step in (4, 6), (how, path)
+        assert equal(found, state(step)), (how, path)
+        seen.append(step)
+        shutil.rmtree(there.folder)
+    assert {4, 6} == set(seen)
+
+
+def test_a_note_that_was_altered_is_damage(three):
+    path = next((three / "6" / "note").glob("metadata"))
+    whole = path.read_text()
+    for one, other in (
+        ('"at": 6', '"at": 5'),
+        ('"at"', '"ad"'),
+        ('"arrays"', '"arrows"'),
+        ('"sum"', '"sun"'),
+    ):
+        path.write_text(whole.replace(one, other))
+        assert path.read_text() != whole
+        with pytest.raises(DamageError):
+            Checkpoints(three).note(6)
+
+
+def test_a_fingerprint_sees_every_bit_and_every_exchange():
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=(3, 40, 5)).astype(np.float32)
+    number = lambda: fingerprint.describe([jnp.asarray(array)])["[0]"]
+    said, words = number(), array.view(np.uint32).reshape(-1)
+    for _ in range(100):
+        place, bit = rng.integers(words.size), rng.integers(32)
+        words[place] ^= np.uint32(1 << bit)
+        assert number() != said
+        words[place] ^= np.uint32(1 << bit)
+        one, other = rng.choice(words.size, 2, replace=False)
+        words[[one, other]] = words[[other, one]]
+        assert number() != said
+        words[[one, other]] = words[[other, one]]
+    assert number() == said
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "bool", "uint8"])
+def test_every_kind_of_array_has_a_fingerprint(dtype):
+    for shape in ((), (7,), (5, 6, 7)):
+        array = jnp.zeros(shape, dtype)
+        numbers = [
+            fingerprint.describe([x])["[0]"][2]
+            for x in (array, array.at[(0,) * array.ndim].set(jnp.ones((), dtype)))
+        ]
+        assert numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "how", "left"),
+    [
+        ((1, 2, 3, 4), {}, [1, 2, 3, 4]),
+        ((1, 2, 3, 4), {"keep": 1}, [4]),
+        ((1, 2, 3, 4), {"keep": 2, "best": lambda steps: 1 if 1 in steps else None}, [1, 3, 4]),
+        (
+            (2, 4, 5),
+            {"keep": 2, "regular": lambda step: step % 2 == 0},
+            [2, 4, 5],
+        ),  # 5: on the way out
+        ((2, 4, 5, 6), {"keep": 2, "regular": lambda step: step % 2 == 0}, [4, 6]),
+    ],
+)
+def test_the_newest_the_best_and_the_last_regular_ones_stay(tmp_path, steps, how, left):
+    assert saved(tmp_path / "c", *steps, **how).steps == left
+
+
+def test_a_step_that_is_there_is_not_saved_again_but_may_be_replaced(three):
+    before = contents(three)
+    with Checkpoints(three) as there:
+        with pytest.raises(UserError, match="is there already"):
+            there.save(4, state(5), {})
+        assert contents(three) == before
+        there.replace(4, state(5))
+        assert equal(there.restore(4, state()), state(5))
+
+
+def test_what_killed_writers_left_is_cleared_away(three):
+    """Half a save, half a removal, and what got as far as a bucket."""
+    for name in ("7.orbax-checkpoint-tmp", ".2.1f.gone"):
+        shutil.copytree(three / "2", three / name)
+    shutil.copytree(three / "2", three / "8")
+    (three / "8" / checkpoint.WHOLE).unlink()
+    (three / "damaged-3-0").mkdir()
+    assert Checkpoints(three).steps == [2, 4, 6]
+    Checkpoints(three).clean()
+    assert {p.name for p in three.iterdir()} == {"2", "4", "6", "damaged-3-0"}
+    saved(three, 8)
+
+
+def test_one_that_is_half_removed_is_none(three, monkeypatch):
+    def killed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(three, keep=2).prune()
+    assert Checkpoints(three).steps == [4, 6]
+
+
+def test_a_full_disk_is_a_line_before_anything_is_written(three, monkeypatch):
+    before = contents(three)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    said = r"cannot write .* 0.0 MB free \(the last whole one is step 6"
+    with Checkpoints(three) as there, pytest.raises(UserError, match=said):
+        there.save(8, state(8), {})
+    assert contents(three) == before
+
+
+@pytest.mark.parametrize(
+    ("leaves", "told"), [(None, UserError), (Leaving, UserError), (KeyError, KeyError)]
+)
+def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
+    tmp_path, monkeypatch, leaves, told
+):
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Checkpoints, "_finish", failing)
+    (there := Checkpoints(tmp_path / "c")).clean()
+
+    def save():
+        with there:
+            there.save(1, state(1), {})
+            if leaves:
+                raise leaves
+
+    with pytest.raises(told, match="cannot write a checkpoint" if told is UserError else None):
+        save()
+    there._orbax.wait_until_finished()
+
+
+def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):
+    """What reads and writes for orbax says it in a traceback each; the error is raised where we wait."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    for name in "ab":
+        assert Checkpoints(tmp_path / name)._orbax
+    defined = {}
+    exec(compile("async def reading(): pass", ocp.__file__, "exec"), defined)
+
+    async def ours():
+        pass
+
+    reading, own = defined["reading"](), ours()
+    for said, where in (("Event loop is closed", None), ("while reading", reading), ("other", own)):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(said), object=where))
+    reading.close()
+    own.close()
+    assert [str(report.exc_value) for report in heard] == ["other"]

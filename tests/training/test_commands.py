@@ -1,0 +1,162 @@
+"""What a run leaves, and what a user does with it."""
+
+import io
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.models import hf
+from jaxrl_llm.training import folder, run
+from jaxrl_llm.training.parts import parts
+from tests.training import quick
+from tests.training.process import QUICK, fails, metrics
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((whole / "tensorboard").glob("events*"))
+    assert json.loads((whole / "run.json").read_text())["flags"]["eta"] == 0.5
+    sample = (whole / "samples" / "step-000005.md").read_text()
+    assert "> Ada :" in sample
+    assert "reward -" in sample
+    last, evaluated, tested = metrics(whole)[-3:]
+    assert evaluated["eval/examples"] == 8
+    assert (tested["test/examples"], tested["step"]) == (8, 10)
+    assert {"reward", "entropy", "kl_reference", "rare_half", "mismatch_max", "loss/stage2"} <= {
+        *last
+    }
+    assert last["mismatch_max"] < 1e-4
+    assert last["share/stage1"] + last["share/stage2"] == pytest.approx(1.0, abs=1e-6)
+    assert tested["test/step"] == folder.checkpoints(whole).best
+    assert [path.name for path in (whole / "initial").iterdir()] == ["4"]
+
+
+def test_the_summary_says_when_nothing_was_gained():
+    better = run._progress({4: 0.2, 7: 0.5, 10: 0.4}, 7)
+    assert better.startswith("validation accuracy: 20.0% before reinforcement, 50.0% at step 7")
+    assert better.endswith("mean of the last 2: 45.0% (+25.0 points)")
+    worse = run._progress({4: 0.5, 7: 0.4, 10: 0.3}, 7)
+    assert worse.endswith("warning: no checkpoint is better than the start of reinforcement")
+    assert run._progress({4: 0.5}, 4) == "validation accuracy: 50.0% before reinforcement"
+
+
+def test_eval_shows_the_table(whole, capsys):
+    main(["eval", str(whole), "--samples", "2"])
+    out = capsys.readouterr().out
+    assert "pass@2" in out
+    [row] = [line for line in out.splitlines() if " all " in line]
+    assert row.split()[3] == "12"  # all test examples, not only those of the run's evaluations
+
+
+def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch):
+    main(["sample", str(whole), "--example", "0", "--n", "2", "--temperature", "1"])
+    assert capsys.readouterr().out.count("reward ") == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Ada : Ada knight . <think>\nno such words\n"))
+    main(["sample", str(whole)])
+    assert "cannot read 'such'" in capsys.readouterr().out
+    fails(capsys, "sample", whole, "--example", "99")
+    assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
+
+
+def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "whole")
+    (out / "config.py").write_text("raise SystemExit('executed')")
+    exported = tmp_path / "hf"
+    main(["export", str(out), str(exported), "--step", "10"])
+    made = parts(quick.config(), tmp_path)
+    _, params = folder.params(whole, made, 10)
+    there = hf.load(
+        exported, hf.load_shape(exported), jax.tree.map(lambda x: x.sharding, made.like)
+    )
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, there))
+    ends = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
+    assert tuple(ends) == made.tokenizer.stops != ()
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
+        "made = config(warm_steps=0, steps=1, drop_even_groups=True, ratios='sampler')\n"
+        "made = dataclasses.replace(made, evaluation=Evaluation(every=0, validation=8), show_samples_every=0)\n"
+        f"def config(): return dataclasses.replace(made, model=Pretrained({str(exported)!r}))\n"
+    )
+    main(["train", str(path), "--out", str(tmp_path / "run")])
+    assert "of step 1, the best on the validation examples" in capsys.readouterr().out
+    assert [r["step"] for r in metrics(tmp_path / "run")] == [0, 1, 1, 1]
+
+
+TASK = """
+class Sums:
+    name = "sums"
+    train, test = ("Ada knight", "Ada knave") * 4, ("Ben knight", "Ben knave") * 4
+    def prompt(self, example): return "Ada : " + example + " . <think>"
+    def reward(self, example, response): return Reward(float(GRADE), GRADE > 0)
+
+from jaxrl_llm.tasks.task import Reward
+GRADE = 1
+task = Sums()
+"""
+
+
+def test_a_run_is_graded_with_the_task_that_it_was_started_with(tmp_path, capsys):
+    (tmp_path / "sums.py").write_text(TASK)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.tasks.task import load_task\n"
+        f"made = config(warm_steps=0, steps=0)\nwhere = {str(tmp_path / 'sums.py')!r} + ':task'\n"
+        "def config(): return dataclasses.replace(made, task=lambda data: load_task(where))\n"
+    )
+    main(["train", str(mine), "--out", str(tmp_path / "run")])
+    (tmp_path / "sums.py").write_text(TASK.replace("GRADE = 1", "GRADE = 0"))
+    capsys.readouterr()
+    main(["sample", str(tmp_path / "run"), "--example", "0", "--max-tokens", "4"])
+    assert "reward 1, correct" in capsys.readouterr().out
+    said = fails(capsys, "train", mine, "--out", tmp_path / "run", "--resume")
+    assert "sums.py has changed since" in said
+
+
+def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
+    main(["data", QUICK])
+    assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
+    main(["train", QUICK, "--out", str(tmp_path / "run"), "--dry-run"])
+    out = capsys.readouterr().out
+    assert "warm_start=WarmStart(" in out
+    task = quick.task(tmp_path)
+    assert task.prompt(task.train[0]) in out
+    assert "the worst moment is" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
+    def said(*words):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, "--help"])
+        assert stop.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    out = said("train", QUICK)
+    assert "separates the stages of Lopti" in out
+    assert "--resume" in out
+    for command in ("eval", "sample"):
+        assert "executes the folder's config.py" in said(command)
+
+
+def test_damaged_and_missing_parts_of_a_folder_are_one_line(whole, capsys, tmp_path):
+    out = shutil.copytree(whole, tmp_path / "run")
+    for path in (out / "checkpoints" / "10" / "note").rglob("*"):
+        path.write_bytes(b"{")
+    for command in (["eval", out], ["export", out, tmp_path / "to"]):
+        said = fails(capsys, *command, "--step", "10")
+        assert f"checkpoint 10 of {out} is damaged" in said
+        assert "try --step with one of [8]" in said
+    assert "has no checkpoint of step 3, only of [8, 10]" in fails(
+        capsys, "export", out, tmp_path / "to", "--step", 3
+    )
+    shutil.rmtree(out / "initial")
+    said = fails(capsys, "train", QUICK, "--out", out, "--resume", "--steps", "7")
+    assert "the policy before reinforcement" in said
+    (out / "model" / "config.json").write_text("[]")
+    assert "config.json holds a list" in fails(capsys, "export", out, tmp_path / "to")

@@ -1,0 +1,309 @@
+"""What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from jaxrl_llm import config, userfile
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import tokenizer
+from jaxrl_llm.training import folder, record
+from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.parts import parts
+from jaxrl_llm.training.record import Source
+from tests.training import quick
+from tests.training.process import QUICK, ROOT, contents, written
+
+
+@pytest.fixture(scope="module")
+def made():
+    return parts(quick.config(), ".")
+
+
+SOURCE = Source(ROOT / QUICK, {"eta": 0.5, "steps": 6})
+
+
+@pytest.fixture
+def opening(made, tmp_path):
+    """Opens a run's folder, and closes it."""
+
+    def opened(out=None, source: Source | None = SOURCE, *, resume=True, origin=None, parts=made):
+        out = tmp_path / "run" if out is None else out
+        with folder.opened(out, parts, source, resume=resume, origin=origin):
+            pass
+        return out
+
+    return opened
+
+
+@pytest.fixture
+def begun(opening):
+    """A run that has not made a step."""
+    return opening(resume=False)
+
+
+def refused(opening, message, *given, **how):
+    with pytest.raises(UserError, match=message) as error:
+        opening(*given, **how)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_is_opened_again_as_it_was_started(begun, opening):
+    assert folder.resumable(begun)
+    assert {p.name for p in begun.iterdir()} == {"run.json", "config.py", "files", "model", "lock"}
+    opening()
+    assert [session["lengths"] for session in record.read(begun)["sessions"]] == [{"steps": 6}] * 2
+    assert folder.reopen(begun).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"eta": 0.4, "steps": 6}, "was started with --eta 0.5, not 0.4: leave --eta out"),
+        ({"eta": 0.5, "steps": 6, "warm_steps": 3}, "was started with --warm-steps None, not 3"),
+        ({"eta": 0.5, "steps": 9}, None),
+    ],
+)
+def test_only_lengths_may_be_given_anew(begun, opening, flags, said):
+    if said:
+        before = contents(begun)
+        refused(opening, said, source=replace(SOURCE, flags=flags))
+        assert contents(begun) == before
+    else:
+        opening(source=replace(SOURCE, flags=flags))
+        assert record.read(begun)["flags"] == flags
+        assert folder.reopen(begun).steps == 9
+
+
+def test_flags_go_through_json(tmp_path):
+    def config(
+        size: tuple[int, int],
+        where: Path,
+        how: Literal["a", "b"] = "a",
+        maybe: Path | None = None,
+        several: tuple[Path, ...] = (),
+        name: str | None = None,
+    ):
+        return size, where, how, maybe, several, name
+
+    flags = {"size": (1, 2), "where": Path("/x"), "how": "b", "maybe": Path("y"), "name": "c"}
+    flags |= {"several": (Path("a"), Path("b"))}
+    run = record.new(Source(Path("c.py"), flags)) | {"sums": {}}
+    record.write(tmp_path, run)
+    assert record.flags_for(config, record.read(tmp_path)["flags"]) == flags
+    with pytest.raises(UserError, match="the flag x of config"):
+        record.new(Source(Path("c.py"), {"x": object()}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"flags": 3}',
+        b"\xff\xfe",
+        b"{}",
+        b'{"flags": {}, "version": 2, "id": "a"}',
+    ],
+)
+def test_a_damaged_record_is_one_line(begun, opening, content):
+    (begun / "run.json").write_bytes(content)
+    before = contents(begun)
+    refused(opening, "run.json is damaged")
+    assert contents(begun) == before
+
+
+def test_a_run_of_an_older_version_is_refused(begun, opening):
+    run = json.loads((begun / "run.json").read_text())
+    (begun / "run.json").write_text(json.dumps({**run, "version": 1}))
+    refused(opening, "was made by an older version of this package: start anew")
+
+
+def test_two_runs_are_told_apart():
+    assert record.new(None)["id"] != record.new(None)["id"]
+
+
+# What may be --out.
+
+
+def test_a_folder_that_is_no_run_is_refused(opening, tmp_path):
+    (other := tmp_path / "other").mkdir()
+    opening(other, resume=False)  # empty
+    refused(opening, "holds no run to resume", tmp_path / "new")
+    for name in ("something", "checkpoints/4/a", "config.py", "model/config.json"):
+        (out := tmp_path / name.replace("/", "-")).mkdir()
+        written(out / name)
+        before = contents(out)
+        refused(opening, "is not empty and holds no run: choose a new folder", out, resume=False)
+        assert contents(out) == before
+    refused(opening, r"no checkpoint can be kept under \*", tmp_path / "a*", resume=False)
+
+
+def test_a_run_that_has_saved_something_is_not_started_again(begun, opening):
+    opening(resume=False)
+    written(begun / "checkpoints" / "2" / "x")
+    before = contents(begun)
+    refused(opening, "already holds a run: add --resume", resume=False)
+    assert contents(begun) == before
+
+
+@pytest.mark.parametrize("left", [(), ("model",), ("model", "files", "config.py")])
+def test_a_start_that_was_killed_can_be_made_again(begun, opening, left):
+    """run.json is written last."""
+    for path in begun.iterdir():
+        if path.name not in (*left, "lock"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (begun / ".config.py.ab.new").touch()
+    assert not folder.resumable(begun)
+    opening(resume=False)
+    assert folder.reopen(begun).steps == 6
+
+
+# The user's files.
+
+
+def test_a_config_that_has_changed_is_not_resumed(opening, tmp_path):
+    mine = shutil.copy(ROOT / QUICK, tmp_path / "mine.py")
+    mine.chmod(0o640)
+    source = replace(SOURCE, path=mine)
+    out = opening(source=source, resume=False)
+    assert (out / "config.py").stat().st_mode == mine.stat().st_mode
+    mine.write_text(mine.read_text().replace("1e-3", "2e-3"))
+    refused(
+        opening,
+        rf"mine\.py has changed since .*the run's own copy, {out}/config\.py",
+        source=source,
+    )
+    opening(source=replace(SOURCE, path=out / "config.py"))
+    (out / "config.py").write_text(mine.read_text())
+    for act in (opening, lambda: folder.reopen(out)):
+        with pytest.raises(
+            UserError, match=r"config\.py is not as it was when the run was started"
+        ):
+            act()
+
+
+LOADS = """from dataclasses import replace
+from pathlib import Path
+from jaxrl_llm.config import load
+base = load(Path(__file__).parents[1] / "base.py")
+def config(): return replace(base(), steps=3)
+"""
+
+
+def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path):
+    """Wherever the other lies now, and whatever is written there; only a resumed run asks for the same."""
+    (mine := tmp_path / "mine" / "config_of_mine.py").parent.mkdir()
+    base = tmp_path / "base.py"
+    mine.write_text(LOADS)
+    shutil.copy(ROOT / QUICK, base)
+    userfile.forget()
+    made = parts(config.load(mine)(), tmp_path)
+    source = Source(mine, {}, tuple(userfile.ran(but=mine)))
+    run = opening(source=source, resume=False, parts=made)
+    base.write_text(base.read_text().replace("1e-3", "1e-4"))
+    assert folder.reopen(run).steps == 3
+    refused(opening, r"base\.py has changed since", source=source, parts=made)
+    for path in (base, mine):
+        path.unlink()
+    assert folder.reopen(run).steps == 3
+    assert len(folder.reopen(run).task(tmp_path).train) == 64
+
+
+def test_an_edit_of_the_same_length_in_the_same_second_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    path = tmp_path / "config.py"
+    for value in (1, 2):
+        path.write_text(f"value = {value}\n")
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        assert userfile.run(path, "config").value == value
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.py"]
+
+
+def test_a_run_of_a_program_is_opened_by_it_alone(opening):
+    out = opening(source=None, resume=False)
+    opening(source=None)
+    with pytest.raises(UserError, match="made by a program"):
+        folder.reopen(out)
+
+
+# Another model, and the run that a run began with.
+
+
+def test_another_model_or_tokenizer_is_refused(begun, opening, made):
+    other = parts(quick.config(hidden=16), ".")
+    refused(opening, "a run of another model: hidden_size is 32 there and 16", parts=other)
+    name = begun / "model" / "tokenizer.json"
+    name.write_text(name.read_text() + " ")
+    refused(opening, "its tokenizer is another")
+
+
+def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):
+    path = begun / "model" / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    larger = json.loads(path.read_text())
+    larger["model"]["vocab"] |= {f"w{i}": i + len(whole["model"]["vocab"]) for i in range(100)}
+    damaged = ("{", "[]", json.dumps(whole | {"model": {"type": "Nobody"}}))
+    for content, message in (
+        (json.dumps(larger), "they are not of one model"),
+        *((content, "no tokenizer that can be read") for content in damaged),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=message) as error:
+            tokenizer.load(begun / "model")
+        assert "\n" not in str(error.value)
+
+
+def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tmp_path):
+    origin, run = opening(tmp_path / "origin", resume=False), tmp_path / "run"
+    opening(resume=False, origin=origin)
+    origin.rename(tmp_path / "moved")
+    opening(origin=tmp_path / "moved")
+    opening(origin=origin)  # it may be gone
+    assert folder.origin(run, None, True) == origin
+    (other := tmp_path / "other").mkdir()
+    for given in (other, None):
+        refused(opening, f"was started with --from {origin}: resume it so", origin=given)
+
+
+def test_a_warm_start_has_to_be_there_and_to_fit(begun, made):
+    with pytest.raises(UserError, match="it has not ended a warm start, that of the config has 4"):
+        folder.require_warm_start(begun, made, 4)
+    with Checkpoints(begun / "initial") as there:
+        there.clean()
+        there.save(4, made.fresh(0), {})
+    folder.require_warm_start(begun, made, 4)
+    with pytest.raises(UserError, match="its warm start has 4 steps, that of the config has 5"):
+        folder.require_warm_start(begun, made, 5)
+    with pytest.raises(UserError, match="hidden_size is 32 there and 16"):
+        folder.require_warm_start(begun, parts(quick.config(hidden=16), "."), 4)
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        folder.require_warm_start(begun / "nowhere", made, 4)
+
+
+# The best checkpoint.
+
+
+@pytest.mark.parametrize(
+    ("scores", "steps", "best"),
+    [
+        ({4: 0.9, 7: 0.5, 10: 0.2}, (4, 7, 10), 7),  # the policy it began with is no candidate
+        ({4: 0.0, 7: 0.0, 10: 0.0}, (4, 7, 10), 10),  # the later of equals
+        ({4: 0.0, 7: 0.5, 10: 0.2}, (4, 10), 10),  # of those that are there
+        ({4: 0.0, 7: 0.5, 11: 0.5}, (4, 7, 11), 7),  # 11 was saved on the way out only
+        ({4: 0.0, 7: 0.5, 11: 0.6}, (4, 7, 11), 11),  # which would have been saved anyhow
+        ({4: 0.0}, (4, 10), None),
+    ],
+)
+def test_the_best_is_that_of_the_highest_accuracy(tmp_path, scores, steps, best):
+    records = [{"step": s, "phase": "reinforce", "eval/accuracy": a} for s, a in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for step in steps:
+        written(tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA")
+    assert folder.checkpoints(tmp_path, regular=lambda step: step != 11).best == best

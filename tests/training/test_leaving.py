@@ -1,0 +1,204 @@
+"""Leaving: asked for by signals and the clock, in good order and in time; and a terminal that closes."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.training import leaving, terminal
+from jaxrl_llm.training.leaving import Stop, stoppable
+
+
+@pytest.fixture(autouse=True)
+def _no_end(monkeypatch):
+    """Nothing here may end the process of the tests."""
+    monkeypatch.setattr(leaving, "_end", lambda *_, **__: None)
+
+
+def tell(number):
+    os.kill(os.getpid(), number)
+
+
+def wait_for(stop, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not stop.asked and time.monotonic() < until:
+        time.sleep(0.01)
+    return stop.asked
+
+
+@pytest.mark.parametrize("number", leaving.SIGNALS)
+def test_each_signal_asks_and_interrupts_nothing(number):
+    before = signal.signal(number, signal.SIG_DFL)  # who runs the tests may have it ignored
+    try:
+        with stoppable(stop := Stop()):
+            stop.check()
+            tell(number)
+            assert wait_for(stop)
+            with pytest.raises(Leaving):
+                stop.check()
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_the_clock_asks_and_so_may_any_thread():
+    with stoppable(Stop(), minutes=0.002) as _, stoppable(stop := Stop(), minutes=0.002):
+        assert wait_for(stop)
+    with stoppable(stop := Stop()):
+        thread = threading.Thread(target=stop.ask)
+        thread.start()
+        thread.join()
+        assert stop.asked
+
+
+def test_what_was_ignored_stays_ignored():
+    """SIGHUP, as nohup leaves it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable(stop := Stop()):
+            tell(signal.SIGHUP)
+            assert not wait_for(stop, 0.3)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_timer_of_somebody_else_asks_nobody():
+    """Such as that of a reward, which limits its time by SIGALRM."""
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    try:
+        with stoppable(stop := Stop()):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            assert not wait_for(stop, 0.5)
+            tell(signal.SIGTERM)
+            assert wait_for(stop)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rang
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize(("name", "flag"), [("grace", "--grace"), ("minutes", "--max-minutes")])
+def test_times_are_numbers_from_0_on(name, flag, value):
+    with (
+        pytest.raises(UserError, match=f"{flag} {value}: a number from 0 on"),
+        stoppable(Stop(), **{name: value}),
+    ):
+        pass
+
+
+BUSY = """
+import ctypes, os, signal, sys, time
+from jaxrl_llm.training.leaving import Stop, stoppable
+grace, signals = float(sys.argv[1]), list(map(int, sys.argv[2:]))
+for number in signals:
+    signal.signal(number, signal.SIG_DFL)
+with stoppable(Stop(), grace=grace):
+    for number in signals:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
+    ctypes.CDLL(None).sleep(60)  # no signal handler of Python ends a long program
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace", "signals", "code", "said"),
+    [
+        (0.2, [15], leaving.UNFINISHED, "more than 0.2 s"),
+        (40, [2, 2], 130, ""),
+        (0.5, [15, 1, 10], 75, "--resume"),
+    ],
+)
+def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
+    command = [sys.executable, "-c", BUSY, str(grace), *map(str, signals)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == bool(said)
+
+
+HAMMERED = """
+import os, subprocess, sys, time
+from jaxrl_llm.training.leaving import Stop, stoppable
+
+hammer = f"import os, signal\\nfor _ in range(5_000): os.kill({os.getpid()}, signal.SIGTERM)"
+with stoppable(stop := Stop(), grace=600):
+    other = subprocess.Popen([sys.executable, "-c", hammer])
+    while other.poll() is None:
+        time.sleep(0.0001)
+assert stop.asked
+"""
+
+
+def test_a_signal_finds_no_lock_that_it_interrupts():
+    subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=120)
+
+
+SPEAKS = """
+import pathlib, sys
+from rich.progress import Progress
+from jaxrl_llm.training import terminal
+console = terminal.console()
+with Progress(console=console):
+    console.print("begun")
+    sys.stdin.read()
+    for _ in range(3):
+        console.print("x" * 10_000)
+pathlib.Path(sys.argv[1]).write_text("went on")
+"""
+
+
+def piped(command):
+    """The process and what reads its output: a pipe."""
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    return started, started.stdout
+
+
+def on_terminal(command):
+    """The same with a terminal."""
+    ours, theirs = pty.openpty()
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    return started, os.fdopen(ours, "rb", 0)
+
+
+@pytest.mark.parametrize("start", [piped, on_terminal])
+def test_what_nobody_takes_is_not_said(start, tmp_path):
+    said, output = start([sys.executable, "-c", SPEAKS, str(tmp_path / "mark")])
+    assert output.read(1)
+    output.close()
+    _, complaint = said.communicate(timeout=60)
+    assert (said.returncode, complaint) == (0, b"")
+    assert (tmp_path / "mark").read_text() == "went on"
+
+
+def test_what_a_policy_wrote_is_printed_as_it_is(capsys):
+    terminal.plain().print("2:o:3 :x: [b]a:b:c[/b] " + "x" * 200)
+    assert capsys.readouterr().out == "2:o:3 :x: [b]a:b:c[/b] " + "x" * 200 + "\n"
+
+
+WAITING = """
+import sys, threading
+threading.Thread(target=threading.Event().wait).start()
+from jaxrl_llm.cli import main
+main.LEAVE, sys.argv = 0.5, ["jaxrl-llm", *sys.argv[1:]]
+main.entry()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["nonsense"], 2)])
+def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
+    """As those of orbax do, if an error of the disk meets one of them alone; the exit code stays."""
+    command = [sys.executable, "-c", WAITING, *words]
+    done = subprocess.run(command, capture_output=True, timeout=100, check=False)
+    assert done.returncode == code

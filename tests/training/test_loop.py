@@ -1,0 +1,356 @@
+"""The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+import rich.console
+
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.training import loop
+from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.loop import Point
+from jaxrl_llm.training.stream import Cursor, Stream
+from tests.rollouts.fake import Scripted
+from tests.training.test_evaluate import WORDS
+from tests.training.test_evaluate import Echo as Digits
+
+
+class Echo(Digits):
+    """Every response has a reward."""
+
+    def reward(self, example, response):
+        return Reward(float(example), True)
+
+
+class State(NamedTuple):
+    """What was learned from, in its order, as a number."""
+
+    params: jax.Array
+
+
+def learn(state, rollout):
+    tokens = [token for row in (*rollout.prompts, *rollout.responses) for token in row]
+    number = (int(state.params) * 31 + sum(i * t for i, t in enumerate(tokens, 1))) % 100_003
+    return State(jnp.int32(number))
+
+
+class Trial:
+    """Runs a phase with programs that only count; `log` says what happened in its order.
+
+    `at` is what to do before something of the log happens.
+    """
+
+    def __init__(self, folder, *, scores=(), at=None, **changes):
+        self.log, self.saved, self.stop, self.at = [], {}, Stop(), at or {}
+        self.scores = dict(scores)
+        self.journal = Journal(folder, rich.console.Console(quiet=True))
+        inner = self.journal.record
+        self.journal.record = lambda step, *rest: (self.note(f"record {step}"), inner(step, *rest))
+        self.config = SimpleNamespace(
+            steps=6, warm_start=None, evaluation=SimpleNamespace(every=3), prompts=2, group_size=1, seed=0,
+            collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
+            drop_even_groups=False, look_ahead=False, most_unchecked=1.0, offloads=lambda what: False,
+            saves=lambda step: step % 2 == 0,
+        )  # fmt: skip
+        vars(self.config).update(changes)
+        self.parts = SimpleNamespace(
+            token_task=lambda _: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
+            policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
+        )  # fmt: skip
+        self.sampler = Scripted(lambda prompt, number: [prompt[0], WORDS.eos])
+        self.sampler.counters, self.sampler.sync = {}, {}
+        for name in ("push", "release", "generate"):
+            setattr(self.sampler, name, partial(self._sampler, name, getattr(self.sampler, name)))
+
+    def note(self, event):
+        self.log.append(event)
+        self.at.get(event, lambda: None)()
+
+    def _sampler(self, name, inner, *args, **how):
+        self.note(f"push {args[1]}" if name == "push" else name)
+        return inner(*args, **how)
+
+    def update(self, state, rollout):
+        self.note(f"learn {self.log.count('learn') + 1}")
+        return learn(state, rollout), {}
+
+    def save(self, step, state, cursor):
+        self.note(f"save {step}")
+        self.saved[step] = (state, cursor)
+
+    def evaluate(self, phase, step):
+        self.note(f"evaluate {step}")
+        score = self.scores.get(step, 0.0)
+        self.journal.record(step, phase, {"eval/accuracy": score})
+        return score
+
+    def reinforce(self, start=0):
+        with self.journal:
+            self.journal.start(after=start.step if isinstance(start, Point) else -1)
+            loop.reinforcement(
+                self.config, self.parts, Echo.train, self.sampler, self.journal, self.stop, start, jnp.int32(0),
+                None, save=self.save, evaluate=partial(self.evaluate, REINFORCE), show=lambda *_: None,
+            )  # fmt: skip
+        return self
+
+    def imitate(self, start=None):
+        collate = SimpleNamespace(response_length=5)
+        warm = SimpleNamespace(
+            steps=5, evaluate_every=3, batch=2, optimizer=None, collate=collate, demonstration=str
+        )
+        with self.journal:
+            self.journal.start(after=start.step if start else -1)
+            return loop.warm_start(
+                self.config, warm, self.parts, Echo.train, self.sampler, self.journal, self.stop, start,
+                save=self.save, evaluate=partial(self.evaluate, WARM_START),
+            )  # fmt: skip
+
+    @property
+    def last(self):
+        """Where it can go on: the newest of what was saved."""
+        step = max(self.saved)
+        return step, *self.saved[step]
+
+
+def figures(made):
+    """What was recorded, but the clock, and how old a batch was: one that was dropped is sampled anew."""
+    timed = lambda name: name == "lag" or name.startswith("time/")
+    return [{k: v for k, v in r.items() if not timed(k)} for r in made.journal.records]
+
+
+@pytest.fixture(autouse=True)
+def trial(tmp_path, monkeypatch):
+    trials = []
+
+    def make(**how):
+        trials.append(Trial(tmp_path, **how))
+        return trials[-1]
+
+    programs = SimpleNamespace(
+        batch=lambda rollout, rewards=None: (rollout, rewards) if rewards else rollout,
+        score=lambda params, batch: ({}, {}),
+        credit=lambda batch, reward: batch,
+        update=lambda *args: trials[-1].update(*args),
+    )
+    for module in (loop.reinforce, loop.imitate):
+        monkeypatch.setattr(module, "compiled", lambda *_, **__: programs)
+    monkeypatch.setattr(
+        loop.reinforce, "describe_update", lambda visits, described, host: {"updates": 1, **host}
+    )
+    monkeypatch.setattr(loop.imitate, "describe", lambda visits, cut: {"updates": 1, "cut": cut})
+    monkeypatch.setattr(loop.update, "init_state", lambda params, *_, **__: State(params))
+    return make
+
+
+def test_the_order_of_a_run(trial):
+    """Records come a step late, but before an evaluation and a save; the best is saved whenever it is found."""
+    log = trial(scores={0: 0.9, 3: 0.5, 6: 0.4}).reinforce().log
+    skipped = [event for event in log if event not in ("generate", "release")]
+    assert ", ".join(skipped).replace("learn 1", "learn") == (
+        "save 0, push 0, evaluate 0, record 0, learn, push 1, learn, record 1, push 2, record 2, save 2, "
+        "learn, push 3, record 3, evaluate 3, record 3, save 3, learn, push 4, record 4, save 4, "
+        "learn, push 5, learn, record 5, push 6, record 6, evaluate 6, record 6, save 6"
+    )
+
+
+@pytest.mark.parametrize("score", [0.0, 0.5])
+def test_what_is_as_good_as_the_best_is_not_saved_for_it(trial, score):
+    made = trial(scores={3: 0.5, 6: 0.9, 9: 0.9}, steps=9, saves=lambda step: step == 9).reinforce()
+    assert [*made.saved] == [0, 3, 6, 9]
+    made = trial(scores={3: 0.5, 6: score}, steps=7, saves=lambda step: step == 7).reinforce()
+    assert [*made.saved] == [0, 3, 7]
+
+
+def leave(made):
+    """A signal: work that looks at it is dropped."""
+    made.stop.ask()
+    raise Leaving
+
+
+def fail(made):
+    raise UserError("no server answers")
+
+
+def hear(made):
+    """A signal while nobody looks."""
+    made.stop.ask()
+
+
+DROPPED = [
+    ("generate", 0),
+    ("generate", 2),
+    ("generate", 5),
+    ("push 2", 0),
+    ("evaluate 3", 0),
+    ("evaluate 6", 0),
+]
+HEARD = [
+    ("learn 1", 0),
+    ("record 3", 0),
+    ("save 4", 0),
+    ("push 2", 0),
+    ("generate", 2),
+    ("evaluate 6", 0),
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("event", "nth", "happens"),
+    [(*one, happens) for happens in (leave, fail) for one in DROPPED]
+    + [(*one, hear) for one in HEARD],
+)
+def test_a_run_that_ends_early_goes_on_to_the_same(trial, event, nth, happens, ahead):
+    how = {"scores": {3: 0.5}, "look_ahead": ahead}
+    whole = trial(**how).reinforce()
+    expected, made, calls = figures(whole), trial(**how), iter(range(100))
+    made.at[event] = lambda: happens(made) if next(calls) == nth else None
+    try:
+        made.reinforce()
+    except (Leaving, UserError):
+        step, state, cursor = made.last
+        again = trial(**how)
+        again.reinforce(Point(REINFORCE, step, state, cursor))
+        again.saved = made.saved | again.saved
+        made = again
+    assert int(made.last[1].params) == int(whole.last[1].params)
+    assert figures(made) == expected
+
+
+def test_a_signal_loses_no_step(trial):
+    made = trial(saves=lambda step: step == 6)
+    made.at["push 5"] = made.stop.ask
+    with pytest.raises(Leaving):
+        made.reinforce()
+    assert [*made.saved] == [0, 3, 5]  # the best, and on the way out
+
+
+def test_a_state_that_another_step_has_consumed_is_not_saved(trial):
+    made = trial(saves=lambda step: step == 6)
+
+    def update(state, rollout):
+        if "save 3" in made.log:
+            state.params.delete()
+            raise UserError("in the middle of an update")
+        return learn(state, rollout), {}
+
+    made.update = update
+    with pytest.raises(UserError, match="in the middle"):
+        made.reinforce()
+    assert [*made.saved] == [0, 3]
+
+
+def test_a_warm_start_keeps_no_copy_of_the_policy_beyond_an_evaluation(trial):
+    log = (made := trial()).log
+    assert int(made.imitate()) > 0
+    assert ", ".join(log).replace("learn 1", "learn") == (
+        "learn, record 1, learn, record 2, save 2, learn, record 3, push 3, evaluate 3, record 3, release, "
+        "learn, record 4, save 4, learn, record 5"
+    )
+
+
+@pytest.mark.parametrize("event", ["record 2", "evaluate 3", "record 5"])
+@pytest.mark.parametrize("happens", [fail, hear])
+def test_a_warm_start_that_ends_early_goes_on_to_the_same(trial, event, happens):
+    whole = trial().imitate()
+    made = trial()
+    calls = iter(range(100))
+    made.at[event] = lambda: happens(made) if next(calls) == 0 else None
+    try:
+        found = made.imitate()
+    except (Leaving, UserError):
+        step, state, cursor = made.last
+        assert step < 5  # whose checkpoint is that of reinforcement
+        found = trial().imitate(Point(WARM_START, step, state, cursor))
+    assert int(found) == int(whole)
+
+
+# The stream of batches.
+
+
+def data():
+    return Batches(list(range(20)), 2, seed=3)
+
+
+def answer(step, examples):
+    return Rollout(
+        [[e] for e in examples], [[step, e] for e in examples], [[-0.1]] * 2, [True, False], step
+    )
+
+
+def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
+    whole, stream = Stream(data(), answer), Stream(data(), answer)
+    taken = []
+    for step in range(3):
+        taken.append(whole.take(step))
+        assert stream.take(step) == taken[-1]
+        stream.learned()
+        stream.begin(step + 1)
+        stream.settle()
+    unused = lambda step, examples: pytest.fail("sampled again")
+    assert Stream(data(), unused, cursor=stream.cursor()).take(3) == whole.take(3)
+    stream.take(3)  # and not learned from
+    assert stream.cursor().ahead is None
+    assert Stream(data(), answer, cursor=stream.cursor()).take(3).prompts == [
+        [e] for e in data_at(3)
+    ]
+
+
+def data_at(step):
+    source = data()
+    return [next(source) for _ in range(step + 1)][-1]
+
+
+def test_the_next_batch_is_sampled_while_the_caller_goes_on():
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(step, examples):
+        entered.set()
+        assert leave.wait(60)
+        return answer(step, examples)
+
+    stream = Stream(data(), slow)
+    stream.begin(0)
+    assert entered.wait(60)
+    leave.set()
+    stream.settle()
+    assert stream.take(0).responses[0][0] == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("step 7"), Leaving()])
+def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_cursor_before_it(error):
+    def broken(step, examples):
+        raise error
+
+    stream = Stream(data(), broken)
+    stream.begin(7)
+    if isinstance(error, Leaving):
+        stream.settle()
+    else:
+        with pytest.raises(ValueError, match="step 7"):
+            stream.settle()
+    assert stream.cursor() == Cursor(data().get_state())
+
+
+def test_responses_are_brought_together_once():
+    calls = []
+    whole = lambda examples, rollout: (calls.append(len(examples)), rollout)[1]
+    stream = Stream(data(), answer, whole=whole)
+    stream.begin(0)
+    stream.settle()
+    cursor = stream.cursor()
+    for made in (stream, Stream(data(), answer, cursor=cursor, whole=whole)):
+        made.take(0)
+        made.learned()
+        made.cursor()
+    assert calls == [2]

@@ -1,0 +1,125 @@
+"""What is learned from, what chooses the best checkpoint, and what is read once at the end."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl_llm import storage
+from jaxrl_llm.config import Evaluation
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.rollouts.engines import Vllm
+from jaxrl_llm.tasks import builders
+from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
+from jaxrl_llm.tasks.knights_knaves.generate import Recipe
+from jaxrl_llm.training.parts import askable, overlap, parts, readable, splits
+from tests.training import quick
+from tests.training.conftest import forget
+
+CONFIG = quick.config()
+
+
+def made_of(train, test=(0,), *, longest=1000):
+    """Parts whose prompts are as many tokens as they have digits."""
+    task = SimpleNamespace(train=train, test=test, prompt=str)
+    tokenizer = SimpleNamespace(encode=lambda text: [0] * len(text))
+    return SimpleNamespace(
+        task=task, tokenizer=tokenizer, shape=SimpleNamespace(max_length=longest)
+    )
+
+
+def divided(train, validation, test=(0,)):
+    config = replace(CONFIG, evaluation=Evaluation(validation=validation))
+    found = splits(made_of(train, test), config)  # pyright: ignore[reportArgumentType]
+    return [[source[i] for i in range(len(source))] for source in found[:3]]
+
+
+def test_validation_comes_out_of_the_training_data_evenly():
+    """One of every ten in a row, where the data are sorted; and of each kind, where they go in cycles."""
+    train, validation, test = divided(range(100), 10, range(7))
+    assert [number // 10 for number in validation] == [*range(10)]
+    kinds = Counter(number % 5 for number in divided(range(5000), 500)[1])
+    assert sorted(kinds) == [0, 1, 2, 3, 4]
+    assert all(70 < count < 130 for count in kinds.values())
+    assert validation == divided(range(100), 10)[1]
+    assert sorted(train + validation) == [*range(100)]
+    assert test == [*range(7)]
+
+
+def test_small_training_data_keep_three_quarters():
+    assert [len(source) for source in divided(range(10), 500, range(3))] == [8, 2, 3]
+    with pytest.raises(UserError, match="at least 4 are needed"):
+        divided(range(3), 500)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "test", "said"),
+    [
+        ([1, 2, 3], [4], [5, 6], ""),
+        ([1, 2, 3], [4], [1, 6], "warning: 1 test prompts are in the training data"),
+        ([1, 2, 3], [4], [4, 6], "warning: 1 test prompts are in the validation data"),
+        ([1, 2, 3], [3], [4], "warning: 1 validation prompts are in the training data"),
+    ],
+)
+def test_overlap_is_said(train, validation, test, said):
+    assert overlap(made_of([]).task, (train, validation, test, 0)) == said
+
+
+def test_a_test_set_that_is_trained_on_is_refused():
+    with pytest.raises(UserError, match="all 2 test examples are in the training data"):
+        overlap(made_of([]).task, ([1, 2, 3], [4], [1, 2], 0))
+
+
+def test_prompts_that_are_too_long_to_learn_from():
+    numbers = [10**n for n in range(60)]  # of 1 to 60 digits
+    made = made_of(numbers)
+    found = readable(made, numbers, CONFIG, "training")
+    assert (len(found), found.skipped, found[39]) == (40, 20, 10**39)
+    strict = replace(CONFIG, long_prompts="refuse")
+    for config, source, said in (
+        (strict, numbers, "training example 40 has a prompt of 41 tokens, the limit is 1 to 40"),
+        (CONFIG, numbers[40:], "is empty: 20 examples were skipped for prompts of more than 40"),
+        (CONFIG, [], "the training data is empty"),
+    ):
+        with pytest.raises(UserError, match=said):
+            readable(made, source, config, "training")
+
+
+def test_no_test_example_is_dropped_for_its_length():
+    """It is only answered, not collated: what is too long to learn from may be asked, as far as the model goes."""
+    made = made_of([], longest=99)
+    assert len(askable(made, [10**50], CONFIG)) == 1
+    served = replace(CONFIG, engine=Vllm(max_model_len=98))
+    for config, source, said in (
+        (
+            CONFIG,
+            [1, 10**51],
+            "test example 1 has a prompt of 52 tokens, and 99 is room for it and 48 to come",
+        ),
+        (
+            served,
+            [10**50],
+            "98 is room for it and 48 to come: lower response_length, raise the engine's max_model",
+        ),
+        (CONFIG, [], "the test data is empty"),
+    ):
+        with pytest.raises(UserError, match=said):
+            askable(made, source, config)
+
+
+def test_data_sets_in_a_bucket_are_built_once(url):
+    recipe = Recipe(people=(3,), depth=1, train=8, test=4)
+    config = replace(
+        CONFIG, task=lambda data: knights_knaves.tiny(*builders.knights_knaves(recipe, data))
+    )
+    prompts, built = [], []
+    for _ in range(2):
+        forget()
+        task = parts(config, url).task
+        prompts.append([task.prompt(task.train[i]) for i in range(8)])
+        found = storage._file_system("s3").find(url, detail=True)
+        built.append({name: about["LastModified"] for name, about in found.items()})
+    assert prompts[0] == prompts[1]
+    assert built[0] == built[1]
+    assert any(name.endswith("dataset_info.json") for name in built[0])

@@ -1,0 +1,334 @@
+"""Whole runs in processes of their own: killed, stopped, cut off, and resumed to the same figures, bit for bit."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxrl_llm import storage
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.training import folder, journal
+from jaxrl_llm.training.journal import REINFORCE
+from jaxrl_llm.training.leaving import UNFINISHED
+from tests.training.conftest import forget
+from tests.training.killed import MOMENTS
+from tests.training.process import QUICK, ROOT, contents, fails, finished, metrics, train
+from tests.training.test_leaving import on_terminal, piped
+from tests.training.test_storage import objects
+
+LOOK_AHEAD = "tests/training/look_ahead.py"
+
+
+def killed(environment, out, moment, nth, delay, *flags, **how):
+    program = ("-m", "tests.training.killed", moment, str(nth), str(delay))
+    done = train(environment, out, *flags, program=program, **how)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def resumed(environment, out, *flags, **how):
+    done = train(environment, out, "--resume", *flags, **how)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def checkpoints(out):
+    return [
+        path.name
+        for path in sorted((out / "checkpoints").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    ]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(environment, whole, tmp_path):
+    killed(environment, tmp_path / "run", "save", 3, 0.02)
+    done = resumed(environment, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(whole)
+    assert len(metrics(whole)) == 10 + 4 + 1  # steps of both phases, evaluations, test
+    assert "mean of the last 2:" in done.stdout  # those before the kill count too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_moments(seed, environment, whole, tmp_path):
+    draw, out = random.Random(seed), tmp_path / "run"
+    killed(environment, out, draw.choice([*MOMENTS]), draw.randint(1, 4), draw.uniform(0, 0.2))
+    resumed(environment, out)
+    assert metrics(out) == metrics(whole)
+
+
+@pytest.mark.slow
+def test_what_waits_in_the_memory_of_the_host_changes_no_number(environment, whole, tmp_path):
+    killed(environment, tmp_path / "run", "save", 3, 0.02, "--offload", "both")
+    resumed(environment, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+def test_sigterm_saves_and_a_damaged_checkpoint_falls_back(environment, whole, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "train", QUICK, "--out", str(out)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as running:
+        while len(metrics(out)) < 8:
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.terminate()
+        try:
+            said, _ = running.communicate(timeout=300)
+        finally:
+            running.kill()
+    assert running.returncode == UNFINISHED
+    assert "stopped and saved in" in said
+    newest = out / "checkpoints" / checkpoints(out)[-1]
+    largest = max(newest.rglob("d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    assert f"checkpoint {newest.name} is damaged" in resumed(environment, out).stderr
+    assert metrics(out) == metrics(whole)
+
+
+@pytest.mark.slow
+def test_a_full_disk_during_a_save_keeps_the_last_checkpoint(environment, whole, tmp_path):
+    """A limit on the size of a file stands for a full disk: both make a write fail."""
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2)"
+    program = ("-c", f"import resource; from jaxrl_llm.cli.main import main; {limit}; main()")
+    done = train(environment, tmp_path / "run", program=program)
+    assert done.returncode == 2
+    assert "\njaxrl-llm: cannot write " in "\n" + done.stderr
+    assert done.stderr.count("\n") == 1
+    resumed(environment, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [piped, on_terminal])
+def test_a_run_whose_terminal_closes_saves_what_it_has(start, environment, tmp_path, monkeypatch):
+    for name, value in {**environment, "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "run"
+    flags = ["--out", str(out), "--steps", "1000", "--warm-steps", "0"]
+    run, output = start([sys.executable, "-m", "jaxrl_llm.cli", "train", QUICK, *flags])
+    said = b""
+    while not re.search(rb"\b[1-9]\d*/1000", said):
+        said += (read := output.read(1))
+        assert read, said
+    output.close()
+    run.send_signal(signal.SIGTERM)  # SIGHUP may be ignored where the tests run
+    assert run.wait(timeout=120) == UNFINISHED
+    last = max(record["step"] for record in journal.read(out))
+    assert (out / "checkpoints" / str(last)).is_dir()
+
+
+# Longer, shorter, and with another's warm start.
+
+
+def test_a_shared_warm_start_changes_nothing(environment, whole, tmp_path, capsys):
+    run = finished(environment, tmp_path / "run", "--from", str(whole))
+    assert metrics(run) == [r for r in metrics(whole) if r["phase"] == REINFORCE]
+    said = fails(capsys, "train", QUICK, "--out", run, "--resume", "--from", tmp_path)
+    assert f"was started with --from {whole}: resume it so" in said
+
+
+def test_a_finished_run_has_nothing_left_and_does_not_get_shorter(whole, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
+    main(["train", QUICK, "--out", str(run), "--resume", "auto"])
+    assert f"nothing was left to do in {run}" in capsys.readouterr().out
+    before = contents(run)
+    for flags in (("--steps", 1), ("--steps", 1, "--from", whole)):
+        said = fails(capsys, "train", QUICK, "--out", run, "--resume", *flags)
+        assert "has made 10 steps, and would have 5 with these --steps: give 5 more" in said
+    assert "already holds a run: add --resume" in fails(capsys, "train", QUICK, "--out", run)
+    with storage.locked(run):
+        said = fails(capsys, "train", QUICK, "--out", run, "--resume")
+    assert f"in use by process {os.getpid()} on " in said
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--warm-steps", "5"), "its warm start has 4 steps, that of the config has 5"),
+        (("--hidden", "16"), "hidden_size is 32 there and 16"),
+    ],
+)
+def test_a_warm_start_of_another_kind_is_refused_before_anything_is_written(
+    whole, tmp_path, capsys, flags, message
+):
+    assert message in fails(
+        capsys, "train", QUICK, "--out", tmp_path / "run", "--from", whole, *flags
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_it_began_with_is_needed_until_something_is_saved(
+    environment, whole, tmp_path, capsys
+):
+    """Killed before its first checkpoint, its origin removed."""
+    origin, run = shutil.copytree(whole, tmp_path / "origin"), tmp_path / "run"
+    killed(environment, run, "save", 1, 0.0, "--from", str(origin))
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(origin)
+    said = fails(capsys, "train", QUICK, "--out", run, "--resume")
+    assert f"{origin} is not the folder of a run" in said
+
+
+@pytest.mark.slow
+def test_a_longer_run_goes_on_and_keeps_its_flags(environment, tmp_path):
+    flags = ("--eta", "0.9", "--steps", "1", "--warm-steps", "0")
+    run = finished(environment, tmp_path / "run", *flags)
+    resumed(environment, run, "--steps", "2")
+    assert [
+        session["lengths"]["steps"]
+        for session in json.loads((run / "run.json").read_text())["sessions"]
+    ] == [1, 2]
+    assert [m["step"] for m in metrics(run) if "reward" in m] == [1, 2]
+    assert folder.reopen(run).steps == 2
+
+
+# Look-ahead: an engine with weights of its own samples a step while the one before it is learned from.
+
+
+@pytest.mark.slow
+def test_a_step_ahead_a_killed_run_goes_on_bit_for_bit(environment, tmp_path):
+    """The batch that had been sampled ahead is in the checkpoint."""
+    ahead = metrics(finished(environment, tmp_path / "ahead", config=LOOK_AHEAD))
+    assert [m["lag"] for m in ahead if "lag" in m] == [0, 1, 1, 1, 1, 1]
+    assert max(m.get("mismatch_max", 0.0) for m in ahead) > 1e-4  # the trainer has moved on since
+    for moment, nth in (("update", 7), ("save", 4)):
+        out = tmp_path / moment
+        killed(environment, out, moment, nth, 0.02, config=LOOK_AHEAD)
+        resumed(environment, out, config=LOOK_AHEAD)
+        assert metrics(out) == ahead
+
+
+@pytest.mark.slow
+def test_a_step_ahead_with_frozen_weights_makes_no_difference(environment, tmp_path):
+    runs = []
+    for flag in ("--look-ahead", "--no-look-ahead"):
+        out = finished(
+            environment, tmp_path / flag, flag, "--learning-rate", "0", config=LOOK_AHEAD
+        )
+        runs.append([{k: v for k, v in m.items() if k != "lag"} for m in metrics(out)])
+    assert runs[0] == runs[1]
+
+
+# Runs in a bucket.
+
+
+def users(environment):
+    """A user of the server: one device, and what `wire` has set."""
+    return environment | {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+
+
+def recorded(url):
+    forget()
+    return metrics(folder.at(url))
+
+
+def test_a_run_in_a_bucket_is_the_same_through_a_kill(environment, whole, url):
+    """Killed while a checkpoint is stored; the name is a pattern, and has to be taken as it is."""
+    url = f"{url}/lr=[1e-4] [b]*"
+    killed(users(environment), url, "push", 6, 0.03)
+    assert "run.json" in objects(url)
+    done = resumed(users(environment), url)
+    assert recorded(url) == metrics(whole)
+    assert f"talk to it: jaxrl-llm sample {url}" in done.stdout
+    names = {*objects(url)}
+    assert {"run.json", "config.py", "metrics.jsonl", "curves.png"} <= names
+    assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {"8", "10"}
+    assert {name.split("/")[1] for name in names if name.startswith("initial/")} == {"4"}
+    assert any(name.startswith("tensorboard/events") for name in names)
+    assert not any(".orbax-" in name or name == storage.LOCK for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [4, 30])
+def test_a_network_that_is_cut_costs_nothing_but_time(environment, whole, url, wire, seconds):
+    wire.cut_at(f"PUT /{url.partition('//')[2]}/checkpoints/2/state".encode())
+
+    def mend():
+        wire.met.wait()
+        time.sleep(seconds)
+        wire.mend()
+
+    threading.Thread(target=mend, daemon=True).start()
+    done = train(users(environment), url)
+    assert done.returncode == 0, done.stderr
+    assert wire.met.is_set()
+    assert "Traceback" not in done.stderr
+    assert recorded(url) == metrics(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flipped", "short", "lost", "half"])
+def test_a_damaged_checkpoint_in_a_bucket_is_passed_over(environment, whole, url, damage):
+    assert train(users(environment), url, "--steps", "5").returncode == 0
+    sizes = {
+        name: size for name, size in objects(url).items() if name.startswith("checkpoints/9/state")
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    name = f"checkpoints/9/{storage.LAST[2]}" if damage == "half" else largest
+    bucket, path = storage._file_system("s3"), f"{url}/{name}"
+    content = bytearray(bucket.cat_file(path))
+    if damage in ("lost", "half"):
+        bucket.rm_file(path)
+    else:
+        content[len(content) // 2] ^= 1
+        bucket.pipe_file(
+            path, bytes(content if damage == "flipped" else content[: len(content) // 2])
+        )
+    done = resumed(users(environment), url, "--steps", "6")
+    assert ("checkpoint 9 is damaged" in done.stderr) == (damage != "half")
+    steps = lambda records: [r for r in records if "reward" in r]
+    assert steps(recorded(url)) == steps(metrics(whole))
+
+
+@pytest.mark.slow
+def test_other_commands_read_a_run_in_a_bucket(environment, url, tmp_path, capsys):
+    flags = ("--warm-steps", "0", "--steps", "2")
+    assert train(users(environment), f"{url}/a", *flags).returncode == 0
+
+    def said(*arguments):
+        forget()
+        main([*map(str, arguments)])
+        return capsys.readouterr().out
+
+    assert f"{url}/a, step" in said("eval", f"{url}/a", "--step", "2")
+    assert said("sample", f"{url}/a", "--example", "0")
+    assert f"written to {url}/model" in said("export", f"{url}/a", f"{url}/model")
+    said("export", f"{url}/a", tmp_path / "model")
+    forget()
+    there = storage.local(f"{url}/model")
+    exported = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
+    assert {p.name: p.read_bytes() for p in there.iterdir()} == exported
+    assert f"{url}/model is not empty" in fails(capsys, "export", f"{url}/a", f"{url}/model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": ""}, r"\(.*credentials.*\):"),
+        pytest.param(
+            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+            r"\(.*127\.0\.0\.1:9.*\):",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_way_there_is_one_line(environment, url, changes, said, tmp_path):
+    done = train(users(environment) | changes | {"TMPDIR": str(tmp_path)}, url)
+    assert done.returncode == 2
+    [line] = [x for x in done.stderr.splitlines() if x.startswith("jaxrl-llm: ")]
+    assert re.search(said, line)
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,464 @@
+"""Files that are whole or absent, folders with one writer, and buckets, of a server on this machine."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError
+from tests.training.conftest import forget
+
+NAME = "jaxrl-llm-x"
+STRANGER = 65534
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+
+
+# Files.
+
+
+def full(_):
+    raise OSError(28, "full")
+
+
+def test_a_failing_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    storage.write(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="full"):
+            storage.write(path, "new")
+    with pytest.raises(UnicodeEncodeError):
+        storage.write(path, "new" + chr(0xD800))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    storage.write(path, b"new")
+    assert path.read_text() == "new"
+
+
+def test_a_copy_has_the_permissions_of_the_file(tmp_path):
+    for mode in (0o400, 0o640):
+        (one := tmp_path / f"{mode}").write_text("text")
+        one.chmod(mode)
+        storage.copy(one, tmp_path / "copy")
+        assert stat.S_IMODE((tmp_path / "copy").stat().st_mode) == mode
+        assert (tmp_path / "copy").read_text() == "text"
+
+
+# Folders with one writer.
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from jaxrl_llm import storage
+with storage.locked(storage.local(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(where):
+    """A process that has the folder locked."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(where)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "locked\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def refused(folder, message):
+    with pytest.raises(UserError, match=message), storage.locked(folder):
+        pytest.fail("two writers")
+
+
+def test_a_second_writer_hears_who_the_first_is_and_a_dead_one_is_none(tmp_path):
+    with holder(tmp_path) as other:
+        refused(tmp_path, f"in use by process {other.pid} on {socket.gethostname()}: wait")
+        assert storage.is_locked(tmp_path)
+    assert not storage.is_locked(tmp_path)
+    with storage.locked(tmp_path):
+        refused(tmp_path, f"in use by process {os.getpid()} ")
+    with storage.locked(tmp_path):
+        pass
+
+
+def folder_with(lock, under):
+    (under / NAME).mkdir(mode=0o700)
+    if lock is not None:
+        (under / NAME / storage.LOCK).write_bytes(lock)
+    return under / NAME
+
+
+def link_to_a_lock(under):
+    (under / "elsewhere").write_bytes(storage._here())
+    (folder_with(None, under) / storage.LOCK).symlink_to(under / "elsewhere")
+
+
+def link_to_a_folder(under):
+    folder_with(storage._here(), under).rename(under / "elsewhere")
+    (under / NAME).symlink_to(under / "elsewhere")
+
+
+TRAPS = {
+    "a pipe": lambda under: os.mkfifo(folder_with(None, under) / storage.LOCK),
+    "a link to a lock": link_to_a_lock,
+    "a link to a folder": link_to_a_folder,
+    "a folder as lock": lambda under: (folder_with(None, under) / storage.LOCK).mkdir(),
+    "another program": lambda under: folder_with(b"", under),
+    "another host": lambda under: folder_with(b"jaxrl-llm on elsewhere\n", under),
+    "being made": lambda under: folder_with(None, under),
+    "no folder": lambda under: (under / NAME).write_bytes(storage._here()),
+    "a huge lock": lambda under: os.truncate(folder_with(b"", under) / storage.LOCK, 2**40),
+}
+
+
+def kinds(under):
+    return {path: stat.S_IFMT(path.lstat().st_mode) for path in sorted(under.rglob("*"))}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_what_is_not_ours_neither_hangs_nor_goes(tmp_path, trap):
+    TRAPS[trap](tmp_path)
+    before = kinds(tmp_path)
+    with storage.temporary_folder(tmp_path):
+        assert before.items() <= kinds(tmp_path).items()
+    assert kinds(tmp_path) == before
+
+
+@only_root
+@pytest.mark.parametrize("whose", ["", storage.LOCK])
+def test_a_strangers_folder_stays(tmp_path, whose):
+    folder = folder_with(storage._here(), tmp_path)
+    os.chown(folder / whose, STRANGER, STRANGER)
+    with storage.temporary_folder(tmp_path):
+        assert (folder / storage.LOCK).exists()
+
+
+def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
+    folder = folder_with(storage._here(), tmp_path)
+    with (folder / storage.LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with storage.temporary_folder(tmp_path):
+            assert folder.exists()
+    with storage.temporary_folder(tmp_path) as ours:
+        assert not folder.exists()
+        assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+        assert stat.S_IMODE((ours / storage.LOCK).stat().st_mode) == 0o600
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="cannot make a folder"), storage.temporary_folder(folder):
+        pass
+
+
+# Buckets.
+
+
+def test_what_is_a_url_and_what_a_path():
+    for where in ("s3://bucket/a", "gs://bucket/a/b", Path("s3://bucket/a/")):
+        assert storage.is_url(where)
+    for where in ("runs/a", "/runs/a", "s3/a", ".", "a:b", "s3:", Path("a//b")):
+        assert not storage.is_url(where)
+        assert storage.local(where) == Path(where)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://host/a", "write a URL as s3://bucket/name or gs://bucket/name"),
+        ("s3:///x", "write a URL as"),  # s3://$UNSET/x
+        ("s3:///x/y", "names no bucket"),
+        ("s3://bucket", "write a URL as"),
+        ("s3://bucket//y", "write a URL as"),  # s3://bucket/$UNSET/y
+        ("s3://", "write a URL as"),
+    ],
+)
+def test_a_url_that_names_nothing_is_refused(url, message):
+    with pytest.raises(UserError, match=message) as error:
+        storage.local(url)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package_of_a_scheme_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    storage._file_system.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'jaxrl-llm\[gcs\]'"):
+        storage.local("gs://bucket/a")
+
+
+def objects(url):
+    """The sizes of what is stored under a URL."""
+    forget()
+    return storage._Mirror(url)._names("")
+
+
+def fill(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(name)
+
+
+def files(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """The names of the objects in the order in which they are stored."""
+    names, inner = [], storage._Mirror._try
+
+    def watched(self, call):
+        if call.__defaults__ and "put_file" in call.__code__.co_names:
+            names.append(call.__defaults__[0])
+        return inner(self, call)
+
+    monkeypatch.setattr(storage._Mirror, "_try", watched)
+    return names
+
+
+@pytest.mark.parametrize("name", ["a", "lr=[1e-4, *] a?", "100%#é"])
+def test_a_mirror_comes_back_as_it_was_stored(url, name):
+    here = storage.local(f"{url}/{name}")
+    assert storage.local(f"{url}/{name}") == here
+    assert not storage.shared(here)
+    (here / "b").mkdir()
+    (here / "b" / "c").write_bytes(bytes(range(256)) * 1000)
+    (here / "empty").touch()
+    storage.push(here)
+    forget()
+    there = storage.local(f"{url}/{name}", but=("b",))
+    assert there != here
+    assert files(there) == ["empty"]
+    storage.pull(there / "b")
+    assert (there / "b" / "c").read_bytes() == bytes(range(256)) * 1000
+
+
+def test_what_has_changed_is_stored_and_last_what_says_that_it_is_whole(url, stored):
+    here = storage.local(url)
+    fill(
+        here,
+        "run.json",
+        "z/config.json",
+        "z/weights",
+        "apart/b",
+        "7.orbax-checkpoint-tmp/c",
+        ".hidden",
+        "a",
+    )
+    storage.push(here, but=("apart",))
+    assert stored == ["a", "z/weights", "z/config.json", "run.json"]
+    storage.push(here, but=("apart",))
+    assert len(stored) == 4
+    (here / "a").write_text("more than before")
+    storage.push(here, but=("apart",))
+    assert stored[4:] == ["a"]
+    assert storage.spoken(f"in {here}: b") == f"in {url}: b"
+
+
+def test_what_is_stored_apart_may_come_and_go_meanwhile(url, monkeypatch):
+    here, walk = storage.local(url), os.scandir
+    fill(here, "a", "apart/b", "7.orbax-checkpoint-tmp/b")
+
+    def gone(path):
+        if Path(path).name in ("apart", "7.orbax-checkpoint-tmp"):
+            raise FileNotFoundError(path)
+        return walk(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", gone)
+        storage.push(here, but=("apart",))
+    assert [*objects(url)] == ["a"]
+
+
+def test_a_folder_is_removed_here_and_there_and_no_other(url):
+    here = storage.local(url)
+    fill(here, "4/a", "4/b/c", "44/a", "5/config.json")
+    storage.push(here)
+    storage.remove(here / "4")
+    assert files(here) == ["44/a", "5/config.json"]
+    assert sorted(objects(url)) == ["44/a", "5/config.json"]
+
+
+def test_objects_that_are_folders_are_none_and_none_lies_outside(url):
+    mirror = storage._Mirror(url)
+    for marker in ("", "a/"):
+        mirror._objects.pipe_file(f"{mirror._root}/{marker}", b"")
+    mirror._objects.pipe_file(mirror._path("a/b"), b"1")
+    assert files(storage.local(url)) == ["a/b"]
+    mirror._objects.pipe_file(mirror._path("a/../../c"), b"1")
+    with pytest.raises(UserError, match="would lie outside"):
+        storage.local(url)
+
+
+def test_a_folder_of_a_file_system_is_no_mirror(tmp_path):
+    fill(tmp_path, "a/b")
+    assert storage.shared(tmp_path)
+    storage.pull(tmp_path)
+    storage.push(tmp_path)
+    assert files(tmp_path) == ["a/b"]
+    storage.remove(tmp_path / "a")
+    storage.remove(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch):
+    here = storage.local(url)
+    mirror = storage._mirror_of(here)
+    monkeypatch.setattr(type(mirror._objects), "retries", 1)
+    monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.5)
+    fill(here, "a")
+    wire.cut()
+    start = time.monotonic()
+    threading.Timer(3, wire.mend).start()
+    storage.push(here)
+    assert time.monotonic() - start > 2.5
+    assert "does not answer" in caplog.text
+    assert [*objects(url)] == ["a"]
+
+
+def test_an_outage_is_waited_out_once(url, wire, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
+    monkeypatch.setattr(storage, "PATIENCE", 3.0)
+    mirror = storage._mirror_of(storage.local(url))
+    monkeypatch.setattr(type(mirror._objects), "retries", 1)
+    wire.cut()
+    took = []
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(UserError, match=f"cannot reach {url} .*the network"):
+            mirror._names("")
+        took.append(time.monotonic() - start)
+    assert took[1] < 1.5 < took[0]
+
+
+def test_what_no_attempt_would_cure():
+    assert storage._lasts(OSError(errno.ENOSPC, "No space left on device"))
+    assert storage._lasts(Exception("Forbidden: https://storage.googleapis.com/b/o"))
+    assert not storage._lasts(OSError(errno.ECONNRESET, "Connection reset by peer"))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "unset", "said"),
+    [
+        ("nobodys", (), r"cannot reach s3://nobodys/a \(The specified bucket does"),
+        ("bucket", ("AWS_ACCESS_KEY_ID",), r"cannot reach \S+ \(.*credentials.*\)"),
+    ],
+)
+def test_what_will_not_pass_is_said_at_once(wire, bucket, unset, said, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_PATIENCE", 600.0)
+    for name in unset:
+        monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=said):
+        storage.local(f"s3://{bucket}/a")
+
+
+# The lease of a bucket.
+
+
+def signed(url, number=1, **changes):
+    """The note of a writer on another machine."""
+    mirror = storage._Mirror(url)
+    said = json.loads(mirror._sign(0)) | {"who": "process 7 on node7", "machine": "another"}
+    note = lambda beats: json.dumps(said | changes | {"beats": beats}).encode()
+    put = lambda beats: mirror._objects.pipe_file(
+        mirror._path(f"writers/{number:06d}"), note(beats)
+    )
+    put(0)
+    return put
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(storage, "STALE", 2.0)
+
+
+def test_a_dead_writer_of_this_machine_is_replaced_at_once(url):
+    with holder(url) as other:
+        here = storage.local(url)
+        refused(here, f"in use by process {other.pid} on ")
+        other.kill()
+        other.wait()
+        start = time.monotonic()
+        with storage.locked(here):
+            assert time.monotonic() - start < 30
+            assert [*storage._mirror_of(here)._names("writers")] == ["writers/000002"]
+    assert objects(url) == {"writers/000002": 0}
+    with storage.locked(storage.local(url)):
+        pass
+    assert objects(url) == {"writers/000003": 0}
+
+
+@pytest.mark.usefixtures("hasty")
+def test_elsewhere_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url):
+    put, done = signed(url), threading.Event()
+
+    def beat():
+        beats = 0
+        while not done.wait(0.1):
+            put(beats := beats + 1)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    refused(storage.local(url), "in use by process 7 on node7: wait")
+    done.set()
+    heart.join()
+    mirror = storage._mirror_of(storage.local(url))
+    with storage.locked(mirror.folder):
+        (number, said), until = mirror._highest(), time.monotonic() + 30
+        assert number == 2
+        while mirror._highest() == (number, said):  # it gives signs of life itself
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
+def test_who_stood_still_stores_and_removes_nothing_more(url):
+    here = storage.local(url)
+    fill(here, "a")
+    with storage.locked(here):
+        storage.push(here)
+        signed(url, number=2)
+        (here / "a").write_text("other")
+        for act in (storage.push, storage.remove):
+            with pytest.raises(UserError, match="another writer now"):
+                act(here / "a")
+    assert objects(url)["a"] == 1
+    assert objects(url)["writers/000002"] > 0  # nor takes it anything back
+
+
+def test_of_many_at_once_one_writes(url):
+    mirrors, outcomes = [storage._Mirror(url) for _ in range(6)], []
+    done = threading.Event()
+
+    def take(mirror):
+        try:
+            with mirror.lease():
+                outcomes.append(mirror._note)
+                done.wait(60)
+        except UserError:
+            outcomes.append(0)
+
+    threads = [threading.Thread(target=take, args=(mirror,)) for mirror in mirrors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "BEAT", 0.2)
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 60
+        while len(outcomes) < len(mirrors) and time.monotonic() < until:
+            time.sleep(0.05)
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert len([number for number in outcomes if number]) == 1
