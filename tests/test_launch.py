@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import kubernetes_validate
 import pytest
 import yaml
-from jaxrl_llm.runs.leaving import UNFINISHED
+from jaxrl_llm.training.leaving import UNFINISHED
 
 from jaxrl_llm.cli.main import main
 
@@ -33,7 +33,7 @@ EXAMPLES = {
 POD = f"--wheel {WHEEL} --type v4-16 --zone us-central2-b --out gs://b/x".split()
 NASTY = [*'"\\*#', "a b", "it's", "$(touch pwned)", "`touch pwned`", "; touch pwned", "@name@"]
 NASTY += ["é: - {", "%s", "$(JOB_COMPLETION_INDEX)", "$$(JOB_COMPLETION_INDEX)", "$$$"]
-CONFIG = """from tests.runs.quick import config as quick
+CONFIG = """from tests.training.quick import config as quick
 
 def config(*, steps: int = 2):
     return quick(warm_steps=0, steps=steps)
@@ -433,7 +433,7 @@ def test_no_flag_is_of_two(capsys):
 
 WITH_SERVERS = """from dataclasses import replace
 from jaxrl_llm.rollouts.engines import Vllm
-from tests.runs.quick import config as quick
+from tests.training.quick import config as quick
 
 def config():
     return replace(quick(), engine=Vllm(python="python", devices=("4,5", "6,7")))

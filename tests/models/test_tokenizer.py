@@ -109,9 +109,8 @@ def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
 
 
 def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
-    from jaxrl_llm.runs import assemble
-
     from jaxrl_llm.config import Pretrained
+    from jaxrl_llm.training.parts import parts as make_parts
     from tests import test_configs
 
     shape = tiny.shape(vocab_size=64)
@@ -125,5 +124,5 @@ def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
     config = dataclasses.replace(
         config, model=Pretrained(str(tmp_path / "model")), task=lambda folder: task
     )
-    parts = assemble.parts(config, tmp_path)
+    parts = make_parts(config, tmp_path)
     assert parts.sampling(config).stop == (1, 4)

@@ -22,7 +22,7 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning.machines import machine
 from jaxrl_llm.planning.plan import Plan, plan
 from jaxrl_llm.rollouts.engines import Native
-from tests.runs import quick
+from tests.training import quick
 
 HERE, CONFIGS = Path(__file__).parent, Path(__file__).parents[2] / "configs"
 FUSED = ("fmha", "triton", "tpu_custom_call")  # kernels of attention

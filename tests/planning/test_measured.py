@@ -25,7 +25,7 @@ from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.planning.plan import peak_of
 from jaxrl_llm.planning.programs import Step
-from tests.runs import quick
+from tests.training import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHAPE = qwen2.Shape(8192, 512, 1536, 4, 8, 2, tied=True)

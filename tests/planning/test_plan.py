@@ -25,7 +25,7 @@ from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
 from tests.planning.records import SMALL, worse
 from tests.reference.peer import needed
-from tests.runs import quick
+from tests.training import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = dict.fromkeys(plans.WAITS, 0.0)

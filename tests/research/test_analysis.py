@@ -14,7 +14,7 @@ from jaxrl_llm.tasks.task import UNCHECKED, Reward
 
 CONFIG = """
 import dataclasses
-from tests.runs.quick import *
+from tests.training.quick import *
 from jaxrl_llm.tasks.task import Reward
 
 class Uneven:

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from jaxrl_llm.runs import journal
+from jaxrl_llm.training import journal
 
 from jaxrl_llm import config, userfile
 from jaxrl_llm.cli.main import main
@@ -207,7 +207,7 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out
 
 def test_a_flag_that_changes_the_warm_start_has_to_be_named(tmp_path, out, refused):
     """Else all begin with the warm start of the default, and nothing says so."""
-    asked = SMALL.replace("tests/runs/quick.py", "configs/kk_tiny.py")
+    asked = SMALL.replace("tests/training/quick.py", "configs/kk_tiny.py")
     for flags, warm in (
         ('"warm_steps": 60, "people": 4', '"warm_steps",'),
         ('"warm_steps": 60, "careless": 0.0', '"warm_steps",'),
@@ -226,7 +226,7 @@ def test_so_has_one_that_is_bound_in_a_function(tmp_path, small, out, planned, r
     mine.write_text("""from dataclasses import replace
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
-from tests.runs.quick import config as quick
+from tests.training.quick import config as quick
 import optax
 
 def config(

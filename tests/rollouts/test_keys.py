@@ -9,7 +9,8 @@ import pytest
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts import keys, weight_sync
+from jaxrl_llm.rollouts.vllm import client as keys
+from jaxrl_llm.rollouts.vllm import sync as weight_sync
 
 CONFIG = {"vocab_size": 50, "tie_word_embeddings": False, "dtype": "float32"}
 STRANGER = 65534
@@ -43,7 +44,8 @@ def test_a_folder_that_somebody_else_has_made_anew_gets_nothing(tmp_path):
 
 
 def test_a_key_is_written_for_its_owner_alone(tmp_path):
-    path = keys.write_key("secret", tmp_path / "key")
+    path = tmp_path / "key"
+    keys.write_key("secret", path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert keys.read_key(path) == "secret"
     with pytest.raises(FileExistsError):

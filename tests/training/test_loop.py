@@ -294,7 +294,7 @@ def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
     for step in range(3):
         taken.append(whole.take(step))
         assert stream.take(step) == taken[-1]
-        stream.learned()
+        stream.advance()
         stream.begin(step + 1)
         stream.settle()
     unused = lambda step, examples: pytest.fail("sampled again")
@@ -351,6 +351,6 @@ def test_responses_are_brought_together_once():
     cursor = stream.cursor()
     for made in (stream, Stream(data(), answer, cursor=cursor, whole=whole)):
         made.take(0)
-        made.learned()
+        made.advance()
         made.cursor()
     assert calls == [2]

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxrl_llm.runs.checkpoint import Checkpoints
 
 from jaxrl_llm import distributed
 from jaxrl_llm.learning import imitate, update
