@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
+_MODULES = {  # public names that are modules
     "attention": "jaxrl_llm.models.attention",
     "builders": "jaxrl_llm.tasks.builders",
     "objectives": "jaxrl_llm.objectives",
     "optimizers": "jaxrl_llm.learning.optimizers",
     "recipes": "jaxrl_llm.objectives.recipes",
 }
-_HOMES = {
+_HOMES = {  # module: the public names it defines
     "jaxrl_llm.config": ("Config", "Evaluation", "Mesh", "Pretrained", "Scratch", "WarmStart"),
     "jaxrl_llm.errors": ("UserError",),
     "jaxrl_llm.learning.batch": ("Collator",),

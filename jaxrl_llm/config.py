@@ -1,7 +1,7 @@
-"""A run is one frozen tree of dataclasses, built by `config()` in a file of the user's; this is its vocabulary.
+"""The configuration of a run: one frozen tree of dataclasses, built by `config()` in a user's file.
 
-What varies in kind is a function or a record of functions (objective, optimizer, engine, task), what
-varies in amount is a number. The defaults here are the only ones.
+Choices of kind (objective, optimizer, engine, task) are functions or records of functions, amounts
+are numbers. The defaults here are the only ones.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class Scratch:
-    """A new model; its tokenizer knows the given words, and two more for padding and end.
+    """A randomly initialised model; its tokenizer knows `words`, a padding token and an end token.
 
     >>> tiny = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
     >>> len(jl.Scratch(tiny, words=("yes", "no")).words)
@@ -60,7 +60,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh's axes; one may be -1, whatever is left.
+    """Sizes of the mesh's axes; at most one may be -1: it takes the remaining devices.
 
     >>> jl.Mesh(data=2, tensor=4)  # fsdp is what is left: 2 of 16 devices
     Mesh(data=2, fsdp=-1, tensor=4)
@@ -76,7 +76,7 @@ Offload = Literal["none", "optimizer", "reference", "both"]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A supervised phase on the task's demonstrations (or those of `demonstration`), before reinforcement.
+    """Supervised steps before reinforcement, on the task's demonstrations or `demonstration(example)`.
 
     It is evaluated every `evaluate_every` steps (0: only when it is over).
 
@@ -103,12 +103,13 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When and on what to evaluate, greedily: every `every` steps (0: only before the first), and once at the end.
+    """When and on which examples to measure accuracy (greedy decoding).
 
-    `validation` examples of the training set (at most a quarter of it) are set aside: by these the run is watched
-    and the best checkpoint chosen. The first `examples` of the test set (0: all) are read once, at the end, by
-    that checkpoint. With `samples` k, also k responses at `temperature` to each prompt, for avg@k and pass@k.
-    `by` names the field of a reward that groups the table (empty: no groups).
+    Validation: every `every` steps (0: only before the first) and at the end, on `validation`
+    examples held out of the training set (at most a quarter of it); they choose the best
+    checkpoint. Test: once, at the end, by that checkpoint, on the first `examples` of the test set
+    (0: all). `samples` = k > 0 adds k responses at `temperature` per prompt, for avg@k and pass@k.
+    `by` names a field of rewards by which results are grouped (empty: no groups).
 
     >>> jl.Evaluation(every=20, validation=500, samples=8).samples
     8
@@ -128,24 +129,24 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines a run.
+    """Everything that determines a run; a UserError if fields are invalid or contradict each other.
 
-    `task` gets the folder for data sets. A step draws `prompts` prompts and `group_size` responses to each;
-    `sampling` limits and stops are filled in (`collate.response_length`, the end token). `reference` keeps
-    the policy as it is before reinforcement (None: if the objective looks at its log-probs). `ratios` says
-    whose log-probs of the sampled tokens the policy's are compared to, as `old_logp`: the trainer's own,
-    recomputed, or the sampler's, and then nothing else may correct for the sampler. With `look_ahead` an engine
-    with weights of its own samples a step's responses while the step before it is being learned from, hence
-    with the weights before that. A prompt over `collate.prompt_length` tokens is not learned from: skipped and
-    counted, or refused. What `offload` names, what the optimizer keeps or the reference policy, lies in the
-    memory of the hosts while no program needs it. With `drop_even_groups` a group whose rewards are all equal
-    is not learned from. A response whose reward raises, or takes `reward_seconds`, is unchecked: it is neither
-    learned from nor counted as right or wrong; the run ends where more than `most_unchecked` of the last steps'
-    are. Some responses are shown every `show_samples_every` steps (0: never). A checkpoint is saved every
-    `save_every` steps and at the end; of these the last `keep_checkpoints` stay, and the newest and best of all.
+    `task(data_folder)` makes the task. A step draws `prompts` prompts and `group_size` responses to
+    each; `max_tokens` and `stop` of `sampling` are set from `collate` and the tokenizer.
+    `reference` keeps the policy from before reinforcement (None: if the objective reads
+    `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
+    sampler's, and then no factor or select may correct for the sampler. `look_ahead` samples the
+    next step's responses during an update, so with weights one step old; the engine needs weights
+    of its own. Training prompts over `collate.prompt_length` tokens are skipped and counted, or
+    refused (`long_prompts`). `offload` keeps optimizer state, reference policy or both in host
+    memory while unused. `drop_even_groups` learns nothing from groups of equal rewards. A reward
+    that raises, or takes `reward_seconds`, is unchecked: not learned from, and neither right nor
+    wrong; the run ends if more than `most_unchecked` of the last steps' responses are. Samples are
+    written every `show_samples_every` steps (0: never), checkpoints every `save_every` and at the
+    end; the last `keep_checkpoints`, the newest and the best are kept.
 
-    A schedule in `optimizers.scale_by_batches` counts batches, as in those of `optimizers`; in another
-    transformation of optax it counts optimizer steps, of which Lopti makes twice as many.
+    Schedules in `optimizers` (by `scale_by_batches`) count batches; those in other optax
+    transformations count optimizer steps, of which Lopti makes twice as many.
 
     >>> config = jl.Config(
     ...     task=lambda folder: ...,  # made when the run begins
@@ -248,17 +249,17 @@ class Config:
             )
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint of this step is one of the regular ones: every `save_every`, and the last."""
+        """Whether `step` has a regular checkpoint: every `save_every` steps, and the last."""
         last = self.steps + (self.warm_start.steps if self.warm_start else 0)
         return step % self.save_every == 0 or step == last
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy as it is before reinforcement is kept."""
+        """Whether the policy from before reinforcement is kept as the reference."""
         return self.objective.reads("ref_logp") if self.reference is None else self.reference
 
     def offloads(self, what: Literal["optimizer", "reference"]) -> bool:
-        """Whether it waits in the memory of the hosts."""
+        """Whether the optimizer state or the reference policy waits in host memory."""
         return self.offload in (what, "both")
 
 
@@ -276,7 +277,7 @@ _PARTS = {
 
 
 def _check_types(config: Config) -> None:
-    """A UserError for the first field of a wrong type, or that is none of what it can be."""
+    """Raises a UserError for the first field of a wrong type or with an unknown literal."""
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
@@ -292,19 +293,19 @@ def _check_types(config: Config) -> None:
 
 
 def load(path: Path) -> Callable[..., Config]:
-    """The `config` function of a config file; calling it wrongly or getting no Config is a UserError."""
+    """The `config` function of a config file; a UserError if it has none that can be called."""
     make: Any = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
     if not callable(make):
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
     try:
-        get_type_hints(make)  # they make the flags
-    except Exception as error:  # an annotation is code, too
+        get_type_hints(make)  # the command line makes flags of them
+    except Exception as error:  # annotations are code and may raise anything
         raise UserError(f"{path}: an annotation of config() cannot be resolved: {error}") from error
     return cast(Callable[..., Config], make)
 
 
 def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> Config:
-    """`make(...)`, its errors blamed on the file; an unknown field names the nearest known one."""
+    """`make(...)`; its errors become UserErrors with file and line, and suggest the nearest field."""
     try:
         made = make(*args, **flags)
     except UserError:

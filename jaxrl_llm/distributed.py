@@ -1,9 +1,9 @@
-"""The processes of a run, one a host: how they meet, agree, share their work, and end when one of them does.
+"""The processes of a run, one a host: joining, agreeing, sharing work, and ending together.
 
-They agree on small things at few places: in `share`, which every rollout and evaluation goes through, whether to
-go on; in `from_first` what the first one read. An error is not agreed upon: the process that has it says its line
-and ends, a thread of every other sees that and ends its own, and the launcher starts all again with
-`--resume auto`. Alone, a process agrees with itself.
+They agree at few points: in `share`, part of every rollout and evaluation, whether to go on; in
+`from_first` on what the first has read. Errors are not agreed upon: the process with an error
+prints its line and ends, a thread of every other sees that and ends its own, and the launcher
+restarts all with `--resume auto`. For a single process all of this does nothing.
 """
 
 import json
@@ -26,19 +26,19 @@ from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 
 T = TypeVar("T")
 AUTO = "auto"
-BEAT = 1.0  # seconds between two signs of life
-LOST = 60.0  # seconds without one after which a process is given up
-LEAST_LOST = 5.0
-MEETING = 300  # seconds in which all have to have been started
-LEAVE = 10.0  # seconds that a process has to end by itself after another has
-LEAST = 2**16  # bytes that a gathering has room for: few sizes, few programs
-_COLLECTIVE = re.compile("Gloo|NCCL|closed by peer")  # some come as a ValueError
-_ITS_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")  # nobody is missing
-_FOREVER = 10**6  # seconds: JAX's own watch would end a process with a page of C++
+BEAT = 1.0  # seconds between heartbeats
+LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
+LEAST_LOST = 5.0  # seconds: shorter pauses are normal
+MEETING = 300  # seconds within which all processes must have started
+LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
+LEAST = 2**16  # bytes of the smallest buffer of `gather`: few sizes, few programs
+_COLLECTIVE = re.compile("Gloo|NCCL|closed by peer")  # failed collectives; some raise ValueError
+_ITS_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")  # own faults
+_FOREVER = 10**6  # seconds: turns off JAX's own watchdog, which ends with a page of C++
 
 
 class Stop(Protocol):
-    """Whether the run was asked to stop."""
+    """A request to stop the run: `asked` says whether it was made, `ask` makes it."""
 
     asked: bool
 
@@ -47,21 +47,21 @@ class Stop(Protocol):
 
 @dataclass
 class _Job:
-    """This process among `count`, and the coordinator's store that all can read and write."""
+    """This process among `count`, and the coordinator's key-value store, which all read and write."""
 
     index: int = 0
     count: int = 1
     store: Any = None
     names: list[str] = field(default_factory=list)
     round: int = 0
-    heard: int = 0  # how often the store has answered
+    heard: int = 0  # how often the store has answered `_watch`
 
 
 _JOB = _Job()
 
 
 def count() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return _JOB.count
 
 
@@ -71,16 +71,17 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the process that writes what is there once."""
+    """Whether this is the first process, the one that writes shared files."""
     return _JOB.index == 0
 
 
 @contextmanager
 def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[None]:
-    """One of the processes of a job for the block: AUTO, as the cluster says, or I/N@HOST:PORT; None is alone.
+    """Joins the other processes for the block; `process` is AUTO, I/N@HOST:PORT, or None if alone.
 
-    When one has failed, or is not heard of for `lost` seconds, the others end with exit code 2. The wish of one to
-    stop reaches all.
+    With AUTO the cluster manager says who they are. If one fails, or sends no heartbeat for `lost`
+    seconds, the others exit with code 2. If one is asked to stop, all are. Raises a UserError if
+    they do not meet.
     """
     if process is None:
         yield
@@ -93,14 +94,14 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
         threading.Thread(target=watch, args=(done, lost, stop), daemon=True).start()
     reason = ""
     try:
-        # programs for CPUs that are read back from JAX's cache have lost the order of their collectives
+        # CPU programs read from JAX's cache lose the order of their collectives (JAX 0.10.2)
         if jax.default_backend() == "cpu":
             jax.config.update("jax_enable_compilation_cache", False)
         yield
     except BaseException as error:
-        if not any(isinstance(cause, Leaving) for cause in causes(error)):  # which all agreed upon
+        if not any(isinstance(cause, Leaving) for cause in causes(error)):  # agreed upon
             if any(_of_another(cause) for cause in causes(error, implicit=True)):
-                time.sleep(lost + 2 * LEAVE)  # the watch will say who is gone, and end this process
+                time.sleep(lost + 2 * LEAVE)  # `_watch` says who is gone and ends this process
             known = isinstance(error, (UserError, KeyboardInterrupt))
             reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
         raise
@@ -109,22 +110,22 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
 
 
 def _part(reason: str, done: threading.Event) -> None:
-    """Ends this process's share in the job: with the others, or with a reason that they are told."""
+    """Leaves the job: together with all others or, after an error, by publishing the `reason`."""
     if not reason:
         _put(f"ended/{_JOB.index}", "")
-        agree("")  # nobody leaves before all have come here
+        agree("")  # a barrier: the store lives until all are here
         done.set()
-        jax.distributed.shutdown()  # here, where all do: at the exit one may be slow
+        jax.distributed.shutdown()  # now, with all others: at exit one may be late
         return
     done.set()
-    with suppress(jax.errors.JaxRuntimeError):  # the store may be gone: the others know that too
+    with suppress(jax.errors.JaxRuntimeError):  # the others notice a lost store
         _put(f"ended/{_JOB.index}", reason)
-    if first():  # the store goes with this process: let the others end before
+    if first():  # the store ends with this process: the others must read the reason first
         time.sleep(LEAVE + 3 * BEAT)
 
 
 def agree(word: str) -> list[str]:
-    """The words of all processes, in their order, as soon as the last has said its own."""
+    """The words of all processes, in their order; all must call it, and it waits for the last."""
     if _JOB.count == 1:
         return [word]
     _JOB.round += 1
@@ -137,7 +138,7 @@ def agree(word: str) -> list[str]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What the first process makes, in all; something that JSON can say."""
+    """The result of `make` in the first process, in all processes; it must fit into JSON."""
     if _JOB.count == 1:
         return make()
     return json.loads(agree(json.dumps(make()) if first() else "")[0])
@@ -156,9 +157,9 @@ def share(
     to_bytes: Callable[[T], bytes],
     from_bytes: Callable[[bytes], T],
 ) -> list[T]:
-    """What every process makes of its share of a work, in all of them.
+    """The results of `work` of all processes, in their order, in each of them.
 
-    Raises Leaving in all if one was asked to stop meanwhile; `work` may end early by raising it.
+    Raises Leaving in all if one was asked to stop; `work` may raise it to end early.
     """
     made: list[T] = []
     try:
@@ -172,7 +173,7 @@ def share(
 
 
 def gather(payload: bytes) -> list[bytes]:
-    """The payloads of all processes, by way of the devices."""
+    """The payloads of all processes, in their order, by an all-gather on the devices."""
     if _JOB.count == 1:
         return [payload]
     sizes = [int(size) for size in agree(str(len(payload)))]
@@ -184,7 +185,7 @@ def gather(payload: bytes) -> list[bytes]:
 
 
 def _join(process: str) -> None:
-    """Connects to the other processes, before JAX looks at its devices."""
+    """Connects to the other processes; must come before JAX initialises its devices."""
     where: dict[str, Any] = {}
     if process != AUTO:
         found = re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process)
@@ -197,16 +198,16 @@ def _join(process: str) -> None:
         where |= {"coordinator_bind_address": found[3]} if found[1] == "0" else {}
     alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
     late = alone.format(process, f"not all came within {MEETING} s")
-    # JAX's own end of the waiting is a page of C++
+    # ends the wait before JAX does, with a page of C++
     timer = threading.Timer(MEETING, _end, args=(late,))
     timer.daemon = True
     timer.start()
-    jax.config.update("jax_enable_preemption_service", False)  # it would take our SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
     try:
         jax.distributed.initialize(
             **where, initialization_timeout=2 * MEETING, heartbeat_timeout_seconds=_FOREVER
         )
-        from jax._src import distributed  # as orbax does: nothing public gives the store
+        from jax._src import distributed  # as orbax does: the store is not public
 
         state = distributed.global_state
         _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
@@ -216,12 +217,12 @@ def _join(process: str) -> None:
     finally:
         timer.cancel()
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
-    if len(set(hosts)) == len(hosts):  # where each has a host, each has all of its GPUs
+    if len(set(hosts)) == len(hosts):  # one process a host: each uses all GPUs of its host
         jax.config.update("jax_cuda_visible_devices", "all")
 
 
 def _of_another(error: BaseException) -> bool:
-    """Whether it may come of a program, or of a store, that another process is missing from."""
+    """Whether the error may come from a collective or the store, for lack of another process."""
     of_jax = isinstance(error, jax.errors.JaxRuntimeError) or _COLLECTIVE.search(str(error))
     return bool(of_jax) and not _ITS_OWN.search(str(error))
 
@@ -231,12 +232,12 @@ def _put(key: str, value: str) -> None:
 
 
 def _get(key: str) -> str:
-    """The value of a key, once somebody has set it; the watch ends the process if nobody will."""
+    """The value of a key, once it is set; `_watch` ends the process if that cannot happen."""
     return _JOB.store.blocking_key_value_get(key, 1000 * _FOREVER)
 
 
 def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
-    """Gives signs of life and looks at those of the others, until the job is done."""
+    """Sends heartbeats and checks those of the others until `done`; passes on requests to stop."""
     seen: dict[str, tuple[str, float]] = {}
     while not done.wait(BEAT):
         try:
@@ -262,9 +263,9 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
 
 
 def _watch_the_store(done: threading.Event, lost: float, stop: Stop) -> None:
-    """Ends this process if the first no longer answers: what `_watch` asks it may wait for ever.
+    """Ends this process if the store stops answering: then the calls of `_watch` never return.
 
-    Seconds are counted in which this process was awake itself.
+    Counts its own waits, not clock time, so a process that was suspended does not end on waking.
     """
     del stop
     heard, silent = -1, 0
@@ -275,7 +276,7 @@ def _watch_the_store(done: threading.Event, lost: float, stop: Stop) -> None:
 
 
 def _end(reason: str) -> NoReturn:
-    """Ends this process, whose main thread may wait in a program for one that is gone."""
+    """Ends this process at once: its main thread may wait in a collective for one that is gone."""
     said = f"jaxrl-llm: {reason}; this process ends too: start all again with --resume auto"
     print(said, file=sys.stderr, flush=True)
     os._exit(2)

@@ -1,11 +1,11 @@
-"""What ends a command from outside: an error for people (one line, exit code 2), or the wish to stop."""
+"""Exceptions that end a command: an error for people (one line, exit code 2), or a request to stop."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: the message says what, where, and what to do.
+    """Wrong input, files or environment; the message says what is wrong, where, and what to do.
 
     >>> jl.load("nowhere")
     Traceback (most recent call last):
@@ -14,12 +14,12 @@ class UserError(Exception):
     """
 
 
-class Leaving(Exception):  # noqa: N818 (no error: somebody asked the run to stop)
-    """The run was asked to stop; raised where what is under way may be dropped."""
+class Leaving(Exception):  # noqa: N818 (not an error: the run was asked to stop)
+    """The run was asked to stop; raised only where unfinished work may be dropped."""
 
 
 def at_least(least: int, where: str, record: Any, *names: str) -> None:
-    """Raises a UserError for the first of these fields of a record that is less than `least`."""
+    """A UserError for the first named field of `record` below `least`; `where` begins the message."""
     for name in names:
         if getattr(record, name) < least:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
 
 
 def causes(error: BaseException, *, implicit: bool = False) -> Iterator[BaseException]:
-    """The error, the one it was raised from (or with `implicit` while handling), and so on; each once."""
+    """The error and what it was raised from (`implicit`: or while handling), and so on; each once."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:

@@ -1,4 +1,4 @@
-"""A model in memory, outside a run: load it, score tokens with it, let it answer."""
+"""A model outside a run: `load` it, score tokens with `token_logps`, `generate` responses."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +21,13 @@ from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
 
-SHORTEST = 64  # tokens of the shortest rows that a scoring program is compiled for
+SHORTEST = 64  # tokens to which shorter rows are padded: fewer programs to compile
 AT_A_TIME = 2**14  # tokens that a device scores in one call
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters on the devices of a mesh, what computes with them, and the tokenizer.
+    """Parameters on the devices of a mesh, the policy that computes with them, and the tokenizer.
 
     >>> model = jl.load("model")
     >>> model.shape.num_layers, model.mesh.size
@@ -45,9 +45,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Response:
-    """What a model answered: `logps` has the log-prob of each of the `tokens`.
+    """One response of a model: `logps` has the log-prob (nats) of each of the `tokens`.
 
-    The text is without the token that ends it; `finished` is False if it was cut at `max_tokens`.
+    `text` leaves out the token that ends it; `finished` is False if `max_tokens` cut it.
 
     >>> [response] = jl.generate(jl.load("model"), ["one two"], jl.Sampling(max_tokens=3))
     >>> len(response.tokens), response.finished
@@ -68,9 +68,9 @@ def load(
 ) -> Model:
     """A Qwen2.5 model from a Hugging Face folder or hub name.
 
-    `mesh` says how it lies on the devices (None: cut over all of them); each device reads only its
-    own slices of the files. Parameters are kept in `dtype` and computed with in it. A UserError
-    says what is wrong with a folder.
+    `mesh` says how parameters are sharded (None: over all devices); each device reads only its own
+    slices of the files. Parameters are kept in `dtype` and computed with in it. Raises a UserError
+    that says what is wrong with a folder.
 
     >>> model = jl.load("model", mesh=jl.Mesh(tensor=2), dtype="bfloat16")
     >>> model.params["norm"]["weight"].dtype
@@ -96,12 +96,12 @@ def token_logps(
     *,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """log p(x[t+1] | x[..t]) of each token of each row but the first: float32 `[B, T-1]`.
+    """Log-prob (nats) of each token of each row but the first, log p(x[t+1] | x[..t]): `[B, T-1]`.
 
     `tokens` are right-padded rows `[B, T]` with `lengths` `[B]` (None: rows are full), or lists of
-    different lengths. Where there is no token the result is 0. These are the log-probs that a
-    trainer computes: log softmax(logits / temperature). Rows are padded to powers of two, so that a
-    few programs are compiled, and no `[B, T, V]` array is made.
+    different lengths. The result is float32, and 0 where there is no token: log softmax(logits /
+    temperature), as a trainer computes it. Rows are padded to powers of two, so few programs are
+    compiled, and no `[B, T, V]` array is made. Raises a UserError for invalid input.
 
     >>> model = jl.load("model")
     >>> logps = jl.token_logps(model, [[2, 3, 4, 5], [6, 7]])
@@ -136,10 +136,11 @@ def generate(
     n: int = 1,
     engine: Native | None = None,
 ) -> list[Response]:
-    """`n` responses to each prompt (text, or token ids), side by side, by the embedded engine.
+    """`n` responses to each prompt (text or token ids) in a flat list, by the embedded engine.
 
-    Responses end with a stop token of `sampling`, or of the tokenizer where it names none. The
-    same call gives the same responses, whatever else is asked with it.
+    Responses end with a stop token of `sampling`, or of the tokenizer if it names none. They depend
+    on their own prompt and `sampling` alone, not on the other prompts. Raises a UserError for bad
+    input.
 
     >>> model = jl.load("model")
     >>> short = jl.Sampling(temperature=0.7, max_tokens=5)
@@ -172,7 +173,7 @@ def generate(
     ]
 
 
-@lru_cache(maxsize=8)  # what it holds is compiled programs
+@lru_cache(maxsize=8)  # keeps the compiled programs for later calls
 def _scorer(policy: Policy, temperature: float) -> Any:
     return jax.jit(policy.logp(temperature))
 
@@ -183,9 +184,9 @@ def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeS
 
 
 def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:
-    """The tokens of each row without its padding, and T."""
+    """The tokens of each row without its padding, and T; a UserError if they are invalid."""
     if isinstance(tokens, jax.Array):
-        tokens = np.asarray(tokens)  # at once, not row by row
+        tokens = np.asarray(tokens)  # one transfer instead of one a row
     rows = [np.asarray(row) for row in tokens]
     width = max(map(len, rows), default=0)
     if lengths is not None:
@@ -210,7 +211,7 @@ def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarra
 
 
 def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """Which rows are scored together, and the shape that they are padded to; the longest first."""
+    """Batches of rows of similar length: their indices and padded shape; the longest first."""
     by_length: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         if len(row) > 1:
@@ -222,5 +223,4 @@ def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tup
 
 
 def _power_of_two(number: int) -> int:
-    """The next one."""
     return 1 << max(number - 1, 0).bit_length()

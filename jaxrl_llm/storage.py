@@ -1,8 +1,8 @@
-"""Files: written whole or not at all, folders with one writer, and buckets as mirrors of local folders.
+"""Files written whole or not at all, folders with one writer, and buckets as mirrors of local folders.
 
-A run is always worked on in a local folder. Where a bucket is named instead (`s3://...`, `gs://...`), `local`
-gives the folder that mirrors it; `pull` brings what is missing there, `push` stores what has changed. For a
-folder of a file system `pull` and `push` do nothing, so callers need not know which of the two they have.
+A run always works in a local folder. Where a bucket is named instead (`s3://...`, `gs://...`),
+`local` gives the folder that mirrors it, `pull` downloads what is missing there, `push` uploads
+what has changed. For ordinary folders both do nothing, so callers need not tell the two apart.
 """
 
 import atexit
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in; at the end of the block it is on the disk and takes the place of `path`."""
+    """A file to write to; at the end of the block it is synced to disk and replaces `path`."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         with beside.open("xb") as file:
@@ -49,32 +49,32 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """The content, in place of what was there."""
+    """Replaces the content of a file atomically."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def copy(source: Path, target: Path) -> None:
-    """The bytes of one file and its permissions, in place of what was there."""
+    """Copies a file's bytes and permissions; replaces `target` atomically."""
     with replacing(target) as file:
         os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
         file.write(source.read_bytes())
 
 
 def sync(path: Path) -> None:
-    """Asks for what was written to a file, or the names in a folder, to be on the disk."""
+    """fsync of a file, or of the names in a folder."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # as some file systems say to a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
             raise
     finally:
         os.close(number)
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything in a folder, and the folder."""
+    """fsync of everything below a folder, and of the folder."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
@@ -87,10 +87,10 @@ PREFIX, LOCK = "jaxrl-llm-", "lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """This process is the only writer of the folder for the block; a UserError names the one that is.
+    """Makes this process the only writer of the folder for the block; else a UserError names the other.
 
-    The kernel lets go of the lock when the process ends, however it ends: there is no stale lock to break, and
-    a process that stands still keeps it. A bucket's mirror is locked in the bucket too.
+    The kernel releases the lock however the process ends, so no lock is ever stale, and a suspended
+    process keeps it. A bucket's mirror is locked in the bucket too.
     """
     with (folder / LOCK).open("a+") as file:
         try:
@@ -102,7 +102,7 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by {who}: wait for it, end it, or choose another --out"
             ) from error
         file.truncate(0)
-        with suppress(OSError):  # on a full disk the lock holds, and has no name
+        with suppress(OSError):  # on a full disk the lock works, without a name in it
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         mirror = _mirror_of(folder)
@@ -123,16 +123,16 @@ def is_locked(folder: Path) -> bool:
 
 
 def memory() -> Path:
-    """Memory-backed storage, where there is any."""
+    """A folder in memory (/dev/shm), or else the temporary folder."""
     return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def temporary_folder(under: Path) -> Iterator[Path]:
-    """A fresh folder that is removed at the end; so are those that killed processes of ours have left.
+    """A fresh folder, removed at the end; removes those that killed processes have left in `under`.
 
-    Others may write to `under` too, and make what bears such a name, a link or a pipe: nothing here follows
-    or waits, and what another user or host has made stays.
+    Others may write to `under` too, so nothing in it is trusted: links are not followed, pipes do
+    not block, and folders of other users or hosts stay. Raises a UserError if it cannot be made.
     """
     for folder in under.glob(f"{PREFIX}*"):
         _remove_if_abandoned(folder)
@@ -152,7 +152,7 @@ def temporary_folder(under: Path) -> Iterator[Path]:
 
 def _remove_if_abandoned(folder: Path) -> None:
     how = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with ExitStack() as stack, suppress(OSError):  # whatever it is, it is not ours to remove
+    with ExitStack() as stack, suppress(OSError):  # anything unexpected in it: it stays
         inside = os.open(folder, how | os.O_DIRECTORY)
         stack.callback(os.close, inside)
         lock = os.open(LOCK, how, dir_fd=inside)
@@ -164,21 +164,19 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _here() -> bytes:
-    """What a lock file says: a lock means nothing on another host, which may see the same folder."""
+    """Content of a lock file; names the host, because locks are not seen across hosts."""
     return f"jaxrl-llm on {socket.gethostname()}\n".encode()[:1000]
 
 
 # Buckets.
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
+# files that mark a folder as complete: uploaded last, in this order
 LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
-WRITERS = "writers"  # the folder of a bucket's lock
-FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds: before a bucket has ever answered, and after
-SHORTEST, LONGEST = 0.5, 15.0  # seconds to the next attempt
-BEAT, STALE = (
-    10.0,
-    120.0,
-)  # seconds between signs of life, and without one until a writer is given up
+WRITERS = "writers"  # the folder in a bucket that holds its lease
+FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds to retry: before the first answer, and after
+SHORTEST, LONGEST = 0.5, 15.0  # seconds between attempts
+BEAT, STALE = 10.0, 120.0  # seconds between heartbeats, and without one until a writer counts as dead
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LASTING = (
     FileNotFoundError,
@@ -191,7 +189,7 @@ _LASTING = (
 
 
 def is_url(where: str | Path) -> bool:
-    """Whether it names a place in a bucket; a UserError for a URL that can be none."""
+    """Whether it names a place in a bucket; a UserError for a malformed URL."""
     found = re.fullmatch(r"(\w[\w+.-]+):(/.*)", str(where))
     if found is None:
         return False
@@ -204,7 +202,7 @@ def is_url(where: str | Path) -> bool:
 
 
 def local(where: str | Path, *, but: tuple[str, ...] = ()) -> Path:
-    """The folder that a path or URL names; of a bucket all but what lies in folders of names `but` is pulled."""
+    """The local folder of a path or URL; from a bucket all is pulled but folders named in `but`."""
     if not is_url(where):
         return Path(where)
     scheme, _, rest = str(where).partition(":")
@@ -217,27 +215,27 @@ def local(where: str | Path, *, but: tuple[str, ...] = ()) -> Path:
 
 
 def shared(folder: Path) -> bool:
-    """Whether all hosts that name this folder see the same one: a mirror is each host's own."""
+    """Whether all hosts see the same folder under this path: a mirror is each host's own."""
     return _mirror_of(folder) is None
 
 
 def pull(path: Path) -> None:
-    """Brings a file, or all files below a folder, that are not here as they are stored."""
+    """Downloads a file, or the files below a folder, that are missing here or differ in size."""
     if mirror := _mirror_of(path):
         mirror.pull(mirror.name(path))
 
 
 def push(path: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Stores what has changed of a file or below a folder (not hidden files, nor folders of names `but`).
+    """Uploads what changed of a file or below a folder (not hidden files, nor folders named in `but`).
 
-    What says that a folder is whole (`LAST`) goes last.
+    Files that mark a folder as complete (`LAST`) go last.
     """
     if mirror := _mirror_of(path):
         mirror.push(path, but)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, here and where it is stored; half a folder is never taken for a whole one."""
+    """Removes a folder, here and in the bucket; when interrupted it never looks complete."""
     if mirror := _mirror_of(folder):
         mirror.remove(mirror.name(folder))
     if folder.exists():
@@ -247,7 +245,7 @@ def remove(folder: Path) -> None:
 
 
 def spoken(text: Any) -> str:
-    """A text for people, in which mirrors are called by their URLs."""
+    """The text with paths of mirrors replaced by their URLs, for messages."""
     text = str(text)
     for url, mirror in _MIRRORS.items():
         text = text.replace(str(mirror.folder), url)
@@ -257,12 +255,12 @@ def spoken(text: Any) -> str:
 def retrying(
     call: Callable[[], T], *, patience: float, lasts: Callable[[Exception], bool], say: str
 ) -> T:
-    """What a call returns; an error that may pass is tried again for `patience` seconds, then raised."""
+    """`call()`, retried for `patience` seconds unless `lasts(error)`; `say` begins the warning."""
     until, delay = time.monotonic() + patience, SHORTEST
     while True:
         try:
             return call()
-        except Exception as error:  # the libraries' errors have no common base
+        except Exception as error:  # the stores' libraries have no common base class
             if lasts(error) or time.monotonic() + delay > until:
                 raise
             if delay == SHORTEST:
@@ -272,10 +270,10 @@ def retrying(
 
 
 class _Mirror:
-    """A folder here for what lies under a URL; it lives as long as the process.
+    """The local mirror of a URL; removed when the process ends.
 
-    It is reached through fsspec: of the libraries at hand the one that knows every store, and the one that orbax
-    uses. Orbax itself writes no arrays to s3://.
+    The bucket is reached through fsspec, which knows every store and which orbax uses too. Orbax
+    itself cannot write arrays to s3://.
     """
 
     def __init__(self, url: str):
@@ -294,13 +292,12 @@ class _Mirror:
         root = until_exit.enter_context(temporary_folder(under)).resolve()
         self.folder = root / re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
         self.folder.mkdir()
-        self._stored: dict[
-            str, tuple[int, int]
-        ] = {}  # size and time of the files as they were stored
-        self._note = 0  # the number of ours, while we are the writer
+        # size and time of each file when it was last the same as in the bucket
+        self._stored: dict[str, tuple[int, int]] = {}
+        self._note = 0  # the number of this process's lease file; 0 while it is not the writer
 
     def name(self, path: Path) -> str:
-        """What the object is called whose file this is; "" for the folder itself."""
+        """The name of a file's object below the URL; empty for the folder itself."""
         name = path.relative_to(self.folder).as_posix()
         return "" if name == "." else name
 
@@ -335,13 +332,13 @@ class _Mirror:
             self._delete(name)
             self._stored.pop(name, None)
 
-    # The lease: numbered notes, each created by one process alone; the highest number is the writer. Who takes
-    # the place of a dead writer makes the next number, and of several one succeeds. Nobody writes to another's
-    # note, so a writer that stood still can take nothing back. An empty note, the last, says that nobody writes.
+    # The lease: numbered files, each created by one process; the highest number is the writer. To
+    # succeed a dead writer, create the next number: only one process can. None writes to another's
+    # file, so a suspended writer regains nothing. An empty highest file: there is no writer.
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """This process is the only writer below the URL for the block."""
+        """Makes this process the only writer below the URL for the block."""
         self._note = self._take()
         done = threading.Event()
         heart = threading.Thread(target=self._beat, args=(done,), daemon=True)
@@ -351,7 +348,7 @@ class _Mirror:
         finally:
             done.set()
             heart.join()
-            with suppress(UserError):  # a bucket that is away: the note goes stale
+            with suppress(UserError):  # unreachable: the lease goes stale by itself
                 if self._highest()[0] == self._note:
                     path = self._path(f"{WRITERS}/{self._note:06d}")
                     self._try(lambda: self._objects.pipe_file(path, b""))
@@ -377,9 +374,7 @@ class _Mirror:
             )
             try:
                 self._try(create)
-            except (
-                FileExistsError
-            ):  # another was quicker; or an answer was lost, and the note is ours
+            except FileExistsError:  # another was first; or ours was made, and the answer was lost
                 if self._read(mine) != self._sign(0):
                     continue
             if self._highest()[0] == mine:
@@ -388,7 +383,7 @@ class _Mirror:
                 return mine
 
     def _require_lease(self) -> None:
-        """A UserError if another has become the writer; nothing to ask where nobody locks (data, exports)."""
+        """A UserError if another process became the writer; no check where none locks (data, exports)."""
         if self._note and self._highest()[0] != self._note:
             raise UserError(
                 f"{self.url} has another writer now: this process stood still; it ends, and writes nothing more"
@@ -399,7 +394,7 @@ class _Mirror:
         while not done.wait(min(BEAT, STALE / 4)):
             beats += 1
             path = self._path(f"{WRITERS}/{self._note:06d}")
-            with suppress(Exception):  # the next one may come through
+            with suppress(Exception):  # the next heartbeat may succeed
                 self._objects.pipe_file(path, self._sign(beats))
 
     def _sign(self, beats: int) -> bytes:
@@ -408,7 +403,7 @@ class _Mirror:
         return json.dumps(note | {"beats": beats}).encode()
 
     def _is_dead(self, said: bytes) -> bool:
-        """Whether the writer was a process of this machine, and is no more: its folder is not locked."""
+        """Whether the writer ran on this machine and has ended: its folder is not locked."""
         note = json.loads(said)
         return note["machine"] == _machine() and not is_locked(Path(note["folder"]))
 
@@ -425,13 +420,13 @@ class _Mirror:
             return self._try(lambda: self._objects.cat_file(name))
         return b""
 
-    # One way to ask the store.
+    # Requests to the store; all go through `_try`.
 
     def _names(self, under: str) -> dict[str, int]:
-        """The objects below a name, or the one of that name, and their sizes in bytes."""
+        """Sizes in bytes, by name, of the objects below `under` or of that object itself."""
         try:
             found = self._try(lambda: self._objects.find(self._path(under), detail=True))
-        except FileNotFoundError as error:  # the bucket: of a name that nothing has there are none
+        except FileNotFoundError as error:  # no such bucket; an unused name gives {}
             raise self._unreachable(error) from error
         sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
         for name in sizes:
@@ -451,11 +446,11 @@ class _Mirror:
         say = f"{self.url} does not answer"
         try:
             found = retrying(call, patience=patience, lasts=_lasts, say=say)
-        except (FileNotFoundError, FileExistsError):  # an answer, too
+        except (FileNotFoundError, FileExistsError):  # answers, too
             self._answered = True
             raise
         except Exception as error:
-            self._answered = False  # what comes after it need not be waited for as long
+            self._answered = False  # later calls give up sooner
             raise self._unreachable(error) from error
         self._answered = True
         return found
@@ -479,34 +474,34 @@ def _mirror_of(path: Path) -> _Mirror | None:
 
 @cache
 def _file_system(scheme: str) -> Any:
-    """That of fsspec, which must not remember what it has listed: others write there too."""
+    """fsspec's, without its cache of listings: others write there too."""
     import fsspec
 
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it repeats what is raised here
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs errors that are raised here too
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "s3":
+    if scheme == "s3":  # `retrying` retries
         options["config_kwargs"] = {"retries": {"max_attempts": 1}}
     return fsspec.filesystem(scheme, **options)
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether no new attempt would help."""
+    """Whether retrying is pointless."""
     return (
         isinstance(error, (FileExistsError, *_LASTING))
         or (isinstance(error, OSError) and error.errno in _NO_ROOM)
-        or str(error).startswith("Forbidden")  # as gcsfs says it
+        or str(error).startswith("Forbidden")  # gcsfs has no class for it
         or "Credential" in type(error).__name__
     )
 
 
 def _rank(name: str) -> int:
-    """0, or the turn among those that say a folder is whole."""
+    """0, or 1 + the position in `LAST` for files that mark a folder as complete."""
     last = name.rpartition("/")[2]
     return 1 + LAST.index(last) if last in LAST else 0
 
 
 def _files(folder: Path, but: tuple[str, ...]) -> Iterator[Path]:
-    """Those below a folder that are no hidden ones; what is left out may come and go meanwhile."""
+    """Files below a folder but hidden ones and orbax's temporary ones, which may vanish any time."""
     skipped = lambda name: name.startswith(".") or ".orbax-" in name
     for where, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in but and not skipped(name)]
@@ -519,9 +514,9 @@ def _mark(file: Path) -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """This boot of this machine, as the processes that can see one another share it."""
+    """Identifies this boot and process namespace, within which processes see one another."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return f"{socket.gethostname()} {uuid.getnode()}"

@@ -1,4 +1,4 @@
-"""A Python file that a user wrote (a config, a task), run so that what is wrong with it is said in one line."""
+"""Runs Python files written by users (configs, tasks); their errors become one line with its place."""
 
 import difflib
 import importlib.util
@@ -16,19 +16,19 @@ from jaxrl_llm.errors import UserError, first_line
 
 
 class _AsItIs(SourceFileLoader):
-    """Compiles the file each time: an edit of the same length in the same second is none to Python's cache."""
+    """Compiles the file each time: Python's cache misses an edit of equal size in the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-_RAN: dict[Path, Path] = {}  # in order, with what was run in its place
+_RAN: dict[Path, Path] = {}  # original path: the file that was run for it, in order
 _INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
 @contextmanager
 def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
-    """For the block, runs the copy of a file where it is asked to run the file, as if it lay in its place."""
+    """For the block, `run(original)` runs `copies[original]`, as if it lay at the original's path."""
     token = _INSTEAD.set(copies)
     try:
         yield
@@ -37,17 +37,20 @@ def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """What was run until now counts no more in `ran`."""
+    """Empties the list that `ran` returns."""
     _RAN.clear()
 
 
 def ran(*, but: Path) -> list[Path]:
-    """The files that were run, where they are, `but` the one."""
+    """The original paths of the files that were run so far, except `but`."""
     return [path for path in _RAN if path != but.resolve()]
 
 
 def run(path: Path, kind: str) -> ModuleType:
-    """The module made by running the file at `path`; `kind` is what messages call it."""
+    """The module made by running the file at `path`; errors call it a `kind` file.
+
+    Raises a UserError, with the line at fault, if the file is missing or raises.
+    """
     stands_for, path = path, (_INSTEAD.get() or {}).get(path.resolve(), path)
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
@@ -68,13 +71,13 @@ def run(path: Path, kind: str) -> ModuleType:
 
 
 def blame(path: Path, error: Exception) -> str:
-    """The file and the line of it that an error came from."""
+    """The file and the line in it that an error came from, as text."""
     return _place({str(path)}, error) or f"{path}, line ?"
 
 
 @contextmanager
 def answering_for(what: str) -> Iterator[None]:
-    """What a function of a user's file raises within the block, as a UserError that says where."""
+    """Turns what a user's function raises in the block into a UserError with file and line."""
     try:
         yield
     except UserError:
@@ -86,7 +89,7 @@ def answering_for(what: str) -> Iterator[None]:
 
 
 def _place(files: set[str], error: Exception) -> str:
-    """The innermost of these files that an error came from, and the line of it; "" if from none."""
+    """The innermost of `files` in the traceback, with its line; empty if none is in it."""
     if isinstance(error, SyntaxError) and error.filename in files:
         return f"{error.filename}, line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
@@ -94,7 +97,7 @@ def _place(files: set[str], error: Exception) -> str:
 
 
 def member(module: ModuleType, name: str, where: str) -> Any:
-    """What the module calls `name`; if nothing, a UserError that names the nearest."""
+    """The module's attribute `name`; a UserError that suggests the nearest name if it has none."""
     if hasattr(module, name):
         return getattr(module, name)
     near = difflib.get_close_matches(name, vars(module), n=1)

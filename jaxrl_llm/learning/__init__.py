@@ -1,1 +1,1 @@
-"""From sampled text to changed parameters: batch, credit, update, metrics, and the loop."""
+"""One training step on the devices: batch, score, credit, update, metrics; and evaluation."""

@@ -1,4 +1,4 @@
-"""Prompts answered by a sampler and judged by a task; each process of a run has its share of the prompts."""
+"""Prompts answered by a sampler and scored by a task; each process handles its share of the prompts."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from jaxrl_llm.tasks.task import Reward, Task, score_responses
 
 
 class Answers(NamedTuple):
-    """`n` responses to each example, side by side, each with what it earned."""
+    """`n` adjacent responses to each example, with the reward of each response."""
 
     examples: Sequence[Any]
     rollout: Rollout
@@ -23,19 +23,19 @@ class Answers(NamedTuple):
 
     @property
     def checked(self) -> list[Reward]:
-        """The rewards that are known."""
+        """The rewards that could be computed."""
         return [reward for reward in self.rewards if reward.checked]
 
 
 def in_words(reward: Reward) -> str:
-    """A reward for people."""
+    """A reward as text."""
     known = f"reward {reward.score:g}, {'correct' if reward.correct else 'wrong'}"
     return known if reward.checked else "unchecked"
 
 
 @dataclass(frozen=True)
 class TokenTask:
-    """A task in the tokens of a tokenizer; a reward that takes `seconds` is given up."""
+    """A task in tokens; rewards run in `threads` threads and are unchecked after `seconds` seconds."""
 
     task: Task[Any]
     tokenizer: Tokenizer
@@ -43,19 +43,19 @@ class TokenTask:
     seconds: float = 300.0
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
-        """The prompt of each example."""
+        """The token ids of each example's prompt."""
         return [self.tokenizer.encode(self.task.prompt(example)) for example in examples]
 
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
     ) -> Rollout:
-        """`n` responses to the prompt of each example of this process."""
+        """`n` responses to each of this process's share of `examples`."""
         prompts = self.prompts(examples)
         own = [prompts[i] for i in _own(prompts)]
         return sampler.generate(own, n=n, sampling=sampling) if own else Rollout([], [], [])
 
     def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
-        """Those responses with their rewards."""
+        """The responses that `sample` returned for `examples`, with their rewards."""
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
         rewards = score_responses(
@@ -76,21 +76,21 @@ class TokenTask:
         sampling: Sampling,
         stop: distributed.Stop,
     ) -> Answers:
-        """Responses to all examples, judged, in all processes; raises Leaving if one was asked to stop."""
+        """Scored responses to all examples, in all processes; Leaving if one was asked to stop."""
         work = lambda: self.judge(examples, self.sample(sampler, examples, n=n, sampling=sampling))
         return self.together(examples, work, stop)
 
     def together(
         self, examples: Sequence[Any], work: Callable[[], Answers], stop: distributed.Stop
     ) -> Answers:
-        """What every process makes by `work` of its share of the examples, in all of them."""
+        """The answers of all processes in one; `work` makes this one's. Raises as `answer` does."""
         shares = distributed.share(work, stop, to_bytes=_packed, from_bytes=_unpacked)
         if len(shares) == 1:
             return shares[0]
         return Answers(examples, *_merged(self.prompts(examples), shares))
 
     def whole(self, examples: Sequence[Any], own: Rollout | None) -> Rollout | None:
-        """The responses of all processes, of which `own` are this one's; None if one has none."""
+        """The responses of all processes in one, from this one's; None if any process has none."""
         if distributed.count() == 1:
             return own
         mine = b"" if own is None else _packed(Answers((), own, ()))
@@ -100,7 +100,7 @@ class TokenTask:
         return _merged(self.prompts(examples), [*map(_unpacked, payloads)])[0]
 
     def own(self, examples: Sequence[Any], whole: Rollout) -> Rollout:
-        """Of the responses of all processes those of this one."""
+        """This process's share of the responses of all: the inverse of `whole`."""
         n = len(whole.responses) // len(examples)
         rows = [i * n + k for i in _own(self.prompts(examples)) for k in range(n)]
         pick = lambda values: [values[row] for row in rows]
@@ -110,7 +110,7 @@ class TokenTask:
 
 
 def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The process of each prompt. Equal prompts have the same: a sampler counts the responses to each."""
+    """The process of each prompt; equal prompts share one, as a sampler numbers their responses."""
     numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     return [numbers[tuple(prompt)] * distributed.count() // len(numbers) for prompt in prompts]
 
@@ -122,7 +122,7 @@ def _own(prompts: Sequence[Sequence[int]]) -> list[int]:
 def _merged(
     prompts: Sequence[Sequence[int]], shares: Sequence[Answers]
 ) -> tuple[Rollout, list[Reward]]:
-    """The shares of the processes, equally many responses to each prompt, in the order of the prompts."""
+    """The shares of all processes, equally many responses a prompt, in the order of the prompts."""
     n = sum(len(share.rollout.responses) for share in shares) // len(prompts)
     taken, order = [0] * len(shares), []
     for owner in _owners(prompts):
@@ -143,7 +143,7 @@ def _merged(
 
 
 def _packed(share: Answers) -> bytes:
-    """Responses and rewards of a share as bytes; `_unpacked` gives them back, without prompts and examples."""
+    """A share's responses and rewards as bytes for `_unpacked`; without prompts and examples."""
     rollout = share.rollout
     flat = lambda rows, dtype: np.asarray([x for row in rows for x in row], dtype)
     rest = {

@@ -1,9 +1,9 @@
-"""Ragged text from a sampler (`Rollout`) to arrays of fixed shape (`Batch`): the one place that pads and packs.
+"""Ragged rollouts (`Rollout`) to arrays of fixed shape (`Batch`): the only code that pads and packs.
 
-Two layouts meet here. Credit (advantages, weights) is given on `[B,T]`: one row a response, tokens from
-the left. The model runs on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L tokens, a bin
-holding one sequence (padded) or several (packed); of each bin only C response tokens are scored. The
-`Layout` maps the two onto each other, so everything downstream is blind to padding and packing.
+There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row is a response, tokens
+from the left. The model runs on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L
+tokens, a bin holding one sequence (padded) or several (packed); of each bin only C response tokens
+are scored. `Layout` maps one to the other, so no other code depends on padding or packing.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from jaxrl_llm.rollouts.sampler import Rollout
 
 
 class Layout(NamedTuple):
-    """Where each token of `[B,T]` lies in the flattened `[M,m,R,C]`, and back; -1 is nowhere.
+    """Flat indices of each token of `[B,T]` in `[M,m,R,C]`, and back; -1 where there is none.
 
-    `response` is the number of a token's response in its bin of `[M,m,R,C]`, 0 where there is none.
+    `response` numbers the responses in a bin from 1; it is 0 where there is no token.
     """
 
     in_bins: Int[Array, "B T"]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rollout on the device."""
+    """A rollout as arrays: inputs in the model's layout, the mask of response tokens in `[B,T]`."""
 
     inputs: Inputs
     layout: Layout
@@ -55,13 +55,14 @@ def _take(flat, index):
 class Collator:
     """How a rollout becomes a batch.
 
-    `minibatches` optimizer batches (runs of whole rows, in order) of `microbatches` gradient-accumulation
-    slices each, every slice a multiple of `shards` bins. Lengths are rounded up to a multiple of `round_to`
-    (fewer compilations); `prompt_length` and `response_length` are limits.
+    Mini-batches are equal runs of consecutive rows, each split into `microbatches` slices for
+    gradient accumulation, each slice a multiple of `shards` bins. `prompt_length` and
+    `response_length` are limits in tokens; lengths are rounded up to a multiple of `round_to`
+    (fewer compilations).
 
-    With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then follow from the
-    limits alone, so there is one compilation: slices are filled one after the other, and those that stay
-    empty cost nothing. Choose `microbatches` for the case that every sequence has full length.
+    With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then
+    depend on the limits alone, so there is one compilation: slices are filled in turn, and empty
+    ones cost nothing. Choose `microbatches` for the case that every sequence has full length.
 
     >>> jl.Collator(prompt_length=400, response_length=1024, minibatches=2, pack=True).pack
     True
@@ -79,9 +80,9 @@ class Collator:
         at_least(1, "collate", self, *(one.name for one in fields(self) if one.type is int))
 
     def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
-        """Collate: pads or packs, and fills `[B,T]` with zeros where there is no token.
+        """The batch, in NumPy arrays; 0 where there is no token. UserError for rows over the limits.
 
-        A row that is not to `keep` has no tokens: it is not computed and counts in no mean.
+        A row where `keep` is False gets no tokens: it is not computed and counts in no mean.
         """
         self._check(rollout)
         rows = len(rollout.responses)
@@ -149,7 +150,7 @@ class Collator:
                 )
 
     def _shape(self, filled, most, width):
-        """`(M, m, R, L, C)`, for up to `most` bins a mini-batch."""
+        """`(M, m, R, L, C)`, for at most `most` bins a mini-batch."""
         flat = [b for bins in filled for b in bins]
         bins = _round_up(-(-most // self.microbatches), self.shards)
         if self.pack:
@@ -175,7 +176,6 @@ def _round_up(n, multiple):
 
 
 def _pad(sequences, capacity):
-    """One sequence a bin."""
     del capacity
     return [[s] for s in sequences]
 
@@ -204,7 +204,7 @@ def _empty(shape) -> dict[str, Any]:
 
 
 def _write_bin(arrays, in_bins, index, sequences, width):
-    """Writes the sequences of one bin and both directions of the layout."""
+    """Writes the sequences of one bin, and the indices of both layouts."""
     start, column = 0, 0
     first = np.ravel_multi_index((*index, 0), arrays["in_rows"].shape)
     for number, s in enumerate(sequences, 1):
@@ -214,6 +214,7 @@ def _write_bin(arrays, in_bins, index, sequences, width):
         arrays["tokens"][(*index, here)] = np.concatenate([s.prompt, s.response])
         arrays["positions"][(*index, here)] = np.arange(s.length)
         arrays["segments"][(*index, here)] = number
+        # the logits at a position predict the next token
         arrays["index"][(*index, scored)] = start + p - 1 + np.arange(r)
         arrays["target"][(*index, scored)] = s.response
         arrays["response"][(*index, scored)] = number

@@ -1,4 +1,4 @@
-"""How good a policy is on held-out examples: greedy accuracy, avg@k and pass@k, each with its interval."""
+"""Accuracy on held-out examples: greedy, avg@k and pass@k, each with its 95% interval."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ Z = 1.96  # of a 95% interval
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: the share of `examples` solved greedily, and the mean over k samples each.
+    """One row of the table: the share of `examples` solved greedily, and by k samples each.
 
-    Unchecked responses count nowhere. Intervals are Wilson's at 95%; for `mean_k` with the effective size that
-    the spread between prompts gives, at most the number of samples.
+    `length` is in tokens, `cut` the share cut at the limit. Unchecked responses count nowhere.
+    Intervals are Wilson's; that of `mean_k` has the effective sample size from the variance between
+    prompts.
     """
 
     name: str
@@ -40,18 +41,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """The table by group, its last line all examples; and how many responses could not be judged."""
+    """The table by group, its last line over all examples; and the number of unchecked responses."""
 
     lines: tuple[Line, ...]
     unchecked: int
 
     @property
     def total(self) -> Line:
-        """All examples."""
+        """The line over all examples."""
         return self.lines[-1]
 
     def metrics(self) -> dict[str, float]:
-        """The figures under flat names."""
+        """The results by flat names, such as `accuracy/GROUP`."""
         out: dict[str, float] = {"examples": self.total.examples, "unchecked": self.unchecked}
         for line in self.lines:
             tail = "" if line.name == ALL else f"/{line.name}"
@@ -74,7 +75,7 @@ def evaluate(
     by: str = "",
     stop: Stop,
 ) -> Result:
-    """Greedy responses to all examples, and `samples` drawn ones to each with `sampling.temperature`.
+    """One greedy response to each example, and `samples` at `sampling.temperature`; grouped by `by`.
 
     Raises Leaving if the run was asked to stop meanwhile.
     """
@@ -104,7 +105,7 @@ def evaluate(
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson 1927); all of it where there are no trials."""
+    """Wilson's 95% interval of a proportion (Wilson 1927); (0, 1) without trials."""
     if not n:
         return 0.0, 1.0
     share, z2 = successes / n, Z * Z / n
@@ -120,7 +121,7 @@ def _line(
     rollout: Rollout,
     drawn: Sequence[Sequence[Reward]],
 ) -> Line:
-    """The line of the examples at `index`; `drawn` are the rewards of the k samples to each example."""
+    """The line of the examples at `index`; `drawn` has the rewards of each example's k samples."""
     greedy = [i for i in index if rewards[i].checked]
     solved = sum(rewards[i].correct for i in greedy)
     line = Line(
@@ -139,7 +140,7 @@ def _line(
     shares, solved_k = np.asarray([np.mean(c) for c in known]), sum(map(any, known))
     n, mean = len(known), _mean(shares)
     variance = float(shares.var(ddof=1)) / n if n > 1 else 0.0
-    effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt are alike
+    effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt are correlated
     effective = min(effective, sum(map(len, known)))
     return replace(
         line,

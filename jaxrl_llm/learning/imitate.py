@@ -1,4 +1,4 @@
-"""One step of imitation: demonstrations as if they had been sampled, learned from with advantage 1."""
+"""One supervised step: demonstrations as if they had been sampled, with advantage 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce
 
 @dataclass(frozen=True)
 class Programs:
-    """`batch` makes a rollout ready to learn from, `update` learns; compiled once."""
+    """Compiled once: `batch` makes a rollout ready to learn from, `update` is the train step."""
 
     batch: Callable[[Rollout], update.Credited]
     update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
@@ -36,7 +36,7 @@ def demonstrations(
     longest: int,
     examples: Sequence[Any],
 ) -> Rollout:
-    """Solutions as if they had been sampled; one over the limit is cut and not `finished`."""
+    """Solutions as a rollout; one over `longest` tokens is cut and not `finished`."""
     encode, eos = task.tokenizer.encode, task.tokenizer.eos
     whole = [[*encode(demonstration(example)), eos] for example in examples]
     fits = [len(response) <= longest for response in whole]
@@ -56,7 +56,7 @@ def compiled(
     mesh: Mesh,
     like: update.TrainState,
 ) -> Programs:
-    """The programs for states that lie as `like` does; what was cut is not learned from."""
+    """The programs for states sharded like `like`; cut demonstrations are not learned from."""
     credit = update.make_credit(IMITATION)
 
     def make_batch(rollout: Rollout) -> update.Credited:
@@ -72,7 +72,7 @@ def compiled(
 
 
 def describe(visits: Any, too_long: int) -> dict[str, Any]:
-    """The figures of a step, fetched from the devices; `too_long` demonstrations were cut and not learned from."""
+    """Metrics of a step, fetched from the devices; `too_long` demonstrations were cut."""
     visits = jax.device_get(visits)
     return {
         "loss": visits["loss"].mean(),

@@ -1,4 +1,4 @@
-"""What a training step reports, as sums that add up over micro-batches, shards and stages."""
+"""Metrics of a training step, as sums that add up over micro-batches, shards and stages."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Tokens = Float[Array, "R C"]
 
 
 class Sums(NamedTuple):
-    """What adds up: `weighted` like the loss, and sums `over_tokens`, to be divided by their number."""
+    """`weighted` as the loss is; `over_tokens` unweighted, to be divided by the number of tokens."""
 
     weighted: dict[str, Float[Array, ""]]
     over_tokens: dict[str, Float[Array, ""]]
@@ -23,10 +23,11 @@ class Sums(NamedTuple):
 def token_sums(
     objective: Objective, logp: Tokens, advantage: Tokens, weight: Tokens, seen: Seen
 ) -> Sums:
-    """Sums over the tokens at hand, at the log-probs `logp`.
+    """Sums over the tokens of a micro-batch, at the current log-probs `logp`.
 
-    A token counts as clipped where the surrogate has lost its gradient: `clip` at the bounds, `clip_dual` at the
-    dual clip (A < 0, ratio above). `moved` is old - new over the stage, an estimate of its part of KL(old || new).
+    A token counts as clipped if its surrogate has no gradient: `clip` at the bounds, `clip_dual` at
+    the dual clip (A < 0, ratio above 1). `moved` sums old - new log-probs over the stage: an
+    estimate of its part of KL(old || new).
     """
     surrogate, penalty = objective.per_token(logp, advantage, seen)
     pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
@@ -49,20 +50,20 @@ def token_sums(
 
 
 def as_means(sums: Sums, tokens: Int[Array, "..."]) -> dict[str, Float[Array, "..."]]:
-    """Shares of all tokens of each visit's mini-batch, so that the stages of a step add up."""
+    """Sums over all tokens of the visit's mini-batch, so that the means of its stages add up."""
     return {
         name: x / jnp.maximum(tokens, 1) for name, x in sums.over_tokens.items()
     } | sums.weighted
 
 
 def updates(visits: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Which visits of a train step changed the parameters: they had tokens and a finite gradient."""
+    """`[K]`: which visits (mini-batch, stage) had tokens and a finite gradient, so changed parameters."""
     finite = np.isfinite(visits["loss"]) & np.isfinite(visits["grad_norm"])
     return (visits["share"] > 0) & finite
 
 
 def count_updates(visits: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """How many optimizer steps a batch led to, and how many were skipped for a gradient that is not finite."""
+    """Number of optimizer steps made, and of those skipped for a gradient that is not finite."""
     done = updates(visits)
     return {"updates": int(done.sum()), "skipped": int(((visits["share"] > 0) & ~done).sum())}
 
@@ -73,7 +74,7 @@ def describe_policy(
     mask: Bool[Array, "B T"],
     ref_logp: Float[Array, "B T"] | None = None,
 ) -> dict[str, Float[Array, ""]]:
-    """Means over the response tokens of a batch, before the update: how uncertain and how far it is.
+    """Means over the response tokens of a batch before the update, in nats; KL to the reference.
 
     `rare_half` and `rare_quarter` are the shares of tokens with probability below 1/2 and 1/4.
     """
@@ -92,9 +93,10 @@ def describe_policy(
 def describe_mismatch(
     old_logp: Float[Array, "B T"], sampler_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
-    """How far the sampler's log-probs are from the trainer's, and what it costs as importance weights.
+    """Distance in nats between the trainer's and the sampler's log-probs, and its cost in samples.
 
-    `mismatch_ess` is the effective sample size of the weights exp(old - sampler), as a share of the tokens.
+    `mismatch_ess` is the effective sample size of the weights exp(old - sampler), as a share of the
+    tokens.
     """
     gap = jnp.where(mask, old_logp - sampler_logp, 0.0)
     weight = jnp.where(mask, jnp.exp(gap), 0.0)

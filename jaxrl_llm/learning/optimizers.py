@@ -1,4 +1,4 @@
-"""Optimizers in the paper's setting: optax transformations whose schedule counts batches, not optimizer steps."""
+"""Optimizers with the paper's settings; their schedules count batches, not optimizer steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtyping import Array
 def scale_by_batches(
     schedule: Callable[[Array], Array] | float,
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies by -schedule(step), where step counts batches and not optimizer steps."""
+    """Multiplies by -schedule(step); `step` counts batches and is an extra argument of `update`."""
 
     def init(params):
         del params
@@ -34,7 +34,7 @@ def adamw(
     weight_decay: float = 0.01,
     max_norm: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW on all parameters after clipping the global norm; the paper's setting."""
+    """AdamW on all parameters after clipping the global norm; the paper's settings."""
     return optax.chain(
         optax.clip_by_global_norm(max_norm),
         optax.scale_by_adam(b1, b2, eps),
@@ -52,16 +52,16 @@ def muon(
     rms: float = 0.2,
     max_norm: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon (Jordan 2024) on what `matrices` names, Adam on the rest, after clipping the global norm.
+    """Muon (Jordan 2024) on the parameters that `matrices` selects, Adam on the rest, after clipping.
 
-    `matrices` maps parameters to `(inputs, outputs)`, the axes of each matrix, or None. Updates have the
-    root mean square `rms`, about that of Adam's, so one schedule does for both.
+    `matrices` maps each parameter to `(inputs, outputs)`, the axes of its matrices, or None.
+    Updates have the root mean square `rms`, close to Adam's, so one schedule serves both.
     """
     numbers = optax.contrib.MuonDimensionNumbers
     known = lambda axes: None if axes is None else numbers(*axes)
     leaf = lambda axes: axes is None or isinstance(axes, tuple)
     unscaled = optax.contrib.muon(
-        learning_rate=-1.0,  # the sign and the schedule come last
+        learning_rate=-1.0,  # sign and schedule are applied last
         adam_b1=b1,
         adam_b2=b2,
         muon_weight_dimension_numbers=lambda p: jax.tree.map(known, matrices(p), is_leaf=leaf),

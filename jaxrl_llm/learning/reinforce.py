@@ -1,6 +1,6 @@
-"""One step of reinforcement: its programs (batch, score, credit, update) and its figures.
+"""One step of reinforcement: its compiled programs (batch, score, credit, update) and its metrics.
 
-In which order they run, step after step, is in `training/loop.py`.
+`training/loop.py` calls them in order, step after step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "gra
 
 @dataclass(frozen=True)
 class Programs:
-    """A step's work between host and devices, compiled once; `compiled` makes them."""
+    """A step's programs, made by `compiled`; rewards are `[P,G]`, `score` returns fields and metrics."""
 
     batch: Callable[[Rollout, Sequence[Reward]], tuple[Batch, jax.Array]]
     score: Callable[[Any, Batch], tuple[dict[str, Any], dict[str, Any]]]
@@ -36,9 +36,9 @@ class Programs:
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
-    """A UserError, before anything is learned, if responses are not of the policy that they seem to be of.
+    """A UserError, before anything is learned, if responses come from other weights than they should.
 
-    Their log-probs tell, where the sampler has the weights that the trainer has.
+    Compares log-probs, where the sampler has the same weights as the trainer.
     """
     if rollout.tolerance is None or rollout.version != step:
         return
@@ -66,10 +66,10 @@ def compiled(
     sampler_ratios: bool = False,
     drop_even_groups: bool = False,
 ) -> Programs:
-    """The programs for states that lie as `like` does.
+    """The programs for states sharded like `like`.
 
-    `reference` parameters are those of the reference policy, if the objective reads its log-probs. With
-    `sampler_ratios` ratios are to the sampler's log-probs. Which responses are learned from: `learned_from`.
+    `reference` are the parameters of the reference policy, or None. With `sampler_ratios`
+    `old_logp` is the sampler's. `learned_from` says which responses count.
     """
     score_once: Any = scoring(policy, objective, temperature)
     sampled = jax.jit(lambda batch: batch.layout.to_bins(batch.sampler_logp))
@@ -109,13 +109,13 @@ def compiled(
 
 
 def scoring(policy: Policy, objective: Objective, temperature: float) -> Callable[[Any, Any], Any]:
-    """The program that scores a batch, as far as the objective looks at it."""
+    """The program that scores a batch; proxy log-probs only if the objective reads them."""
     proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
     return update.make_score(policy.scores(temperature, proxy=proxy))
 
 
 def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) -> np.ndarray:
-    """Which responses count: those that are checked, and not the only one of their group that is.
+    """`[B]`: which responses are learned from: checked ones, with another checked one in their group.
 
     With `drop_even` none of a group whose rewards are all equal.
     """
@@ -127,7 +127,7 @@ def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) ->
 
 
 def _even(rewards: Sequence[Reward], checked: np.ndarray) -> np.ndarray:
-    """Which groups have no two checked rewards that differ; a group of one has nothing to compare."""
+    """`[P]`: groups without two checked rewards that differ; none where groups are of one."""
     if checked.shape[1] == 1:
         return np.zeros(len(checked), bool)
     score = np.asarray([r.score for r in rewards], np.float32).reshape(checked.shape)
@@ -136,9 +136,9 @@ def _even(rewards: Sequence[Reward], checked: np.ndarray) -> np.ndarray:
 
 
 def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
-    """What the responses of a step say; figures of rewards are those of the checked ones, if there are any.
+    """Metrics of a step's responses; reward metrics are means over the checked ones, if any.
 
-    `seconds` is how long sampling took, 0 where that is unknown (a batch out of a checkpoint).
+    `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint).
     """
     checked, lengths = answers.checked, [len(r) for r in answers.rollout.responses]
     groups = len(answers.examples)
@@ -166,7 +166,7 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
 
 
 def describe_update(visits: Any, described: Any, host: Mapping[str, Any]) -> dict[str, Any]:
-    """Fetched from the devices, beside what the host knows; a figure per stage is the mean over its updates."""
+    """Metrics fetched from the devices, with `host` added; per stage, means over its updates."""
     visits, described = jax.device_get((visits, described))
     stages, done = int(visits["stage"].max()) + 1, metrics.updates(visits)
     out: dict[str, float] = {**described, **metrics.count_updates(visits)}

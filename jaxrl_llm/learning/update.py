@@ -28,7 +28,7 @@ Binned = Float[Array, "M m R C"]
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; `step` counts batches, `skipped` steps with a non-finite gradient."""
+    """What a step changes; `step` counts batches, `skipped` updates with a non-finite gradient."""
 
     params: Any
     opt_state: Any
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 
 
 class Credited(NamedTuple):
-    """A batch that is ready to learn from: constant in the parameters, in the layout of the model."""
+    """A batch with advantages and weights, constant in the parameters, in the model's layout."""
 
     inputs: Inputs
     advantage: Binned
@@ -45,7 +45,7 @@ class Credited(NamedTuple):
     seen: Seen
 
 
-# Orders: in which sequence a step visits (mini-batch, stage).
+# Orders in which a step visits the pairs (mini-batch, stage).
 
 
 def interleaved(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
@@ -61,10 +61,10 @@ def stage_major(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
 def state_like(
     params, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> TrainState:
-    """The shapes and places of the state for parameters (or shapes with shardings), nothing allocated.
+    """Shapes and shardings of the state for parameters (or shapes with shardings); allocates nothing.
 
-    What the optimizer keeps per parameter lies where the parameter lies, or with `offload` on the hosts; what has
-    another shape, as the rows and columns of a factored moment, is whole on every device.
+    Optimizer state of a parameter's shape is sharded like it, with `offload` in host memory; state
+    of another shape (such as factored moments) is replicated.
     """
     beside = sharding.in_host_memory if offload else lambda place: place
     like = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -90,9 +90,9 @@ def state_like(
 def init_state(
     params, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> TrainState:
-    """A fresh state, committed to where `state_like` says.
+    """A fresh state, sharded as `state_like` says.
 
-    It takes the parameters over, and the first train step consumes them. To keep them hand in a copy,
+    It takes the parameters over, and the first train step consumes them. To keep them pass a copy,
     `jax.tree.map(jnp.copy, params)`.
     """
     like = state_like(params, optimizer, offload=offload)
@@ -104,7 +104,7 @@ def init_state(
 
 
 def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> Batch:
-    """The batch on the mesh, rows spread over its batch axes, by `put(array, sharding)`."""
+    """The batch on the mesh, rows sharded over its batch axes, by `put(array, sharding)`."""
 
     def by(spec):
         return lambda x: put(x, NamedSharding(mesh, fit(spec, x.shape, mesh)))
@@ -119,7 +119,7 @@ def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> B
 
 
 def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
-    """Log-probs of a whole batch, one micro-batch at a time; 0 for those without a token."""
+    """`(params, inputs) -> [M,m,R,C]` log-probs, a micro-batch at a time; 0 where there is no token."""
 
     @jax.jit
     def score(params, inputs):
@@ -142,7 +142,8 @@ def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
 def make_credit(objective: Objective) -> Callable[..., Credited]:
     """`(batch, reward [P,G], **scores) -> Credited`, with statistics over the whole global batch.
 
-    The scores are fields of `Seen` in the layout of the model: `old_logp`, and what else the objective reads.
+    The scores are fields of `Seen` in the model's layout: `old_logp`, and others the objective
+    reads.
     """
 
     @jax.jit
@@ -171,10 +172,10 @@ def make_train_step(
     order: Callable[[int, int], Int[np.ndarray, "K 2"]] = interleaved,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Credited], tuple[TrainState, dict[str, Float[Array, "K"]]]]:
-    """`(state, credited) -> (state, metrics)`, jitted, the state donated; one metric row an optimizer step.
+    """`(state, credited) -> (state, metrics)`, jitted, state donated; a row of metrics a visit, `[K]`.
 
     A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
-    `shardings` pins the state to where it lies; what lies in the memory of the hosts comes over for each update.
+    `shardings` fixes where the state lies; what is in host memory is fetched for each update.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     pinned = lambda state: state
@@ -187,7 +188,7 @@ def make_train_step(
         stage, seen = micro.weight > 0, micro.seen
         scored = seen.mask if whole else stage
         logp = policy_logp(params, micro.inputs._replace(scored=scored))
-        logp = jnp.where(scored, logp, seen.old_logp)
+        logp = jnp.where(scored, logp, seen.old_logp)  # unscored: a ratio of 1
         surrogate, penalty = objective.per_token(logp, micro.advantage, seen)
         loss = jnp.sum(micro.weight * (surrogate + penalty))
         logp = jax.lax.stop_gradient(logp)
@@ -199,13 +200,14 @@ def make_train_step(
         rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
         (loss, sums), grads = accumulate(sums_and_loss, state.params, rest._replace(weight=weight))
         norm = optax.tree.norm(grads)
+        # offloaded moments are fetched only now: earlier they would take memory from the gradient
         opt_state, norm = sharding.brought(state.opt_state, after=norm)
         state = state._replace(opt_state=opt_state)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
         params = optax.apply_updates(state.params, updates)
         stepped = state._replace(params=params, opt_state=opt_state)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # not by `lax.cond`, for which the compiler keeps a second copy of the state
+        # a selection: with `lax.cond` the compiler keeps a second copy of the state
         state = pinned(
             jax.tree.map(partial(jnp.where, finite & jnp.any(weight > 0)), stepped, state)
         )
@@ -225,9 +227,9 @@ def make_train_step(
 
 
 def accumulate(loss_and_sums, params, minibatch: Credited):
-    """Value, sums and gradient of a mini-batch, added up over its micro-batches up to the last with a weight.
+    """Loss, sums and gradient of a mini-batch: added up over micro-batches to the last with a weight.
 
-    Each part of the `data` axis adds up its own rows; the parts meet once, at the end.
+    Each part of the `data` axis adds up its own rows; they are reduced once, at the end.
     """
     count, rows = minibatch.weight.shape[:2]
     weighted = jnp.any(minibatch.weight > 0, axis=(1, 2))
