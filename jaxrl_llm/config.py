@@ -76,7 +76,7 @@ Offload = Literal["none", "optimizer", "reference", "both"]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Supervised steps before reinforcement, on the task's demonstrations or `demonstration(example)`.
+    """Supervised steps before reinforcement, on demonstrations by the task or by `demonstration`.
 
     It is evaluated every `evaluate_every` steps (0: only when it is over).
 
@@ -137,13 +137,17 @@ class Config:
     `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
     sampler's, and then no factor or select may correct for the sampler. `look_ahead` samples the
     next step's responses during an update, so with weights one step old; the engine needs weights
-    of its own. Training prompts over `collate.prompt_length` tokens are skipped and counted, or
-    refused (`long_prompts`). `offload` keeps optimizer state, reference policy or both in host
-    memory while unused. `drop_even_groups` learns nothing from groups of equal rewards. A reward
-    that raises, or takes `reward_seconds`, is unchecked: not learned from, and neither right nor
-    wrong; the run ends if more than `most_unchecked` of the last steps' responses are. Samples are
-    written every `show_samples_every` steps (0: never), checkpoints every `save_every` and at the
-    end; the last `keep_checkpoints`, the newest and the best are kept.
+    of its own. `offload` keeps optimizer state, reference policy or both in host memory while
+    unused.
+
+    Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
+    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards. A response
+    whose reward raises, or takes `reward_seconds`, is unchecked: not learned from, and neither
+    right nor wrong; the run ends if more than `most_unchecked` of the last steps' responses are
+    unchecked.
+
+    Samples are written every `show_samples_every` steps (0: never), checkpoints every `save_every`
+    steps and at the end. Kept are the last `keep_checkpoints`, the newest and the best.
 
     Schedules in `optimizers` (by `scale_by_batches`) count batches; those in other optax
     transformations count optimizer steps, of which Lopti makes twice as many.
@@ -293,7 +297,7 @@ def _check_types(config: Config) -> None:
 
 
 def load(path: Path) -> Callable[..., Config]:
-    """The `config` function of a config file; a UserError if it has none that can be called."""
+    """The `config` function of a config file; a UserError if there is none to be called."""
     make: Any = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
     if not callable(make):
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
@@ -305,7 +309,7 @@ def load(path: Path) -> Callable[..., Config]:
 
 
 def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> Config:
-    """`make(...)`; its errors become UserErrors with file and line, and suggest the nearest field."""
+    """`make(...)`; its errors become UserErrors with file and line, or the nearest known field."""
     try:
         made = make(*args, **flags)
     except UserError:

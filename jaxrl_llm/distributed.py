@@ -28,7 +28,7 @@ T = TypeVar("T")
 AUTO = "auto"
 BEAT = 1.0  # seconds between heartbeats
 LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
-LEAST_LOST = 5.0  # seconds: shorter pauses are normal
+LEAST_LOST = 5.0  # the least that --lost may be
 MEETING = 300  # seconds within which all processes must have started
 LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
 LEAST = 2**16  # bytes of the smallest buffer of `gather`: few sizes, few programs
@@ -47,7 +47,7 @@ class Stop(Protocol):
 
 @dataclass
 class _Job:
-    """This process among `count`, and the coordinator's key-value store, which all read and write."""
+    """This process among `count`, and the coordinator's key-value store that all share."""
 
     index: int = 0
     count: int = 1
@@ -80,8 +80,8 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
     """Joins the other processes for the block; `process` is AUTO, I/N@HOST:PORT, or None if alone.
 
     With AUTO the cluster manager says who they are. If one fails, or sends no heartbeat for `lost`
-    seconds, the others exit with code 2. If one is asked to stop, all are. Raises a UserError if
-    they do not meet.
+    seconds, the others exit with code 2. If one is asked to stop, all are. Raises a UserError, or
+    exits with code 2, if they do not meet.
     """
     if process is None:
         yield

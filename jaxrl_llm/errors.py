@@ -1,4 +1,4 @@
-"""Exceptions that end a command: an error for people (one line, exit code 2), or a request to stop."""
+"""Exceptions that end a command: an error for people (one line, exit code 2), or a wish to stop."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ class Leaving(Exception):  # noqa: N818 (not an error: the run was asked to stop
 
 
 def at_least(least: int, where: str, record: Any, *names: str) -> None:
-    """A UserError for the first named field of `record` below `least`; `where` begins the message."""
+    """A UserError for the first of these fields of `record` below `least`, naming `where`."""
     for name in names:
         if getattr(record, name) < least:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
 
 
 def causes(error: BaseException, *, implicit: bool = False) -> Iterator[BaseException]:
-    """The error and what it was raised from (`implicit`: or while handling), and so on; each once."""
+    """The error, what it was raised from (`implicit`: or while handling), and so on; no repeats."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:

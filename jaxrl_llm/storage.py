@@ -1,4 +1,4 @@
-"""Files written whole or not at all, folders with one writer, and buckets as mirrors of local folders.
+"""Files written whole or not at all, folders with one writer, buckets mirrored by local folders.
 
 A run always works in a local folder. Where a bucket is named instead (`s3://...`, `gs://...`),
 `local` gives the folder that mirrors it, `pull` downloads what is missing there, `push` uploads
@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every system syncs folders
             raise
     finally:
         os.close(number)
@@ -87,7 +87,7 @@ PREFIX, LOCK = "jaxrl-llm-", "lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes this process the only writer of the folder for the block; else a UserError names the other.
+    """Makes this process the folder's only writer for the block; else a UserError names the other.
 
     The kernel releases the lock however the process ends, so no lock is ever stale, and a suspended
     process keeps it. A bucket's mirror is locked in the bucket too.
@@ -131,8 +131,8 @@ def memory() -> Path:
 def temporary_folder(under: Path) -> Iterator[Path]:
     """A fresh folder, removed at the end; removes those that killed processes have left in `under`.
 
-    Others may write to `under` too, so nothing in it is trusted: links are not followed, pipes do
-    not block, and folders of other users or hosts stay. Raises a UserError if it cannot be made.
+    Others may write to `under` too, so nothing in it is trusted: symlinks are not followed, pipes
+    do not block, folders of other users or hosts stay. Raises a UserError if it cannot be made.
     """
     for folder in under.glob(f"{PREFIX}*"):
         _remove_if_abandoned(folder)
@@ -152,7 +152,7 @@ def temporary_folder(under: Path) -> Iterator[Path]:
 
 def _remove_if_abandoned(folder: Path) -> None:
     how = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with ExitStack() as stack, suppress(OSError):  # anything unexpected in it: it stays
+    with ExitStack() as stack, suppress(OSError):  # anything unexpected: leave it
         inside = os.open(folder, how | os.O_DIRECTORY)
         stack.callback(os.close, inside)
         lock = os.open(LOCK, how, dir_fd=inside)
@@ -176,7 +176,8 @@ LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
 WRITERS = "writers"  # the folder in a bucket that holds its lease
 FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds to retry: before the first answer, and after
 SHORTEST, LONGEST = 0.5, 15.0  # seconds between attempts
-BEAT, STALE = 10.0, 120.0  # seconds between heartbeats, and without one until a writer counts as dead
+# seconds between heartbeats, and without one until a writer counts as dead
+BEAT, STALE = 10.0, 120.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LASTING = (
     FileNotFoundError,
@@ -226,7 +227,7 @@ def pull(path: Path) -> None:
 
 
 def push(path: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Uploads what changed of a file or below a folder (not hidden files, nor folders named in `but`).
+    """Uploads what changed of a file or in a folder (no hidden files, nor folders named in `but`).
 
     Files that mark a folder as complete (`LAST`) go last.
     """
@@ -383,7 +384,7 @@ class _Mirror:
                 return mine
 
     def _require_lease(self) -> None:
-        """A UserError if another process became the writer; no check where none locks (data, exports)."""
+        """A UserError if another process took the lease; unchecked where none is taken (data)."""
         if self._note and self._highest()[0] != self._note:
             raise UserError(
                 f"{self.url} has another writer now: this process stood still; it ends, and writes nothing more"
@@ -477,9 +478,9 @@ def _file_system(scheme: str) -> Any:
     """fsspec's, without its cache of listings: others write there too."""
     import fsspec
 
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs errors that are raised here too
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs raised errors again
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "s3":  # `retrying` retries
+    if scheme == "s3":  # only `retrying` retries
         options["config_kwargs"] = {"retries": {"max_attempts": 1}}
     return fsspec.filesystem(scheme, **options)
 
@@ -489,7 +490,7 @@ def _lasts(error: Exception) -> bool:
     return (
         isinstance(error, (FileExistsError, *_LASTING))
         or (isinstance(error, OSError) and error.errno in _NO_ROOM)
-        or str(error).startswith("Forbidden")  # gcsfs has no class for it
+        or str(error).startswith("Forbidden")  # a message of gcsfs
         or "Credential" in type(error).__name__
     )
 
@@ -501,7 +502,7 @@ def _rank(name: str) -> int:
 
 
 def _files(folder: Path, but: tuple[str, ...]) -> Iterator[Path]:
-    """Files below a folder but hidden ones and orbax's temporary ones, which may vanish any time."""
+    """Files below a folder; not hidden ones, nor orbax's temporary ones, which may vanish."""
     skipped = lambda name: name.startswith(".") or ".orbax-" in name
     for where, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in but and not skipped(name)]

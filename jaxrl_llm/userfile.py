@@ -1,4 +1,4 @@
-"""Runs Python files written by users (configs, tasks); their errors become one line with its place."""
+"""Runs users' Python files (configs, tasks); errors in them become one line that says where."""
 
 import difflib
 import importlib.util
@@ -16,7 +16,7 @@ from jaxrl_llm.errors import UserError, first_line
 
 
 class _AsItIs(SourceFileLoader):
-    """Compiles the file each time: Python's cache misses an edit of equal size in the same second."""
+    """Compiles every time: Python's cache misses an edit of equal size in the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -28,7 +28,7 @@ _INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", defaul
 
 @contextmanager
 def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
-    """For the block, `run(original)` runs `copies[original]`, as if it lay at the original's path."""
+    """For the block, `run(original)` runs `copies[original]` as if it were the original."""
     token = _INSTEAD.set(copies)
     try:
         yield
@@ -47,10 +47,7 @@ def ran(*, but: Path) -> list[Path]:
 
 
 def run(path: Path, kind: str) -> ModuleType:
-    """The module made by running the file at `path`; errors call it a `kind` file.
-
-    Raises a UserError, with the line at fault, if the file is missing or raises.
-    """
+    """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
     stands_for, path = path, (_INSTEAD.get() or {}).get(path.resolve(), path)
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
