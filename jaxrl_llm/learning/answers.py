@@ -1,4 +1,4 @@
-"""Prompts answered by a sampler and scored by a task; each process handles its share of the prompts."""
+"""Prompts answered by a sampler and scored by a task; each process takes a share of them."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def in_words(reward: Reward) -> str:
 
 @dataclass(frozen=True)
 class TokenTask:
-    """A task in tokens; rewards run in `threads` threads and are unchecked after `seconds` seconds."""
+    """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`."""
 
     task: Task[Any]
     tokenizer: Tokenizer

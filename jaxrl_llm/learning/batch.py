@@ -1,4 +1,4 @@
-"""Ragged rollouts (`Rollout`) to arrays of fixed shape (`Batch`): the only code that pads and packs.
+"""Ragged rollouts to arrays of fixed shape (`Batch`): the only code that pads and packs.
 
 There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row is a response, tokens
 from the left. The model runs on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L
@@ -57,8 +57,7 @@ class Collator:
 
     Mini-batches are equal runs of consecutive rows, each split into `microbatches` slices for
     gradient accumulation, each slice a multiple of `shards` bins. `prompt_length` and
-    `response_length` are limits in tokens; lengths are rounded up to a multiple of `round_to`
-    (fewer compilations).
+    `response_length` are limits in tokens; lengths are rounded up to multiples of `round_to`.
 
     With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then
     depend on the limits alone, so there is one compilation: slices are filled in turn, and empty
@@ -80,7 +79,7 @@ class Collator:
         at_least(1, "collate", self, *(one.name for one in fields(self) if one.type is int))
 
     def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
-        """The batch, in NumPy arrays; 0 where there is no token. UserError for rows over the limits.
+        """The batch as NumPy arrays, 0 where there is no token; a UserError for too long rows.
 
         A row where `keep` is False gets no tokens: it is not computed and counts in no mean.
         """

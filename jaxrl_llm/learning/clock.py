@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds per phase of a step; time in no phase, or idle in the sampler, is idle device time."""
+    """Seconds per phase; time in no phase, or idle in the sampler, is idle device time."""
 
     def __init__(self):
         self.restart()

@@ -18,10 +18,10 @@ Z = 1.96  # of a 95% interval
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table: the share of `examples` solved greedily, and by k samples each.
+    """One row of the table: the share of `examples` solved greedily, and of k samples each.
 
     `length` is in tokens, `cut` the share cut at the limit. Unchecked responses count nowhere.
-    Intervals are Wilson's; that of `mean_k` has the effective sample size from the variance between
+    Intervals are Wilson's; for `mean_k` with an effective sample size, from the variance between
     prompts.
     """
 
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """The table by group, its last line over all examples; and the number of unchecked responses."""
+    """The table by group, its last line over all examples; and how many responses are unchecked."""
 
     lines: tuple[Line, ...]
     unchecked: int
@@ -75,7 +75,7 @@ def evaluate(
     by: str = "",
     stop: Stop,
 ) -> Result:
-    """One greedy response to each example, and `samples` at `sampling.temperature`; grouped by `by`.
+    """One greedy response an example, and `samples` at `sampling.temperature`; grouped by `by`.
 
     Raises Leaving if the run was asked to stop meanwhile.
     """
@@ -140,7 +140,7 @@ def _line(
     shares, solved_k = np.asarray([np.mean(c) for c in known]), sum(map(any, known))
     n, mean = len(known), _mean(shares)
     variance = float(shares.var(ddof=1)) / n if n > 1 else 0.0
-    effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt are correlated
+    effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt correlate
     effective = min(effective, sum(map(len, known)))
     return replace(
         line,

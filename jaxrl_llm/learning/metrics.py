@@ -14,7 +14,7 @@ Tokens = Float[Array, "R C"]
 
 
 class Sums(NamedTuple):
-    """`weighted` as the loss is; `over_tokens` unweighted, to be divided by the number of tokens."""
+    """`weighted` like the loss; `over_tokens` unweighted, to be divided by the number of tokens."""
 
     weighted: dict[str, Float[Array, ""]]
     over_tokens: dict[str, Float[Array, ""]]
@@ -50,14 +50,14 @@ def token_sums(
 
 
 def as_means(sums: Sums, tokens: Int[Array, "..."]) -> dict[str, Float[Array, "..."]]:
-    """Sums over all tokens of the visit's mini-batch, so that the means of its stages add up."""
+    """Sums over tokens divided by all tokens of their mini-batch, so that its stages add up."""
     return {
         name: x / jnp.maximum(tokens, 1) for name, x in sums.over_tokens.items()
     } | sums.weighted
 
 
 def updates(visits: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`[K]`: which visits (mini-batch, stage) had tokens and a finite gradient, so changed parameters."""
+    """`[K]`: the visits (mini-batch, stage) that had tokens and a finite gradient."""
     finite = np.isfinite(visits["loss"]) & np.isfinite(visits["grad_norm"])
     return (visits["share"] > 0) & finite
 
@@ -95,8 +95,7 @@ def describe_mismatch(
 ) -> dict[str, Float[Array, ""]]:
     """Distance in nats between the trainer's and the sampler's log-probs, and its cost in samples.
 
-    `mismatch_ess` is the effective sample size of the weights exp(old - sampler), as a share of the
-    tokens.
+    `mismatch_ess` is the effective sample size of weights exp(old - sampler), as a share of tokens.
     """
     gap = jnp.where(mask, old_logp - sampler_logp, 0.0)
     weight = jnp.where(mask, jnp.exp(gap), 0.0)

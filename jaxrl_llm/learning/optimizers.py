@@ -52,7 +52,7 @@ def muon(
     rms: float = 0.2,
     max_norm: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon (Jordan 2024) on the parameters that `matrices` selects, Adam on the rest, after clipping.
+    """Muon (Jordan 2024) on what `matrices` selects, Adam on the rest, after clipping the norm.
 
     `matrices` maps each parameter to `(inputs, outputs)`, the axes of its matrices, or None.
     Updates have the root mean square `rms`, close to Adam's, so one schedule serves both.

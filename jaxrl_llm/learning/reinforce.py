@@ -27,7 +27,7 @@ FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "gra
 
 @dataclass(frozen=True)
 class Programs:
-    """A step's programs, made by `compiled`; rewards are `[P,G]`, `score` returns fields and metrics."""
+    """The programs of a step; rewards are `[P,G]`, `score` returns `Seen` fields and metrics."""
 
     batch: Callable[[Rollout, Sequence[Reward]], tuple[Batch, jax.Array]]
     score: Callable[[Any, Batch], tuple[dict[str, Any], dict[str, Any]]]
@@ -36,7 +36,7 @@ class Programs:
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
-    """A UserError, before anything is learned, if responses come from other weights than they should.
+    """A UserError, before anything is learned, if responses come from the wrong weights.
 
     Compares log-probs, where the sampler has the same weights as the trainer.
     """
@@ -115,7 +115,7 @@ def scoring(policy: Policy, objective: Objective, temperature: float) -> Callabl
 
 
 def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) -> np.ndarray:
-    """`[B]`: which responses are learned from: checked ones, with another checked one in their group.
+    """`[B]`: the responses to learn from: checked ones, but no lone checked one of a larger group.
 
     With `drop_even` none of a group whose rewards are all equal.
     """

@@ -1,6 +1,6 @@
-"""The train step: one jitted scan of ordinary optax steps over (mini-batch, stage), blind to the algorithm.
+"""The train step: a jitted scan of ordinary optax steps over visits, the pairs (mini-batch, stage).
 
-`policy_logp: (params, inputs) -> [R,C]` comes in as an argument, so nothing here knows the model.
+`policy_logp: (params, inputs) -> [R,C]` is an argument, so nothing here knows the model.
 """
 
 from collections.abc import Callable
@@ -61,10 +61,10 @@ def stage_major(minibatches: int, stages: int) -> Int[np.ndarray, "K 2"]:
 def state_like(
     params, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> TrainState:
-    """Shapes and shardings of the state for parameters (or shapes with shardings); allocates nothing.
+    """Shapes and shardings of the state for `params`: arrays, or shapes with shardings.
 
-    Optimizer state of a parameter's shape is sharded like it, with `offload` in host memory; state
-    of another shape (such as factored moments) is replicated.
+    Allocates nothing. Optimizer state of a parameter's shape is sharded like it, with `offload` in
+    host memory; state of another shape (such as factored moments) is replicated.
     """
     beside = sharding.in_host_memory if offload else lambda place: place
     like = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -119,7 +119,7 @@ def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> B
 
 
 def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
-    """`(params, inputs) -> [M,m,R,C]` log-probs, a micro-batch at a time; 0 where there is no token."""
+    """`(params, inputs) -> [M,m,R,C]` log-probs, a micro-batch at a time; 0 without a token."""
 
     @jax.jit
     def score(params, inputs):
@@ -142,8 +142,7 @@ def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
 def make_credit(objective: Objective) -> Callable[..., Credited]:
     """`(batch, reward [P,G], **scores) -> Credited`, with statistics over the whole global batch.
 
-    The scores are fields of `Seen` in the model's layout: `old_logp`, and others the objective
-    reads.
+    The scores are fields of `Seen` in the model's layout: `old_logp`, and others as they are read.
     """
 
     @jax.jit
@@ -172,7 +171,7 @@ def make_train_step(
     order: Callable[[int, int], Int[np.ndarray, "K 2"]] = interleaved,
     shardings: TrainState | None = None,
 ) -> Callable[[TrainState, Credited], tuple[TrainState, dict[str, Float[Array, "K"]]]]:
-    """`(state, credited) -> (state, metrics)`, jitted, state donated; a row of metrics a visit, `[K]`.
+    """`(state, credited) -> (state, metrics)`, jitted; donates the state; metrics `[K]` by visit.
 
     A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
     `shardings` fixes where the state lies; what is in host memory is fetched for each update.
@@ -227,7 +226,7 @@ def make_train_step(
 
 
 def accumulate(loss_and_sums, params, minibatch: Credited):
-    """Loss, sums and gradient of a mini-batch: added up over micro-batches to the last with a weight.
+    """Loss, sums and gradient of a mini-batch, added up to the last micro-batch with a weight.
 
     Each part of the `data` axis adds up its own rows; they are reduced once, at the end.
     """
