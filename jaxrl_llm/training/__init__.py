@@ -1,1 +1,1 @@
-"""A run in time and on disk."""
+"""A run over time and on disk: the loop, checkpoints, the run folder, the journal, stopping."""

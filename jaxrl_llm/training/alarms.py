@@ -1,17 +1,17 @@
-"""What is wrong with a run as its own figures show it; functions of the records of its steps."""
+"""Warnings and reasons to stop, found in the metrics of a run's steps."""
 
 from collections.abc import Mapping, Sequence
 
 Records = Sequence[Mapping[str, float]]
 
-WINDOW = 3
-FLAT = 5  # steps
+WINDOW = 3  # steps that a mean is taken over
+FLAT = 5  # steps without a difference between rewards
 FAILING = 0.1  # share of unchecked responses
-COLLAPSED = 0.1  # of what a figure was at the start
+COLLAPSED = 0.1  # share of the value at the start of reinforcement
 
 
 def alarms(records: Records) -> dict[str, str]:
-    """What is wrong at the last of these records, in words, by kind."""
+    """Warnings about the last of these records: texts by kind."""
     checks = {
         "unchecked": _unchecked,
         "skipped": _skipped,
@@ -23,7 +23,7 @@ def alarms(records: Records) -> dict[str, str]:
 
 
 def reason_to_stop(records: Records, most_unchecked: float) -> str:
-    """Why it makes no sense to go on, if it makes none."""
+    """Why the run should not go on; empty if it may."""
     last = records[-WINDOW:]
     if len(last) < WINDOW:
         return ""
@@ -72,7 +72,7 @@ def _collapsed(name: str, records: Records) -> str:
 
 
 def _learned(record: Mapping[str, float]) -> bool:
-    """Whether anything was in the batch; the entropy of nothing is none."""
+    """Whether the batch had any tokens: without, its entropy and length mean nothing."""
     return record.get("updates", 0) + record.get("skipped", 0) > 0
 
 

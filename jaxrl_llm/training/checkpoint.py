@@ -1,8 +1,8 @@
-"""Checkpoints: written in the background, checked when they are read, the newest, the best and the last few kept.
+"""Checkpoints: written in the background, verified when read; newest, best and last few are kept.
 
-Beside the arrays lies a note in JSON with the form and the fingerprint of each: orbax notices a file that is cut
-short, not one with a flipped bit. A damaged checkpoint is renamed, and only once an older one was read; what may
-be no fault of the checkpoint (the disk, memory, another optimizer) changes nothing.
+A note (JSON) beside the arrays has dtype, shape and checksum of each: orbax notices a file that is
+cut short, not a flipped bit. A damaged checkpoint is renamed, but only after an older one was read;
+errors that may have other causes (disk, memory, another optimizer) change nothing.
 """
 
 import errno
@@ -30,26 +30,27 @@ from jaxrl_llm.training.fingerprint import describe, same_form
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FOLDERS = ("checkpoints", "initial")  # of a run, in which checkpoints come and go
+FOLDERS = ("checkpoints", "initial")  # folders of a run that hold checkpoints
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
-WRITTEN = 1200  # seconds that a process waits at most for what the others are writing
+WRITTEN = 1200  # seconds that a process waits at most for the writes of others
+# errors with other causes than damage
 _PASSING = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|ABORTED|out of memory|timed out|"
     "Input/output error|Permission denied|Too many open files|Stale file handle|No space left",
     re.IGNORECASE,
 )
-_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # damage
 
 
 class DamageError(Exception):
-    """What lies on the disk is not what was written there."""
+    """The files of a checkpoint are not as they were written."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder: of those saved the newest stays, the `best`, and the last `keep` (all if None)
-    of those whose step is `regular`, so that what is saved on the way out takes no other's place.
+    """The checkpoints in a folder; kept are the newest, the best, and the last `keep` regular ones.
 
-    `best` gives the best of some steps, None if none is known.
+    `keep` None keeps all. `regular(step)` tells regular saves from those made when the run is
+    stopped, which thus displace no other. `best(steps)` gives the best of some steps, or None.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Checkpoints:
 
     @cached_property
     def _reader(self) -> ocp.Checkpointer:
-        """Of this process alone: one that finds damage leaves no other waiting in a barrier of orbax."""
+        """Of this process alone: if it finds damage, no other waits in a barrier of orbax."""
         who = _alone()
         return ocp.Checkpointer(_handler(who), multiprocessing_options=who)
 
@@ -80,39 +81,37 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for what is under way; after an error only that of the error is told."""
+        """Waits for a save under way; after another error only that one is raised."""
         try:
             self.wait()
         except UserError:
-            if kind is None or issubclass(kind, Leaving):  # who leaves is told that it was saved
+            if kind is None or issubclass(kind, Leaving):  # a stop must report a failed save
                 raise
 
     def clean(self) -> None:
-        """Makes the folder, without what killed writers have left half written; for the one writer of the run."""
+        """Makes the folder and removes unfinished checkpoints; for the run's only writer."""
         self.folder.mkdir(exist_ok=True)
         for half in (*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(".*.gone")):
             shutil.rmtree(half)
         for path in self.folder.glob("[0-9]*"):
-            if not (
-                path / WHOLE
-            ).exists():  # stored in a bucket, or removed there, as far as that went
+            if not (path / WHOLE).exists():  # an upload or removal was interrupted
                 storage.remove(path)
 
     @property
     def steps(self) -> list[int]:
-        """The steps that can be restored, oldest first."""
+        """The steps that can be restored, ascending."""
         found = self.folder.glob(f"*/{WHOLE}")
         return sorted(int(path.parent.name) for path in found if path.parent.name.isdigit())
 
     @property
     def best(self) -> int | None:
-        """The best step, if any is known."""
+        """The best step, None if unknown."""
         return self._best(self.steps)
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
-        """Copies the state and returns; it is written in the background, after all that was recorded before.
+        """Copies the state and returns; it is written in the background, after the run's records.
 
-        `note` is what JSON can say. An error of the one before is raised here, or by `wait`.
+        `note` has to fit into JSON. Errors of the previous save are raised here, or by `wait`.
         """
         self.wait()
         where = self.folder / str(step)
@@ -135,17 +134,17 @@ class Checkpoints:
             self._under_way = in_background(lambda: self._finish(where))
 
     def replace(self, step: int, state: Any) -> None:
-        """Saves in place of what was there, and returns when it is on disk."""
+        """Saves in place of an existing checkpoint; returns when it is on disk."""
         if distributed.first():
             storage.remove(self.folder / str(step))
-        elif _gathers(self.folder):  # what this process has read of it
+        elif _gathers(self.folder):  # this host's copy, pulled earlier
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
-        distributed.agree("")  # nobody writes before it is gone
+        distributed.agree("")  # a barrier: nobody writes before it is removed
         self.save(step, state, {})
         self.wait()
 
     def _finish(self, where: Path) -> None:
-        """What follows a save: the files to the disk, and to where they are stored; the records go first."""
+        """Ends a save: syncs the files to disk, pushes the run's records, then the checkpoint."""
         self._writer.wait_until_finished()
         if distributed.first():
             storage.sync_tree(where)
@@ -154,7 +153,7 @@ class Checkpoints:
             storage.push(where)
 
     def wait(self) -> None:
-        """Returns when everything is on disk; older checkpoints go now. Raises what went wrong."""
+        """Returns when the last save is on disk, and prunes; a UserError if it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -165,7 +164,7 @@ class Checkpoints:
         self.prune()
 
     def prune(self) -> None:
-        """Removes what need not be kept."""
+        """Removes the checkpoints that need not be kept."""
         if self._keep is None or not distributed.first():
             return
         steps = self.steps
@@ -176,7 +175,7 @@ class Checkpoints:
                 storage.remove(self.folder / str(step))
 
     def note(self, step: int) -> dict[str, Any]:
-        """What was noted beside the arrays of a step."""
+        """The note saved with a step; a DamageError if its checksum differs."""
         storage.pull(self.folder / str(step) / NOTE)
         found = self._read(step, NOTE, ocp.args.JsonRestore())
         if not isinstance(found, dict) or found.pop("sum", None) != _checksum(found):
@@ -184,9 +183,10 @@ class Checkpoints:
         return found
 
     def restore(self, step: int, like: Any, *, part: str | None = None) -> Any:
-        """The arrays of a step, placed as `like` (arrays or shapes with shardings) lies; or one `part` of them.
+        """The arrays of a step (or one `part`, such as "params"), placed as `like` is.
 
-        Raises a UserError if they are of another form, a DamageError if they are not what was saved.
+        `like` has arrays, or shapes with shardings. Raises a UserError if dtypes or shapes differ
+        from it, a DamageError if checksums differ from those saved.
         """
         storage.pull(self.folder / str(step))
         expected = self.note(step)["arrays"]
@@ -210,10 +210,10 @@ class Checkpoints:
     def first_whole(
         self, steps: Iterable[int], read: Callable[[int], T], *, rename: bool = False
     ) -> tuple[int, T]:
-        """The first of these steps that can be read, and what `read` makes of it; the same in all processes.
+        """The first of these steps that can be read, and `read(step)`; the same in all processes.
 
-        With `rename` damaged ones are renamed, once another was read: were all unreadable, the fault would
-        hardly be theirs.
+        With `rename` damaged ones are renamed once another was read: if none can be, the cause is
+        hardly in the files. Raises a UserError if none can be read.
         """
         damaged: dict[int, str] = {}
         for step in distributed.from_first(lambda: [*steps]):
@@ -234,7 +234,7 @@ class Checkpoints:
         )
 
     def _rename(self, step: int) -> None:
-        """Gives a damaged checkpoint a name that is free, so that its step can be saved again."""
+        """Moves a damaged checkpoint aside, so that its step can be saved again."""
         number = 0
         while (aside := self.folder / f"damaged-{step}-{number}").exists():
             number += 1
@@ -243,7 +243,7 @@ class Checkpoints:
         storage.remove(self.folder / str(step))
 
     def _read(self, step: int, item: str, how: Any) -> Any:
-        """An item of a checkpoint; a DamageError in all processes if one cannot read what is its own of it."""
+        """One item of a checkpoint; a DamageError in all processes if any cannot read its part."""
         found, fault = None, ""
         try:
             where = (self.folder / str(step)).absolute()
@@ -260,7 +260,7 @@ class Checkpoints:
         return found
 
     def _require_room(self, state: Any) -> None:
-        """Asked before anything is written: orbax reports a full disk late, and in many lines."""
+        """A UserError before writing: orbax reports a full disk late, and in many lines."""
         needed = 1.1 * sum(x.nbytes for x in jax.tree.leaves(state))
         if (free := shutil.disk_usage(self.folder).free) < needed:
             said = f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
@@ -279,7 +279,7 @@ def _checksum(note: dict[str, Any]) -> int:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """The future of a call; its thread does not keep a process alive that ends, as one of a pool would."""
+    """A future of `work()`, run in a daemon thread: one of a pool would keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -293,19 +293,19 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def first_line(error: BaseException) -> str:
-    """The innermost cause in a line; the libraries wrap an OSError in errors of their own."""
+    """One line of the innermost cause: the libraries wrap OSErrors in their own errors."""
     *_, innermost = causes(error)
     line = first_line_of(innermost)
     return "another process has not written its part" if "Barrier timed out" in line else line
 
 
 def _gathers(folder: Path) -> bool:
-    """Whether the first process writes for all, because the folders are not one and the same."""
+    """Whether the first process writes for all, because each host has a mirror of its own."""
     return distributed.count() > 1 and not storage.shared(folder)
 
 
 def _writers(folder: Path) -> ocp.options.MultiprocessingOptions:
-    """Who writes together. They are named: else orbax's threads wait by programs on the devices."""
+    """The processes that write together; named, or orbax runs its barriers on the devices."""
     if distributed.count() == 1 or _gathers(folder):
         return _alone()
     everyone = {*range(distributed.count())}
@@ -313,7 +313,6 @@ def _writers(folder: Path) -> ocp.options.MultiprocessingOptions:
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:
-    """This process by itself."""
     if distributed.count() == 1:
         return ocp.options.MultiprocessingOptions()
     me = distributed.index()
@@ -323,8 +322,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 def _handler(who: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
-    """Orbax's, for arrays and a note."""
-    for name in ("absl", "asyncio"):  # they repeat what is raised here
+    for name in ("absl", "asyncio"):  # they log errors that are raised here too
         logging.getLogger(name).setLevel(logging.CRITICAL)
     _silence_tasks_of_orbax()
     handlers = {
@@ -336,7 +334,7 @@ def _handler(who: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpoint
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether an error is of the disk, the network or the memory, and not of what was read."""
+    """Whether the error may come from disk, network or memory instead of damaged files."""
     return any(
         isinstance(cause, MemoryError)
         or (isinstance(cause, OSError) and cause.errno not in _MISSING)
@@ -346,7 +344,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _silence_tasks_of_orbax() -> None:
-    """What its tasks report that were given up after an error is no news: a traceback each, hundreds of lines."""
+    """Hides tracebacks of tasks that orbax abandoned after an error: hundreds of lines."""
     before, orbax = sys.unraisablehook, str(Path(ocp.__file__).parent)
     if getattr(before, "silences_orbax", False):
         return

@@ -1,4 +1,4 @@
-"""The curves of one or several runs as a picture, and how every picture here is drawn and written."""
+"""Learning curves of runs as a picture; how all pictures of the package are styled and written."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,10 +21,10 @@ SMALL = {
 
 
 def draw(folders: Sequence[Path], target: Path) -> None:
-    """Validation accuracy with its 95% band, and what moved during reinforcement, one colour a run.
+    """Draws validation accuracy with its 95% band and metrics of reinforcement, one colour a run.
 
-    The kind of the picture is the target's ending, PNG if it has none. A UserError where a run has no evaluation
-    yet, or the target cannot be written.
+    The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
+    evaluation yet, or the target cannot be written.
     """
     names = _names(folders)
     records = {n: journal.read(folder) for n, folder in zip(names, folders, strict=True)}
@@ -33,13 +33,13 @@ def draw(folders: Sequence[Path], target: Path) -> None:
             raise UserError(f"{name} has no evaluation to draw yet: is it the folder of a run?")
     try:
         save(partial(_runs, records), target)
-    except (OSError, ValueError) as error:  # the latter for a kind that is none
+    except (OSError, ValueError) as error:  # ValueError: an unknown format
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {target}: {reason}") from error
 
 
 def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes `[rows, columns]`, without decoration."""
+    """A figure of `size` inches and its axes `[rows, columns]`, without decoration."""
     figure = _figure(size)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.ravel():
@@ -48,7 +48,7 @@ def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]
 
 
 def save(drawn: Callable[[], Any], target: Path) -> None:
-    """Writes the figure that `drawn` gives, whole or not at all; the same bytes for the same numbers."""
+    """Writes the figure `drawn()` atomically; the same numbers give the same bytes."""
     import matplotlib as mpl
 
     with mpl.rc_context({"font.size": 9}), storage.replacing(target) as file:
@@ -59,7 +59,6 @@ def save(drawn: Callable[[], Any], target: Path) -> None:
 
 
 def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
-    """The figure of runs by name."""
     figure = _figure((11, 6.4))
     rows: Any = [["accuracy"] * len(SMALL), [*SMALL]]
     axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
@@ -95,7 +94,7 @@ def _plain(axis: Any) -> None:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
+    """The shortest path endings that tell the runs apart."""
     paths = [Path(storage.spoken(folder.absolute())).parts for folder in folders]
     length = 1
     while len({path[-length:] for path in paths}) < len(set(paths)):

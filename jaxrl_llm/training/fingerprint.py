@@ -1,4 +1,4 @@
-"""Fingerprints of arrays: dtype, shape and a number that changes with any bit, in one pass on their devices."""
+"""Fingerprints of arrays: dtype, shape and a checksum, in one pass on the arrays' devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jaxrl_llm.models import sharding
 
 
 def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
-    """`[dtype, shape, number]` of each array by its place in the tree; without `values` the number is 0."""
+    """`[dtype, shape, checksum]` of each array by its path in the tree; 0 without `values`."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     arrays = [leaf for _, leaf in leaves]
     numbers = jax.device_get(_numbers(arrays)) if values else [0] * len(arrays)
@@ -23,7 +23,7 @@ def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
 
 
 def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
-    """One line for the first array that is there in another form than wanted."""
+    """A UserError for the first array whose dtype or shape is not that of `like`."""
     wanted = {name: form[:2] for name, form in describe(like, values=False).items()}
     there = {name: form[:2] for name, form in saved.items()}
     for name in sorted(there.keys() | wanted.keys()):
@@ -40,9 +40,9 @@ def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
 
 @jax.jit
 def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The sum of the bits of each element as an integer times an odd number of its place, modulo 2^32.
+    """Checksums: bits of each element as an integer times an odd number by position, modulo 2^32.
 
-    Odd numbers make every altered element count, and numbers that differ by place two exchanged ones.
+    Odd factors make each altered element count; that they differ shows two exchanged ones.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -61,6 +61,6 @@ def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _mixed(index: Any) -> Any:
-    """An odd number for each index, neighbours far apart."""
+    """An odd number for each index, far from its neighbours'."""
     mixed = index * np.uint32(2_654_435_761)
     return (mixed ^ (mixed >> np.uint32(16))) | np.uint32(1)

@@ -1,12 +1,12 @@
-"""A run's folder: what is written when a run starts, and read when it is resumed, evaluated or talked to.
+"""A run's folder: written when a run starts, read when it is resumed, evaluated or sampled from.
 
-run.json               what the run is: its id, flags and sessions, and the run whose warm start it began with
-config.py files/       the config file and the other files of the user's that it was started with
+run.json               id, flags and sessions of the run, and the run whose warm start it used
+config.py files/       copies of the config file and of other files by the user that it ran
 model/                 tokenizer and config.json in Hugging Face format
 metrics.jsonl tensorboard/ samples/ curves.png
 checkpoints/N/         the state after step N
-initial/N/             the policy that reinforcement began with: the reference, and where --from begins
-lock                   who works in it, if anybody does
+initial/N/             the policy before reinforcement: the reference, and the start of --from
+lock                   names the process that writes to the folder
 """
 
 import json
@@ -34,18 +34,18 @@ from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = FOLDERS
-WILD = "[]*?\\"  # in a path orbax takes them for a pattern, and misses its own files
+WILD = "[]*?\\"  # orbax takes a path with these for a pattern, and misses its own files
 MODEL, FILES = "model", "files"
-SHARED = 60.0  # seconds until all processes see what the first has written
+SHARED = 60.0  # seconds within which all processes must see files of the first
 
 
 def at(where: str | Path) -> Path:
-    """The folder of a run by its path or URL; of one in a bucket all but the arrays of checkpoints is brought."""
+    """The local folder of a run by path or URL; from a bucket without arrays of checkpoints."""
     return storage.local(where, but=(ARRAYS,))
 
 
 def resumable(folder: Path) -> bool:
-    """Whether a run was started here, so that it can only be resumed."""
+    """Whether the folder holds a run, so that a run there can only be resumed."""
     return (folder / record.NAME).exists()
 
 
@@ -53,9 +53,10 @@ def resumable(folder: Path) -> bool:
 def opened(
     folder: Path, parts: Parts, source: Source | None, *, resume: bool, origin: Path | None = None
 ) -> Iterator[None]:
-    """The folder of a run, started or found to be the same run, with this run as its only writer for the block.
+    """Starts or resumes the run in the folder, with this run as its only writer for the block.
 
-    Of several processes the first writes; a UserError unless all see the same folder.
+    The first process writes. Raises a UserError if the folder holds another run or, without
+    `resume`, any other content, or if processes see different folders.
     """
     with ExitStack() as stack:
         if distributed.first():
@@ -71,7 +72,7 @@ def opened(
                 _require_new(folder)
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(storage.locked(folder))
-            at(storage.spoken(folder))  # anew: another may have written there until now
+            at(storage.spoken(folder))  # pull again: another may have written until now
             if resume:
                 run = record.continued(folder, record.read(folder), source, origin)
                 _require_model(folder, parts)
@@ -82,7 +83,7 @@ def opened(
             store(folder)
         expected = distributed.from_first(lambda: record.identity(folder))
         if not distributed.first():
-            if not storage.shared(folder):  # what was read before may be of another run
+            if not storage.shared(folder):  # may be another run's, pulled before
                 (folder / record.NAME).unlink(missing_ok=True)
             until = time.monotonic() + SHARED
             while (found := record.identity(at(storage.spoken(folder)))) != expected:
@@ -99,12 +100,12 @@ def opened(
 
 
 def store(folder: Path) -> None:
-    """Stores what has been written but for checkpoints, which are stored when they are whole."""
+    """Pushes all but checkpoints, which are pushed when they are complete."""
     storage.push(folder, but=FOLDERS)
 
 
 def _require_new(folder: Path) -> None:
-    """A UserError unless a run can be started there: in a new or empty folder, or where one has saved nothing."""
+    """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
     if resumable(folder):
         if any((folder / CHECKPOINTS).glob("*")):
             raise UserError(
@@ -112,14 +113,14 @@ def _require_new(folder: Path) -> None:
             )
         return
     there = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    begun = storage.LOCK in there or not storage.shared(folder)  # by a process that was killed
+    begun = storage.LOCK in there or not storage.shared(folder)  # by a killed process
     left = there - ({storage.LOCK, CONFIG, FILES, MODEL} if begun else set())
     if any(not re.fullmatch(r"\..*\.new", name) for name in left):
         raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
 
 
 def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | None) -> None:
-    """Writes what the run is; run.json comes last, for it says that the folder holds a run."""
+    """Writes the files of a new run; run.json last, because it marks the folder as a run."""
     run = record.new(source, origin)
     (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
@@ -136,7 +137,7 @@ def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | Non
 
 
 def _require_model(folder: Path, parts: Parts) -> None:
-    """A UserError if the folder holds a run of another model or tokenizer."""
+    """A UserError if the folder's run has another model or tokenizer."""
     there = hf.read_config(folder / MODEL)
     for name, value in hf.hf_config(parts.shape, "float32").items():
         if there.get(name) != value:
@@ -152,7 +153,7 @@ def _require_model(folder: Path, parts: Parts) -> None:
 
 
 def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
-    """A UserError unless there is the end of a warm start of so many steps that suits a run of these parts."""
+    """A UserError unless the run ended a warm start of `steps` steps, with the same model."""
     record.read(folder)
     if steps not in (found := Checkpoints(folder / INITIAL).steps):
         said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
@@ -161,7 +162,7 @@ def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
 
 
 def require_at_most(folder: Path, steps: int) -> None:
-    """A UserError if a run that goes on has made more steps."""
+    """A UserError if the run has made more than `steps` steps."""
     done = max(Checkpoints(folder / CHECKPOINTS).steps, default=0)
     if done > steps:
         raise UserError(
@@ -171,7 +172,7 @@ def require_at_most(folder: Path, steps: int) -> None:
 
 
 def reopen(folder: Path) -> Config:
-    """The config of a run, made again by its own file and flags; it executes that file."""
+    """The config of a run, made by the run's own copies of its files, which are executed."""
     run = record.read(folder)
     record.require_sources(folder, run)
     if run["config"] is None:
@@ -195,9 +196,9 @@ def reopen(folder: Path) -> Config:
 def checkpoints(
     folder: Path, keep: int | None = None, regular: Callable[[int], bool] = lambda step: True
 ) -> Checkpoints:
-    """The checkpoints of a run; the best is that of the highest validation accuracy, the later of equals.
+    """The checkpoints of a run; the best has the highest validation accuracy, the later of equals.
 
-    The policy that reinforcement began with is no candidate, nor is a step that was saved only on the way out.
+    Never the best: the policy from before reinforcement, and a step saved only because of a stop.
     """
 
     def best(steps: list[int]) -> int | None:
@@ -212,12 +213,12 @@ def checkpoints(
 
 
 def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
-    """`(step, parameters)` of a checkpoint: the one asked for, else the best, else the newest."""
+    """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
     return _restored(folder, step, lambda there, s: there.restore(s, parts.like, part="params"))
 
 
 def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
-    """The state that reinforcement went on from at a checkpoint: a fresh one at those of a warm start."""
+    """The state for reinforcement at a checkpoint; in a warm start with a fresh optimizer state."""
     like = update.state_like(parts.like, optimizer)
 
     def read(there: Checkpoints, chosen: int) -> update.TrainState:
@@ -229,14 +230,14 @@ def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -
 
 
 def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | None:
-    """The folder of the run whose warm start a run begins with, or has begun with; None if there is none."""
+    """The folder of the run whose warm start is used: `given`, or as recorded; None without one."""
     if resuming and given is None:
         given = record.read(folder)["from"]
     return None if given is None else at(given).absolute()
 
 
 def reference(folder: Path, parts: Parts, config: Config) -> Any:
-    """The parameters of the reference policy, in the precision of the model, where they wait."""
+    """The reference policy's parameters, in the model's precision, where they are kept."""
     params = initial(folder, parts)
     if params is None:
         raise UserError(
@@ -247,7 +248,7 @@ def reference(folder: Path, parts: Parts, config: Config) -> Any:
 
 
 def initial(folder: Path, parts: Parts) -> Any:
-    """The parameters that reinforcement began with; None before it did, or where nothing asked for them."""
+    """The parameters that reinforcement began with; None if none were saved."""
     there = Checkpoints(folder / INITIAL)
     if not (steps := distributed.from_first(lambda: there.steps)):
         return None
@@ -255,7 +256,7 @@ def initial(folder: Path, parts: Parts) -> Any:
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
-    """`(step, shape, parameters)`, spread over all devices; nothing of the run's is executed."""
+    """`(step, shape, parameters)`, sharded over all devices; executes no file of the run."""
     record.read(folder)
     shape = hf.load_shape(folder / MODEL)
     mesh = sharding.make_mesh(1, -1, 1, jax.devices())

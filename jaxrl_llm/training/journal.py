@@ -1,4 +1,4 @@
-"""Where a run writes down what happens: metrics.jsonl, TensorBoard, Weights & Biases, samples, the terminal."""
+"""The records of a run: metrics.jsonl, TensorBoard, Weights & Biases, samples, the terminal."""
 
 import importlib.util
 import json
@@ -24,34 +24,31 @@ from jaxrl_llm.training import alarms
 METRICS = "metrics.jsonl"
 WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
-_event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # made when they are imported
+_event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # members are made on import
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run, one a step or evaluation; a line that is no record is left out with a warning.
-
-    A kill may have cut the last line: that is none, and no news.
-    """
+    """The records of a run, one a step or evaluation; leaves out damaged lines with a warning."""
     path = folder / METRICS
     lines = (path.read_bytes() if path.exists() else b"").split(b"\n")
-    found = [_parsed(line) for line in lines[:-1]]
+    found = [_parsed(line) for line in lines[:-1]]  # a kill may have cut the last line
     if damaged := found.count(None):
         logger.warning("%d damaged lines of %s are left out", damaged, path)
     return [record for record in found if record is not None]
 
 
 def scores(records: list[Record]) -> dict[int, float]:
-    """The validation accuracy of each step of reinforcement that was evaluated, and of its start."""
+    """Validation accuracy by step, from the start of reinforcement on."""
     name = "eval/accuracy"
     return {r["step"]: r[name] for r in records if r["phase"] == REINFORCE and name in r}
 
 
 class Journal:
-    """Writes a run down, one record a step; only the first process writes, all know the records.
+    """Writes the records of a run; only the first process writes, all processes have `records`.
 
-    `records` are those of the run up to now; `close` says that the run has come to its end.
+    `records` are those of the run so far; call `close` only when the run is complete.
     """
 
     def __init__(self, folder: Path, console: rich.console.Console):
@@ -64,13 +61,11 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(
-            OSError
-        ):  # where an error has kept the files from being closed, that will be told
+        with suppress(OSError):  # the error that ends the run is raised already
             self._open.close()
 
     def start(self, after: int) -> None:
-        """Opens the files; what they hold of steps later than `after` is forgotten (-1: everything)."""
+        """Opens the files; drops records of steps after `after` (-1: all records)."""
         known = distributed.from_first(lambda: read(self.folder))
         self.records = [r for r in known if r["step"] <= after]
         if not self._writes:
@@ -88,34 +83,33 @@ class Journal:
         self._wandb = self._start_wandb()
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
-        """One line of metrics."""
+        """Adds a record of a step: to the files, TensorBoard and Weights & Biases."""
         values = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
         record = {"step": step, "phase": phase, **values}
         if self._writes:
             named = {f"{phase}/{name}": value for name, value in values.items()}
             self._board.add(step, named)
-            _append(
-                self._file, _line(record)
-            )  # last: a step that failed before it is recorded again
+            # after TensorBoard: a step that failed there is recorded again
+            _append(self._file, _line(record))
             self._log(lambda: self._wandb.log(named, step=step))
         self.records.append(record)
 
     def find(self, name: str, step: int, phase: str) -> float | None:
-        """The figure of that name in the records of a step, if it is there."""
+        """The metric `name` of a recorded step, or None."""
         here = (r for r in self.records if r["step"] == step and r["phase"] == phase and name in r)
         return next((r[name] for r in here), None)
 
     def sync(self) -> None:
-        """The records to the disk, so that what is saved after this is never ahead of them."""
+        """Syncs the records to disk, so that no checkpoint saved after this is ahead of them."""
         if self._writes:
             os.fsync(self._file.fileno())
 
     def say(self, text: Any) -> None:
-        """A line, or a table, on the terminal."""
+        """Prints a line or a table on the terminal."""
         self.console.print(storage.spoken(text) if isinstance(text, str) else text)
 
     def samples(self, step: int, entries: list[tuple[str, str, str]]) -> None:
-        """Sampled responses for people: (prompt, response, remark) each, in samples/step-N.md."""
+        """Writes responses for people to samples/step-N.md: (prompt, response, remark) each."""
         if not self._writes:
             return
         lines = [f"# Sampled responses, step {step}", ""]
@@ -127,14 +121,14 @@ class Journal:
         storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
 
     def close(self) -> None:
-        """Everything to disk, at the end of a run."""
+        """Syncs and closes everything, at the end of a run."""
         if self._writes:
             self.sync()
             self._open.close()
             self._log(lambda: self._wandb.finish())
 
     def _log(self, call: Callable[[], Any]) -> None:
-        """A call to Weights & Biases, whose errors never end a run."""
+        """Calls Weights & Biases, whose errors never end a run."""
         if self._wandb is None:
             return
         try:
@@ -144,7 +138,7 @@ class Journal:
             self._wandb = None
 
     def _start_wandb(self) -> Any:
-        """A Weights & Biases run, where the environment variable asks for one; a resumed run goes on with it."""
+        """The run at Weights & Biases, resumed by its id; None unless the variable asks for it."""
         if os.environ.get(WANDB, "0") in ("", "0"):
             return None
         if importlib.util.find_spec("wandb") is None:
@@ -157,7 +151,7 @@ class Journal:
             return wandb.init(
                 project="jaxrl_llm", name=name, dir=self.folder, id=identity, resume="allow"
             )
-        except Exception as error:  # as above; before a run has begun it is worth a word
+        except Exception as error:  # as in `_log`; but a run that has not begun may end
             raise UserError(
                 f"Weights & Biases does not start ({first_line(error)}): log in to it, or leave {WANDB} out"
             ) from error
@@ -175,9 +169,9 @@ _SHOWN = {
 
 
 class Recorder:
-    """Records the steps of a phase, each while the devices work at the one after it; shows how far the phase is.
+    """Records a phase's steps, each while the devices work on the next; shows a progress bar.
 
-    `hold` takes the figures of a step, `flush` fetches and records them; alarms look at all steps of the phase.
+    `hold` takes the metrics of a step, `flush` fetches and records them; alarms see all of them.
     """
 
     def __init__(
@@ -209,17 +203,17 @@ class Recorder:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the progress for the block."""
+        """Shows the progress bar for the block."""
         with self._progress:
             yield
         self._progress.remove_task(self._bar)
 
     def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """The step to record next; `figures()` may wait for the devices."""
+        """Sets the step that `flush` records; `figures()` may wait for the devices."""
         self._held = step, figures
 
     def flush(self) -> None:
-        """Records the step that is held now, if one is."""
+        """Records the step given to `hold`, if there is one, and prints new alarms."""
         if self._held is None:
             return
         (step, figures), self._held = self._held, None
@@ -235,7 +229,7 @@ class Recorder:
                 self._journal.say(f"  step {step}: warning: {text}")
 
     def check(self) -> None:
-        """Raises a UserError where the steps recorded by this process give no reason to go on."""
+        """A UserError if the steps recorded by this process show that the run should not go on."""
         here = self._records[self._before :]
         if reason := alarms.reason_to_stop(here, self._most_unchecked):
             raise UserError(reason)
@@ -250,7 +244,7 @@ class Recorder:
 
 
 class _Board:
-    """The scalars of a run as TensorBoard reads them, written here and now.
+    """TensorBoard event files, written at once.
 
     tensorboardX's own writer has a thread, which would wait for ever on a full disk.
     """
@@ -258,7 +252,7 @@ class _Board:
     def __init__(self, folder: Path, purge: int | None):
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"))
-        if purge is not None:  # what a reader has seen of later steps is forgotten
+        if purge is not None:  # makes TensorBoard drop later steps
             start = _event.SessionLog(status=_event.SessionLog.START)
             self._write(_event.Event(step=purge, session_log=start))
 
@@ -280,7 +274,6 @@ def _line(record: Record) -> bytes:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record of a line, if it is one."""
     try:
         found = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
@@ -290,7 +283,7 @@ def _parsed(line: bytes) -> Record | None:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """The whole line or nothing of it."""
+    """Writes the whole line, or nothing of it."""
     size = os.fstat(file.fileno()).st_size
     try:
         written = 0

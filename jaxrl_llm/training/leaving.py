@@ -1,4 +1,4 @@
-"""Stopping in good order: a signal or the clock asks, the loop looks at safe places and saves, in time."""
+"""Stopping in order: a signal or a time limit sets a flag; the loop looks at it, saves and ends."""
 
 import math
 import os
@@ -13,34 +13,35 @@ from contextlib import contextmanager, suppress
 from jaxrl_llm.errors import Leaving, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-HURRY = 2.0  # seconds that a second Ctrl-C leaves
+HURRY = 2.0  # seconds of grace after a second Ctrl-C
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
 
 
 class Stop:
-    """Whether the run was asked to stop. Nothing is raised out of a signal: work under way looks at it."""
+    """Whether the run was asked to stop. Signals raise nothing: running work checks the flag."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._bell = -1  # wakes the thread that counts the time
+        self._bell = -1  # a pipe that wakes `_watch`
 
     def ask(self) -> None:
-        """Asks, from any thread."""
+        """Asks to stop; callable from any thread."""
         self.asked = True
         if self._bell >= 0:
             os.write(self._bell, b"\0")
 
     def check(self) -> None:
-        """Raises Leaving if the run was asked to stop; called where what is under way may be dropped."""
+        """Raises Leaving if the run was asked to stop; for places where work may be dropped."""
         if self.asked:
             raise Leaving
 
 
 @contextmanager
 def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) -> Iterator[None]:
-    """Any of SIGNALS, or so many minutes, ask to stop; `grace` seconds later the process ends as it is.
+    """For the block SIGNALS, or `minutes`, ask to stop; `grace` seconds later the process ends.
 
-    A second Ctrl-C ends it at once. A signal that was ignored before, as SIGHUP under nohup, stays ignored.
+    A second Ctrl-C ends it within HURRY seconds. A signal ignored before, such as SIGHUP under
+    nohup, stays ignored. Raises a UserError for a negative number.
     """
     for name, value in (("--grace", grace), ("--max-minutes", minutes)):
         if value is not None and not (value >= 0 and math.isfinite(value)):
@@ -48,7 +49,7 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
     read, write = os.pipe()
     os.set_blocking(write, False)
     heard = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    # Python writes a signal's number to the pipe at once, though the main thread may be deep in a program
+    # the pipe gets a signal's number at once, even while the main thread is in a compiled program
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
     stop._bell = write
@@ -66,7 +67,7 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
 
 
 def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
-    """Reads the numbers of signals as they come; ends the process when the grace is over."""
+    """Reads signal numbers from the pipe; ends the process when its time is over."""
     end = time.monotonic() + 60.0 * minutes if minutes is not None else None
     deadline, interrupts = None, 0
     while True:
@@ -74,7 +75,7 @@ def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
         wait = None if due is None else max(0.0, due - time.monotonic())
         if select.select([read], [], [], wait)[0]:
             numbers = os.read(read, 64)
-            if not numbers:  # closed: the block is over
+            if not numbers:  # closed: the block has ended
                 os.close(read)
                 return
             if not {0, *SIGNALS} & {*numbers}:  # such as SIGALRM, which a reward may use
@@ -88,9 +89,9 @@ def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
 
 
 def _end(grace: float, *, interrupted: bool) -> None:
-    """Ends the process without the main thread, which is in something that cannot be interrupted."""
+    """Ends the process from this thread; the main one is in a call that cannot be interrupted."""
     if not interrupted:
-        with suppress(OSError):  # of a terminal that is closed
+        with suppress(OSError):  # the terminal may be closed
             print(
                 f"jaxrl-llm: stopped; what was under way took more than {grace:g} s (--grace) and is lost: "
                 "go on from the last checkpoint with --resume",

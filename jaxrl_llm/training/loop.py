@@ -1,8 +1,8 @@
-"""The steps of a run in time: imitation of demonstrations, then reinforcement.
+"""The steps of a run: imitation of demonstrations, then reinforcement.
 
-A step is a function of the state, the cursor in the data and its own number, so a run that goes on from a
-checkpoint repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through both phases. `save`,
-`evaluate` and `show` are the driver's: nothing here knows of folders.
+A step is a function of the state, the cursor in the data and its own number, so a resumed run
+repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through both phases.
+`save`, `evaluate` and `show` are passed in: nothing here knows of folders.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Evaluate = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Point:
-    """A run after `step` steps: its state, and where its data are (None: at their start)."""
+    """A run after `step` steps: its state, and the cursor in its data (None: at the start)."""
 
     phase: str
     step: int
@@ -55,9 +55,9 @@ def warm_start(
     save: Save,
     evaluate: Evaluate,
 ) -> Any:
-    """Supervised steps on demonstrations up to the end of the phase; returns the parameters.
+    """Supervised steps on demonstrations to the end of the phase; returns the parameters.
 
-    The batch of the next step is made on the host while the devices work.
+    The next step's batch is made on the host while the devices work.
     """
     if start is None:
         state = update.init_state(
@@ -110,7 +110,7 @@ def warm_start(
                 recorder.flush()
                 recorder.check()
         except (Leaving, UserError) as error:
-            # a checkpoint of the last step is that of reinforcement, which has yet to be begun
+            # not the last step: reinforcement saves it when it begins
             if saved < step < warm.steps and _can_save(error, state):
                 recorder.flush()
                 save(step, state, cursor)
@@ -133,9 +133,10 @@ def reinforcement(
     evaluate: Evaluate,
     show: Callable[[int, Answers], None],
 ) -> None:
-    """Policy-gradient steps to the end of the run: prompts, rollout, reward, batch, score, credit, update, sync.
+    """Policy-gradient steps to the run's end: rollout, reward, batch, score, credit, update, sync.
 
-    A phase that begins has a step as its `start` and begins with `params`, which it consumes.
+    `start` is the point to resume from, or the step at which the phase begins with `params`, which
+    are consumed (donated).
     """
     first = config.warm_start.steps if config.warm_start else 0
     last, every = first + config.steps, config.evaluation.every or max(config.steps, 1)
@@ -164,7 +165,7 @@ def reinforcement(
     clock = Clock()
 
     def answer() -> Answers:
-        """This process's share of the responses of the step, judged; it may be dropped."""
+        """This process's share of the step's responses, scored; a stop may discard it."""
         examples = stream.examples
         with clock("rollout"):
             own = stream.take(step)
@@ -203,7 +204,7 @@ def reinforcement(
                     state, visits = programs.update(state, credited)
                     step += 1
                     stream.advance()
-                    recorder.flush()  # the step before, while the devices work
+                    recorder.flush()  # metrics of the previous step, while the devices work
                     jax.block_until_ready(state)
                 host = reinforce.describe_answers(answers, stream.seconds)
                 host |= {"lag": step - 1 - answers.rollout.version}
@@ -213,6 +214,7 @@ def reinforcement(
                     stream.settle()
                 with clock("sync"):
                     sampler.push(state.params, step)
+                # the recorder fetches `host` later, with these in it
                 host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
                 host |= sampler.sync
                 recorder.check()
@@ -224,21 +226,20 @@ def reinforcement(
 
 
 def _evaluated(journal: Journal, step: int, phase: str) -> bool:
-    """Whether a step's evaluation is recorded: one that was dropped when the run stopped is not."""
+    """Whether a step's evaluation is recorded; one cut short by a stop is not."""
     return journal.find("eval/accuracy", step, phase) is not None
 
 
 def _highest_score(journal: Journal, first: int) -> float:
-    """The best validation accuracy up to now; the policy before reinforcement does not count."""
+    """The best validation accuracy so far, without the policy before reinforcement."""
     known = scores(journal.records)
     return max((score for step, score in known.items() if step > first), default=-1.0)
 
 
 def _can_save(error: BaseException, state: TrainState) -> bool:
-    """Whether what was learned up to an error can be saved.
+    """Whether the state can be saved after an error: not if another step has consumed it.
 
-    Not if another step has consumed the state. And of several processes the one with an error is alone with it;
-    to leave all agree.
+    With several processes only on a stop, on which all agree; an error is one process's alone.
     """
     whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
     return whole and (isinstance(error, Leaving) or distributed.count() == 1)

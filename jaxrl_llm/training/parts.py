@@ -1,4 +1,4 @@
-"""A config to the parts that a run is made of: task, tokenizer, model, mesh, and its examples."""
+"""Builds the parts of a run from its config: task, tokenizer, model, mesh, and the examples."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from jaxrl_llm.tasks.task import Mapped, Source, Task, check_members
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
-SHARE = 4  # validation is at most a quarter of the training data
+SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What commands share; `source` is the Hugging Face folder of a pretrained model."""
+    """The parts that commands share; `source` is the folder of a pretrained model, or None."""
 
     task: Task[Any]
     tokenizer: Tokenizer
@@ -39,11 +39,11 @@ class Parts:
 
     @property
     def like(self) -> Any:
-        """The shapes and places of the parameters, nothing allocated."""
+        """Shapes and shardings of the parameters; allocates nothing."""
         return sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
 
     def fresh(self, seed: int) -> Any:
-        """The parameters that a run starts from, in place, in float32."""
+        """The sharded parameters that a run starts from, in float32: read, or drawn by `seed`."""
         places = sharding.param_shardings(qwen2.graph(self.shape)[1], self.mesh)
         if self.source is not None:
             return hf.load(self.source, self.shape, places, "float32")
@@ -52,7 +52,7 @@ class Parts:
     def programs(
         self, config: Config, like: update.TrainState, reference: Any
     ) -> reinforce.Programs:
-        """The programs of a step of reinforcement, for states that lie as `like` does."""
+        """The programs of a step of reinforcement, for states sharded like `like`."""
         return reinforce.compiled(
             self.policy,
             config.objective,
@@ -69,12 +69,12 @@ class Parts:
         )
 
     def sampling(self, config: Config, **changes: Any) -> Sampling:
-        """How responses are drawn, with the limit of the config and the stop tokens of the tokenizer."""
+        """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
         limit = config.collate.response_length
         return replace(config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
     def token_task(self, config: Config) -> TokenTask:
-        """The task in tokens, with the rewards of the config."""
+        """The task in tokens, with the config's settings for rewards."""
         return TokenTask(self.task, self.tokenizer, config.reward_threads, config.reward_seconds)
 
     def collator(self, collate: Collator) -> Collator:
@@ -83,9 +83,9 @@ class Parts:
 
 
 def parts(config: Config, data: str | Path = DATA) -> Parts:
-    """Builds or finds the data (in a folder, or under a URL), the tokenizer and the architecture.
+    """Makes the task (`data`: a folder or URL for data sets), tokenizer, mesh and architecture.
 
-    No parameter is read yet.
+    Reads no parameters. Raises a UserError if the task cannot be made.
     """
     if isinstance(config.model, Pretrained):
         name = config.model.name
@@ -105,7 +105,7 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
 
 
 class Splits(NamedTuple):
-    """Three disjoint choices of a task's examples: `validation` is taken out of its training data.
+    """A task's examples, with `validation` taken out of its training data.
 
     `skipped` training examples have prompts that are too long to learn from.
     """
@@ -125,9 +125,9 @@ def splits(made: Parts, config: Config) -> Splits:
 
 
 def _set_aside(source: Source[E], validation: int) -> tuple[Source[E], Source[E]]:
-    """Sets `validation` examples aside, one out of each of as many equal stretches of the training data.
+    """Moves a random example of each of `validation` equal stretches of the data to validation.
 
-    So they are like the rest where that is sorted; which of a stretch is drawn, for it may also go in cycles.
+    Stretches make it like the rest in sorted data, random choice in data that goes in cycles.
     """
     size = len(source)
     count = min(validation, size // SHARE)
@@ -144,9 +144,9 @@ def _set_aside(source: Source[E], validation: int) -> tuple[Source[E], Source[E]
 
 
 def overlap(task: Task[Any], divided: Splits) -> str:
-    """A line on examples of one split whose prompt is in another, if there are any.
+    """A warning if a split has prompts of another, else an empty string.
 
-    A UserError where the test data say nothing, because all of their prompts are trained on.
+    Raises a UserError if all test prompts are trained on, for then the test says nothing.
     """
     train, validation, test = (
         [task.prompt(source[i]) for i in range(len(source))] for source in divided[:3]
@@ -170,7 +170,7 @@ def overlap(task: Task[Any], divided: Splits) -> str:
 
 @dataclass(frozen=True)
 class Readable(Generic[E]):
-    """The examples of a source whose prompts fit the limit, and how many do not."""
+    """The examples of a source whose prompts fit; `skipped` is the number of the others."""
 
     source: Source[E]
     index: list[int]
@@ -184,7 +184,7 @@ class Readable(Generic[E]):
 
 
 def readable(made: Parts, source: Source[E], config: Config, name: str) -> Readable[E]:
-    """Leaves out the examples with too long a prompt to learn from, or refuses them, as the config says."""
+    """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
     limit, kept, skipped = config.collate.prompt_length, [], 0
     for i in range(len(source)):
         length = _prompt_length(made, source, i, name)
@@ -216,7 +216,7 @@ def _prompt_length(made: Parts, source: Source[E], i: int, name: str) -> int:
 
 
 def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:
-    """The source, to test on: examples are only answered, so nothing but the model limits their prompts."""
+    """The test examples: only answered, so the model's context alone limits their prompts."""
     whole, engine = made.shape.max_length, config.engine
     more = ""
     if isinstance(engine, Vllm) and engine.max_model_len is not None:

@@ -1,7 +1,7 @@
-"""run.json: the id of a run, what it was made of, the flags that made it, and the sessions that worked on it.
+"""run.json: id, config, flags and sessions of a run; a session is a start or a resume.
 
-A resumed run has the flags that it was started with. Only those of `LENGTHS`, which do not change what a step
-computes, may be given anew; each session says which ones it ran with.
+A resumed run keeps its flags. Only those in `LENGTHS`, which do not change what a step computes,
+may be given anew; each session records its own.
 """
 
 import datetime
@@ -35,7 +35,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """How a config was made: by which file and flags, and which other files of the user's it ran."""
+    """How a config was made: its file, the flags, and other files by the user that were run."""
 
     path: Path
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Source:
 
 
 def new(source: Source | None, origin: Path | None = None) -> Run:
-    """The record of a run that starts; `origin` is the folder of the run whose warm start it begins with.
+    """The record of a new run; `origin` is the folder of the run whose warm start it uses.
 
-    Without a source the run was made by a program, which alone can resume it.
+    Without a source the config was made by a program, and only that can resume the run.
     """
     run: Run = {
         "version": VERSION,
@@ -66,7 +66,7 @@ def new(source: Source | None, origin: Path | None = None) -> Run:
 
 
 def read(folder: Path) -> Run:
-    """The record of the run whose folder this is."""
+    """The record of the run in the folder; a UserError if there is none or it is damaged."""
     path = folder / NAME
     try:
         found = json.loads(path.read_bytes())
@@ -89,23 +89,23 @@ def read(folder: Path) -> Run:
 
 
 def identity(folder: Path) -> str | None:
-    """What no other run is called; None where no run was started."""
+    """The unique id of the run in the folder; None if there is no run."""
     return read(folder)["id"] if (folder / NAME).exists() else None
 
 
 def write(folder: Path, run: Run) -> None:
-    """Puts the record in its place."""
+    """Writes the record with its checksum."""
     checked = run | {"sha256": _checksum(run)}
     storage.write(folder / NAME, json.dumps(checked, indent=2) + "\n")
 
 
 def checksum(path: Path) -> str:
-    """Of a file that is executed again."""
+    """SHA-256 of a file, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def require_sources(folder: Path, run: Run) -> None:
-    """A UserError if a file that is to be executed again is not as it was when the run was started."""
+    """A UserError if a file to be executed again has changed since the run was started."""
     for name, was in run["sums"].items():
         copy = folder / name
         if not copy.is_file() or checksum(copy) != was:
@@ -116,7 +116,7 @@ def require_sources(folder: Path, run: Run) -> None:
 
 
 def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
-    """The first file that made the run and is not what it was, and the run's own copy of it."""
+    """The first original file that differs from the run's copy, and the copy; None if none does."""
     for original, name in {str(made_by): CONFIG, **run["files"]}.items():
         there, copy = Path(original), folder / name
         if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
@@ -125,7 +125,7 @@ def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
 
 
 def continued(folder: Path, run: Run, source: Source | None, origin: Path | None) -> Run:
-    """The record with one more session; a UserError for the first thing that would make it another run."""
+    """The record with one more session; a UserError for whatever would make it another run."""
     require_sources(folder, run)
     if source is not None and (other := changed(folder, run, source.path)):
         raise UserError(
@@ -148,7 +148,7 @@ def continued(folder: Path, run: Run, source: Source | None, origin: Path | None
 
 
 def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
-    """The same function, its defaults replaced by the flags of the run in the folder."""
+    """`make` with its defaults replaced by the flags of the run in the folder."""
     stored = flags_for(make, read(folder)["flags"])
     signature = inspect.signature(make)
 
@@ -166,7 +166,7 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that went through JSON, as the function wants them: paths and tuples are that again."""
+    """Flags read from JSON, as `make` annotates them: paths and tuples are restored."""
     hints = get_type_hints(make)
 
     def restored(name: str, value: Any) -> Any:
@@ -180,7 +180,7 @@ def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, A
 
 
 def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags as JSON gives them back."""
+    """The flags as JSON gives them back; a UserError for one that cannot be stored."""
 
     def of_path(value: Any) -> str:
         if not isinstance(value, Path):
@@ -200,7 +200,7 @@ def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def files_of(run: Run) -> Iterable[str]:
-    """The names of the copies in the run's folder that are executed again."""
+    """Names of the copies in the run's folder that are executed again."""
     return [*([CONFIG] if run["config"] else []), *run["files"].values()]
 
 
@@ -215,5 +215,5 @@ def _session(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(run: Run) -> str:
-    """Flags are read back from the record: one with another bit would make another run."""
+    """Guards the flags: a resumed run is built from them."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A whole run: one function, read from top to bottom."""
+"""A whole run: `train`, to be read from top to bottom."""
 
 import time
 from collections.abc import Mapping
@@ -41,15 +41,15 @@ def train(
     stop: Stop | None = None,
     console: rich.console.Console | None = None,
 ) -> Path:
-    """A whole run of a config: warm start, reinforcement, a test at the end and a picture; returns its folder.
+    """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
-    With `resume` it goes on from the newest checkpoint, with "auto" if there is a run. It begins with the warm
-    start of the run `origin`, if one is named. `source` is how the config was made, for whoever opens the run
-    later. Raises Leaving, saved, when `stop` is asked, and a UserError for what is wrong outside the program.
+    `resume` goes on from the newest checkpoint ("auto": if there is a run). `origin` is a run whose
+    warm start to use. `source` records how the config was made, for later commands. Raises Leaving,
+    after saving, when `stop` is asked; a UserError for faults outside the program.
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     made = parts(config, data)
-    if source is not None:  # the file of a task is run when the task is made
+    if source is not None:  # making the task ran its file
         ran = userfile.ran(but=source.path)
         source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
     divided = splits(made, config)
@@ -129,7 +129,7 @@ def train(
 
 
 def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:
-    """What is learned from and tested on, and what about it may surprise."""
+    """Prints the sizes of the splits, and warnings."""
     if divided.skipped:
         console.print(
             f"{divided.skipped} examples are left out: their prompts are too long to learn from"
@@ -144,7 +144,7 @@ def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> No
 
 
 def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | None:
-    """Where a run that is resumed goes on: at the newest checkpoint that can be read; None if there is none."""
+    """Where a resumed run goes on: at the newest readable checkpoint; None without one."""
 
     def read(step: int) -> Point:
         note = checkpoints.note(step)
@@ -158,12 +158,12 @@ def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | No
     if not distributed.from_first(lambda: checkpoints.steps):
         return None
     found = checkpoints.first_whole(checkpoints.steps[::-1], read, rename=True)[1]
-    checkpoints.prune()  # who wrote it may have ended before
+    checkpoints.prune()  # its writer may have ended before that
     return found
 
 
 def _noted(cursor: Cursor) -> dict[str, Any]:
-    """A cursor for the note of a checkpoint."""
+    """The cursor for the note of a checkpoint."""
     ahead = {} if cursor.ahead is None else {"ahead": dict(vars(cursor.ahead))}
     return {"data": cursor.data, **ahead}
 
@@ -179,7 +179,7 @@ def _measure(
     *,
     phase: str,
 ) -> float:
-    """Greedy accuracy of what the sampler has on the validation examples; it is recorded and said."""
+    """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
     result, seconds = _timed(config, made, sampler, examples, stop)
     values = {f"eval/{name}": value for name, value in result.metrics().items()}
     journal.record(step, phase, values | {"time/evaluation": seconds})
@@ -201,7 +201,7 @@ def _test(
     checkpoints: Checkpoints,
     stop: Stop,
 ) -> tuple[int, Result]:
-    """The best checkpoint (else the newest) on the test set, which is read here only."""
+    """Tests the best checkpoint (else the newest) on the test set, which is read only here."""
     best = [] if checkpoints.best is None else [checkpoints.best]
     read = lambda step: checkpoints.restore(step, made.like, part="params")
     step, params = checkpoints.first_whole([*best, *checkpoints.steps[::-1]], read)
@@ -218,7 +218,7 @@ def _test(
 def _timed(
     config: Config, made: Parts, sampler: Any, examples: Examples[Any], stop: Stop
 ) -> tuple[Result, float]:
-    """What the sampler's policy does on these examples, and the seconds it took."""
+    """Evaluates the sampler's policy on the examples; returns the seconds too."""
     settings, begun = config.evaluation, time.perf_counter()
     result = evaluate(
         sampler,
@@ -235,7 +235,7 @@ def _timed(
 def _show(
     config: Config, made: Parts, journal: Journal, first: int, step: int, answers: Answers
 ) -> None:
-    """Every so many steps the first response to each of the first four prompts, for people."""
+    """Every so many steps, writes the first response to each of the first four prompts."""
     every = config.show_samples_every
     if not every or (step - 1 - first) % every:
         return
@@ -258,7 +258,7 @@ def _summarise(
     chosen: bool,
     journal: Journal,
 ) -> None:
-    """The test table, what the validation examples say of the way there, the picture, and what to do next."""
+    """Draws the curves; prints the test table, validation accuracy and further commands."""
     curves.draw([folder], folder / curves.PICTURE)
     where = storage.spoken(folder)
     if tested is None:
@@ -276,7 +276,7 @@ def _summarise(
 
 
 def _progress(known: dict[int, float], step: int) -> str:
-    """What reinforcement has changed on the validation examples, up to the chosen step."""
+    """How reinforcement changed validation accuracy, up to the chosen step, as text."""
     start, chosen = known[min(known)], known.get(step, known[max(known)])
     said = f"validation accuracy: {100 * start:.1f}% before reinforcement"
     later = [known[s] for s in sorted(known)[1:]][-3:]

@@ -1,4 +1,4 @@
-"""The batches of a run's prompts, step after step; the next can be answered while the trainer updates."""
+"""The batches of a run's prompts, with responses; the next is sampled while the trainer updates."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a stream is: the state of its data before the next batch; its responses, if they are there already.
+    """A position in the data, before the next batch; with its responses, if sampled ahead.
 
     The responses are those of all processes.
     """
@@ -27,11 +27,11 @@ class Cursor:
 
 
 class Stream(Generic[E]):
-    """The batches of `data`, answered by `sample(step, examples)` as far as they are this process's share.
+    """The batches of `data`; `sample(step, examples)` answers this process's share of each.
 
-    `whole` and `own` make the responses of all processes of a share (None if one has none), and a share of them.
-    `cursor` is where an earlier stream stopped. `seconds` is how long the last batch took to sample (0: out of a
-    checkpoint).
+    `whole(examples, own)` gathers the responses of all processes (None if one has none), and
+    `own(examples, whole)` takes this one's share. `cursor` resumes an earlier stream. `seconds` is
+    how long the last batch took to sample (0: restored from a checkpoint).
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Stream(Generic[E]):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = data.get_state()  # of the first batch that has not been taken
+        self._next = data.get_state()  # position of the first batch not taken
         self._examples: list[E] | None = None
         self._ahead: Future[tuple[Rollout, float]] | None = None
-        self._reached = self._next  # what `cursor` tells, with the responses that are kept
+        self._reached = self._next  # position for `cursor`; `_kept` are its responses
         self._kept: tuple[list[E], Rollout | None] | None = None
         if cursor is not None and cursor.ahead is not None:
             share = own(self.examples, cursor.ahead)
@@ -59,15 +59,15 @@ class Stream(Generic[E]):
 
     @property
     def examples(self) -> list[E]:
-        """The next batch."""
+        """The examples of the next batch."""
         if self._examples is None:
             self._examples = next(self._data)
         return self._examples
 
     def take(self, step: int) -> Rollout:
-        """This process's share of the responses to the next batch, which is that of this step.
+        """This process's responses to the next batch, that of `step`.
 
-        They are those that were begun, else they are sampled now.
+        They come from `begin`, if it was called, or are sampled now.
         """
         ahead, self._ahead = self._ahead, None
         own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
@@ -75,29 +75,29 @@ class Stream(Generic[E]):
         return own
 
     def begin(self, step: int) -> None:
-        """Starts on the next batch, which is that of this step, in the background."""
+        """Starts sampling the next batch, that of `step`, in the background."""
         examples = self.examples
         self._ahead = in_background(lambda: self._answer(step, examples))
 
     def advance(self) -> None:
-        """The batch that was taken has been learned from: a later stream goes on after it."""
+        """The batch from `take` was learned from: `cursor` goes on after it."""
         self._reached, self._kept = self._next, None
 
     def settle(self) -> None:
-        """Returns when nothing is being sampled; raises what went wrong with it.
+        """Waits until nothing is being sampled; raises errors of sampling.
 
-        What was dropped because the run is asked to stop is sampled anew when it goes on.
+        A batch that a stop interrupts is sampled anew when the run goes on.
         """
         if self._ahead is not None:
-            own = None  # dropped; `cursor` tells the other processes
+            own = None  # if dropped here, `cursor` drops it in all processes
             with suppress(Leaving):
                 own = self._ahead.result()[0]
             self._kept = self.examples, own
 
     def cursor(self) -> Cursor:
-        """What a later stream goes on from: after the last batch that was learned from.
+        """The position after the last batch learned from; all processes have to call it.
 
-        With the responses to the batch after that, if they were there when it was learned from (`settle`).
+        It has the responses to the next batch, if `settle` found them.
         """
         ahead = None if self._kept is None else self._whole(*self._kept)
         return Cursor(dict(self._reached), ahead)

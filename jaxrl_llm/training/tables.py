@@ -8,7 +8,7 @@ from jaxrl_llm.learning.evaluate import Result
 
 
 def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Table:
-    """Accuracies in percent by group, one column a result."""
+    """Accuracies in percent, a row a group, a set of columns a result."""
     out = rich.table.Table(by or "", "examples", title=title)
     results = list(columns.values())
     k = results[0].total.k
@@ -29,7 +29,7 @@ def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Ta
 
 
 def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
-    """Accuracies in percent on several sets, a column a checkpoint, and the mean of the checkpoints."""
+    """Accuracies in percent on several sets: a column a checkpoint, then their mean."""
     out = rich.table.Table("", "examples", *(f"step {step}" for step in found), title=title)
     if len(found) > 1:
         out.add_column(f"mean of {len(found)}")

@@ -1,4 +1,4 @@
-"""The terminal of a long command, which may close, or `| tee` end, while the work goes on."""
+"""Output on the terminal, which may be closed (or `| tee` end) while the run goes on."""
 
 import os
 import sys
@@ -8,17 +8,17 @@ import rich.console
 
 
 def plain(**options: Any) -> rich.console.Console:
-    """A console that prints what it is given: `[b]` and `:x:` are text, and lines are as long as they are."""
+    """A console that prints text as it is: no markup, no emoji, no line breaks of its own."""
     return rich.console.Console(**{"markup": False, "emoji": False, "soft_wrap": True, **options})
 
 
 def console(*, quiet: bool = False) -> rich.console.Console:
-    """A console on standard output that goes silent once nobody takes what it says."""
+    """A console on standard output that goes silent once nobody reads it."""
     return plain(file=cast(IO[str], _Output()), quiet=quiet)
 
 
 class _Output:
-    """Standard output, whatever it is when it is written to."""
+    """Standard output, looked up at every write because it may be replaced."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_stdout(), name)
@@ -38,12 +38,12 @@ class _Output:
 
 
 def _stdout() -> Any:
-    """Standard output itself, not what rich puts in its place while something is live."""
+    """Standard output itself, not the proxy that rich sets during live displays."""
     return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
 
 def silence() -> None:
-    """From now on what is written, and what is left in the buffer, goes nowhere."""
+    """Discards all later output, and what is still in the buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, _stdout().fileno())
     os.close(nowhere)
