@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: safetensors only, one name map, no second copy on the host."""
+"""Hugging Face checkpoints in and out: safetensors only, one name map, no second host copy."""
 
 import itertools
 import json
