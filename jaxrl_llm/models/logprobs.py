@@ -35,7 +35,7 @@ NO_TOKEN = -1e30  # the logit of padding rows, which make the head divide over d
 
 
 class Inputs(NamedTuple):
-    """What a policy reads and which tokens are scored; leading mini- and micro-batch axes may exist.
+    """What a policy reads and which tokens are scored; mini- and micro-batch axes may lead.
 
     The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
     exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
