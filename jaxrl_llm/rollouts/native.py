@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 class NativeSampler:
-    """A sampler on the trainer's devices, using its own parameters where it can, else a copy.
+    """A sampler on the trainer's devices; it reads the trainer's parameters in place, else a copy.
 
     `slots` sequences decode at a time; prompts are prefilled `prefill_prompts` at a time, padded to
     a power of two. Both count all processes: each takes the share of its devices, rounded up to
