@@ -1,1 +1,1 @@
-"""Qwen2.5 in Flax NNX, its log-probs, its checkpoints and its place on a mesh; no RL."""
+"""Qwen2.5: forward pass, log-probs, generation, sharding, Hugging Face files; no RL."""

@@ -1,6 +1,6 @@
-"""The logits of one token as a function of parameters and of offsets to the activations on the way there.
+"""Logits of one token as a function of the parameters and of offsets added to activations.
 
-A gradient with respect to an offset, at zero, is the gradient at that activation: what analyses ask for.
+The gradient with respect to an offset, at zero, is the gradient at that activation.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from jaxrl_llm.models.primitives import einsum
 
 
 class Offsets(NamedTuple):
-    """What is added to the input of each layer, at every position, and to the hidden state that the head reads."""
+    """Added to the input of each layer, at every position, and to the hidden state of the head."""
 
     layers: Float[Array, "N L D"]
     head: Float[Array, " D"]
 
 
 def no_offsets(definition: Any, params: Any, length: int) -> Offsets:
-    """Zeros for a sequence of so many tokens."""
+    """Zero offsets for a sequence of `length` tokens."""
     shape = nnx.merge(definition, params).shape
     layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
     return Offsets(layers, jnp.zeros(shape.hidden_size))
@@ -36,10 +36,11 @@ def logits(
     *,
     temperature: float = 1.0,
 ) -> Float[Array, " V"]:
-    """Logits / temperature of the token after column `index` of one right-padded sequence, in float32."""
+    """float32 logits / temperature for the token after column `index` of a right-padded row."""
     model = nnx.merge(definition, params)
     x = model.embed(tokens[None])
     rope = model.rope(jnp.arange(tokens.shape[0])[None])
+    # the model's own forward pass, with an offset added to the input of each layer
     layer_def, layers = nnx.split(model.layers)
     attend = lambda q, k, v: model.compute.attend(q, k, v, None)
 

@@ -1,6 +1,7 @@
-"""Causal grouped-query attention, one function a backend: `(q, k, v, segments) -> [R,L,H,D]`.
+"""Causal grouped-query attention, one function per backend: `(q, k, v, segments) -> [R,L,H,D]`.
 
-Token t sees the tokens up to t of its own segment; `segments` None means one right-padded sequence a row.
+A token sees itself and the earlier tokens of its segment. With `segments` None each row is one
+right-padded sequence.
 """
 
 import math
@@ -23,15 +24,15 @@ Segments = Int[Array, "R L"] | None
 
 
 def for_platform(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-    """The fused kernel of the devices that the program is for: those of the mesh, or the default ones."""
+    """Attention by the fused kernel for the current mesh's devices, or the default ones."""
     kernel = {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform(), xla)
     return kernel(q, k, v, segments)
 
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-    """Plain XLA, for any platform: block after block of queries, each against the keys before its end.
+    """Plain XLA, for any platform: up to 8 blocks of queries, each against the keys up to its end.
 
-    Half the work of a full square, and scores that fit a cache.
+    That is about half the work of full attention, and the scores of a block fit a CPU's cache.
     """
     rows, length, heads, size = q.shape
     groups = heads // k.shape[2]
@@ -46,9 +47,9 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
 
 
 def gpu(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
-    """NVIDIA: cuDNN for padded rows, a Triton kernel for packed ones; in half precision whatever comes.
+    """NVIDIA: cuDNN for padded rows, Triton for packed ones; other dtypes are cast to bfloat16.
 
-    cuDNN would take segments as a bias `[R,1,L,L]` and compute its gradient.
+    cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it.
     """
     dtype = q.dtype
     half = dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
@@ -61,13 +62,13 @@ def cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
     """cuDNN's flash attention on right-padded rows in half precision, run shard by shard."""
     length = q.shape[1]
     kernel = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-    q, k, v = (_padded(x, 2) for x in (q, k, v))  # its gradient wants an even length
+    q, k, v = (_padded(x, 2) for x in (q, k, v))  # the backward pass needs an even length
     return _by_shard(lambda q, k, v, _: kernel(q, k, v), q, k, v, None)[:, :length]
 
 
 def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
-    """Pallas' flash attention for GPUs, run shard by shard; `interpret` runs its kernels on any platform."""
-    # here, because newer versions of JAX warn of it: its heir, tokamax, is a package of its own
+    """Pallas' flash attention for GPUs, shard by shard; `interpret` runs it on any platform."""
+    # imported here because newer JAX warns on import: tokamax, another package, replaces it
     from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 
     length, size = q.shape[1], q.shape[3]
@@ -84,7 +85,7 @@ def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool 
 
 
 def splash(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
-    """TPU's fused flash attention, run shard by shard; `interpret` runs its kernels on any platform."""
+    """TPU's flash attention, shard by shard; `interpret` runs it on any platform."""
     length, size = q.shape[1], q.shape[3]
     block = _splash_block(length)
     q, k, v = (_padded(_padded(x, block), 128, axis=3) for x in (q * size**-0.5, k, v))
@@ -113,7 +114,7 @@ def splash(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool 
 
 
 def _by_shard(kernel: Callable[..., Queries], q, k, v, segments) -> Queries:
-    """The kernel on each device's rows and heads; keys are repeated until every device has its own."""
+    """Runs the kernel on each device's rows and heads; keys are repeated until they divide."""
     mesh = current_mesh()
     if mesh is None:
         return kernel(q, k, v, segments)
@@ -129,7 +130,7 @@ def _by_shard(kernel: Callable[..., Queries], q, k, v, segments) -> Queries:
 
 
 def _padded(x, multiple: int, axis: int = 1):
-    """Zeros at the end of an axis; a causal row never sees them, and they are segment 0."""
+    """Zeros at the end of an axis: causal queries never see them, and their segment is 0."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, width)
@@ -143,7 +144,7 @@ def _splash_block(length: int) -> int:
 
 
 def _attend_block(q, k, v, segments, start):
-    """The queries `[R,K,G,Q,D]` from column `start` on, against all keys `[R,K,L,D]` up to their end."""
+    """Queries `[R,K,G,Q,D]` from column `start`, against keys `[R,K,L,D]` up to their end."""
     end = start + q.shape[3]
     k, v = k[:, :, :end], v[:, :, :end]
     seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
@@ -152,7 +153,7 @@ def _attend_block(q, k, v, segments, start):
         seen &= (segments[:, start:end, None] == segments[:, None, :end])[:, None, None]
     scores = einsum("rkgqd,rkld->rkgql", q, k)
     scores = jnp.where(seen, scores, -1e30)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # cancels out: no gradient
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     mixed = einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v, v.dtype)

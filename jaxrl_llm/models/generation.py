@@ -1,15 +1,13 @@
-"""Generation with a key/value cache, one token a call for every slot.
+"""Generation with a key/value cache, one token per call for every slot (a sequence in the batch).
 
-`Decoder` is for CPUs, `Unrolled` for accelerators; they differ in where keys and values lie.
+`Decoder` is for CPUs, `Unrolled` for accelerators; they differ in the layout of weights and cache.
 
-- On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step walks over the
-  blocks that hold something, so its cost follows the longest live sequence, it compiles once, and a
-  sequence's numbers do not depend on what else is in the batch: a block beyond its end changes
-  nothing, to the last bit.
-- On accelerators every layer has arrays of its own, and no shape or trip count depends on data.
-  Weights sliced out of a stack, or a cache that is stacked, would be copied for every token. A
-  program reads the whole cache that it is given; who calls it grows the cache with the longest
-  sequence.
+- On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
+  blocks in use, so its cost follows the longest live sequence, and it compiles once. A block beyond
+  a sequence's end changes nothing, to the last bit: results do not depend on the rest of the batch.
+- On accelerators every layer has its own arrays, and no shape or trip count depends on data: slices
+  of stacked weights, or a stacked cache, would be copied for every token. A step reads the whole
+  cache that it is given, so the caller grows the cache with the longest sequence.
 """
 
 from collections.abc import Sequence
@@ -31,9 +29,9 @@ from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
 
 
 class Cache(NamedTuple):
-    """Keys and values of N layers in B blocks of W columns, for S sequences of K heads of D.
+    """Keys and values of N layers, in B blocks of W columns, for S sequences and K heads of size D.
 
-    A key's columns come last: a query meets 8 or 128 of them in one vector instruction.
+    Columns come last in `k`: one vector instruction multiplies a query by 8 or 128 of them.
     """
 
     k: Float[Array, "N B S K D W"]
@@ -42,13 +40,13 @@ class Cache(NamedTuple):
 
 @cache
 def _moving(dtype, to):
-    """The program that brings an array there in that precision, compiled once."""
+    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
     return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Generation by the model of a definition on a mesh; `block` columns of the cache make a block."""
+    """Generation on CPUs, with a cache in blocks of `block` columns."""
 
     definition: Any
     block: int
@@ -56,7 +54,7 @@ class Decoder:
     static: ClassVar[bool] = False
 
     def weights(self, params):
-        """The parameters where and in the precision that generation computes in; the same arrays if they are."""
+        """The parameters, placed and cast for generation; not copied where they are so already."""
         dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
 
         def move(x, to):
@@ -67,12 +65,12 @@ class Decoder:
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
     def grow(self, cache: Cache, columns: int) -> Cache:
-        """The cache itself: it has room for all columns from the start."""
+        """The cache unchanged: it has room for all columns from the start."""
         del columns
         return cache
 
     def empty(self, params, slots: int, columns: int) -> Cache:
-        """A cache for sequences of up to `columns` tokens."""
+        """A cache of zeros for `slots` sequences of up to `columns` tokens."""
         model = nnx.merge(self.definition, params)
         shape = model.shape
         lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
@@ -81,7 +79,7 @@ class Decoder:
         return _placed_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
-        """Keys and values of right-padded prompts; columns beyond a prompt's end hold padding, never read."""
+        """Keys and values of right-padded prompts; those of padding are never read."""
         model = nnx.merge(self.definition, params)
         x = model.embed(tokens)
         rope = model.rope(_columns(tokens))
@@ -100,9 +98,9 @@ class Decoder:
     def insert(
         self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
     ) -> Cache:
-        """Copies prompt `which[j]` into slot `slot[j]`; a slot out of range is a lane without work.
+        """Copies prompt `which[j]` into slot `slot[j]`; nothing where the slot is out of range.
 
-        Blocks of padding that the cache has no room for stay behind.
+        Blocks of padding that the cache has no room for are dropped.
         """
         blocks = min(prompts.k.shape[1], cache.k.shape[1])
 
@@ -114,7 +112,7 @@ class Decoder:
     def decode(
         self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
     ) -> tuple[Float[Array, "S V"], Cache]:
-        """Reads one token of each sequence at its position: the next one's logits in float32, the longer cache."""
+        """Reads one token per sequence at its position: float32 logits of the next, new cache."""
         model = nnx.merge(self.definition, params)
         rope = model.rope(position[:, None])
         layer_def, layers = nnx.split(model.layers)
@@ -137,7 +135,7 @@ class Decoder:
 def _attend_blocks(
     q: Float[Array, "S H D"], cache: Cache, layer, position
 ) -> Float[Array, "S H D"]:
-    """Softmax over the columns up to each sequence's position, block after block with a running maximum."""
+    """Softmax over the columns up to each position, block by block with a running maximum."""
     slots, heads, size = q.shape
     _, _, _, kv_heads, _, width = cache.k.shape
     q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
@@ -160,7 +158,7 @@ def _attend_blocks(
 
 
 def _write_block(cache: Cache, layer, position, k: Float[Array, "S K D"], v: Float[Array, "S K D"]):
-    """Puts one column a sequence at its position."""
+    """Writes one column per sequence at its position."""
     width, slots = cache.k.shape[-1], jnp.arange(position.shape[0])
     b, column = position // width, position % width
     return Cache(
@@ -170,7 +168,7 @@ def _write_block(cache: Cache, layer, position, k: Float[Array, "S K D"], v: Flo
 
 
 def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K D"]:
-    """Columns cut into blocks, the last one filled up with zeros."""
+    """Columns cut into blocks, the last one padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % width), (0, 0), (0, 0)))
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
 
@@ -180,7 +178,7 @@ def _placed_blocks(cache: Cache) -> Cache:
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a layer in C columns, for S sequences of K heads of D."""
+    """Keys and values of one layer: S sequences, K heads of size D, C columns."""
 
     k: Float[Array, "S K C D"]
     v: Float[Array, "S K C D"]
@@ -188,21 +186,21 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Generation by the model of a definition on the devices of a mesh; a cache is a sequence of layers'."""
+    """Generation on accelerators, with a `LayerCache` per layer; a step reads all of the cache."""
 
     definition: Any
     mesh: Mesh
     static: ClassVar[bool] = True
 
     def weights(self, params):
-        """The parameters where and in the precision that generation computes in, the layers apart."""
+        """The parameters, placed and cast for generation, with `layers` as a list."""
         places, tree = jax.tree.flatten(
             jax.tree.map(lambda x: x.sharding, self.weights_like(params))
         )
         return _copying(self, tuple(places), tree)(params)
 
     def weights_like(self, params):
-        """Shapes and places of `weights`."""
+        """Shapes, dtypes and shardings of `weights`, nothing allocated."""
         where = param_shardings(params, self.mesh)
         one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
         shapes = jax.eval_shape(self._apart, params)
@@ -218,20 +216,20 @@ class Unrolled:
         return params | {"layers": each}
 
     def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
-        """A cache for sequences of up to `columns` tokens."""
+        """A cache of zeros for `slots` sequences of up to `columns` tokens."""
         model, layers = self._model(params)
         shape = model.shape
         zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), model.compute.dtype)
         return [_place(LayerCache(zeros, zeros)) for _ in layers]
 
     def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
-        """The cache with more columns, made layer by layer: only one of them is there twice."""
+        """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
         for i, layer in enumerate(cache):
             cache[i] = _grown(layer, columns)
         return cache
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> list[LayerCache]:
-        """Keys and values of right-padded prompts; columns beyond a prompt's end hold padding, never read."""
+        """Keys and values of right-padded prompts; those of padding are never read."""
         model, layers = self._model(params)
         x, cache = model.embed(tokens), []
         rope = model.rope(_columns(tokens))
@@ -248,7 +246,7 @@ class Unrolled:
         slot: Int[Array, "J"],
         which: Int[Array, "J"],
     ) -> list[LayerCache]:
-        """Copies prompt `which[j]` into slot `slot[j]`; a slot out of range is a lane without work."""
+        """Copies prompt `which[j]` into slot `slot[j]`; nothing where that is out of range."""
         columns = min(cache[0].k.shape[2], prompts[0].k.shape[2])
 
         def copy(into, source):
@@ -264,7 +262,7 @@ class Unrolled:
         token: Int[Array, "S"],
         position: Int[Array, "S"],
     ) -> tuple[Float[Array, "S V"], list[LayerCache]]:
-        """Reads one token of each sequence at its position: the next one's logits in float32, the longer cache."""
+        """Reads one token per sequence at its position: float32 logits of the next, new cache."""
         model, layers = self._model(params)
         rope, longer = model.rope(position[:, None]), []
         x = _embedded(model, token)
@@ -286,7 +284,7 @@ class Unrolled:
 
 @cache
 def _copying(decoder: Unrolled, places: tuple[NamedSharding, ...], tree: Any) -> Any:
-    """The program that copies a decoder's weights to these places, compiled once."""
+    """The program of `Unrolled.weights`; cached, so compiled once."""
     return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, places))
 
 
@@ -307,7 +305,7 @@ def _attend(
 
 
 def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
-    """Puts one column a sequence at its position, on the device that holds it."""
+    """Writes one column per sequence at its position, on the device that holds it."""
     mesh = jax.sharding.get_abstract_mesh()
     rows, heads = sharding.fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
     here = P(rows, heads)
@@ -341,8 +339,8 @@ def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:
 
 
 def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:
-    """The next token's logits in float32."""
+    """float32 logits of the next token."""
     hidden = model.norm(x)[:, 0]
     logits = einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype))
-    logits = constrain(logits, BATCH, "tensor")  # the head stays where it is, logits travel
+    logits = constrain(logits, BATCH, "tensor")  # moves the logits instead of the head
     return constrain(logits, (*BATCH, "tensor"), None)

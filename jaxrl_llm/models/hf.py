@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out: safetensors only, one name map, no second full copy on the host."""
+"""Hugging Face checkpoints in and out: safetensors only, one name map, no second host copy."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from jaxrl_llm.models.hf_folder import (
 )
 from jaxrl_llm.models.qwen2 import Shape, graph
 
-__all__ = ["load_shape", "read_config", "stop_tokens"]  # and what follows
+__all__ = ["load_shape", "read_config", "stop_tokens"]  # re-exported from hf_folder
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,13 +45,13 @@ TOKENIZER = (
 
 
 def resolve(model: str | pathlib.Path) -> pathlib.Path:
-    """A local folder as it is; a hub name is downloaded (weights, config and tokenizer only)."""
+    """A local model folder, or that of a hub name, downloaded; a UserError if there is neither."""
     folder = pathlib.Path(model)
     try:
         folder = folder.expanduser()
         if folder.is_dir():
             return folder
-    except (OSError, RuntimeError) as error:  # a name too long, a home that nobody has
+    except (OSError, RuntimeError) as error:  # the name is too long, or there is no home of ~user
         raise UserError(f"no model folder {folder}: {error}") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         raise UserError(
@@ -62,7 +62,7 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
     try:
         patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
         return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
-    except Exception as error:  # of the name, the hub, the disk, or the network's library
+    except Exception as error:  # from the name, the hub, the disk or the HTTP library
         reason = first_line(error)
         raise UserError(
             f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
@@ -70,7 +70,7 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
 
 
 def load(folder: pathlib.Path, shape: Shape, shardings, dtype: DTypeLike | None = None):
-    """Parameters, each device reading just its own slice of each tensor; `dtype` None keeps the file's."""
+    """Parameters of a folder; a device reads only its slices. `dtype` None keeps the file's."""
     check_sums(folder)
     tensors = Tensors(folder)
     _, shapes = graph(shape)
@@ -89,12 +89,12 @@ def load(folder: pathlib.Path, shape: Shape, shardings, dtype: DTypeLike | None 
 
 
 def stacked(path) -> bool:
-    """Whether a parameter holds all layers, on axis 0."""
+    """Whether the parameter at this tree path holds all layers, on axis 0."""
     return path[0].key == "layers"
 
 
 def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
-    """The names under which the parameter at this tree path is filed, one a layer where it is stacked."""
+    """The file's names for the parameter at this tree path, one per layer if it is stacked."""
     keys = [key.key for key in path]
     if keys[0] == "layers":
         for i in range(shape[0]):
@@ -104,9 +104,9 @@ def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
 
 
 def named_tensors(params, dtype: DTypeLike | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, array in its shape) pairs, gathered to the host one tensor at a time.
+    """(Hugging Face name, array in the file's shape) pairs, gathered to the host one at a time.
 
-    With a `dtype` they are cast before they travel.
+    With `dtype` they are cast before the transfer. All processes must iterate: it is collective.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         names = list(hf_names(path, leaf.shape))
@@ -125,7 +125,7 @@ def export(
     dtype: DTypeLike | None = None,
     shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes safetensors, config.json and (from the `source` folder) the tokenizer; complete or not at all."""
+    """Writes safetensors, config.json and the tokenizer of `source`; complete or not at all."""
     folder = folder.absolute()
     try:
         if folder.exists() and any(folder.iterdir()):
@@ -142,11 +142,11 @@ def export(
         if source:
             for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
                 shutil.copyfile(regular(path), partial / path.name)
-        for path in partial.glob("*.safetensors"):  # which the library makes for the owner alone
+        for path in partial.glob("*.safetensors"):  # safetensors creates them with mode 600
             shutil.copymode(description, path)
         write_sums(partial)
         storage.sync_tree(partial)
-        partial.rename(folder)  # in place of an empty one too
+        partial.rename(folder)  # also replaces an empty folder
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}; nothing is left there") from error
     finally:
@@ -178,7 +178,7 @@ def hf_config(shape: Shape, dtype: str) -> dict:
 def write_safetensors(
     tensors: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path, shard_bytes: int
 ) -> str:
-    """Files of at most `shard_bytes` (one tensor at least) and their index; returns the dtype's name."""
+    """Writes files of at most `shard_bytes` (or one tensor) and an index; returns the dtype."""
     shard, size, total, written, kind = {}, 0, 0, [], ""
 
     def flush():
@@ -208,7 +208,7 @@ def write_safetensors(
 
 
 def _file_shape(name, shape):
-    """Heads are an axis of their own here and fused with the head width in the file."""
+    """The shape in the file, where heads and head width are fused into one axis."""
     if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return (shape[0] * shape[1], shape[2])
     if name.endswith("o_proj.weight"):
@@ -219,7 +219,7 @@ def _file_shape(name, shape):
 
 
 def _file_index(name, index, shape):
-    """An index into our shape as one into the file's; the head width itself is never cut."""
+    """An index into the parameter as one into the file's tensor; head width is never sharded."""
     spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     fused = 1 if name.endswith("o_proj.weight") else 0
     if len(_file_shape(name, shape)) < len(shape):
@@ -229,7 +229,7 @@ def _file_index(name, index, shape):
 
 
 def _read(tensors, names, is_stacked, shape, sharding, dtype):
-    """One parameter, assembled slice by slice in the place it is going to live."""
+    """A sharded parameter; each shard is read from the file on its own."""
     inner = shape[1:] if is_stacked else shape
 
     def read(index):

@@ -1,4 +1,4 @@
-"""Model folders as strangers give them: what they describe and hold; a fault is one line that names the file."""
+"""Reads and checks model folders that nobody has vetted; a fault is a UserError naming the file."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ SUMS = "SHA256SUMS"
 
 
 def load_shape(folder: pathlib.Path) -> Shape:
-    """The architecture that config.json describes; what is not supported is refused by name."""
+    """The architecture in config.json; a UserError names what is missing or not supported."""
     config, where = read_config(folder), folder / "config.json"
 
     def need(fine: bool, reason: str) -> None:
@@ -77,14 +77,14 @@ def load_shape(folder: pathlib.Path) -> Shape:
 
 
 def read_config(folder: pathlib.Path) -> dict:
-    """config.json as it stands."""
+    """config.json as a dict."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder / 'config.json'} is missing: {folder} is not a model folder")
     return _record(folder / "config.json")
 
 
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a response, as generation_config.json lists them: chat models have several."""
+    """The tokens that end a response, by generation_config.json: chat models have several."""
     path = folder / "generation_config.json"
     found = _record(path).get("eos_token_id") if path.exists() else None
     tokens = found if isinstance(found, list) else [] if found is None else [found]
@@ -98,7 +98,7 @@ def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _record(path: pathlib.Path) -> dict:
-    """The JSON record in a file."""
+    """The JSON object in a file; a UserError if it holds anything else."""
     try:
         found = json.loads(regular(path).read_bytes().decode())
     except OSError as error:
@@ -113,7 +113,7 @@ def _record(path: pathlib.Path) -> dict:
 
 
 class Tensors:
-    """The tensors of a folder by name, each opened lazily in the file that holds it."""
+    """The tensors of a folder by name; no data are read before a slice is indexed."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
@@ -136,7 +136,7 @@ class Tensors:
 
     @staticmethod
     def _named(index):
-        """The file of each tensor; all of them lie in the folder of the index."""
+        """The file of each tensor by the index; all must lie in the folder of the index."""
         where = _record(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has no weight_map: download it again")
@@ -159,7 +159,7 @@ class Tensors:
             ) from error
 
     def check(self, expected: dict[str, tuple[int, ...]], ignore: set[str]):
-        """Every expected tensor is there in its shape, and nothing else is."""
+        """A UserError unless exactly these tensors, or `ignore` too, exist in these shapes."""
         for name, want in expected.items():
             if name not in self.handles:
                 raise UserError(f"{self.folder} has no tensor {name}")
@@ -176,15 +176,15 @@ class Tensors:
             raise UserError(f"{self.folder} has {len(extra)} tensors too many, first {extra[0]}")
 
     def slice(self, name):
-        """A view that reads only what is indexed."""
+        """A view of a tensor that reads only what is indexed."""
         return self.handles[name].get_slice(name)
 
 
 def regular(path: pathlib.Path) -> pathlib.Path:
-    """The path, if it is a file that lies in its folder, or in the hub's cache beside it."""
+    """The path; a UserError unless it is a file in its folder, or in the hub's cache beside it."""
     folder, there = path.parent.resolve(), path.resolve()
     homes = [folder]
-    if folder.parent.name == "snapshots":  # whose files are links to where the hub keeps them
+    if folder.parent.name == "snapshots":  # in the hub's cache files are links to ../../blobs
         homes.append(folder.parent.parent / "blobs")
     if not any(there.is_relative_to(home) for home in homes):
         raise UserError(
@@ -196,13 +196,13 @@ def regular(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_sums(folder: pathlib.Path) -> None:
-    """Notes the checksum of every file in the folder, as `sha256sum --check` reads them."""
+    """Writes SHA256SUMS for every file in the folder, as `sha256sum --check` reads it."""
     lines = [f"{_sum(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines))
 
 
 def check_sums(folder: pathlib.Path) -> None:
-    """If the checksums of the files were noted, they are still the same."""
+    """A UserError if the folder has a SHA256SUMS and a file does not match it."""
     noted = folder / SUMS
     if not noted.exists():
         return

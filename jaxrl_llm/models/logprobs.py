@@ -1,8 +1,8 @@
-"""Log-probs of sampled tokens: the only place that knows a token is predicted one column before it.
+"""Log-probs of sampled tokens. Only this module shifts by one: a column predicts the next token.
 
-`[B,T,V]` never exists: logits are made for a piece of the tokens at a time and made again in the backward
-pass. Only the tokens that `inputs.scored` asks for are computed, so the stages of a step share the work of
-the vocabulary instead of repeating it, and padding costs nothing.
+Logits `[B,T,V]` never exist as a whole: they are computed for a chunk of tokens at a time, and
+again in the backward pass. Only the tokens in `inputs.scored` are computed: padding costs nothing,
+and the stages of a step divide the work of the vocabulary instead of repeating it.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ from jaxrl_llm.models.sharding import (
 )
 
 PerToken = Float[Array, "R C"]
-REMOVED = -1e4  # the logit of a token that the proxy policy does not have
-NO_TOKEN = -1e30  # and of a row of the head that is there to make it divide
+REMOVED = -1e4  # the logit of a token that the proxy policy excludes
+NO_TOKEN = -1e30  # the logit of padding rows, which make the head divide over devices
 
 
 class Inputs(NamedTuple):
-    """What a policy reads, and which tokens are scored; every field may carry leading mini- and micro-batch axes.
+    """What a policy reads and which tokens are scored; mini- and micro-batch axes may lead.
 
-    The R rows of these arrays are bins. `segments` is None where a bin is one right-padded sequence
-    (causality alone is exact then), else the number of the sequence a token belongs to, 0 on padding.
-    `index[r,c]` is the column whose hidden state predicts the c-th response token of bin r, `target` that
-    token; only those that are `scored` count.
+    The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
+    exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
+    whose hidden state predicts the c-th response token of bin r, `target` is that token, and
+    `scored` says whether it counts.
     """
 
     tokens: Int[Array, "*lead R L"]
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:
-    """A sequence a row, right-padded, each token of it but the first scored; rows beyond them are empty."""
+    """Host arrays: a right-padded sequence per row, scored from its second token; others empty."""
     tokens: Any = np.zeros((rows, length), np.int32)
     sizes = np.zeros((rows, 1), np.int32)
     for i, sequence in enumerate(sequences):
@@ -65,10 +65,10 @@ def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:
 
 
 class Scores(NamedTuple):
-    """What is read off the distributions that tokens were drawn from; all 0 where a token is not scored.
+    """Values of the distributions that tokens were drawn from; all 0 where a token is not scored.
 
-    Only `logp` has a gradient. `proxy_logp` is the log-prob under the same policy without the tokens that are less
-    likely than `proxy` times the most likely one (arXiv:2510.03222); None if nobody asked.
+    Only `logp` has a gradient. `proxy_logp` is the log-prob under the policy without the tokens
+    less likely than `proxy` times the most likely one (arXiv:2510.03222); None where `proxy` is 0.
     """
 
     logp: PerToken
@@ -89,10 +89,10 @@ def scores(
     temperature: float = 1.0,
     proxy: float = 0.0,
 ) -> Scores:
-    """The log-prob of each scored token, the entropy, and with `proxy` the log-prob without unlikely tokens."""
+    """`Scores` of the response tokens in `inputs`, with `proxy_logp` if `proxy` is above 0."""
     model = nnx.merge(definition, params)
     hidden = model(inputs.tokens, inputs.positions, inputs.segments)
-    scored_first = jnp.argsort(~inputs.scored, axis=1)
+    scored_first = jnp.argsort(~inputs.scored, axis=1)  # so that `chunked` can stop early
     index = jnp.take_along_axis(inputs.index, scored_first, axis=1)
     found = chunked(
         jnp.take_along_axis(hidden, index[..., None], axis=1),
@@ -116,10 +116,10 @@ def chunked(
     chunk: int | None = None,
     proxy: float = 0.0,
 ) -> Scores:
-    """Scores of about `chunk` tokens at a time, up to the last scored column.
+    """`Scores` computed in chunks of about `chunk` tokens, up to the last scored column.
 
-    They are those of a group, the devices that have the whole head between them; the default is as many as make
-    `logit_bytes` on each of them.
+    A chunk's tokens are those of a group: the devices that have one whole head between them. By
+    default a chunk makes `logit_bytes` of logits on each of these devices.
     """
     rows, columns, _ = hidden.shape
     tokens = len(head)
@@ -138,32 +138,32 @@ def chunked(
         return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1)[:, :columns]
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
-    used = most(-(-last // width))
+    used = most(-(-last // width))  # equal on all devices, as the loop has collectives
     settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
     found: Any = _pieces(settings, split(hidden), head, split(target), used)
     return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)
 
 
 def logit_bytes() -> int:
-    """Float32 logits that one device has at a time: few for a CPU's caches, more for a memory of its own."""
+    """Bytes of float32 logits per device at a time: fewer on a CPU, to suit its caches."""
     return 10**8 if platform() == "cpu" else 10**9
 
 
 class Settings(NamedTuple):
-    """What the pieces know beside arrays; rows of the head from `tokens` on are none, if that is said."""
+    """Static arguments of `_pieces`; rows of the head from `tokens` on are padding (None: none)."""
 
     temperature: float
     proxy: float
     tokens: int | None
 
 
-# Where pieces `[N,R,W]` lie: their rows on one device each or on all of a group, which has the whole head.
+# Chunks `[N,R,W]`: each row on one device (ROWS), or on every device of a group (GROUP).
 ROWS, GROUP, HEAD = P(None, BATCH), P(None, "data"), P(VOCAB)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(settings, hidden, head, target, used) -> Scores:
-    """Scores `[N,R,W]` of the first `used` pieces, 0 for the others."""
+    """`Scores` `[N,R,W]` of the first `used` chunks, 0 for the others."""
     return _forward(settings, hidden, head, target, used)[0]
 
 
@@ -203,7 +203,7 @@ def _forward(settings, hidden, head, target, used):
 
 
 def _backward(settings, saved, gradient):
-    """d logp / d logits = onehot - softmax, from logits that are made again."""
+    """d logp / d logits = onehot - softmax, from logits that are computed again."""
     temperature, _, tokens = settings
     data, fsdp, tensor = (split_over(axis) for axis in AXES)
     vocab = split_over(*VOCAB)
@@ -236,12 +236,12 @@ _pieces.defvjp(_forward, _backward)
 
 
 def _logits(hidden, weight, ids, temperature, tokens):
-    """float32 logits / temperature for this device's part of the vocabulary."""
+    """float32 logits / temperature for this device's slice of the vocabulary."""
     logits = einsum("rcd,vd->rcv", hidden, weight) / temperature
     return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
 
 
 def _ids(head, vocab):
-    """The tokens of this device's part of the head."""
+    """The token ids of this device's slice of the head."""
     size = len(head)
     return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]

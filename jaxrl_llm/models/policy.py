@@ -1,6 +1,6 @@
-"""A model without its parameters, as it is used by those who do not know how it is built.
+"""A model without its parameters, for callers that do not know how it is built.
 
-`Policy` gives its log-probs, what generates on the trainer's devices, and what is sent to servers.
+`Policy` gives log-probs to the trainer, a decoder to the embedded engine, and tensors to servers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +20,16 @@ from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.logprobs import Inputs, PerToken
 from jaxrl_llm.models.sharding import AXES
 
-TRAINER = 12  # bytes of a parameter that stay, beside its reference: itself and Adam's two moments
+TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server of the model is given: a config.json, tensors in Hugging Face form, log-probs to check it by.
+    """The model for servers: config.json, Hugging Face tensors, and log-probs to verify a server.
 
-    Log-probs are split over `shards` devices. A tied model is served untied, with its embedding repeated as
-    `lm_head.weight`: some backends keep a stale head when tied weights are loaded again.
+    Batches of `score` are split over `shards` devices. A tied model is served untied, its embedding
+    repeated as `lm_head.weight`: some backends keep a stale head when tied weights are reloaded.
     """
 
     definition: Any
@@ -49,7 +49,7 @@ class Served:
                 yield HEAD, array
 
     def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
-        """Log-probs of every token of each sequence but the first, in the trainer's own arithmetic."""
+        """Log-probs of every token but the first of each sequence, computed as in training."""
         rows = -(-len(sequences) // self.shards) * self.shards
         inputs = logprobs.of_sequences(sequences, rows, max(map(len, sequences)))
         scores = sharding.on_host(self._logp(params, inputs))
@@ -62,7 +62,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Policy:
-    """The model of a definition; temperature 0, greedy, is trained as 1."""
+    """Functions of a model's parameters; temperature 0 (greedy) is trained as 1."""
 
     definition: Any
 
@@ -73,22 +73,22 @@ class Policy:
     def scores(
         self, temperature: float = 1.0, *, proxy: float = 0.0
     ) -> Callable[[Any, Inputs], Any]:
-        """`logprobs.Scores`: the same, the entropy, and with `proxy` the log-probs without unlikely tokens."""
+        """`(params, inputs) -> logprobs.Scores`; `proxy` above 0 adds `proxy_logp`."""
         return partial(
             logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy
         )
 
     def narrowed(self, params: Any) -> Any:
-        """Parameters that stay as they are, in the precision of the model: the same log-probs in less memory."""
+        """Parameters that are not trained, in the model's dtype: same log-probs, less memory."""
         dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
         return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
 
     def decoder(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
     ) -> Decoder | Unrolled:
-        """For an engine that generates on the trainer's devices, so many sharing a copy of the weights.
+        """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
-        On a CPU the cache lies in blocks of columns.
+        `block` is the number of cache columns in a block, which only CPUs have.
         """
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
@@ -97,12 +97,12 @@ class Policy:
         return Unrolled(self.definition, there)
 
     def served(self, shards: int) -> Served:
-        """For servers that get the parameters sent."""
+        """The model for servers, with scoring batches split over `shards` devices."""
         return Served(self.definition, shards)
 
 
 def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
-    """The same devices in the same order: neighbours, on the fastest links, share a copy of the weights."""
+    """The same devices in order: neighbours, on the fastest links, share a copy of the weights."""
     count = mesh.size
     if devices_a_copy < 1 or count % devices_a_copy:
         raise UserError(
@@ -112,10 +112,10 @@ def mesh_of_copies(mesh: Mesh, devices_a_copy: int) -> Mesh:
 
 
 def fewest_devices(definition: Any, mesh: Mesh | AbstractMesh, memory: int | None = None) -> int:
-    """The fewest devices on which a copy takes at most half of what the trainer leaves of their memory.
+    """The fewest devices per copy so that it takes at most half of the memory left by the trainer.
 
-    The other half is for the cache. `memory` is that of a device in bytes (None: as it says itself); if nobody
-    knows, each has a copy.
+    The other half is for the cache. `memory` is bytes per device (None: as the device reports); if
+    it is unknown, every device has a copy.
     """
     memory = memory or _memory(mesh)
     if memory is None:
@@ -131,7 +131,7 @@ def fewest_devices(definition: Any, mesh: Mesh | AbstractMesh, memory: int | Non
 
 
 def _memory(mesh: Mesh | AbstractMesh) -> int | None:
-    """Bytes of a device of this process that the mesh has, if it says."""
+    """Memory in bytes of one of the mesh's devices in this process, if it reports any."""
     if isinstance(mesh, AbstractMesh):
         return None
     here = set(jax.local_devices())

@@ -1,4 +1,4 @@
-"""Qwen2.5, a decoder of stacked layers in Flax NNX; `graph` splits it into a definition and a parameter tree."""
+"""Qwen2.5 in Flax NNX; `graph` splits the model into a definition and a tree of parameters."""
 
 import math
 from collections.abc import Callable
@@ -45,12 +45,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the same mathematics is run: precision, attention kernel, what the backward pass recomputes.
+    """How the model is computed: dtype, attention kernel, what the backward pass recomputes.
 
-    Where `dtype` is float32 products keep all of it, on every device; only the default `attend` computes in
-    bfloat16 on a GPU, which `attention.xla` does not.
-    `remat` wraps a layer: `jax.checkpoint` keeps only its input, `partial(jax.checkpoint, policy=...)` keeps what
-    the policy names, None keeps everything.
+    In float32 products keep all bits on every device, but the default `attend` computes in bfloat16
+    on a GPU (`attention.xla` does not). `remat` wraps a layer: `jax.checkpoint` keeps only its
+    input, `partial(jax.checkpoint, policy=...)` keeps what the policy names, None keeps everything.
 
     >>> jl.Compute(dtype="bfloat16", attend=jl.attention.xla, remat=None).dtype
     'bfloat16'
@@ -62,10 +61,10 @@ class Compute:
 
 
 class Linear(nnx.Module):
-    """y = x W' + b with W of shape `[*out, *in]`, as Hugging Face stores it, heads as an axis of their own."""
+    """y = x W' + b with W `[*out, *in]` as in Hugging Face files, but heads as a separate axis."""
 
     def __init__(self, out: tuple[int, ...], into: tuple[int, ...], *, bias: bool, rngs: nnx.Rngs):
-        scale = math.prod(into) ** -0.5  # what comes out is as large as what goes in
+        scale = math.prod(into) ** -0.5  # keeps the variance of the input
         self.weight = nnx.Param(scale * rngs.params.normal((*out, *into)))
         self.bias = nnx.Param(jnp.zeros(out)) if bias else None
         self.contracted = len(into)
@@ -103,7 +102,7 @@ class SelfAttention(nnx.Module):
         self.o_proj = Linear(into, heads, bias=False, rngs=rngs)
 
     def qkv(self, x, rope):
-        """Queries, keys and values, with their positions rotated in."""
+        """Queries, keys and values, with rotary positions in the first two."""
         return rotate(self.q_proj(x), rope), rotate(self.k_proj(x), rope), self.v_proj(x)
 
 
@@ -133,17 +132,17 @@ class Layer(nnx.Module):
         return self.finish(x, attend(*self.qkv(x, rope)))
 
     def qkv(self, x, rope):
-        """What attention reads."""
+        """Queries, keys and values of the normalised input."""
         return self.self_attn.qkv(self.input_layernorm(x), rope)
 
     def finish(self, x, mixed):
-        """The layer from the mixed values on."""
+        """The rest of the layer, from attention's output `mixed` on."""
         x = x + self.self_attn.o_proj(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nnx.Module):
-    """A table `[V,D]`: rows for tokens going in, logits coming out."""
+    """A table `[V,D]`, for tokens going in or for logits coming out."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         table = rngs.params.normal((shape.vocab_size, shape.hidden_size))
@@ -151,7 +150,7 @@ class Embedding(nnx.Module):
 
 
 class Qwen2(nnx.Module):
-    """The decoder; parameters carry the names of the Hugging Face checkpoint, layers stacked on axis 0."""
+    """The decoder; parameters have their Hugging Face names, layers are stacked on axis 0."""
 
     def __init__(self, shape: Shape, compute: Compute = Compute(), *, rngs: nnx.Rngs):
         self.shape, self.compute = shape, compute
@@ -187,7 +186,7 @@ class Qwen2(nnx.Module):
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
-        """The rows of the embedding table."""
+        """The rows of the embedding table for these tokens, in the compute dtype."""
         return vocabulary.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
 
     def rope(self, positions: Int[Array, "R L"]):
@@ -211,7 +210,7 @@ def rotate(x: Float[Array, "R L H D"], rope) -> Float[Array, "R L H D"]:
 
 
 def _like(weight, x):
-    """The weight in the shape and dtype of x: repeated, then rounded, so its gradients add up in float32."""
+    """The weight broadcast to x, then cast: in this order its gradients add up in float32."""
     return jnp.broadcast_to(weight, x.shape).astype(x.dtype)
 
 
@@ -223,12 +222,12 @@ def graph(shape: Shape, compute: Compute = Compute()):
 
 
 def parameter_count(shape: Shape) -> int:
-    """How many numbers the parameters are."""
+    """The number of scalars in all parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(graph(shape)[1]))
 
 
 def init(shape: Shape, seed: int = 0, dtype: DTypeLike = jnp.float32, shardings=None):
-    """Fresh parameters, made in place where `shardings` says."""
+    """Random parameters, created in place where `shardings`, a tree like them, says."""
 
     def make():
         params = nnx.to_pure_dict(nnx.state(Qwen2(shape, rngs=nnx.Rngs(seed))))
@@ -238,7 +237,7 @@ def init(shape: Shape, seed: int = 0, dtype: DTypeLike = jnp.float32, shardings=
 
 
 def matrices(params):
-    """`(input axes, output axes)` of each parameter that is a stack of matrices, None for the others."""
+    """`(input axes, output axes)` of parameters that are stacks of matrices, None for others."""
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

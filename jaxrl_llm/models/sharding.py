@@ -1,4 +1,4 @@
-"""Where arrays live: a mesh of named axes and one rule per parameter."""
+"""Where arrays live: a mesh of named axes, and one sharding rule per parameter."""
 
 import math
 import re
@@ -16,11 +16,11 @@ from jaxrl_llm.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
-HOST = "pinned_host"  # the memory of a host, as JAX names it
-PIECE = 2**28  # bytes of an array that travel to a host at a time
-VOCAB = ("tensor", "fsdp")  # hidden states travel to the vocabulary, which is the larger of the two
+HOST = "pinned_host"  # JAX's name for host memory
+PIECE = 2**28  # bytes of an array that are gathered to a host at a time
+VOCAB = ("tensor", "fsdp")  # tables of the vocabulary stay; hidden states, being smaller, move
 
-# Parameters by name, and where they lie: the first place whose axes all divide, else what is left of the first.
+# Name and specs: the first spec whose axes all divide; else the first, less those that do not.
 RULES = (
     (r"(embed_tokens|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
     (r"norm/weight", P()),
@@ -34,9 +34,9 @@ RULES = (
 
 
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> Mesh:
-    """A mesh over all devices; one size may be -1 (whatever is left)."""
+    """A mesh over all devices; one size may be -1 (the rest). A UserError if they do not fit."""
     devices = jax.devices() if devices is None else list(devices)
-    devices.sort(key=lambda device: device.process_index)  # those of a host are neighbours
+    devices.sort(key=lambda device: device.process_index)  # so that those of a host are neighbours
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
         raise UserError(f"mesh {_show(sizes)}: sizes are positive, at most one of them -1")
@@ -50,7 +50,7 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> M
 
 
 def param_shardings(shapes, mesh: Mesh):
-    """The sharding of every parameter in a tree of arrays or shapes; a name without a rule is an error."""
+    """The sharding of every array or shape in a tree; a UserError for a name without a rule."""
 
     def one(path, leaf):
         return NamedSharding(mesh, fit(_place(path, leaf, mesh), leaf.shape, mesh))
@@ -59,13 +59,13 @@ def param_shardings(shapes, mesh: Mesh):
 
 
 def params_like(shapes, mesh: Mesh):
-    """The shapes and places of parameters, nothing allocated."""
+    """float32 parameters as shapes with shardings, nothing allocated."""
     like = lambda x, place: jax.ShapeDtypeStruct(x.shape, "float32", sharding=place)
     return jax.tree.map(like, shapes, param_shardings(shapes, mesh))
 
 
 def in_host_memory(place: NamedSharding) -> NamedSharding:
-    """The same place, in the memory of the hosts."""
+    """The same sharding in host memory; a UserError where the device cannot use that."""
     device = next(iter(place.device_set))
     known = [memory.kind for memory in device.addressable_memories()]
     if HOST in known:
@@ -74,30 +74,30 @@ def in_host_memory(place: NamedSharding) -> NamedSharding:
         raise UserError(
             f"offload: a {device.device_kind} has no {HOST} memory in this JAX: set offload to 'none'"
         )
-    # GPUs that are only compiled for do not know their memories, and would drop the name
+    # GPUs that are only compiled for list no memories; a concrete mesh would drop the memory kind
     return NamedSharding(place.mesh.abstract_mesh, place.spec, memory_kind=HOST)
 
 
 def to_hosts(tree):
-    """Arrays, moved to the memory of the hosts."""
+    """Moves arrays to host memory."""
     return jax.device_put(tree, jax.tree.map(lambda x: in_host_memory(x.sharding), tree))
 
 
 def on_devices(tree):
-    """Within a program: what came from the memory of the hosts, brought over; the rest as it is."""
+    """Inside jit: moves arrays from host memory to the devices; others stay as they are."""
     device = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, device) if _waits(x) else x, tree)
 
 
 def brought(tree, after):
-    """`on_devices`, and a value before which nothing comes over: left to itself, the compiler begins with it."""
+    """`on_devices(tree)`, no sooner than `after` is there: else the compiler starts with it."""
     if any(map(_waits, jax.tree.leaves(tree))):
         tree, after = jax.lax.optimization_barrier((tree, after))
     return on_devices(tree), after
 
 
 def pinned(tree, places):
-    """Within a program: every array where it lies, those in the memory of the hosts sent back there."""
+    """Inside jit: keeps arrays in their shardings, and sends those of host memory back there."""
 
     def one(x, place):
         if place.memory_kind == HOST:
@@ -108,10 +108,10 @@ def pinned(tree, places):
 
 
 def gathered(layer, dtype):
-    """The weights of one layer in the precision of the model, whole but for the tensor axis.
+    """The weights of one layer in `dtype`, gathered over fsdp but still sharded over tensor.
 
-    Their gradients are cut again as the weights lie. Left to itself, the compiler for TPUs gathers a weight piece
-    by piece within its product, and passes over the sums once for each piece.
+    Gradients are sharded again as the weights are. Left to itself, the compiler for TPUs gathers a
+    weight piece by piece within its product, and passes over the sums once for each piece.
     """
 
     if not split_over("fsdp"):
@@ -129,9 +129,8 @@ def gathered(layer, dtype):
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(weight, whole, lies):
     del lies
-    weight = jax.lax.optimization_barrier(
-        weight
-    )  # else what travels may be cast only when it is there
+    # else the compiler may cast after the transfer, which then moves more bytes
+    weight = jax.lax.optimization_barrier(weight)
     return constrain(weight, *whole)
 
 
@@ -148,7 +147,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def left_whole(shapes, mesh: Mesh) -> list[str]:
-    """In words, which weights the devices of an axis all hold, because a dimension does not divide over them."""
+    """A sentence for each weight that an axis replicates because a dimension does not divide."""
     return [
         f"{_name(path)}: {size} does not divide over {_shards(axes, mesh)} ({', '.join(_names(axes, mesh))}), "
         "so each of these devices holds and computes all of it"
@@ -160,7 +159,7 @@ def left_whole(shapes, mesh: Mesh) -> list[str]:
 
 
 def _place(path, leaf, mesh) -> P:
-    """The spec of the rule table for a parameter."""
+    """The spec that the rule table gives a parameter."""
     for pattern, *specs in RULES:
         if re.fullmatch(pattern, _name(path)):
             divide = lambda spec: all(
@@ -177,7 +176,7 @@ def _name(path) -> str:
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that every process has, each putting its part of it on its own devices."""
+    """A sharded array, from a host array that every process has in full."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -189,14 +188,14 @@ def replicated(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """The whole array on the host of every process."""
+    """The whole array as numpy on every process; all processes must call it."""
     if not (array.is_fully_addressable or array.is_fully_replicated):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
 
 def on_first_host(array: jax.Array) -> np.ndarray:
-    """The whole array on the host of the first process, a piece at a time; nothing on the others."""
+    """The whole array as numpy on process 0, gathered in pieces; others may get an empty one."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     first, rows = jax.process_index() == 0, max(1, PIECE * len(array) // array.nbytes)
@@ -209,9 +208,9 @@ def on_first_host(array: jax.Array) -> np.ndarray:
 
 
 def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """The spec without the axes that do not divide their dimension: those dimensions are replicated.
+    """The spec without the axes that do not divide their dimension, which is then replicated.
 
-    Axes that a `shard_map` around the call has taken are gone too: each device sees its own part already.
+    Axes of a `shard_map` around the call are dropped too: there each device sees its slice already.
     """
     free = [_names(a, mesh) for a in spec]
     return P(
@@ -234,32 +233,32 @@ def current_mesh():
 
 
 def platform() -> str:
-    """What the devices of the current mesh are, or the default ones: cpu, gpu or tpu."""
+    """The platform of the current mesh's devices, or of the default ones: cpu, gpu or tpu."""
     mesh = current_mesh()
     device = None if mesh is None else mesh.abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def split_over(*axes: str) -> tuple[str, ...]:
-    """Those of the axes over which the current mesh spreads a program that is written for all of it."""
+    """Those of the axes with more than one device, less those of a `shard_map` around the call."""
     mesh = current_mesh()
     return () if mesh is None else tuple(a for a in _names(axes, mesh) if mesh.shape[a] > 1)
 
 
 def count(axes: tuple[str, ...]) -> int:
-    """Into how many parts these axes of the current mesh split a dimension."""
+    """Over how many shards these axes of the current mesh split a dimension."""
     mesh = current_mesh()
     return 1 if mesh is None else _shards(axes, mesh)
 
 
 def most(x):
-    """The largest of the values that the parts of a `shard_map` around the call have, so that they agree."""
+    """The maximum over the devices of a `shard_map` around the call, so that they agree."""
     mesh = current_mesh()
     return x if mesh is None else jax.lax.pmax(x, tuple(mesh.manual_axes))
 
 
 def on_each_device(local: Callable[..., Any], in_specs, out_specs) -> Callable[..., Any]:
-    """`local` on every device's own slices, where it uses collectives; itself where there is one device."""
+    """`local` on every device's slices, by `shard_map`; `local` itself on a single device."""
     if not split_over(*AXES):
         return local
     free = lambda specs: jax.tree.map(
@@ -271,7 +270,7 @@ def on_each_device(local: Callable[..., Any], in_specs, out_specs) -> Callable[.
 
 
 def constrain(x, *spec):
-    """Asks for a sharding of an intermediate array where a mesh is set; axes that do not divide are dropped."""
+    """Constrains the sharding of an intermediate array where a mesh is set, by `fit`."""
     mesh = current_mesh()
     if mesh is None:
         return x

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by any Hugging Face tokenizer; or one made of a list of words."""
+"""Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
 import os
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 class Tokenizer:
-    """What this project needs of a tokenizer: `encode`, `decode`, the tokens that end a response, `save`.
+    """The methods of a tokenizer that this package needs.
 
-    `eos` ends a text; `stops` are all tokens that end a response, which a chat model has several of.
+    `eos` ends a text; `stops` are all tokens that end a response: chat models have several.
     """
 
     def __init__(self, inner: Any, stops: Sequence[int] = ()):
@@ -31,10 +31,10 @@ class Tokenizer:
         return len(self._inner)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text as it stands, with no special token added."""
+        """Token ids of the text, without special tokens; a UserError if it cannot be encoded."""
         try:
             return self._inner.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises bare ones, as for an unknown word
+        except Exception as error:  # the library raises bare Exceptions, as for an unknown word
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
             raise UserError(
@@ -44,8 +44,8 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response without the token that ends it.
 
-        Special tokens before the last are written out, and ids that mean nothing become U+FFFD: what grades
-        the text must see all that the policy wrote.
+        Other special tokens are written out, and ids outside the vocabulary become U+FFFD: graders
+        must see all that the policy wrote.
         """
         ended = len(tokens) > 0 and tokens[-1] in self._ends
         pieces: list[list[int]] = [[]]
@@ -59,14 +59,14 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> None:
-        """Writes the files from which `load` makes it again."""
+        """Writes the files that `load` reads."""
         self._inner.save_pretrained(folder)
 
 
 def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, for a model that ends its responses with `stops` too."""
-    # tokenizer.json says all of a tokenizer; AutoTokenizer looks at config.json first, and would take
-    # the class of Qwen2 with its rules for splitting text, whatever the words are
+    """The tokenizer of a Hugging Face folder; `stops` are further tokens that end a response."""
+    # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
+    # of Qwen2, with its rules for splitting text, whatever the vocabulary is
     whole = (folder / "tokenizer.json").exists()
     kind = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
     try:
@@ -88,7 +88,7 @@ def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
 
 
 def of_words(words: Sequence[str]) -> Tokenizer:
-    """One token a word; text is words between single spaces, and an unknown word is an error."""
+    """One token per word; words are separated by spaces, an unknown one is a UserError."""
     from tokenizers import Tokenizer as Words
     from tokenizers import models, pre_tokenizers
 
@@ -100,7 +100,7 @@ def of_words(words: Sequence[str]) -> Tokenizer:
 
 
 def _transformers():
-    """The library, imported late (it takes seconds) and without its notice that PyTorch is missing."""
+    """The library, imported late (it takes seconds) and without its notice on missing PyTorch."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers
 

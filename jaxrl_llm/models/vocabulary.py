@@ -1,4 +1,4 @@
-"""Tables `[V,D]` cut over the vocabulary: what is as large as they are stays at home, hidden states travel."""
+"""Tables `[V,D]` sharded over the vocabulary: they stay in place, hidden states move."""
 
 from functools import partial
 from typing import Any
@@ -13,19 +13,19 @@ from jaxrl_llm.models.sharding import BATCH, VOCAB, constrain, count, on_each_de
 
 
 def whole_shards(table: Float[Array, "V D"]) -> Float[Array, "W D"]:
-    """The table cut over the vocabulary, with rows of zeros at its end where that does not divide."""
+    """The table sharded over the vocabulary, with zero rows appended until it divides."""
     return constrain(_filled_up(table, VOCAB), VOCAB, None)
 
 
 def whole_rows(x: Array) -> Array:
-    """As many rows, the first axis, as divide over the batch axes; the new ones are zeros."""
+    """The array with zero rows appended until axis 0 divides over the batch axes."""
     return _filled_up(x, BATCH)
 
 
 def rows(
     table: Float[Array, "V D"], tokens: Int[Array, "R L"], dtype: DTypeLike
 ) -> Float[Array, "R L D"]:
-    """The rows of tokens in the precision asked for; their gradients are added up in float32."""
+    """The table's rows for these tokens, in `dtype`; their gradients are added up in float32."""
     found: Any = _rows(whole_shards(table), whole_rows(tokens), jnp.dtype(dtype))
     return constrain(found[: len(tokens)], BATCH, None, None)
 
@@ -37,7 +37,7 @@ def _rows(table, tokens, dtype):
     def local(table, tokens):
         here, mine = _here(table, tokens, vocab)
         found = jnp.where(mine[..., None], table[jnp.where(mine, here, 0)].astype(dtype), 0)
-        found = jax.lax.psum_scatter(found, fsdp, tiled=True)  # exact: one is not 0
+        found = jax.lax.psum_scatter(found, fsdp, tiled=True)  # exact: one term is not 0
         return jax.lax.psum(found, tensor)
 
     return on_each_device(local, (P(VOCAB), P("data")), P(BATCH))(table, tokens)
@@ -66,7 +66,7 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _here(table, tokens, vocab):
-    """The rows of tokens in this device's part of the table, and which tokens have one."""
+    """The tokens' rows in this device's slice of the table, and whether they lie in it."""
     here = tokens - jax.lax.axis_index(vocab) * len(table)
     return here, (here >= 0) & (here < len(table))
 

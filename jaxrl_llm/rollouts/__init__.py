@@ -1,1 +1,1 @@
-"""Samplers: where responses come from."""
+"""Samplers, which answer prompts: the embedded engine and the client of vLLM servers."""

@@ -1,4 +1,4 @@
-"""One token from each row of logits: truncation without a sort, noise that belongs to the request."""
+"""One token from each row of logits: truncation without sorting, noise fixed by the request."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-BLOCK = 256
+BLOCK = 256  # tokens in a block of the vocabulary
 
 
 class Ways(NamedTuple):
-    """Which ways of drawing are taken: known when a program is compiled, or arrays that it decides by."""
+    """Which kinds of drawing are used: bools known at compile time, or arrays on the device."""
 
     greedy: bool | Bool[Array, ""]
     top_k: bool | Bool[Array, ""]
@@ -26,10 +26,10 @@ def token(
     top_k: Int[Array, ""],
     ways: Ways | None = None,
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
-    """Tokens and their log softmax(logits / temperature), which knows nothing of the truncation.
+    """Tokens, and their log softmax(logits / temperature) before any truncation.
 
-    The noise of a row is a function of its `identity` alone; temperature 0 is the plain argmax. Without `ways`
-    they are read off the numbers.
+    A row's noise depends on its `identity` alone; temperature 0 is argmax of the logits. `ways`
+    None derives them from the settings, on the device.
     """
     ways = ways or Ways(temperature == 0, top_k > 0, top_p < 1)
     logits = logits / jnp.where(ways.greedy, 1.0, temperature)
@@ -45,9 +45,9 @@ def token(
 
 
 def categorical(weights: Float[Array, "S V"], identity: UInt32[Array, "S I"]) -> Int[Array, "S"]:
-    """A token with probability proportional to its weight: argmax(log weight + Gumbel noise), twice.
+    """A token with probability proportional to its weight: argmax(log weight + Gumbel noise) twice.
 
-    First a block of the vocabulary by its sum, then a token in it: V / 256 + 256 numbers of noise, not V.
+    First a block of the vocabulary by its sum, then a token in it, by V / 256 + 256 noise values.
     """
     rows, vocab = weights.shape
     weights = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
@@ -64,9 +64,9 @@ def truncate(
     top_k: Int[Array, ""],
     ways: Ways | None = None,
 ) -> Float[Array, "S V"]:
-    """Weights of the top k, and of these the fewest that hold the share p of their sum; 0 for the others.
+    """Weights of the top k, and of these the fewest with the share `top_p` of their sum; else 0.
 
-    Weights equal to the last one in are in as well.
+    Ties with the smallest weight that is kept are kept too.
     """
     ways = ways or Ways(False, top_k > 0, top_p < 1)
     size = lambda kept: kept.sum(-1, keepdims=True)
@@ -81,7 +81,7 @@ def truncate(
 
 
 def _either(way, yes, no):
-    """One of two functions: chosen here if the way is known, else on the device."""
+    """One of two functions: chosen now if `way` is a bool, else on the device."""
     if isinstance(way, bool):
         return yes() if way else no()
     return jax.lax.cond(way, yes, no)
@@ -103,7 +103,7 @@ def _largest(weights, enough) -> Float[Array, "S 1"]:
 
 
 def _key(identity: UInt32[Array, "I"]):
-    """A random key of these numbers, folded in one after the other."""
+    """A random key made of these numbers, folded in one after the other."""
     key = jax.random.key(identity[0])
     for i in range(1, identity.shape[0]):
         key = jax.random.fold_in(key, identity[i])

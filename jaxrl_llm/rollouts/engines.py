@@ -1,4 +1,4 @@
-"""What generates: a record of settings whose `start` gives a sampler that lives as long as the `with` block."""
+"""Engines: records of settings whose `start` gives a sampler, alive as long as the `with` block."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -21,15 +21,14 @@ from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from jaxrl_llm.rollouts.vllm.sync import WeightSync
 
-KEY_FILE = "key"  # beside the servers' sockets
+KEY_FILE = "key"  # in the folder of the servers' sockets
 
 
 class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
-    `check` is called while responses are made; what it raises ends that.
-    `own_weights` says whether it goes on with the weights of the last push while the trainer
-    changes its own.
+    `check` is called while responses are made; an exception from it ends that. `own_weights` says
+    whether the sampler keeps the weights of the last push while the trainer changes its own.
     """
 
     own_weights: ClassVar[bool]
@@ -45,11 +44,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Native:
-    """The embedded engine, on the devices of the trainer: `slots` sequences decode at a time, spread over them.
+    """The embedded engine: `slots` sequences decode at a time, spread over the trainer's devices.
 
-    Prompts are read `prefill_prompts` at a time. So many devices share a copy of the weights (None:
-    as few as have room for it); it is there from a push until the responses are in. On a CPU the
-    cache is cut into blocks of `block` columns: a step reads no more blocks than the longest needs.
+    Prompts are prefilled `prefill_prompts` at a time. `devices_a_copy` devices share a copy of the
+    weights (None: as few as have room for it), which exists from a push until the responses are in.
+    On a CPU the cache has blocks of `block` columns: a step reads only those the longest needs.
 
     >>> jl.Native(slots=128).own_weights
     False
@@ -72,14 +71,14 @@ class Native:
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[Sampler]:
-        """A sampler that reads the trainer's own parameters."""
+        """A sampler that reads the trainer's own parameters where it can, else a copy of them."""
         del folder
         yield self.sampler(model, mesh, check)
 
     def sampler(
         self, model: Model, mesh: Mesh, check: Callable[[], None] = lambda: None
     ) -> NativeSampler:
-        """It holds no weights until the first push, and needs no closing."""
+        """The same without a `with` block: it has no weights before a push, needs no closing."""
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
         return NativeSampler(
             decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
@@ -88,16 +87,16 @@ class Native:
 
 @dataclass(frozen=True)
 class Vllm:
-    """vLLM servers, started and kept by the trainer, or running already.
+    """vLLM servers, started and supervised by the trainer, or running already.
 
-    `python` is that of an environment with vLLM (launch/sidecar.sh makes one); a server is started
-    for each item of `devices`, its CUDA_VISIBLE_DEVICES (empty: as it is). Or `servers` are the
-    addresses of running ones (jaxrl-llm serve), which the processes of a run share out. Weights go
-    through a folder in `memory`, and over the network to a server whose host does not see that. The
-    servers' key is in `key_file`, or the environment's VLLM_API_KEY; over http it stays on this
-    machine unless `plain_http`. `tolerance` is how far a server's log-probs may be from the
-    trainer's after a sync (None: what the dtype allows), `patience` how long to wait for one that
-    starts or is away, and `timeout` for one answer without its tokens, in seconds.
+    `python` is the Python of an environment with vLLM (launch/sidecar.sh makes one); a server is
+    started per item of `devices`, its CUDA_VISIBLE_DEVICES (empty: unchanged). Or `servers` are the
+    addresses of running ones (jaxrl-llm serve), split among the processes of a run. Weights go
+    through a folder in `memory`, and over the network to a server whose host does not see it. The
+    servers' key is in `key_file`, or in VLLM_API_KEY; over http it may leave this machine only with
+    `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync
+    (None: by dtype). In seconds: `patience` for a server that starts or does not answer, `timeout`
+    for one answer, to which time per token is added.
 
     >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
     'bfloat16'
@@ -164,7 +163,7 @@ class Vllm:
 
     @contextmanager
     def sidecars(self, root: Path, folder: Path) -> Iterator[list[Sidecar]]:
-        """A supervised server a device, its weights under `root`, its log in `folder`; ended with the block."""
+        """A supervised server per device, weights under `root`, logs in `folder`."""
         with ExitStack() as stack:
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
@@ -175,7 +174,7 @@ class Vllm:
             yield sidecars
 
     def _own_servers(self) -> tuple[str, ...]:
-        """Of the servers that run already those of this process; a server has one trainer."""
+        """This process's share of the running servers, since a server has one trainer."""
         own = self.servers[jax.process_index() :: jax.process_count()]
         if self.servers and not own:
             raise UserError(
@@ -188,7 +187,7 @@ class Vllm:
         return read_key(None if self.key_file is None else Path(self.key_file))
 
     def _launches(self, root: Path, folder: Path, key: str) -> Iterator[Launch]:
-        first = jax.process_index() * len(self.devices)  # the processes of a run share its folder
+        first = jax.process_index() * len(self.devices)  # all processes log into the run's folder
         for i, device in enumerate(self.devices):
             yield Launch(
                 python=self.python,

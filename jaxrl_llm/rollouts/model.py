@@ -1,4 +1,4 @@
-"""What engines ask of a model; `jaxrl_llm.models.policy.Policy` has it."""
+"""The interfaces of a model that engines use; `jaxrl_llm.models.policy.Policy` implements them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Generation with a key/value cache, for the embedded engine.
+    """Generation with a key/value cache on `mesh`; the methods are those of `models.generation`.
 
-    It computes on `mesh`. If it is `static`, a cache has exactly the columns that
-    a program reads, and `grow` makes a longer one; the calls of the same shapes are one program.
+    If it is `static`, a step reads all columns of a cache, so callers start with few and `grow` it;
+    calls with the same shapes are one program.
     """
 
     static: ClassVar[bool]
@@ -35,7 +35,7 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class Served(Protocol):
-    """What a server is given, and the log-probs to check it by."""
+    """A server's config.json and tensors, and the trainer's log-probs to verify it by."""
 
     def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
 
@@ -46,7 +46,7 @@ class Served(Protocol):
 
 @runtime_checkable
 class Model(Protocol):
-    """Both, of one model."""
+    """A model that can generate here or be served elsewhere."""
 
     def decoder(self, mesh: Mesh, *, block: int, devices_a_copy: int | None) -> Decoder: ...
 

@@ -1,10 +1,10 @@
 """The embedded engine: a fixed number of slots that decode together inside one jitted loop.
 
-Slots are spread over the devices, each of which draws the tokens of its own. Each prompt is prefilled once
-and copied to the slots of its responses; a slot whose response is complete takes the next one waiting. Shapes do
-not depend on the requests, and the noise of a token is a function of (seed, prompt, number of the response, tokens
-before it): the same request gives the same tokens whatever it is batched with. On several hosts every process
-generates by itself, on its own devices; only `push` is of all.
+Slots are spread over the devices, each of which draws its own tokens. A prompt is prefilled once
+and copied to the slots of its responses; a slot whose response is complete takes the next request.
+Shapes do not depend on the requests, and a token's noise is a function of (seed, prompt, number of
+the response, tokens before it): a request gives the same tokens whatever it is batched with. With
+several hosts every process generates on its own devices; only `push` involves all.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from jaxrl_llm.rollouts.model import Decoder
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of, ways_of
 
-STRIDE = 8  # tokens between two questions whether an accelerator goes on
+STRIDE = 8  # tokens that an accelerator decodes between checks whether to stop
 
 
 class Request(NamedTuple):
-    """One response that is asked for: its `number` among those to the prompt, its `index` in the rollout."""
+    """One requested response: its `number` among those to the prompt, its `index` in the result."""
 
     prompt: tuple[int, ...]
     number: int
@@ -38,12 +38,12 @@ class Request(NamedTuple):
 
 
 class NativeSampler:
-    """A sampler on the devices of the trainer; it reads the trainer's own parameters where it can, else a copy.
+    """A sampler on the trainer's devices; it reads the trainer's parameters in place, else a copy.
 
-    `slots` sequences decode at a time, prompts are prefilled `prefill_prompts` at a time, padded to a power
-    of two, on all devices of the model; each process has its devices' share, rounded up to what these share
-    evenly. The loop returns to the host when a sixteenth of the slots is done, if anything waits, or after `steps`
-    tokens.
+    `slots` sequences decode at a time; prompts are prefilled `prefill_prompts` at a time, padded to
+    a power of two. Both count all processes: each takes the share of its devices, rounded up to
+    divide evenly. The loop returns to the host when a sixteenth of the slots is done, if requests
+    are waiting, or after `steps` tokens.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class NativeSampler:
         self._run = program(model.decode, self.stride)
 
     def put(self, arrays: Any) -> Any:
-        """Host arrays, on every device."""
+        """Copies host arrays to every device of this process."""
         return jax.device_put(arrays, NamedSharding(self.mesh, P()))
 
     @property
     def place(self) -> str:
-        """Where it generates, in a line."""
+        """One line that says where it generates."""
         return (
             f"generation: {self.slots} sequences at a time on {self.mesh.size} devices, "
             f"{self.mesh.shape['tensor']} of which share a copy of the weights"
         )
 
     def push(self, params: Any, version: int) -> None:
-        """Reads the parameters from now on, until a step consumes them."""
+        """Uses these parameters until a train step donates them; all processes call it together."""
         self.release()
         with jax.set_mesh(self.model.mesh):
             everywhere = self.model.weights(params)
@@ -93,11 +93,11 @@ class NativeSampler:
         self.version = version
 
     def release(self) -> None:
-        """Forgets the weights, and with them a copy; the next `generate` wants a push."""
+        """Drops the weights and any copy of them; push before the next `generate`."""
         self.params = None
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
-        """`n` responses to each prompt, side by side; `counters` then holds the figures of this call."""
+        """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before generate")
         if n < 1 or not prompts or not all(map(len, prompts)):
@@ -116,9 +116,9 @@ class NativeSampler:
         )
 
     def _serve(self, requests, results, sampling):
-        """The host's loop: free slots take what waits, all decode, what is done is collected."""
+        """The host's loop: fill free slots, decode, collect the finished responses."""
         longest = max(_buckets(requests))
-        if not self.model.static:  # numbers do not depend on it: a larger cache is a program less
+        if not self.model.static:  # same results, and the largest cache so far compiles less
             longest = self._longest = max(self._longest, longest)
         limit = longest + sampling.max_tokens
         columns = self._columns(longest + self.stride, limit)
@@ -154,11 +154,11 @@ class NativeSampler:
         self.counters = count | {"idle_seconds": idle}
 
     def _columns(self, needed: int, limit: int) -> int:
-        """Of the cache: all at once, or as many as are needed, rounded up so that few programs are compiled."""
+        """Columns of the cache: all, or if `static` a power of two, for few compilations."""
         return min(limit, max(256, 1 << (needed - 1).bit_length())) if self.model.static else limit
 
     def _prefilled(self, requests, count) -> Iterator[tuple[Any, int, Request]]:
-        """Each request with a cache and which prompt in it is its own; prefilled when its turn comes."""
+        """Yields (cache, index of the prompt in it, request); prefills a chunk when needed."""
         for length, prompts in _buckets(requests).items():
             for start in range(0, len(prompts), self.together):
                 chunk = prompts[start : start + self.together]
@@ -171,17 +171,14 @@ class NativeSampler:
                     yield from ((cache, i, request) for request in requests[prompt])
 
     def _admit(self, cache, slots, working, waiting):
-        """Puts requests into free slots: their prompts' cache on the device, the rest in host arrays.
-
-        Chunk by chunk, so that prompts are prefilled no earlier than there is a slot for them.
-        """
+        """Puts requests into free slots: the prompts' cache on the device, the rest on the host."""
         free = [s for s, request in enumerate(working) if request is None]
-        pairs = zip(free, waiting, strict=False)
+        pairs = zip(free, waiting, strict=False)  # `free` first: prefill only if a slot is free
         for _, same in itertools.groupby(pairs, key=lambda pair: id(pair[1][0])):
             same = list(same)
             for start in range(0, len(same), self.lanes):
                 some = same[start : start + self.lanes]
-                slot = np.full(self.lanes, self.slots, np.int32)
+                slot = np.full(self.lanes, self.slots, np.int32)  # out of range: no insert
                 which = np.zeros(self.lanes, np.int32)
                 slot[: len(some)] = [s for s, _ in some]
                 which[: len(some)] = [i for _, (_, i, _) in some]
@@ -193,7 +190,7 @@ class NativeSampler:
 
 
 def own_copies(mesh: Mesh) -> Mesh:
-    """The copies (first axis) on the devices of this process; one that several processes share is refused."""
+    """The copies (axis 0) on this process's devices; a UserError if processes share one."""
     copies = mesh.devices.reshape(len(mesh.devices), -1)
     here = np.vectorize(lambda device: device.process_index == jax.process_index())(copies)
     if (here.any(1) != here.all(1)).any():
@@ -205,7 +202,7 @@ def own_copies(mesh: Mesh) -> Mesh:
 
 
 def own_part(array: Any, mesh: Mesh) -> jax.Array:
-    """What this process has of an array that is whole on each copy; `mesh` is its part of the array's."""
+    """This process's part of an array that is whole on each copy; `mesh` has its devices."""
     if array.is_fully_addressable:
         return array
     mine = [shard.data for shard in array.addressable_shards]
@@ -214,7 +211,7 @@ def own_part(array: Any, mesh: Mesh) -> jax.Array:
 
 
 def shared_out(slots: int, prompts: int, devices: int, everywhere: int) -> tuple[int, int, int]:
-    """Slots, prompts read at a time, and their rows, of some devices: a share, rounded up to divide evenly."""
+    """Slots, and prompts per insert and per prefill, for a share of the devices; rounded up."""
     share = lambda number: -(-number * devices // everywhere)
     even = lambda number: -(-number // devices) * devices
     slots = even(share(slots))
@@ -223,7 +220,7 @@ def shared_out(slots: int, prompts: int, devices: int, everywhere: int) -> tuple
 
 
 def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], list[Request]]:
-    """The requests of each distinct prompt, counted over the whole call."""
+    """The requests of each distinct prompt, numbered over the whole call."""
     requests = defaultdict(list)
     for index in range(n * len(prompts)):
         prompt = tuple(map(int, prompts[index // n]))
@@ -232,7 +229,7 @@ def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], li
 
 
 def _buckets(prompts) -> dict[int, list[tuple[int, ...]]]:
-    """Prompts by length, rounded up to a power of two of at least 16."""
+    """Prompts by padded length, a power of two of at least 16; the longest first."""
     buckets = defaultdict(list)
     for prompt in prompts:
         buckets[max(16, 1 << (len(prompt) - 1).bit_length())].append(prompt)
@@ -249,7 +246,7 @@ def _start(slots: Slots, s: int, request: Request) -> None:
 
 
 def _collect(slots: Slots, working: list, results: list) -> None:
-    """Takes the finished responses out of their slots."""
+    """Moves finished responses from their slots to `results`; frees the slots."""
     for s, request in enumerate(working):
         if request is not None and slots.done[s]:
             size = slots.count[s]

@@ -1,4 +1,4 @@
-"""The boundary to whatever generates: a sampler takes token ids and returns a `Rollout`."""
+"""The interface of engines: a sampler takes token ids and returns a `Rollout`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from jaxrl_llm.errors import UserError
 class Sampling:
     """How responses are drawn.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A response ends with the first
-    token in `stop`, which belongs to it, or is cut after `max_tokens`. `seed` changes every draw.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A response ends with the
+    first token in `stop`, which belongs to it, or after `max_tokens`. `seed` changes every draw.
 
     >>> jl.Sampling(temperature=0.7, top_p=0.95, max_tokens=64).stop
     ()
@@ -39,9 +39,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a sampler returns, on the host: B prompts with one response each, groups side by side.
+    """Responses on the host: B prompts with one response each, those to one prompt side by side.
 
-    `tolerance` is how far its log-probs may be from the trainer's, on the mean, if it computes elsewhere.
+    `tolerance` is how far, on average, `logps` may be from the trainer's (None: same devices).
     """
 
     prompts: Sequence[Sequence[int]]
@@ -53,12 +53,12 @@ class Rollout:
 
 
 class Sampler(Protocol):
-    """Anything that answers prompts with the newest weights it was given.
+    """Answers prompts with the newest weights that it was given.
 
-    `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits themselves
-    at temperature 0), before top-k and top-p: what a trainer computes for the same tokens. `finished`
-    tells a response that stopped from one that was cut. `counters` are figures of the last `generate`,
-    `sync` of the last `push` (empty where nothing travels).
+    `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
+    temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
+    response was cut. `counters` are figures of the last `generate`, `sync` of the last `push`
+    (empty where nothing is sent).
     """
 
     counters: dict[str, Any]
@@ -69,9 +69,9 @@ class Sampler(Protocol):
         ...
 
     def push(self, params: Any, version: int) -> None:
-        """Every later response comes from these weights."""
+        """Every later response comes from these weights; `version` marks its rollout."""
         ...
 
     def release(self) -> None:
-        """Gives back the memory that weights take on the trainer's devices; `generate` wants a push before."""
+        """Frees the trainer's memory that weights take; push before the next `generate`."""
         ...

@@ -1,4 +1,4 @@
-"""The slots of the embedded engine on the devices: what each works on, and the loop that decodes them."""
+"""The slots of the embedded engine, and the jitted loop that decodes them."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ from jaxrl_llm.rollouts.sampler import Sampling
 
 
 class Slots(NamedTuple):
-    """What each slot works on: `last` is the token to read at `position`, `count` tokens are made.
+    """The state of S slots: `last` is the token to read at `position`, `count` tokens are drawn.
 
-    `prompt` and `number` say which response it is; a `done` slot is idle, `stopped` if on a stop token.
+    `prompt` and `number` identify the response; `done` is idle, `stopped` ended on a stop token.
     """
 
     prompt: UInt32[Array, "S"]
@@ -41,7 +41,7 @@ class Rules(NamedTuple):
 
 
 def idle_slots(slots: int, limit: int) -> Slots:
-    """Host arrays of slots without a request."""
+    """Host arrays of idle slots, with room for `limit` tokens each."""
     shapes = ((slots,),) * 7 + ((slots, limit),) * 2
     types = (np.uint32,) * 2 + (np.int32,) * 3 + (bool,) * 2 + (np.int32, np.float32)
     arrays: Any = list(map(np.zeros, shapes, types))
@@ -55,13 +55,13 @@ def rules_of(sampling: Sampling) -> Rules:
         "temperature": np.float32(sampling.temperature),
         "top_p": np.float32(sampling.top_p),
         "top_k": np.int32(sampling.top_k),
-        "stop": np.asarray(sampling.stop or (-1,), np.int32),
+        "stop": np.asarray(sampling.stop or (-1,), np.int32),  # -1 is no token
     }
     return Rules(**numbers)
 
 
 def ways_of(sampling: Sampling) -> draw.Ways:
-    """Which ways of drawing these settings take."""
+    """Which kinds of drawing these settings use."""
     return draw.Ways(sampling.temperature == 0, sampling.top_k > 0, sampling.top_p < 1)
 
 
@@ -77,9 +77,9 @@ def run(
     stride: int = 1,
     ways: draw.Ways | None = None,
 ):
-    """Decodes until `quota` more slots are done, or all are, or `steps` are over: `(cache, slots, steps)`.
+    """Decodes until `quota` more slots are done, all are, or `steps` are over.
 
-    Which of it is so is asked every `stride` tokens.
+    Returns `(cache, slots, steps made)`; the condition is checked every `stride` tokens.
     """
     before = slots.done.sum()
 
@@ -105,7 +105,7 @@ def run(
 
 
 def program(decode, stride: int):
-    """`run`, jitted: cache and slots are donated, the ways of drawing are known when it is compiled."""
+    """`run`, jitted: cache and slots are donated, `ways` are static."""
     return jax.jit(
         partial(run, decode, stride=stride), static_argnames="ways", donate_argnums=(1, 2)
     )
@@ -114,13 +114,13 @@ def program(decode, stride: int):
 def record(
     slots: Slots, rules: Rules, logits: Float[Array, "S V"], ways: draw.Ways | None = None
 ) -> Slots:
-    """Draws the next token of every slot and writes it down where the slot is live."""
+    """Draws the next token of every slot, and stores it where the slot is live."""
     seed = jnp.broadcast_to(rules.seed, slots.prompt.shape)
     identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
     how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
     token, logp = _on_its_device(partial(draw.token, **how, ways=ways), logits, identity)
     limit = slots.tokens.shape[1]
-    column = jnp.where(slots.done, limit, slots.count)
+    column = jnp.where(slots.done, limit, slots.count)  # `limit` is out of range: no write
     write = partial(_on_its_device, _put)
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
@@ -136,12 +136,12 @@ def record(
 
 
 def _put(rows, column, value):
-    """One value in each row; a column out of range is none."""
+    """Writes one value to each row, none where the column is out of range."""
     return rows.at[jnp.arange(len(rows)), column].set(value, mode="drop")
 
 
 def _on_its_device(function, *rows):
-    """A function of rows, on the device that holds them."""
+    """A function of rows, applied on the device that holds them."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(*rows)
@@ -150,7 +150,7 @@ def _on_its_device(function, *rows):
 
 
 def _by_slot(slots: Slots, *, spread: bool) -> Slots:
-    """Slots spread over all devices of the mesh, or a copy of all on each."""
+    """Slots sharded over all devices of the mesh, or replicated."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return slots

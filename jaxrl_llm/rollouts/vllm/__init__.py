@@ -1,1 +1,1 @@
-"""Rollouts from vLLM servers: requests, weights and their proof, and servers as child processes."""
+"""Rollouts from vLLM servers: requests, weight sync with proof, servers as child processes."""

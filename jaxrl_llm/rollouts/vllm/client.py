@@ -1,8 +1,7 @@
 """Requests to one vLLM server over HTTP: token ids in, token ids and log-probs out.
 
-Every request may be repeated: a completion is a function of its seed, the others set what they say.
-A request has one deadline and an answer one size, and an answer that is not whole and of the right
-form is NoAnswer.
+Every request may be repeated: a completion depends on its seed, the others set a state. A request
+has a deadline, its answer a size limit; an incomplete or malformed answer raises NoAnswer.
 """
 
 import asyncio
@@ -25,25 +24,24 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.sampler import Sampling
 
 MODEL = "policy"  # the name that the weights are served under
-UNLABELLED = "default"  # vLLM's label of weights that nobody has labelled
-TOKEN_SECONDS = 0.25  # the slowest server that is worth waiting for takes this long for a token
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # the longest answer, and what each token adds to it
-LOGPS = -1e9, 1e-3  # no log-prob is outside, rounding included
+UNLABELLED = "default"  # vLLM's label of weights before one is set
+TOKEN_SECONDS = 0.25  # allowed per token, for the slowest server worth waiting for
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # size limit of an answer, and more for each token
+LOGPS = -1e9, 1e-3  # a log-prob outside is an error; above 0 only by rounding
 SOCKET_PATH = 107  # bytes, the kernel's limit
-LEAVE = 5.0  # seconds for requests to be called off
-LIMITS = httpx.Limits(
-    max_connections=None, keepalive_expiry=2.0
-)  # uvicorn hangs up after five seconds
+LEAVE = 5.0  # seconds for cancelled requests to end
+# uvicorn closes idle connections after 5 seconds; closing them earlier here avoids the race
+LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 
 T = TypeVar("T")
 
 
 class NoAnswer(Exception):  # noqa: N818
-    """Nothing usable came back, and the same request may do better later or elsewhere."""
+    """No usable answer; the same request may succeed later or on another server."""
 
 
 class NoRoute(NoAnswer):
-    """The server has nothing at this path."""
+    """The server has nothing at this path (status 404)."""
 
 
 class Response(NamedTuple):
@@ -55,10 +53,10 @@ class Response(NamedTuple):
 
 
 class Server:
-    """A server at `url`.
+    """A server at `url`; an answer may take `timeout` seconds and TOKEN_SECONDS more per token.
 
-    It may take `timeout` seconds for an answer, and TOKEN_SECONDS more for each token. All its
-    requests belong to one event loop at a time; `close` ends its connections.
+    All its requests belong to one event loop at a time. They raise NoAnswer where repeating may
+    help, else a UserError.
     """
 
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
@@ -69,7 +67,7 @@ class Server:
     async def complete(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
     ) -> Response:
-        """One response to a prompt, its tokens from a vocabulary of this size."""
+        """One response to a prompt; its tokens must be below `vocabulary`."""
         asks = _tokens_only(prompt) | {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -78,7 +76,7 @@ class Server:
             "seed": seed,
             "logprobs": 0,
             "stop_token_ids": list(sampling.stop),
-            "ignore_eos": True,  # the stop tokens are ours alone
+            "ignore_eos": True,  # only `stop_token_ids` end a response
         }
         answer = await self.post("/v1/completions", asks, tokens=len(prompt) + sampling.max_tokens)
         return read_response(answer, sampling, vocabulary)
@@ -95,25 +93,25 @@ class Server:
             raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
 
     async def label(self) -> str | None:
-        """The label of its weights; None if nobody has labelled them since it started."""
+        """The label of its weights; None if none was set since the server started."""
         label = (await self.get("/weight_info")).get("weight_version")
         if not isinstance(label, str):
             raise NoAnswer("it does not say which weights it serves")
         return None if label in ("", UNLABELLED) else _one_line(label, 100)
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON at a path."""
+        """The JSON answer to a GET."""
         return await self._exchange("GET", path, None, 0)
 
     async def post(
         self, path: str, body: dict[str, Any] | None = None, tokens: int = 0
     ) -> dict[str, Any]:
-        """The JSON that answers this one, which asks for so many tokens."""
+        """The JSON answer to a POST of `body`; `tokens` extends its deadline and size limit."""
         content = None if body is None else json.dumps(body).encode()
         return await self._exchange("POST", path, content, tokens)
 
     async def put(self, path: str, content: AsyncIterable[bytes]) -> dict[str, Any]:
-        """The JSON that answers some bytes."""
+        """The JSON answer to a PUT of `content`."""
         return await self._exchange("PUT", path, content, 0)
 
     async def close(self) -> None:
@@ -145,7 +143,7 @@ class Server:
         return self._read(path, reply.status_code, bytes(received))
 
     def _new_client(self) -> httpx.AsyncClient:
-        """No proxy, redirect or other timeout: a request goes where it is told."""
+        """Without proxies, redirects and httpx timeouts: a request goes to `url` alone."""
         unix = self._address.path if self._address.scheme == "unix" else None
         secure = self._address.scheme == "https"
         transport = httpx.AsyncHTTPTransport(
@@ -159,7 +157,7 @@ class Server:
         )
 
     def _refuse_strangers(self) -> None:
-        """A UserError before the key goes to a socket that somebody else has made."""
+        """A UserError, before the key is sent, if another user owns the socket."""
         path = Path(self._address.path)
         if self._address.scheme != "unix" or not path.is_socket():
             return
@@ -188,7 +186,7 @@ class Server:
 
 
 def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -> Response:
-    """The response in an answer, if that is whole: its end a stop token or the limit."""
+    """The response in an answer; NoAnswer if it ends neither on a stop token nor at the limit."""
     try:
         (choice,) = answer["choices"]
         tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
@@ -210,7 +208,7 @@ def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -
 
 
 def _tokens_only(tokens: Sequence[int]) -> dict[str, Any]:
-    """Tokens as ids throughout, so that the server needs no tokenizer."""
+    """The fields that ask for token ids throughout, so that the server needs no tokenizer."""
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     return {"model": MODEL, "prompt": [int(token) for token in tokens], **ids}
 
@@ -223,12 +221,12 @@ def _message(content: bytes) -> str:
 
 
 def _one_line(text: str, length: int = 300) -> str:
-    """One line that a terminal can show: what a server says may hold anything."""
+    """One line that is safe to print: a server may send anything."""
     return "".join(c if c.isprintable() else " " for c in text[:length]).strip()
 
 
 def address(url: str) -> urllib.parse.SplitResult:
-    """The parts of a server's URL; a UserError for what is none."""
+    """The parts of a server's URL; a UserError if it is invalid."""
     try:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port, (parts.hostname or "").encode("idna")
@@ -249,7 +247,7 @@ def address(url: str) -> urllib.parse.SplitResult:
 
 
 def is_private(url: str) -> bool:
-    """Whether what is sent there stays on this machine, or is encrypted."""
+    """Whether data sent there stays on this machine, or is encrypted."""
     parts = address(url)
     if parts.scheme in ("unix", "https") or parts.hostname == "localhost":
         return True
@@ -260,14 +258,14 @@ def is_private(url: str) -> bool:
 
 
 def write_key(key: str, path: Path) -> None:
-    """A new file with the key, which only its owner can read."""
+    """Creates a file with the key that only its owner can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(key + "\n")
 
 
 def read_key(path: Path | None) -> str:
-    """The key in a file that only its owner can read (else a UserError), or the environment's."""
+    """The key in a file that only its owner can read (else a UserError), or in VLLM_API_KEY."""
     where, key = str(path or "VLLM_API_KEY"), os.environ.get("VLLM_API_KEY", "")
     if path is not None:
         try:
@@ -294,7 +292,7 @@ def background() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` on the background loop; what interrupts us (Ctrl-C) calls it off."""
+    """The result of `work` on the background loop; an interrupt (Ctrl-C) cancels it."""
     over = threading.Event()
 
     async def noted() -> T:
@@ -313,7 +311,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results of all; the first error calls the others off."""
+    """The results of all; the first error cancels the others."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

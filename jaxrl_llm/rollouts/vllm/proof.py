@@ -1,9 +1,9 @@
-"""Proof that a server computes with the weights that it was told to load.
+"""Proof that a server computes with the weights that it was given.
 
-HTTP 200 proves nothing (some backends keep part of the old weights and say so nowhere), so after
+HTTP 200 proves nothing: some backends keep part of the old weights and report no error. So after
 every sync each server's log-probs of a few fixed sequences are compared with the trainer's, and
-with its own from before the sync: in bfloat16 the two differ by far more than a step changes, but its own answers
-must have moved.
+with its own before the sync. In bfloat16 server and trainer differ by far more than a step changes,
+but the server's own answers must have moved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from jaxrl_llm.rollouts.vllm.client import Server
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 PROBES = (4, 24)  # sequences, and tokens of each
-SEEN = 1e-5  # a change of this share of the numbers is seen in some bit of the answers
+SEEN = 1e-5  # share of the weights whose change must alter some bit of the answers
 
 Logps = Sequence[np.ndarray]
 
 
 class Proof:
-    """Compares servers with the trainer; a difference beyond `tolerance` is a UserError."""
+    """Compares servers with the trainer; a difference above `tolerance` (nats) is a UserError."""
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
@@ -34,13 +34,13 @@ class Proof:
         self._changed = 0.0
 
     def expect(self, logps: Logps, config: Mapping[str, Any], changed: float) -> None:
-        """The trainer's log-probs with new weights, a share `changed` of them other numbers."""
+        """Sets the trainer's log-probs with new weights, a share `changed` of which differ."""
         self._before, self._expected = self._expected, logps
         self._earlier, self._answers = self._answers, {}
         self._config, self._changed = config, changed
 
     async def __call__(self, server: Server, label: str) -> float:
-        """The largest difference between a server, which must bear this label, and the trainer."""
+        """The largest difference between a server, which must have this label, and the trainer."""
         assert self._expected is not None
         if (found := await server.label()) != label:
             raise UserError(
@@ -60,7 +60,7 @@ class Proof:
         return difference
 
     def _stale(self, server: Server, got: Logps) -> bool:
-        """Whether its answers stand still: bit by bit, or while the trainer's clearly moved."""
+        """Whether its answers did not move at all, or barely while the trainer's clearly did."""
         earlier = self._earlier.get(server.url)
         if earlier is None or self._before is None or self._expected is None:
             return False
@@ -71,13 +71,13 @@ class Proof:
 
 
 def probe_sequences(vocab_size: int) -> list[list[int]]:
-    """Fixed sequences of tokens from all over the vocabulary."""
+    """Fixed sequences of tokens from the whole vocabulary."""
     rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, PROBES).tolist()
 
 
 def _largest(a: Logps, b: Logps) -> float:
-    """The largest absolute difference; a NaN is larger than anything."""
+    """The largest absolute difference; infinite if there is a NaN."""
     difference = np.abs(np.concatenate(list(a)) - np.concatenate(list(b))).max()
     return float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf))
 
@@ -87,7 +87,7 @@ def _mean(a: Logps, b: Logps) -> float:
 
 
 def _cause(stale: bool, difference: float, config: Mapping[str, Any]) -> str:
-    """The likely reason, in words."""
+    """The likely cause of a failed proof, in words."""
     if stale:
         return "it still computes with the old weights, so this vLLM does not reload; use the Native engine"
     if config["tie_word_embeddings"]:

@@ -1,9 +1,8 @@
 """A sampler whose responses come from vLLM servers, each a process of its own.
 
 One request is one response. Its seed is a function of (sampling seed, prompt, number of the
-response), so it does not matter which server answers it, in what company, or at which attempt: a
-server that dies costs the responses that it was working on, and those are asked for again,
-elsewhere or of the restarted one.
+response), so any server may answer it, in any batch, at any attempt. If a server dies, only the
+responses it was working on are lost; they are requested again, there or elsewhere.
 """
 
 import asyncio
@@ -25,8 +24,8 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Response, Server, run, toge
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.vllm.sync import Report, WeightSync, loading
 
-ATTEMPTS = 5  # how often a request is sent to a server before that is given up
-REST = (0.1, 5.0)  # seconds that a server is left alone, doubling from the first to the second
+ATTEMPTS = 5  # of a request on each server; when all of them are used up, the run fails
+REST = (0.1, 5.0)  # seconds of rest after a failure, doubling from the first to the second
 
 T = TypeVar("T")
 
@@ -34,9 +33,9 @@ T = TypeVar("T")
 class VllmSampler:
     """A sampler on `servers`, each with at most `concurrency` requests at a time.
 
-    `sync` brings the weights of `served` over, also into a server that has started again. The
-    weights of every push have a label of their own, and a response of others is refused. `check` is
-    called while responses are made; what it raises ends that.
+    `sync` brings the weights of `served` over, also to a server that has restarted. The weights of
+    every push get a label of their own, and responses of other weights are refused. `check` is
+    called while responses are made; an exception from it ends that.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class VllmSampler:
         self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance)
 
     def push(self, params: Any, version: int) -> None:
-        """Syncs every server and proves it; `report` then holds the figures."""
+        """Syncs every server and proves it; sets `report` and `sync` to the figures."""
         config, label = self._served.config(params, self._dtype), new_label(version)
         written = self.weights.write(self._served.tensors(params, self._dtype), config)
         start = time.monotonic()
@@ -84,7 +83,7 @@ class VllmSampler:
         self.sync = {f"sync/{name}": value for name, value in asdict(self.report).items()}
 
     def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
-        """`n` responses to each prompt, side by side; `counters` has the figures of the call."""
+        """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.version is None:
             raise UserError("the sampler has no weights: push some before generate")
         self._refuse(prompts, n, sampling)
@@ -112,10 +111,10 @@ class VllmSampler:
         )
 
     def release(self) -> None:
-        """The servers keep their weights: they take none of the trainer's memory."""
+        """Nothing to do: the servers' weights take none of the trainer's memory."""
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result; no connection stays open, because a trainer may be busy for minutes."""
+        """The result of `work`; closes all connections, as the trainer may be busy for minutes."""
 
         async def closing() -> T:
             try:
@@ -127,7 +126,7 @@ class VllmSampler:
         return run(closing())
 
     async def _prepare(self, server: Server) -> str:
-        """The label of a server; one that has started again is given the newest weights first."""
+        """The label of a server's weights; a restarted one is given the newest weights first."""
         assert self.version is not None
         found = await server.label()
         if found in (None, loading(self._label)):
@@ -140,13 +139,13 @@ class VllmSampler:
         return self._label
 
     async def _prove(self, server: Server, label: str) -> float:
-        """The proof's difference; a server that has started again is given the weights first."""
-        if await server.label() in (None, loading(label)):  # or it was our own attempt that broke
+        """The proof's difference; a restarted server is given the weights first."""
+        if await server.label() in (None, loading(label)):  # restarted, or our own sync was cut off
             await self.weights.reload(server, label)
         return await self._proof(server, label)
 
     def _refuse(self, prompts, n: int, sampling: Sampling) -> None:
-        """A UserError for what a server would answer wrongly, or die of."""
+        """A UserError for requests that a server would answer wrongly or crash on."""
         if n < 1 or not prompts or not all(map(len, prompts)):
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
         largest, longest = max(map(max, prompts)), max(map(len, prompts))
@@ -164,7 +163,7 @@ class VllmSampler:
 
 
 def refuse_truncation(sampling: Sampling, where: str = "") -> None:
-    """A UserError for draws of less than all tokens."""
+    """A UserError for top-p or top-k, with which vLLM's log-probs are not the trainer's."""
     if sampling.top_p < 1 or sampling.top_k > 0:
         raise UserError(
             f"{where}vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
@@ -173,12 +172,12 @@ def refuse_truncation(sampling: Sampling, where: str = "") -> None:
 
 
 def new_label(version: int) -> str:
-    """The identity of one push, which no other of any run has: a nonce and the step."""
+    """A label that no other push of any run has: a nonce and the version."""
     return f"{secrets.token_hex(4)}-{version}"
 
 
 class Request(NamedTuple):
-    """One response that is asked for, and its `index` in the rollout."""
+    """One requested response, and its `index` in the rollout."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -186,7 +185,7 @@ class Request(NamedTuple):
 
 
 def make_requests(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[Request]:
-    """The requests in the order of the rollout; a prompt that comes again goes on counting."""
+    """The requests in the order of the rollout; a repeated prompt continues its numbers."""
     numbers: Counter[tuple[int, ...]] = Counter()
     requests = []
     for index in range(n * len(prompts)):
@@ -197,7 +196,7 @@ def make_requests(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[R
 
 
 def request_seed(seed: int, prompt: tuple[int, ...], number: int) -> int:
-    """63 bits made of these and nothing else."""
+    """A hash of the arguments in 63 bits."""
     content = np.asarray([seed, number, *prompt], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
@@ -205,10 +204,10 @@ def request_seed(seed: int, prompt: tuple[int, ...], number: int) -> int:
 class Spread:
     """Requests spread over servers that may fail, without one spoiling the work of all.
 
-    Many requests fail of one cause, so the first failure of a server calls off what else is under
-    way there. It rests, longer every time, until `prepare` finds it in order and says the label of
-    its weights; then it gets a single request, and all it can take once that has come back. A
-    response counts if the label is the same before and after.
+    Many requests fail of one cause, so the first failure of a server cancels its other requests. It
+    rests, longer every time, until `prepare` succeeds and returns the label of its weights; then it
+    gets a single request, and after that has succeeded `concurrency` at a time. A response counts
+    if the label is the same before and after.
     """
 
     def __init__(
@@ -226,11 +225,11 @@ class Spread:
         self._waiting = deque(requests)
         self._failures = Counter[tuple[int, str]]()
         self._flying, self._trouble = 0, ""
-        self._in_order = time.monotonic()  # when a server was last seen to be
+        self._in_order = time.monotonic()  # when some server last worked
         self._returned, self._over = asyncio.Event(), asyncio.Event()
 
     async def all_done(self, check: Callable[[], None], patience: float) -> None:
-        """Returns when all responses are there; raises the first error, or if no server is left."""
+        """Returns when all responses are there; a UserError after `patience` s without a server."""
         watch = asyncio.create_task(self._watch(check, patience))
         tasks = [watch, *(asyncio.create_task(self._serve(server)) for server in self._servers)]
         try:
@@ -251,7 +250,7 @@ class Spread:
                 await asyncio.wait_for(self._over.wait(), 0.5)
 
     async def _serve(self, server: Server) -> None:
-        """Keeps a server at work, and lets it rest after a failure."""
+        """Keeps a server busy, and lets it rest after a failure."""
         rest = 0.0
         while True:
             try:
@@ -271,7 +270,7 @@ class Spread:
             await self._send(server, label)
 
     async def _send(self, server: Server, label: str) -> None:
-        """One request, once there is any; without a response it goes to whoever is free next."""
+        """Sends the next request; without a response any server that is free takes it again."""
         while (request := self._next(server)) is None:
             await self._returned.wait()
         self._flying += 1
@@ -296,11 +295,11 @@ class Spread:
             self._flying -= 1
             if request.index not in self.responses:
                 self._waiting.appendleft(request)
-                self._returned.set()  # wakes whoever waits
+                self._returned.set()  # wakes all that wait in `_send`
                 self._returned.clear()
 
     def _next(self, server: Server) -> Request | None:
-        """Takes the first request that waits and that this server has not failed too often."""
+        """Takes the first waiting request that has not failed ATTEMPTS times on this server."""
         for request in self._waiting:
             if self._failures[request.index, server.url] < ATTEMPTS:
                 self._waiting.remove(request)

@@ -1,9 +1,9 @@
-"""What runs with a vLLM server instead of with the trainer, so it needs the standard library alone.
+"""Code that runs beside and in a vLLM server, not in the trainer: standard library only.
 
 The keeper, a process between trainer and server (`python serverside.py PARENT FOLDER COMMAND...`),
 ends the server and all its processes however the trainer ends, kill -9 included: vLLM's engine and
-workers would stay, with the GPU's memory. Inside the server, the guard is its middleware: vLLM
-protects only /v1 by its key, and would load weights for anybody. Behind it, the receiver takes
+workers would live on and hold the GPU's memory. In the server, the guard is middleware: vLLM asks
+for its key under /v1 only, and would load weights for anybody. Behind the guard, the receiver takes
 weights that come over the network.
 """
 
@@ -25,25 +25,25 @@ import zlib
 
 GRACE = 10.0  # seconds for a server to end by itself
 POLL = 0.2
-HEIR = "trap '' TERM INT HUP; read _; kill -9 0"  # its input ends when its only writer is gone
+HEIR = "trap '' TERM INT HUP; read _; kill -9 0"  # its input ends when the keeper does
 
 
 def keep(parent, folder, command):
-    """Runs a command until it ends, or our standard input does, or the parent.
+    """Runs a command until it ends, standard input closes, or the parent ends; then ends its group.
 
-    (Forks of the parent may hold the input open.) Then it ends the whole process group. If the
-    parent is gone, the folder goes too. If this process is killed itself, a shell in the group,
-    which waits for that alone, kills the rest.
+    (The parent is checked too because its forks may hold the input open.) If the parent is gone,
+    the folder is deleted. If this process is killed itself, a shell in the group, which waits for
+    that alone, kills the rest.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # these may go to a whole job, the trainer decides
+        signal.signal(number, lambda *_: None)  # may go to a whole job; the trainer decides
     heir = subprocess.Popen(["/bin/sh", "-c", HEIR], stdin=subprocess.PIPE)  # noqa: S603
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603
     while server.poll() is None and os.getppid() == parent:
         if select.select([sys.stdin], [], [], POLL)[0]:
             break
     os.killpg(0, signal.SIGTERM)
-    # The last one to end removes what vLLM has in shared memory (400 MB), so all get their time.
+    # The last process to end frees vLLM's shared memory (400 MB), so all get time to do so.
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline and not living() <= {os.getpid(), heir.pid}:
         server.poll()
@@ -54,7 +54,7 @@ def keep(parent, folder, command):
 
 
 def living():
-    """The processes of this group, as far as /proc tells."""
+    """The process ids of this group that are alive, as far as /proc tells."""
     found = set()
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -65,14 +65,14 @@ def living():
 
 
 class Guard:
-    """An ASGI application before another one: only /health answers without the key."""
+    """ASGI middleware: only /health answers without the key."""
 
     def __init__(self, app):
         self.app, self.receiver = app, Receiver(os.environ["JAXRL_WEIGHTS"])
         self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope, receive, send):
-        """Passes on what carries the key, and refuses the rest with 401."""
+        """Passes on requests with the key, and refuses the rest with 401."""
         public = scope["type"] not in ("http", "websocket") or scope["path"] == "/health"
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if public or hmac.compare_digest(given, self.expected):
@@ -85,16 +85,16 @@ class Guard:
 
 
 class Refused(Exception):  # noqa: N818
-    """A request that will do no better when it is sent again."""
+    """A request that would fail again if repeated."""
 
 
 class Receiver:
-    """An ASGI application that keeps weights in a folder of its own host, the newest alone.
+    """An ASGI application that stores weights in a folder of its host, only the newest.
 
-        POST /weights/find {"name", "path", "sizes"}   {"path": where this host reads these weights,
-        or null} PUT  /weights/file?name=&file= (bytes)         {"checksum": of what has come}
+        POST /weights/find {"name", "path", "sizes"} -> {"path": where they are read here, or null}
+        PUT /weights/file?name=&file= with bytes -> {"checksum": crc32 of the bytes}
 
-    Each may be repeated, and no more than a piece of a file is in memory.
+    Each may be repeated; only a piece of a file is in memory at a time.
     """
 
     def __init__(self, folder):
@@ -118,7 +118,7 @@ class Receiver:
         await answer(send, status, said)
 
     def _find(self, asked):
-        """The trainer's folder, if this host has it; else a copy, ours or of a server beside us."""
+        """The trainer's folder if this host sees it, else a copy, ours or of a server beside us."""
         whole, partial = self._folders(asked["name"])
         if partial.is_dir() and asked["sizes"] == {
             path.name: path.stat().st_size for path in partial.iterdir()
@@ -131,7 +131,7 @@ class Receiver:
         return None
 
     async def _write(self, asked, body):
-        """Writes a file; the weights that were here before go first."""
+        """Writes a file and returns its crc32; new weights delete the old ones first."""
         if not re.fullmatch(r"config\.json|model-\d{5}\.safetensors", asked["file"]):
             raise Refused("no such file in a folder of weights")
         _, partial = self._folders(asked["name"])
@@ -146,14 +146,14 @@ class Receiver:
         return checksum
 
     def _folders(self, name):
-        """Where weights of this name are, and where they are while they come."""
+        """The folder of complete weights of this name, and of those still arriving."""
         if not re.fullmatch(r"[\w-]{1,100}", name):
             raise Refused("no name of weights")
         return self.folder / name, self.folder / f"partial-{name}"
 
 
 async def pieces(receive, limit=None):
-    """The body of a request as it comes."""
+    """The body of a request, piece by piece; Refused beyond `limit` bytes."""
     more, size = True, 0
     while more:
         message = await receive()
@@ -167,7 +167,7 @@ async def pieces(receive, limit=None):
 
 
 async def answer(send, status, content):
-    """Sends JSON."""
+    """Sends a JSON response."""
     head = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": json.dumps(content).encode()})

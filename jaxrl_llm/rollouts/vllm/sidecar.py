@@ -1,7 +1,6 @@
 """A vLLM server as a child process: started, watched, restarted with the newest weights, ended.
 
-It listens on a Unix socket in a folder that is ours alone: no port that others could take first,
-share or see.
+It listens on a Unix socket in a private folder: a port could be taken or seen by other users.
 """
 
 import asyncio
@@ -23,13 +22,13 @@ from jaxrl_llm.rollouts.vllm import serverside
 from jaxrl_llm.rollouts.vllm.client import MODEL, NoAnswer, Server, run
 
 POLL = 0.5  # seconds
-HEALTH_SECONDS = 5.0  # for one answer about its health
+HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without such an answer, after the first one
 START_SECONDS = 1800.0  # until the first one
-STARTS = 3  # how often in a row a server may end before it has answered
-ENDS = 20  # how often in a row it may end before it was healthy for so many seconds:
-HEALTHY = 3600.0
-# Of the trainer's environment, which holds secrets that are none of the server's.
+STARTS = 3  # in a row that end without an answer, before a UserError
+ENDS = 20  # in a row after less than HEALTHY seconds of answers, before a UserError
+HEALTHY = 3600.0  # seconds
+# Names passed on from the trainer's environment; the rest may hold secrets.
 ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|XDG_(CACHE|CONFIG)_HOME"
     r"|LD_(LIBRARY_PATH|PRELOAD)|LIBRARY_PATH|CPATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
@@ -43,8 +42,8 @@ ALLOWED = re.compile(
 class Launch:
     """How a server is run: with the Python of an environment that has vLLM, listening on `socket`.
 
-    `arguments` and `environment` are passed on to vLLM; of the trainer's environment it is given
-    what is ALLOWED. The log is appended to.
+    `arguments` and `environment` go to vLLM; of the trainer's environment only ALLOWED names do.
+    The log is appended to.
     """
 
     python: str
@@ -58,11 +57,11 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The server's address."""
         return f"unix://{self.socket}"
 
     def command(self, folder: Path) -> list[str]:
-        """The command line that serves the model in a folder, tokens only."""
+        """The command that serves the model in a folder, without a tokenizer."""
         length = [] if self.max_model_len is None else ["--max-model-len", str(self.max_model_len)]
         return [
             self.python, "-m", "vllm.entrypoints.openai.api_server",
@@ -73,13 +72,13 @@ class Launch:
         ]  # fmt: skip
 
     def variables(self, plugins: Path) -> dict[str, str]:
-        """The environment of the server; the key is in it, not on the command line."""
+        """The environment of the server; the key is here and not on the command line."""
         return {
             **{name: value for name, value in os.environ.items() if ALLOWED.fullmatch(name)},
-            "VLLM_SERVER_DEV_MODE": "1",  # which is what the sync's routes need
+            "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of the sync
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),
-            "PYTHONSAFEPATH": "1",  # or a math.py in the working folder hides Python's own
+            "PYTHONSAFEPATH": "1",  # else a math.py in the working folder hides Python's
             "JAXRL_WEIGHTS": str(self.socket.with_suffix(".weights")),
             **self.environment,
             "VLLM_API_KEY": self.key,
@@ -87,7 +86,7 @@ class Launch:
 
 
 class Sidecar:
-    """One supervised server; `root` is the folder of its weights, which goes when the trainer goes.
+    """One supervised server; `root` holds its weights, and is deleted if the trainer dies.
 
     Nothing runs before the first `serve`. `healthy` is whether it answers, `restarts` how often it
     has ended.
@@ -107,9 +106,9 @@ class Sidecar:
             )
 
     def serve(self, folder: Path) -> None:
-        """The weights to start with from now on; the first call starts the server.
+        """Sets the weights to start with from now on; the first call starts the server.
 
-        What serves them has no label yet: who uses the server loads and labels what it wants.
+        These have no label: whoever uses the server loads and labels the weights it wants.
         """
         self.check()
         self._weights = folder
@@ -136,7 +135,7 @@ class Sidecar:
             run(stopped(supervisor))
 
     async def _supervise(self) -> None:
-        """Starts the server, and again when it ends; a UserError if that leads nowhere."""
+        """Runs the server again whenever it ends; a UserError if it ends too often."""
         ends = unanswered = 0
         try:
             while ends < ENDS and unanswered < STARTS:
@@ -152,7 +151,7 @@ class Sidecar:
         )
 
     async def _run_once(self) -> float:
-        """One process from start to end; for how many seconds it came to answer."""
+        """One process from start to end; seconds from its first to its last answer (0: none)."""
         process = self._start(self._weights)
         answered = time.monotonic()
         first = None
@@ -170,22 +169,21 @@ class Sidecar:
             self.healthy = False
             await self._health.close()
             await _end(process)
-        return answered - first + 1e-9 if first else 0.0
+        return answered - first + 1e-9 if first else 0.0  # a single answer is not 0
 
     def _start(self, folder: Path) -> subprocess.Popen:
         plugins = self.root / "plugins"
         plugins.mkdir(exist_ok=True)
         shutil.copy(serverside.__file__, plugins)
-        self.launch.socket.unlink(
-            missing_ok=True
-        )  # an older server, should it live, is out of reach
+        # if an older server still lives, nobody can reach it by this path any more
+        self.launch.socket.unlink(missing_ok=True)
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
         keeper = [sys.executable, "-IS", serverside.__file__, str(os.getpid()), str(self.root)]
         with self.launch.log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603
                 [*keeper, *self.launch.command(folder)],
                 env=self.launch.variables(plugins),
-                stdin=subprocess.PIPE,  # its end tells the keeper to end
+                stdin=subprocess.PIPE,  # closing it tells the keeper to end
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -193,13 +191,13 @@ class Sidecar:
 
 
 def _ended(process: subprocess.Popen) -> bool:
-    """Whether it has; it stays a zombie, so that its number and its group's go to nobody else."""
+    """Whether it has; it stays a zombie, so that its process and group ids are not reused."""
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, how) is not None
 
 
 async def _end(process: subprocess.Popen) -> None:
-    """Ends a keeper, which ends the server; what an ended keeper has left is killed."""
+    """Ends a keeper, which ends the server; then kills all that is left of the group."""
     assert process.stdin is not None
     process.stdin.close()
     deadline = time.monotonic() + 3 * serverside.GRACE
@@ -211,7 +209,7 @@ async def _end(process: subprocess.Popen) -> None:
 
 
 def _last_error(log: Path) -> str:
-    """The last line of a log that speaks of an error."""
+    """The last line of a log that names an error, else its last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 2**16))

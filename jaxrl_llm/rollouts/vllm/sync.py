@@ -1,7 +1,7 @@
 """New weights to running servers.
 
 A folder in memory-backed storage is written first, while the servers go on with the old one; then
-each is paused, loads it, forgets its prefix cache, resumes and gets the new label. A server whose
+each is paused, loads it, clears its prefix cache, resumes and gets the new label. A server whose
 host does not see the folder is sent its files. HTTP 200 proves nothing, so every sync is followed
 by a proof (proof.py).
 """
@@ -36,10 +36,10 @@ import safetensors.numpy
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server, together
 
-SHARD_BYTES = 2**28
+SHARD_BYTES = 2**28  # of a file of weights
 PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
-COMPARED = 2**22  # numbers at a time
-RETRY = 0.5  # seconds
+COMPARED = 2**22  # numbers compared at a time
+RETRY = 0.5  # seconds between attempts
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, np.ndarray]]
@@ -47,10 +47,10 @@ Tensors = Iterable[tuple[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a sync cost: bytes, and seconds of each part; `gather` brings tensors to the host.
+    """The cost of a sync: bytes, and seconds of each phase; `gather` brings tensors to the host.
 
-    `difference` is the proof's worst, `changed` the share of numbers that are others than at the
-    sync before (all, at the first one).
+    `difference` is the proof's largest, in nats; `changed` is the share of numbers that differ from
+    the previous sync (1 at the first).
     """
 
     bytes: int = 0
@@ -66,9 +66,9 @@ class Report:
 class WeightSync:
     """Brings tensors into servers through model folders under `root`; only the newest is kept.
 
-    `publish(folder)` is told of a folder before any server loads it: what restarts servers has to
-    know. `check` raises if the servers will not come back; `patience` is how many seconds to wait
-    for one. With `remote`, servers may be on hosts that do not see the folder: these are sent it.
+    `publish(folder)` is called before any server loads a folder, for code that restarts servers.
+    `check` raises if the servers will not come back; `patience` is how many seconds to wait for
+    one. With `remote`, servers may be on hosts that do not see the folder, and are sent its files.
     """
 
     root: Path
@@ -89,7 +89,7 @@ class WeightSync:
         return report
 
     async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Has all servers load the newest folder at the same time; others are removed."""
+        """Has all servers load the newest folder at the same time, then deletes the others."""
         failure = f"did not load the weights {label}"
         for server in servers if self.remote else ():  # in turn: servers of one host share a copy
             await self.persist(server, failure, self._path_at)
@@ -99,13 +99,13 @@ class WeightSync:
                 shutil.rmtree(old)
 
     async def reload(self, server: Server, label: str) -> None:
-        """Brings the newest weights into a server once."""
+        """Brings the newest weights into a server, in one attempt."""
         await load(server, await self._path_at(server), label)
 
     async def persist(
         self, server: Server, failure: str, attempt: Callable[..., Awaitable[T]], *args: Any
     ) -> T:
-        """What `attempt(server, *args)` gives once the server answers, or a UserError."""
+        """The result of `attempt(server, *args)`, repeated on NoAnswer; then a UserError."""
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -119,7 +119,7 @@ class WeightSync:
                 await asyncio.sleep(RETRY)
 
     async def _path_at(self, server: Server) -> str:
-        """Where a server reads the newest weights; sent to its host if that does not see them."""
+        """The path of the newest weights for a server; sent to its host if that sees none."""
         folder = self._newest
         if not self.remote:
             return str(folder)
@@ -128,7 +128,7 @@ class WeightSync:
         asks = {"path": str(folder), "name": name, "sizes": sizes}
         try:
             found = (await server.post("/weights/find", asks)).get("path")
-        except NoRoute:  # it was started by somebody else, who has to have it see the folder
+        except NoRoute:  # not started by `Sidecar`: its owner must make the folder visible to it
             return str(folder)
         if found is None:
             for file in sizes:
@@ -141,10 +141,10 @@ class WeightSync:
 
 
 async def load(server: Server, folder: str, label: str) -> None:
-    """One server: pause, reload, forget what was computed with the old weights, resume, label.
+    """One server: pause, reload, clear the prefix cache, resume, label.
 
-    Until then it bears a label that nobody waits for, and that tells whether somebody else loads as
-    well.
+    Meanwhile it has the label `loading(label)`, with which no response counts, and by which a load
+    of another trainer is noticed.
     """
     await server.post("/pause?mode=abort")
     await server.post("/update_weight_version", {"new_version": loading(label)})
@@ -165,15 +165,15 @@ async def load(server: Server, folder: str, label: str) -> None:
 
 
 def loading(label: str) -> str:
-    """What a server is called that does not serve these weights yet."""
+    """The label of a server while it loads these weights."""
     return f"loading {label}"
 
 
 async def send_file(server: Server, path: Path, name: str) -> None:
     """Sends a file of the weights `name` to a server's host; NoAnswer if it arrives altered.
 
-    The checksum is for plain http and proxies, which protect nothing from end to end: in bfloat16
-    the proof would not see a number that has changed on the way.
+    Plain http and proxies protect nothing from end to end, and in bfloat16 the proof would not
+    notice a single altered number: hence a checksum.
     """
     checksum = 0
 
@@ -192,15 +192,15 @@ async def send_file(server: Server, path: Path, name: str) -> None:
 def write_folder(
     tensors: Tensors, config: Mapping[str, Any], folder: Path, before: Path | None = None
 ) -> Report:
-    """A Hugging Face model folder, complete or not at all, in the dtype that its config names.
+    """Writes a Hugging Face model folder, complete or not at all, in the dtype of `config`.
 
-    What has `changed` is counted against the folder of the sync `before`.
+    `Report.changed` is counted against the folder `before`, that of the previous sync.
     """
     partial = folder.with_name(f"partial-{folder.name}")
     start, dtype = time.monotonic(), jnp.dtype(config["dtype"])
     size, changed, gather = 0, 0, 0.0
     try:
-        if folder.parent.lstat().st_uid != os.geteuid():  # ours is gone, and another in its place
+        if folder.parent.lstat().st_uid != os.geteuid():  # another user has replaced it
             raise PermissionError(errno.EPERM, "it belongs to another user", str(folder.parent))
         partial.mkdir(mode=0o700)
         (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
@@ -229,7 +229,7 @@ def write_folder(
 
 
 def _shards(tensors: Tensors, dtype: np.dtype) -> Iterator[dict[str, np.ndarray]]:
-    """A few tensors at a time, each file small beside the model."""
+    """Tensors in groups of about SHARD_BYTES, a file each, cast to `dtype`."""
     shard: dict[str, np.ndarray] = {}
     for name, array in tensors:
         if shard and sum(a.nbytes for a in shard.values()) >= SHARD_BYTES:
@@ -240,7 +240,7 @@ def _shards(tensors: Tensors, dtype: np.dtype) -> Iterator[dict[str, np.ndarray]
 
 
 def _changed(path: Path, before: Path | None, itemsize: int) -> int:
-    """How many numbers differ from the file before; all if that is of another form."""
+    """How many numbers differ from the file `before`; all if it is missing or of another size."""
     size = path.stat().st_size
     if before is None or not before.is_file() or before.stat().st_size != size:
         return size // itemsize
