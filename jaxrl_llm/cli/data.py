@@ -13,7 +13,7 @@ from jaxrl_llm.training.parts import DATA, askable, parts, readable
 
 @dataclass(frozen=True)
 class Options:
-    """What to show of a config's data."""
+    """How many examples to show, and the folder of data sets."""
 
     show: int = 2
     """how many training examples to print"""
