@@ -11,7 +11,7 @@ from jaxrl_llm.training.parts import DATA
 
 
 def run(words: list[str]) -> None:
-    """`analyze` with these words."""
+    """Parse the words after `analyze` and run `main`."""
     parse.call(main, words, "analyze")
 
 
@@ -30,23 +30,23 @@ def main(
     out: str | None = None,
     data: DataFolder = DATA,
 ) -> None:
-    """Measure a run's policy as arXiv:2505.12929 does, on batches that it samples now.
+    """Measure a run's policy as arXiv:2505.12929 does, on responses that it samples now.
 
-    Updates are tried on a copy, with the run's optimizer. It executes the folder's config.py: analyze only
-    runs whose author you trust.
+    Updates are tried on a copy, with the run's optimizer. It executes the folder's config.py:
+    analyze only runs whose author you trust.
 
     Args:
         run: the folder or URL of a run.
         step: which checkpoint (default: the best).
-        prompts: of a batch, from the training examples, each answered as often as in training (default: the
-            config's).
-        batches: each of other prompts. Figures are their mean, whiskers the least and the most of them: one batch
-            tells little.
-        tokens: how many are looked at one by one.
+        prompts: training prompts of a batch, each answered as often as in training (default: the
+            config's number).
+        batches: how many, each of other prompts. Figures are means over them, whiskers go from
+            the smallest to the largest value: one batch tells little.
+        tokens: how many tokens to compute a gradient of their own for.
         alpha: of Advantage Reweighting, where it is tried.
         eta: of Lopti, where it is tried.
         seed: of the responses and the choice of tokens.
-        fresh: the optimizer begins anew, so that what an update does is not the momentum of those before.
+        fresh: start with a new optimizer state, so that an update shows no earlier momentum.
         out: the folder of analysis.json and the figures (default: RUN/analysis).
         data: where data sets are kept.
     """

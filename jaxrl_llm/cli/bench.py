@@ -1,4 +1,4 @@
-"""`jaxrl-llm bench`: times the parts of a step on this machine; each function is a command with its flags."""
+"""`jaxrl-llm bench NAME`: time a part of a step; the flags are a function's parameters."""
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
@@ -14,7 +14,7 @@ COMMANDS = {
 
 
 def run(words: list[str]) -> None:
-    """`bench NAME` and its flags."""
+    """Parse the words after `bench`, the name and its flags, and run that benchmark."""
     name = words[0] if words else ""
     if name in COMMANDS:
         parse.call(COMMANDS[name], words[1:], f"bench {name}")

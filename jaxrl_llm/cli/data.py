@@ -1,4 +1,4 @@
-"""`jaxrl-llm data`: what is in the data sets of a config."""
+"""`jaxrl-llm data`: build the data sets of a config and show examples and lengths."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from jaxrl_llm.training.parts import DATA, askable, parts, readable
 
 @dataclass(frozen=True)
 class Options:
-    """What to show of a config's data."""
+    """How many examples to show, and the folder of data sets."""
 
     show: int = 2
     """how many training examples to print"""
@@ -22,13 +22,13 @@ class Options:
 
 
 def run(words: list[str]) -> None:
-    """`data` with these words."""
+    """Parse the words after `data` and run `main`."""
     options, config, _ = parse.with_config("data", words, Options, main.__doc__)
     main(options, config)
 
 
 def main(options: Options, config: Config) -> None:
-    """Builds the data sets of a config unless they are there, and shows what is in them."""
+    """Build the data sets of a config unless they exist, and show examples and prompt lengths."""
     console = terminal.plain()
     said = f"data sets, in {options.data}; they are made if they are not there yet"
     with console.status(said):

@@ -1,4 +1,4 @@
-"""`jaxrl-llm eval`: how good a run's policy is, on its own test examples or on published problems."""
+"""`jaxrl-llm eval`: accuracy of a run's policy on its test examples or on published problems."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,18 +20,18 @@ from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import DATA, Parts, askable
 
 Problems = dict[str, tuple[Suite, list[Problem]]]
-TEST = "test"  # what the run's own examples are called
+TEST = "test"  # names the run's own test examples in the table
 
 
 class Asked(NamedTuple):
-    """Examples, and how many responses are drawn to each besides the greedy one."""
+    """Examples, and the number of responses drawn for each besides the greedy one."""
 
     examples: Source[Any]
     samples: int
 
 
 def run(words: list[str]) -> None:
-    """`eval` with these words."""
+    """Parse the words after `eval` and run `main`."""
     parse.call(main, words, "eval")
 
 
@@ -53,9 +53,9 @@ def main(
     Args:
         run: the folder or URL of a run.
         step: which checkpoint (default: the best).
-        last: the last so many checkpoints, each and their mean, instead of one.
-        suite: published problems instead of the test examples: math500, minerva, olympiad, amc, aime24, each
-            from the hub, or NAME=SOURCE from a parquet, JSONL or JSON file or another hub name.
+        last: evaluate this many of the last checkpoints, each and their mean, instead of one.
+        suite: published problems instead of the test examples: math500, minerva, olympiad, amc,
+            aime24, from the hub, or NAME=SOURCE with a parquet, JSONL or JSON file or a hub name.
         samples: k, the responses drawn to each prompt for avg@k and pass@k (default: 16
             for amc and aime24, else 0).
         temperature: at which they are drawn.
@@ -97,13 +97,12 @@ def main(
 
 
 def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:
-    """A suite, and what there is in it."""
     found = suite(name)
     return found, found.load(source)
 
 
 def _last(folder: Path, count: int) -> list[int]:
-    """The steps of the last regular checkpoints; they are there if the run keeps as many."""
+    """Steps of the last `count` regular checkpoints; a UserError if the run keeps fewer."""
     config = folders.reopen(folder)
     keeps, steps = (
         config.keep_checkpoints,
@@ -123,7 +122,7 @@ def _asked(
     problems: Problems,
     samples: int | None,
 ) -> Iterator[tuple[str, Asked]]:
-    """What is asked, by name: the test examples, or the suites."""
+    """Name and examples of each evaluation: the test examples, or the suites."""
     if not problems:
         yield TEST, Asked(askable(parts, parts.task.test, config), samples or 0)
     elif not isinstance(parts.task, MathTask):
@@ -136,7 +135,7 @@ def _asked(
 
 
 def _overlaps(parts: Parts, problems: Problems) -> Iterator[str]:
-    """A line for each suite of which the run has learned, or could have."""
+    """A warning for each suite that has problems in common with the training examples."""
     learned = [parts.task.train[i] for i in range(len(parts.task.train))] if problems else []
     for name, (_, there) in problems.items():
         if seen := len(there) - len(without(there, learned)):

@@ -1,4 +1,4 @@
-"""`jaxrl-llm export`: a run's policy as others read it."""
+"""`jaxrl-llm export`: a run's policy as a Hugging Face folder."""
 
 import jax
 
@@ -10,7 +10,7 @@ from jaxrl_llm.training import folder as folders
 
 
 def run(words: list[str]) -> None:
-    """`export` with these words."""
+    """Parse the words after `export` and run `main`."""
     parse.call(main, words, "export")
 
 

@@ -1,4 +1,4 @@
-"""`jaxrl-llm launch`: the file that starts a run on machines elsewhere, filled in, on standard output."""
+"""`jaxrl-llm launch`: print the script or manifest that starts a run on other machines."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
 
 TEMPLATES = Path(__file__).with_name("templates")
-MARGIN = 60  # seconds beyond the grace of the trainer: Slurm may signal so much earlier
+MARGIN = 60  # seconds beyond the trainer's --grace: Slurm may send its signal that much early
 STARTING = 600  # seconds that a trainer may need to start, compile and make its first step
 RUNTIMES = {
     "v4": "tpu-ubuntu2204-base",
@@ -30,18 +30,18 @@ RUNTIMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(train.Options):
-    """Machines of a kind: flags of their own beside those of `train`, each with one value, and a template."""
+    """A kind of machines: its template, and flags besides those of `train`, each with one value."""
 
     name: str = ""
-    """of the job (default: that of the config)"""
+    """name of the job (default: that of the config)"""
     template: ClassVar[str]
 
     def quote(self, value: object) -> str:
-        """A value in the language of the template."""
+        """A value quoted for the language of the template."""
         return shlex.quote(str(value))
 
     def values(self, run: "Run") -> Mapping[str, str]:
-        """What else is filled in, by name."""
+        """Further values of the template, by name: they replace @NAME@."""
         raise NotImplementedError
 
     @property
@@ -57,7 +57,7 @@ class Kind(train.Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is to be started: `jaxrl-llm train` with a config, which is made by its file, and these words."""
+    """The run to start: its config, the file that made it, and the words for `jaxrl-llm train`."""
 
     file: Path
     name: str
@@ -65,12 +65,12 @@ class Run:
     words: Sequence[str]
 
     def arguments(self, file: str, process: str = "") -> list[str]:
-        """The arguments of `jaxrl-llm` that start it or go on with it, where the config is in this file."""
+        """Arguments of `jaxrl-llm` that start or resume it; `file` is the config's path there."""
         together = ["--process", process] if process else []
         return ["train", file, *self.words, "--resume", "auto", *together]
 
     def devices(self, gpus: int) -> str:
-        """The GPUs of a host that its vLLM servers leave to the trainer; "" where all see all."""
+        """The GPUs of a host that its vLLM servers leave to the trainer; "" if they use none."""
         engine = self.config.engine
         named = engine.devices if isinstance(engine, Vllm) and not engine.servers else ()
         taken = {device.strip() for name in named for device in name.split(",")} - {""}
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def alone(self) -> Path:
-        """The file, which travels by itself; a UserError where it has run another."""
+        """The config file, to be copied by itself; a UserError if it loads another file."""
         for other in userfile.ran(but=self.file):
             raise UserError(
                 f"{self.file} loads {other}, which would not travel with it: make them one file"
@@ -97,11 +97,11 @@ class Gpu(Kind):
     """One host with GPUs or TPU chips; hand it to bash there."""
 
     gpus: int = 8
-    """in a host; it matters where some are vLLM's"""
+    """GPUs of a host; it matters where some are vLLM's"""
     folder: Path | None = None
-    """where relative paths begin (default: here)"""
+    """the folder that relative paths start from (default: this one)"""
     python: str = sys.executable
-    """the Python that jaxrl-llm is installed for there (default: this one)"""
+    """the Python there that has jaxrl-llm (default: this one)"""
     template = "gpu.sh"
 
     def values(self, run: Run, process: str = "") -> Mapping[str, str]:
@@ -119,9 +119,9 @@ class Slurm(Gpu):
     """Nodes of a Slurm cluster, each with the same storage; hand it to sbatch."""
 
     nodes: int = 1
-    """how many"""
+    """how many nodes"""
     hours: float = 24.0
-    """of the job, until it is queued again"""
+    """time limit of the job, after which it is queued again"""
     template = "slurm.sh"
 
     def values(self, run: Run) -> Mapping[str, str]:
@@ -141,19 +141,19 @@ class JobSet(Kind):
     """Nodes of a Kubernetes cluster that has JobSet; hand it to kubectl."""
 
     image: str
-    """made with launch/Dockerfile"""
+    """a container image made with launch/Dockerfile"""
     nodes: int = 1
-    """how many"""
+    """how many nodes"""
     gpus: int = 8
-    """in each of them"""
+    """GPUs of a node"""
     claim: str = ""
-    """a volume claim that many nodes may write to, mounted at /shared; --out lies there, or is a URL"""
+    """a volume claim that many nodes may write to, mounted at /shared; --out is in it, or a URL"""
     service_account: str = "default"
-    """whose rights the pods have, as to read and write a bucket"""
+    """the account of the pods, with the rights to read and write a bucket if --out is one"""
     template = "jobset.yaml"
 
     def quote(self, value: object) -> str:
-        """In JSON, which is YAML."""
+        """In JSON, which YAML contains."""
         return json.dumps(value, ensure_ascii=False)
 
     def values(self, run: Run) -> Mapping[str, str]:
@@ -187,13 +187,13 @@ class TpuPod(Kind):
     """A slice of a Cloud TPU pod; hand it to bash where gcloud is set up, and let it run."""
 
     type: str
-    """the accelerator type, as v5litepod-16, v5p-64, v6e-16"""
+    """the accelerator type, such as v5litepod-16, v5p-64, v6e-16"""
     zone: str
-    """of the slice"""
+    """zone of the slice"""
     wheel: Path
-    """of jaxrl-llm: pip wheel --no-deps ."""
+    """the wheel of jaxrl-llm, made by: pip wheel --no-deps ."""
     service_account: str = ""
-    """whose rights the workers have (default: that of the project); it has to reach the bucket of --out"""
+    """the workers' account, with access to the bucket of --out (default: that of the project)"""
     template = "tpu_pod.sh"
 
     def values(self, run: Run) -> Mapping[str, str]:
@@ -222,7 +222,7 @@ KINDS: dict[str, type[Kind]] = {"gpu": Gpu, "slurm": Slurm, "jobset": JobSet, "t
 
 
 def run(words: list[str]) -> None:
-    """`launch KIND CONFIG` and the flags of the kind, of `train` and of the config."""
+    """Parse `KIND CONFIG` and the flags of the kind, `train` and the config, and run `main`."""
     kind = words[0] if words else ""
     if kind not in KINDS:
         known = "; ".join(f"{name}: {record.__doc__}" for name, record in KINDS.items())
@@ -236,7 +236,7 @@ def run(words: list[str]) -> None:
 
 
 def main(options: Kind, config: Config, made_by: Path, words: Sequence[str]) -> None:
-    """Print the file that starts a run on machines elsewhere: gpu, slurm, jobset or tpu-pod."""
+    """Print the file that starts a run on other machines: gpu, slurm, jobset or tpu-pod."""
     for flag in ("resume", "process", "dry_run"):
         if getattr(options, flag):
             flag = flag.replace("_", "-")
@@ -245,10 +245,10 @@ def main(options: Kind, config: Config, made_by: Path, words: Sequence[str]) -> 
         if getattr(options, flag, 1) < 1:
             raise UserError(f"--{flag} {getattr(options, flag)} must be at least 1")
     for word in words:
-        if not word.isprintable():  # a line break would end the comment that tells the command
+        if not word.isprintable():  # a line break would end the "Printed by" comment
             raise UserError(f"launch: {word!r} holds a line break or the like, which no file can")
     name = options.name or re.sub(r"[^a-z0-9]+", "-", made_by.stem.lower()).strip("-")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # for all clusters and shells
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):  # valid in every cluster
         raise UserError(f"--name {name}: at most 40 lower-case letters and digits, a letter first")
     own = {f.name for f in fields(options)} - {f.name for f in fields(train.Options)}
     run = Run(file=made_by, name=name, config=config, words=without(own, words[2:]))
@@ -260,7 +260,7 @@ def main(options: Kind, config: Config, made_by: Path, words: Sequence[str]) -> 
 
 
 def without(flags: set[str], words: Sequence[str]) -> list[str]:
-    """The words without these flags and their values."""
+    """The words without these flags (names with underscores) and their values."""
     kept, rest = [], iter(words)
     for word in rest:
         flag, joined, _ = word.partition("=")
@@ -272,7 +272,7 @@ def without(flags: set[str], words: Sequence[str]) -> list[str]:
 
 
 def block(path: Path) -> str:
-    """A file's text as a block of YAML, four columns in; the template ends its last line."""
+    """A file's text as a YAML block, indented by four; the template adds the last line break."""
     text = path.read_text(encoding="utf-8")
     if not text.translate({ord("\t"): None, ord("\n"): None}).isprintable():
         raise UserError(f"{path} holds a character that YAML cannot hold")

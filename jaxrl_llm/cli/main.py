@@ -1,6 +1,6 @@
-"""The command line: a module a command, imported when it is asked for.
+"""The command line: one module for each command, imported when that command is run.
 
-What is wrong outside the program is said in one line, exit code 2.
+A UserError or OSError of a command ends the program with one line and exit code 2.
 """
 
 import contextlib
@@ -30,15 +30,14 @@ COMMANDS = {
     "analyze": "which tokens an update comes from, and which it moves",
     "bench": "time the parts of a step on this machine",
 }
-LEAVE = 5.0  # seconds from the end of the main thread to that of the threads left behind
-OF_A_GPU = (
-    "0.94"  # of its memory is for JAX, which takes three quarters by itself (see planning.machines)
-)
+LEAVE = 5.0  # seconds that other threads get to end after the main thread
+# Share of a GPU's memory for JAX, whose own default is 0.75 (see planning.machines).
+OF_A_GPU = "0.94"
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def entry() -> None:
-    """The program `jaxrl-llm`: `main`, and an end that no thread of a library can put off."""
+    """The program `jaxrl-llm`: `main`, then an exit that no thread left behind can block."""
     code = 1
 
     def end() -> None:
@@ -56,7 +55,7 @@ def entry() -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Runs the command that the words name; raises SystemExit with 2 where something outside is wrong."""
+    """Runs a command line (None: that of the process); SystemExit(2) on a UserError or OSError."""
     if not any(map(os.environ.get, _FRACTION)):
         os.environ[_FRACTION[0]] = OF_A_GPU
     with _read_as_far_as_anybody_likes():
@@ -92,7 +91,7 @@ def _run(words: list[str]) -> None:
 
 @contextlib.contextmanager
 def _read_as_far_as_anybody_likes() -> Iterator[None]:
-    """A block whose output may go unread from somewhere on, as `| head` leaves it."""
+    """Exits with 1, silently, if standard output is closed early, as by `| head`."""
     try:
         try:
             yield
@@ -101,8 +100,8 @@ def _read_as_far_as_anybody_likes() -> Iterator[None]:
     except BrokenPipeError as error:
         output = select.poll()
         output.register(sys.stdout, 0)
-        if not output.poll(0):  # another pipe
+        if not output.poll(0):  # standard output is fine: some other pipe broke
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # or Python's flush at exit fails again
         os.dup2(nowhere, sys.stdout.fileno())
         raise SystemExit(1) from error

@@ -1,4 +1,4 @@
-"""A finished run that answers again: what `eval` and `sample` share."""
+"""Opens a run to generate with its policy, for `analyze`, `eval` and `sample`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 @contextmanager
 def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Config, Parts, Sampler, int]]:
-    """A run's policy, ready to answer."""
+    """A run's config, parts, sampler with the weights of `step` (None: the best), and that step."""
     here = folders.at(where)
     config = folders.reopen(here)
     made = parts(config, data)

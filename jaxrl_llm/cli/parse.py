@@ -1,4 +1,4 @@
-"""Words of the command line to arguments, by the annotations of functions and records (tyro)."""
+"""Parses command lines with tyro, by the annotations of functions and dataclasses."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,12 @@ O = TypeVar("O")  # noqa: E741 (options)
 
 
 def call(command: Callable[..., None], words: list[str], name: str) -> None:
-    """Calls the command with what the words say."""
+    """Parses the words as arguments of the command and calls it; a UserError if they are wrong."""
     parsed: list[Callable[[], None]] = []
 
     @functools.wraps(command)
-    def later(
-        *args: Any, **kwargs: Any
-    ) -> None:  # errors of the command are no complaints of the parser
+    def later(*args: Any, **kwargs: Any) -> None:
+        # The command is called after parsing, so that its errors are not taken for the parser's.
         parsed.append(functools.partial(command, *args, **kwargs))
 
     ask(later, words, prog=f"jaxrl-llm {name}")
@@ -43,9 +42,10 @@ def with_config(
     described: str | None,
     stored: Callable[[O, Path], Path | None] = lambda options, path: None,
 ) -> tuple[O, Config, Source]:
-    """The options of a command, the config that its file makes of the other flags, and how it was made.
+    """Options of a command, the config that its file makes of the other flags, and how it was made.
 
-    `stored` gives the folder of a run whose flags are the defaults, where there is one.
+    `described` is the help text. `stored(options, path of the config file)` may name the folder of
+    a run, whose flags are then the defaults. A UserError if the words are wrong.
     """
     if words[:1] in ([], ["-h"], ["--help"]) or words[0].startswith("-"):
         if {*words} & {"-h", "--help"}:
@@ -86,19 +86,19 @@ def with_config(
         try:
             config = tyro.cli(build, args=left, add_help=False)
         except SystemExit:
-            everything()  # says what is wrong, and knows the flags of both
+            everything()  # parses again with the flags of both, for a complete error message
             raise
     return chosen, config, Source(path, flags, tuple(userfile.ran(but=path)))
 
 
 def flags_of_both(make: Callable[..., Any], options: Any) -> list[str]:
-    """Flags of a config that a command has too."""
+    """Flags that both the config's function and the command's options define."""
     both = {*inspect.signature(make).parameters} & {one.name for one in dataclasses.fields(options)}
     return ["--" + name.replace("_", "-") for name in sorted(both)]
 
 
 def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:
-    """What tyro makes of the words; its complaint, a framed text, becomes one line."""
+    """The result of tyro; its error message, a framed text, becomes a UserError of one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -115,7 +115,7 @@ def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:
 def _all_flags(
     options: Any, make: Callable[..., Any], words: list[str], prog: str, described: str
 ) -> NoReturn:
-    """Prints the help, or complains, with the flags of command and config in one list."""
+    """Prints the help or raises the error, with the flags of command and config in one list."""
 
     def both(
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]

@@ -1,4 +1,4 @@
-"""`jaxrl-llm plan`: what a config would need of a machine that is not here; and what `train --dry-run` prints."""
+"""`jaxrl-llm plan`: memory, traffic and time of a config on another machine; `train --dry-run`."""
 
 import json
 from dataclasses import dataclass
@@ -18,27 +18,27 @@ from jaxrl_llm.training.parts import parts, splits
 
 @dataclass(frozen=True)
 class Options:
-    """Which machine, and how to answer."""
+    """The machine, and what to print."""
 
     on: str = "here"
-    """the machine: v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8 (nodes x kind x devices), or here"""
+    """the machine: v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8 (4 nodes), here"""
     search: bool = False
-    """try meshes, micro-batches, recomputation and offload, and plan the fastest that fits; not of the devices
-    here, which have no data sheet"""
+    """try meshes, micro-batches, recomputation and offload, and plan the fastest that fits; not for
+    the devices here, which have no data sheet"""
     tokens: int = 0
-    """mean length of a response to reckon time with (default: the limit)"""
+    """mean length of a response, for the estimate of time (default: the limit)"""
     json: bool = False
     """print one JSON object instead of tables"""
 
 
 def run(words: list[str]) -> None:
-    """`plan` with these words."""
+    """Parse the words after `plan` and run `main`."""
     options, config, _ = parse.with_config("plan", words, Options, main.__doc__)
     main(options, config)
 
 
 def main(options: Options, config: Config) -> None:
-    """Compiles a config for a machine, nothing allocated: memory, traffic, time, and what to change."""
+    """Compile a config for a machine, allocating nothing: memory, traffic, time, remedies."""
     console = terminal.plain(stderr=options.json)
     machine = machines.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
@@ -57,7 +57,7 @@ def main(options: Options, config: Config) -> None:
 
 
 def dry_run(config: Config, data: str, console: rich.console.Console) -> None:
-    """Prints the resolved config, an example and the plan on the devices here; nothing is allocated or written."""
+    """Prints the resolved config, a prompt and the plan on the devices here; allocates nothing."""
     made = parts(config, data)
     divided = splits(made, config)
     rich.pretty.pprint(config, console=console, expand_all=True)

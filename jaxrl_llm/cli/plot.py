@@ -1,4 +1,4 @@
-"""`jaxrl-llm plot`: the curves of runs."""
+"""`jaxrl-llm plot`: the curves of one or several runs in a picture."""
 
 from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
@@ -8,7 +8,7 @@ from jaxrl_llm.training import folder as folders
 
 
 def run(words: list[str]) -> None:
-    """`plot` with these words."""
+    """Parse the words after `plot` and run `main`."""
     parse.call(main, words, "plot")
 
 

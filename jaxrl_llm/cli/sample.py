@@ -1,4 +1,4 @@
-"""`jaxrl-llm sample`: talk to a run's policy."""
+"""`jaxrl-llm sample`: generate with a run's policy."""
 
 import sys
 from dataclasses import replace
@@ -13,7 +13,7 @@ from jaxrl_llm.training.parts import DATA
 
 
 def run(words: list[str]) -> None:
-    """`sample` with these words."""
+    """Parse the words after `sample` and run `main`."""
     parse.call(main, words, "sample")
 
 
@@ -30,15 +30,15 @@ def main(
     seed: int = 0,
     data: DataFolder = DATA,
 ) -> None:
-    """Talk to a run's policy: give a prompt, or an --example of its test set, or type prompts line by line.
+    """Talk to a run's policy: give a prompt, an --example of its test set, or type prompts.
 
     It executes the folder's config.py: talk only to runs whose author you trust.
 
     Args:
         run: the folder or URL of a run.
-        prompt: the text to continue, as the task writes prompts.
+        prompt: the text to continue, as the task writes prompts (default: lines typed).
         example: the number of a test example; its reward is shown too.
-        n: how many responses.
+        n: how many responses to each prompt.
         temperature: 0 is greedy.
         max_tokens: the limit of a response (default: the config's).
         step: which checkpoint (default: the best).

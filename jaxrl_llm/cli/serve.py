@@ -1,4 +1,4 @@
-"""`jaxrl-llm serve`: the vLLM servers of a config, for trainers that come and go."""
+"""`jaxrl-llm serve`: run the vLLM servers of a config apart from any trainer."""
 
 import time
 from dataclasses import dataclass, replace
@@ -22,30 +22,30 @@ from jaxrl_llm.training.parts import DATA, Parts
 
 @dataclass(frozen=True)
 class Options:
-    """What the servers start with and where their logs go."""
+    """The weights that the servers start with, and the folder of their logs."""
 
     out: Path = Path("runs/serve")
     """the folder for the logs"""
     run: str | None = None
-    """serve the policy of this run, folder or URL, until a trainer syncs another (default: the config's model)"""
+    """serve this run's policy (a folder or URL) until a trainer syncs (default: the config's)"""
     data: str = DATA
     """where data sets are kept"""
 
 
 def run(words: list[str]) -> None:
-    """`serve` with these words."""
+    """Parse the words after `serve` and run `main`."""
     options, config, _ = parse.with_config("serve", words, Options, main.__doc__)
     main(options, config)
 
 
 def main(options: Options, config: Config) -> None:
-    """Starts the vLLM servers of a config and keeps them running, for trainers that come and go, until Ctrl-C."""
+    """Start the vLLM servers of a config and keep them running for trainers, until Ctrl-C."""
     engine = config.engine
     if not isinstance(engine, Vllm) or engine.servers:
         raise UserError("serve starts the servers of engine=Vllm(python=...): the config has none")
     if storage.is_url(options.out):
         raise UserError(f"--out {options.out}: the servers' logs lie in a file system")
-    jax.config.update("jax_platforms", "cpu")  # the accelerator is the servers'
+    jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the servers
     console, stop = terminal.plain(), Stop()
     made = parts.parts(replace(config, mesh=Mesh()), options.data)
     with (
@@ -60,7 +60,7 @@ def main(options: Options, config: Config) -> None:
 
 
 def _first_weights(options: Options, config: Config, made: Parts, dtype: str, target: Path) -> Path:
-    """The folder that the servers start with."""
+    """Writes the weights that the servers start with; the folder."""
     with jax.set_mesh(made.mesh):
         if options.run is None:
             params = made.fresh(config.seed)
@@ -72,7 +72,7 @@ def _first_weights(options: Options, config: Config, made: Parts, dtype: str, ta
 
 
 def _watch(sidecars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
-    """Says when the servers answer, how to use them, and when one had to be started again."""
+    """Restarts servers that end; prints that, and once all answer, the config of a trainer."""
     ready, restarts = False, 0
     while not stop.asked:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""`jaxrl-llm study`: a grid of runs, resumable at any moment, and what it says in the end."""
+"""`jaxrl-llm study`: run a grid of variants and seeds, resumable at any moment, and report."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from jaxrl_llm.training.parts import DATA
 
 
 def run(words: list[str]) -> None:
-    """`study` with these words."""
+    """Parse the words after `study` and run `main`."""
     parse.call(main, words, "study")
 
 
@@ -22,7 +22,7 @@ def main(
     report: bool = False,
     data: str = DATA,
 ) -> None:
-    """Run the grid of a study file, whatever is left of it, and report.
+    """Make the runs of a study file that are not finished yet, and report.
 
     Args:
         file: a Python file that defines `study`.
@@ -30,7 +30,7 @@ def main(
         jobs: how many runs at a time; 0 for as many as there are cores for.
         threads: cores of each run, the same for all of a study.
         seeds: instead of those of the study.
-        report: only read what is there.
+        report: make no run, only report on the finished ones.
         data: where data sets are kept.
     """
     from jaxrl_llm.research import runner

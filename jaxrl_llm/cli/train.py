@@ -1,4 +1,4 @@
-"""`jaxrl-llm train`: a config in, a run's folder out."""
+"""`jaxrl-llm train`: a whole run of a config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,42 +36,42 @@ _RESUME = PrimitiveConstructorSpec(
 
 @dataclass(frozen=True)
 class Options:
-    """Where a run goes and how it starts."""
+    """The folder of a run, how it starts and when it stops."""
 
     out: str | None = None
-    """the run's folder, or s3://bucket/name or gs://bucket/name (default: runs/ and the name of the config)"""
+    """the run's folder, s3://bucket/name or gs://bucket/name (default: runs/NAME of the config)"""
     resume: Annotated[bool | Literal["auto"], _RESUME] = False
-    """go on from the newest checkpoint in the folder; with auto, start if there is no run in it yet"""
+    """go on from the newest checkpoint in the folder; with auto, start if it has no run yet"""
     max_minutes: float | None = None
-    """stop, saved, after so many minutes"""
+    """save and stop after this many minutes"""
     grace: float = 60.0
-    """seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process at the latest"""
+    """most seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process"""
     origin: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """another run (a folder or URL), with whose warm start this one begins instead of making its own"""
+    """begin with the warm start of another run (a folder or URL) instead of making one"""
     process: str | None = None
-    """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU, Kubernetes, Open
-    MPI), or I/N@HOST:PORT, process I (from 0) of N, which meet at that address of process 0; --out is then storage
-    that all see"""
+    """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU,
+    Kubernetes, Open MPI), or I/N@HOST:PORT, process I (from 0) of N, which meet at that address of
+    process 0; --out must then be storage that all see"""
     lost: float = distributed.LOST
-    """seconds after which a process that gives no sign of life ends the others"""
+    """seconds without a sign of life from one process after which the others end"""
     dry_run: bool = False
-    """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is started, but
-    missing data sets are made"""
+    """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is
+    started, but missing data sets are made"""
     data: str = DATA
     """where data sets are kept, a folder or URL"""
 
     def where(self, path: Path) -> str:
-        """Where the run of a config file goes."""
+        """The folder or URL of the run, for a config file at `path`."""
         return self.out if self.out is not None else str(Path("runs") / path.stem)
 
 
 def run(words: list[str]) -> None:
-    """`train` with these words."""
+    """Parse the words after `train` and run `main`."""
     main(*parse.with_config("train", words, Options, main.__doc__, _resumed))
 
 
 def _resumed(options: Options, path: Path) -> Path | None:
-    """The folder of the run that is resumed: it goes on with its own flags."""
+    """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
     if not options.resume:
         return None
     folder = folders.at(options.where(path))
@@ -79,7 +79,7 @@ def _resumed(options: Options, path: Path) -> Path | None:
 
 
 def main(options: Options, config: Config, source: Source) -> None:
-    """A whole run, with a table and a picture at the end."""
+    """Train: warm start, reinforcement, a test; a table and a picture at the end."""
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),

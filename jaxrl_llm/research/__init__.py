@@ -1,1 +1,1 @@
-"""Experiments with the package: studies over seeds, analyses of a policy, benchmarks; no run needs them."""
+"""Studies over seeds, analyses of a policy, benchmarks; nothing but the command line imports it."""

@@ -1,4 +1,4 @@
-"""A new accelerator in a few minutes: is it right, how fast is it, does it use the memory that a plan says?"""
+"""Checks an accelerator in minutes: numbers against a CPU's, speed, memory against the plan's."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ from jaxrl_llm.training import terminal
 SMALL = qwen2.Shape(1024, 256, 704, 2, 4, 2, tied=True)
 SHAPES = {"small": SMALL, **qwen2.PRESETS}
 STEPS = 20
-AFTER_STEPS = 6  # times the limit: Adam makes a full step also of a gradient that is mere rounding
-MEMORY = 0.1  # of what is used, how far a plan may be off
+AFTER_STEPS = 6  # times the limit: Adam makes a full step even of a gradient that is rounding error
+MEMORY = 0.1  # largest error of a plan, as a share of the memory used
 OBJECTIVE = Objective(
     advantage=advantages.grpo,
     penalties=((1e-3, kl.k3),),
@@ -39,7 +39,7 @@ OBJECTIVE = Objective(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how the same numbers are computed."""
+    """The device, dtype, attention kernel and packing that `numbers` computes with."""
 
     device: Any
     dtype: Any = jnp.float32
@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table; `fine` is None for what has no limit."""
+    """A row of the table; `fine`: whether the value is within its limit, None if it has none."""
 
     name: str
     value: str
@@ -67,16 +67,16 @@ def accelerator(
     new_tokens: int = 256,
     minutes: float = 8.0,
 ) -> None:
-    """Check and time the first device: numbers against a CPU's, updates, decoding, memory against the plan's.
+    """Check and time the first device: numbers against a CPU's, updates, decoding, memory.
 
     Args:
-        models: shapes with random weights that are timed, smallest first; those known by name.
+        models: names of the shapes to time, with random weights, smallest first.
         rows: sequences of a micro-batch.
         prompt_length: tokens of each prompt.
         response_length: tokens of each response.
         slots: sequences that decode at a time.
         new_tokens: tokens that each of them decodes.
-        minutes: nothing new is begun after so many.
+        minutes: after this many, nothing new is started.
     """
     if unknown := [name for name in models if name not in SHAPES]:
         raise UserError(f"--models {unknown[0]}: known are {', '.join(SHAPES)}")
@@ -109,7 +109,7 @@ def accelerator(
 
 
 def correctness(device: Any) -> Iterator[Line]:
-    """Log-probs, gradients and steps of a small model, against those of a CPU in float32."""
+    """Relative errors of a small model's log-probs, gradient and steps against a CPU's float32."""
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         start = jax.device_get(qwen2.init(SMALL))
@@ -128,7 +128,7 @@ def correctness(device: Any) -> Iterator[Line]:
 
 
 def numbers(setting: Setting, start: Any) -> dict[str, list[np.ndarray]]:
-    """Log-probs, a gradient, and what steps change, for the same weights and responses in every setting."""
+    """Log-probs, a gradient, and the change of parameters by `STEPS` steps, on fixed inputs."""
     mesh = sharding.make_mesh(1, 1, 1, [setting.device])
     compute = qwen2.Compute(dtype=setting.dtype, attend=setting.attend)
     definition, shapes = qwen2.graph(SMALL, compute)
@@ -164,7 +164,7 @@ def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
 
 
 def training(name: str, device: Any, chip: Any, collate: Collator, rows: int) -> Iterator[Line]:
-    """Optimizer steps with recomputed layers in bfloat16, and the memory they take."""
+    """Speed and memory of optimizer steps in bfloat16 with recomputed layers."""
     shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
     policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw(1e-6)
@@ -200,7 +200,7 @@ def training(name: str, device: Any, chip: Any, collate: Collator, rows: int) ->
 def decoding(
     name: str, device: Any, chip: Any, slots: int, prompt: int, tokens: int
 ) -> Iterator[Line]:
-    """The embedded engine with full slots, and how much of the memory's bandwidth it uses."""
+    """Speed of the embedded engine with all slots busy, and its share of the memory bandwidth."""
     shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
     prompts = random_rollout(shape.vocab_size, slots, prompt, 0).prompts
@@ -222,7 +222,7 @@ def decoding(
 
 
 def _chip(device: Any) -> machines.Chip:
-    """The data sheet of a device; measured rates where it is not known."""
+    """The data sheet of a device; measured rates if there is none."""
     kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
     for name, chip in machines.CHIPS.items():
         if name in kind:
@@ -232,7 +232,7 @@ def _chip(device: Any) -> machines.Chip:
 
 
 def _bandwidth() -> float:
-    """Bytes/s of a sum over 256 MiB."""
+    """Bytes/s read by a sum over 256 MiB."""
     x, total = jnp.ones(2**26, jnp.float32), jax.jit(jnp.sum)
     total(x).block_until_ready()
     start = time.perf_counter()

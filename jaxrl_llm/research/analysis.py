@@ -1,6 +1,6 @@
-"""The figures of arXiv:2505.12929 for a policy: which tokens its updates come from, and which they move.
+"""Figures of arXiv:2505.12929 for a policy: which tokens its updates come from, which they move.
 
-Every figure is plain numbers, for JSON: means over several batches of responses, since one batch tells little.
+Every figure is plain numbers for JSON, means over several batches since one batch tells little.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +32,12 @@ EDGES = (0.25, 0.5, 0.75)
 BINS = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
 GROUPS = ["chatter", "reasoning", "answer"]
 Say = Callable[[str], None]
-"""hears what is being done"""
+"""is called with a line of progress"""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The policy that is looked at, with its optimizer's state, and the strength of the methods that are tried."""
+    """The policy to analyze, its optimizer state, reference, and the methods' alpha and eta."""
 
     config: Config
     parts: Parts
@@ -55,24 +55,25 @@ class Tokens:
     logp: np.ndarray
     advantage: np.ndarray
     group: np.ndarray
-    """number in GROUPS"""
+    """index in GROUPS"""
     response: np.ndarray
-    """number of the response"""
+    """index of the response"""
     position: np.ndarray
-    """number of the token in its response"""
+    """index of the token in its response"""
 
     @property
     def bins(self) -> np.ndarray:
-        """Number in BINS."""
+        """`[M,m,R,C]`: index of each token in BINS; -1 on padding."""
         return probe.by_probability(self.logp, self.mask, EDGES)
 
 
 def measure(
     of: Subject, sampler: Sampler, *, prompts: int, batches: int, tokens: int, seed: int, say: Say
 ) -> dict[str, Any]:
-    """All figures, of `batches` batches of other prompts each; `tokens` of them are looked at one by one.
+    """All figures: means over `batches` batches of `prompts` prompts each, with "least" and "most".
 
-    Beside the means, "least" and "most" of the batches. A UserError where nothing could be learned from them.
+    `tokens` single tokens get a gradient of their own. A UserError if all advantages of a batch
+    are 0, as they are if each group's rewards are equal.
     """
     samples = draw(of, sampler, prompts, batches, seed)
     programs = Programs(of, max(len(one.rollout.responses) for one in samples))
@@ -109,7 +110,7 @@ def measure(
 
 
 def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -> list[Answers]:
-    """Responses to other training examples in each batch."""
+    """Judged responses, a batch an item; no two batches share a training example."""
     config, parts = of.config, of.parts
     source = parts.task.train
     first = [source[i] for i in range(min(prompts * batches, len(source)))]
@@ -126,7 +127,7 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
 
 
 class Programs:
-    """What is tried on a batch, compiled once for all: the objective's variants, updates, and gradients."""
+    """The programs to try on a batch: credit of each variant, updates, gradients; compiled once."""
 
     def __init__(self, of: Subject, responses: int):
         variants = probe.variants(of.config.objective, alpha=of.alpha, eta=of.eta)
@@ -146,13 +147,13 @@ class Programs:
         self.gradient = probe.make_gradient(logp, plain, self._params)
 
     def along(self, rate: float) -> Callable[[Credited], Moved]:
-        """A plain step of this rate along a batch's gradient."""
+        """A function that takes a gradient-descent step of this rate on a batch."""
         return partial(probe.step_along, self._params, self.gradient, self._score, rate)
 
     def credited(
         self, sample: Answers, groups: Sequence[list[str]]
     ) -> tuple[dict[str, Credited], Tokens]:
-        """The batch as each variant weighs it, and its tokens; `groups` are those of each response's tokens."""
+        """The credited batch of each variant, and its tokens; `groups` as in `tokens_of`."""
         batch, reward = self._training.batch(sample.rollout, sample.rewards)
         scores, _ = self._training.score(self._params, batch)
         credited = {name: credit(batch, reward, **scores) for name, credit in self._credit.items()}
@@ -173,9 +174,10 @@ def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list
 
 
 def updates(plain: Credited, tokens: Tokens, programs: Programs, say: Say) -> dict[str, Any]:
-    """Fig. 1: the bins, their gradients, and how far an update on all tokens or on one bin moves each.
+    """Fig. 1: gradient norm of each bin, and how far an update on all tokens or one bin moves each.
 
-    The optimizer takes the run's own step; the gradient's is plain, and on all tokens as long as the optimizer's.
+    Updates are tried by the run's optimizer, and by plain gradient descent at the rate that makes
+    the step on all tokens as long as the optimizer's.
     """
     say("update on all tokens")
     whole, bins = programs.optimizer(plain), tokens.bins
@@ -201,7 +203,7 @@ def updates(plain: Credited, tokens: Tokens, programs: Programs, say: Say) -> di
 def directions(
     credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
 ) -> dict[str, Any]:
-    """Fig. 3: after one update by each variant, which tokens moved as their advantage says."""
+    """Fig. 3: share of tokens that each variant's update moves in their advantage's direction."""
     found = {}
     for name, batch in credited.items():
         say(f"update by {name}")
@@ -217,11 +219,11 @@ def sources(
     group_size: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Which tokens the gradient comes from, in each stage of each variant, all before any update.
+    """How much of the gradient each group of tokens gives, by variant and stage; no update is made.
 
-    Of each group of tokens: its gradient's norm; its share, which is how far its gradient goes along that of the
-    whole step (shares add up to 1, and one that the others outweigh is negative); and its cosine to that of the
-    others. Agreement is the cosine of the gradients of every other prompt and of the rest.
+    Of each group: the norm of its gradient g; its share, g.G / G.G with the whole gradient G
+    (shares add up to 1; one that points against G is negative); and the cosine of g and G - g.
+    Agreement is the cosine of the gradients of even-numbered and of odd-numbered prompts.
     """
     total, even = int(tokens.mask.sum()), tokens.response // group_size % 2 == 0
     inside = {name: tokens.group == b for b, name in enumerate(GROUPS) if (tokens.group == b).any()}
@@ -243,7 +245,7 @@ def sources(
 
 
 def _sources_of(halves: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The record of gradients of groups, each in two halves that add up."""
+    """The record of a stage, from each group's gradients of even and of odd prompts."""
     added = lambda trees: jax.tree.map(lambda *x: sum(x), *trees)
     groups = {name: added(both) for name, both in halves.items()}
     whole = added(groups.values())
@@ -265,7 +267,7 @@ def _sources_of(halves: Mapping[str, list[Any]]) -> dict[str, Any]:
 def _single_tokens(
     of: Subject, rollout: Rollout, there: Tokens, count: int, seed: int, say: Say
 ) -> dict[str, Any]:
-    """Fig. 2, of tokens that are drawn evenly from the bins."""
+    """Fig. 2, for `count` tokens drawn evenly from the bins."""
     index = token_gradients.spread(there.bins.ravel(), count, seed)
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
@@ -276,7 +278,7 @@ def _single_tokens(
 
 
 def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
-    """The group of every token; fillers are known as such in a vocabulary of words that has them all."""
+    """The group of every token; 'chatter' only if the model's own words include all fillers."""
     model, tokenizer = of.config.model, of.parts.tokenizer
     known = isinstance(model, Scratch) and set(FILLERS) <= set(model.words)
     fillers = frozenset(FILLERS if known else ())
@@ -285,7 +287,7 @@ def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
 
 
 def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[float]]:
-    """The responses whose reward is known, and their rewards."""
+    """The texts of responses that could be checked, and their scores."""
     decode = of.parts.tokenizer.decode
     both = [
         (decode(response), reward)
@@ -297,7 +299,7 @@ def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[fl
 
 
 def described(of: Subject, rewards: Sequence[Reward], tokens: int) -> dict[str, Any]:
-    """The responses in a few numbers; what could not be checked counts in no mean."""
+    """Counts and means of the responses; means leave out unchecked ones."""
     known = [reward for reward in rewards if reward.checked]
     return {
         "responses": len(rewards),
@@ -310,7 +312,7 @@ def described(of: Subject, rewards: Sequence[Reward], tokens: int) -> dict[str, 
 
 
 def over_batches(found: Sequence[Any], of: Callable[[list], float]) -> Any:
-    """Records of the same form as one, each number `of` those of all that have it."""
+    """Merges records of the same form; each number is `of` all values that are not None."""
     known = [x for x in found if x is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""An analysis for people: a table of the key numbers, and a picture for each figure of arXiv:2505.12929."""
+"""Shows an analysis: a table of key numbers, and a picture for each figure of arXiv:2505.12929."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,20 +13,20 @@ from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.training.curves import save, sheet
 
 Found = Mapping[str, Any]
-"""what `analysis.measure` gives, as JSON has it"""
+"""the result of `analysis.measure`, as JSON"""
 NAME = "analysis.json"
 GREY = "0.45"
 LEGEND: Any = {"fontsize": 8, "frameon": False, "handlelength": 1, "columnspacing": 1}
 
 
 def write(found: Found, folder: Path) -> None:
-    """analysis.json, and each figure as a PNG."""
+    """Writes analysis.json, and each figure as a PNG."""
     storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
     draw(found, folder)
 
 
 def table(found: Found) -> rich.table.Table:
-    """The key numbers."""
+    """The key numbers, for a terminal."""
     sample, single = found["sample"], found["single_tokens"]
     out = rich.table.Table("", "", title=f"{found['run']}, step {found['step']}", show_header=False)
     out.add_row("responses, tokens", f"{sample['responses']}, {sample['tokens']}")
@@ -68,7 +68,7 @@ def _number(x: float | None) -> str:
 
 
 def draw(found: Found, folder: Path) -> None:
-    """bins.png, single_tokens.png, directions.png, sources.png, and words.png where words are known."""
+    """Writes {bins,single_tokens,directions,sources}.png, and words.png if words were counted."""
     save(partial(_bins, found), folder / "bins.png")
     save(partial(_single_tokens, found), folder / "single_tokens.png")
     save(partial(_directions, found), folder / "directions.png")
@@ -80,9 +80,9 @@ def draw(found: Found, folder: Path) -> None:
 def _bars(
     axis: Any, places: Sequence[str], found: Found, heights: Callable[[Any], Mapping[str, list]]
 ) -> None:
-    """Bars in groups, a colour a name; a gap where there is no number.
+    """Grouped bars, one colour for each name; no bar for None.
 
-    `heights` reads them out of the means; whiskers go from the least to the most of several batches.
+    `heights` reads them from a record of figures; whiskers go from "least" to "most" if known.
     """
     ends = [heights(found[end]) for end in ("least", "most") if end in found]
     bars = heights(found)
@@ -186,7 +186,7 @@ def _directions(found: Found) -> Any:
 
 
 def _sources(found: Found) -> Any:
-    """The groups' gradients: how long, how far along the whole, and how much alike from prompt to prompt."""
+    """The gradients of the groups: norm, share of the whole, agreement between prompts."""
     steps = [name for name in found["sources"] if name != "tokens"]
     places = [name.replace(", ", ",\n") for name in steps]
     figure, [axes] = sheet(1, 3, (15, 3.6))
@@ -216,7 +216,7 @@ def _sources(found: Found) -> Any:
 
 
 def _words(found: Found) -> Any:
-    """Fig. 5: categories of words, how frequent, and how they go with the reward."""
+    """Fig. 5: frequency of each category of words, and its correlation with the reward."""
     names = [entry["name"] for entry in found["words"]]
     figure, [axes] = sheet(1, 2, (9, 1.2 + 0.4 * len(names)))
     for axis, key, label in (

@@ -1,7 +1,7 @@
-"""How long an optimizer step, generation and compilation take on this machine, beside a floor and a peer.
+"""Times an optimizer step, generation and compilation on this machine, against a floor and a peer.
 
-The floor is the arithmetic that cannot be avoided over the measured rate of a large matrix product. What is
-compared is timed in turn (A B C A B C ...), so that the load of the machine is the same for all.
+The floor is the unavoidable arithmetic over the measured rate of a large matrix product. Programs
+to compare run in turn (A B C A B C ...), so that the load of the machine is the same for all.
 """
 
 import subprocess
@@ -59,9 +59,9 @@ def update(
         response_length: tokens of each response.
         microbatches: gradient-accumulation slices.
         repeats: timed steps of each kind, after one that compiles; the median is shown.
-        devices: to split the rows over; a CPU is cut into as many virtual ones.
+        devices: how many to split the rows over; a CPU is cut into as many virtual ones.
         bfloat16: compute in bfloat16 instead of float32.
-        peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
+        peer_python: an interpreter with torch and transformers, to time in turn (needs a model).
     """
     at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
                  microbatches=microbatches, repeats=repeats, devices=devices)  # fmt: skip
@@ -101,7 +101,7 @@ def update(
 
 
 def _steps(definition: Any, params: Any, batch: Any, rows: int) -> dict[str, Callable[[], Any]]:
-    """The timed programs by name; the two kinds of step share one state and hand it on."""
+    """The programs to time, by name; the two train steps share one state, which each donates."""
     policy = partial(logprobs.of_responses, definition)
     score, optimizer = updates.make_score(policy), optimizers.adamw(1e-6)
     reward = jnp.arange(float(rows))[None]
@@ -156,7 +156,7 @@ def rollout(
     bfloat16: bool = False,
     peer_python: Path | None = None,
 ) -> None:
-    """Time generation with the embedded engine: greedy, sampled, top-p; and PyTorch with transformers.
+    """Time generation: the embedded engine greedy, sampled, top-p; PyTorch with transformers.
 
     Args:
         model: a Qwen2 folder or hub name; without it a small random model (about 6M parameters).
@@ -166,7 +166,7 @@ def rollout(
         slots: sequences that decode at a time.
         repeats: timed rounds of each kind, after one that compiles; the median is shown.
         bfloat16: compute in bfloat16 instead of float32.
-        peer_python: an interpreter with torch and transformers, timed in turn with ours (needs a model).
+        peer_python: an interpreter with torch and transformers, to time in turn (needs a model).
     """
     at_least_one(sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens,
                  slots=slots, repeats=repeats)  # fmt: skip
@@ -226,7 +226,7 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
 
 
 def _compiler(depth: int) -> Callable[[], None]:
-    """What traces and compiles the train step of so many layers anew."""
+    """A function that traces and compiles the train step of `depth` layers anew."""
     definition, params = qwen2.graph(replace(SMALL, num_layers=depth))
     policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw()
     split = partial(partition.random, share=0.5)
@@ -247,7 +247,7 @@ def _compiler(depth: int) -> Callable[[], None]:
 
 
 def at_least_one(**counts: int) -> None:
-    """A UserError for the first count that is less than one."""
+    """Raises a UserError for the first count that is less than one."""
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"--{name.replace('_', '-')} {count}: at least 1")
@@ -267,7 +267,7 @@ def in_turn(
     *,
     warm: bool = True,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn; `warm`: after a first call of each, which compiles."""
+    """Seconds of `repeats` calls of each, in turn; `warm`: after one untimed call that compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     with console.status("") as status:
         for repeat in range(0 if warm else 1, repeats + 1):
@@ -294,7 +294,7 @@ class _Peer(NamedTuple):
 def _peer(
     kind: str, model: str | None, python: Path | None, sizes: tuple[int, ...]
 ) -> Iterator[dict[str, _Peer]]:
-    """PyTorch with transformers in a process of its own, if an interpreter that has them is given."""
+    """The peer (peer.py) in a process of its own; none without an interpreter."""
     if python is None:
         yield {}
         return
@@ -311,7 +311,7 @@ def _peer(
 
 
 def _policy(model: str | None, mesh: Any, dtype: Any) -> tuple[qwen2.Shape, Any, Any]:
-    """Shape, definition and parameters of a model folder, or of a small random one."""
+    """Shape, definition and parameters of a model, or of a small random one."""
     folder = hf.resolve(model) if model else None
     shape = hf.load_shape(folder) if folder else SMALL
     definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
@@ -326,5 +326,5 @@ def _dtype(bfloat16: bool) -> Any:
 
 
 def _spread(values: list[float]) -> tuple[str, str]:
-    """The median, the least and the most."""
+    """The median, and the range, as texts."""
     return f"{np.median(values):.3f}", f"{min(values):.3f} - {max(values):.3f}"

@@ -1,4 +1,4 @@
-"""Many commands, several at a time, each a process on cores of its own that ends when we do."""
+"""Runs many commands, several at a time, each on cores of its own; they end with this process."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from jaxrl_llm.training.leaving import SIGNALS, UNFINISHED
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 POLL = 0.2  # seconds
 LINUX = sys.platform == "linux"
-# Runs argv[2:] with the request that the kernel send SIGTERM, on which a trainer saves and leaves, when the
-# parent, argv[1], has died. The request outlives exec; the parent may have died before it was made.
+# Runs argv[2:] after asking the kernel for a SIGTERM, on which a trainer saves and leaves, when the
+# parent, argv[1], dies. The request survives exec; the parent may have died before it was made.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -27,7 +27,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Job:
-    """A command whose output goes to `log`; it starts when the job `after` is done, and fails with it."""
+    """A command and its log file; it starts after the job `after`, and fails if that fails."""
 
     name: str
     command: Sequence[str]
@@ -42,11 +42,11 @@ def run(
     environment: Mapping[str, str],
     say: Callable[[str, str], None],
 ) -> dict[str, str]:
-    """The state of every job in the end; in the given order, `workers` at a time. `say` hears (name, state).
+    """Runs jobs in order, `workers` at a time; returns each one's last state by name.
 
-    Every job has `threads` cores, however many run beside it: sums are then in the same order in all.
-    After a signal that ends a run no job is started, and those that run get SIGTERM and their time to save; a
-    second SIGINT kills them.
+    Every job has `threads` cores, however many run beside it, since sums depend on their number.
+    `say` is called with (name, state) at each change. After a signal no job is started, and running
+    ones get SIGTERM and may save; a second SIGINT kills them.
     """
     states = {job.name: WAITING for job in jobs}
     running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
@@ -92,7 +92,7 @@ def run(
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The numbers of the signals that ask to stop, as they arrive within the block."""
+    """A list that collects the numbers of signals in SIGNALS that arrive within the block."""
     asked: list[int] = []
     note = lambda number, _: asked.append(number)
     before = {number: signal.signal(number, note) for number in SIGNALS}
@@ -111,10 +111,10 @@ def available() -> list[int]:
 def _start(
     job: Job, slot: int, threads: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """The process, on cores of its own as far as there are enough.
+    """Starts the job, on cores of its own if there are enough.
 
-    On Linux it has a session of its own, which Ctrl-C on the terminal does not reach: we tell it. Elsewhere it
-    stays in our process group, so that what ends the group ends it too.
+    On Linux it gets its own session, which Ctrl-C on the terminal does not reach: `run` sends the
+    signal. Elsewhere it stays in our process group and ends with that.
     """
     job.log.parent.mkdir(parents=True, exist_ok=True)
     given = {**os.environ, **environment, "NPROC": str(threads)}

@@ -1,8 +1,8 @@
-"""A study where it lives: a config file, a folder, and what is finished there.
+"""A study with its config file and folder, and which of its runs are finished.
 
 OUT/runs/NAME     the folder of each run and warm start; those of finished runs may be deleted
-OUT/results.json  what finished runs reached, and what there was before of other seeds or flags
-OUT/threads       cores of each run: with others its sums are in another order
+OUT/results.json  outcomes of finished runs, and earlier ones of other seeds or flags
+OUT/threads       cores of each run: another number would change the order of sums
 """
 
 import inspect
@@ -24,7 +24,7 @@ from jaxrl_llm.training import journal, record
 
 @dataclass(frozen=True)
 class Grid:
-    """A study, the config file whose flags it sets, and its folder; `name` and `text` are for people."""
+    """A study, its config file and folder; `name` and `text` are title and text of its report."""
 
     study: Study
     name: str
@@ -69,15 +69,15 @@ class Grid:
         return lengths
 
     def warm_start(self, run: Planned) -> Planned | None:
-        """The run that makes its warm start, if it has one."""
+        """The run that makes the warm start of this one; None if it has no warm start."""
         return self.study.warm_start(run) if self.lengths[run.name][0] else None
 
     def folder(self, run: Planned) -> Path:
-        """The folder of a run."""
+        """The folder of a run or warm start."""
         return self.out / "runs" / run.name
 
     def settings(self, run: Planned) -> dict[str, Any]:
-        """All flags of a run, also those that the study leaves at their defaults."""
+        """All flags of a run, defaults included, as JSON."""
         bound = inspect.signature(self.make).bind(**run.flags)
         bound.apply_defaults()
         return record.plain(bound.arguments)
@@ -85,7 +85,7 @@ class Grid:
     def finished(self, run: Planned) -> bool:
         """Whether a run has made, evaluated and saved its last step.
 
-        All of its checkpoints may be gone, to save room; not those of a warm start, which others begin with.
+        Its checkpoints may have been deleted since; not a warm start's, which other runs load.
         """
         where, (begin, steps) = self.folder(run), self.lengths[run.name]
         last, checkpoints = begin + steps, where / "checkpoints"
@@ -94,7 +94,7 @@ class Grid:
         return any(r["step"] == last and "eval/accuracy" in r for r in journal.read(where))
 
     def outcome(self, run: Planned) -> Outcome:
-        """What a finished run reached; its flags must be the study's."""
+        """The outcome of a finished run; a UserError if its flags are not the study's."""
         where = self.folder(run)
         there = record.read(where)
         _require_equal(str(where), there["flags"], self.settings(run))
@@ -103,7 +103,7 @@ class Grid:
         return outcome(run, journal.read(where), made)
 
     def require_same(self, run: Planned) -> None:
-        """A UserError if its folder was made with other flags, or by files that have changed."""
+        """Raises a UserError if its folder was made with other flags, or by files changed since."""
         where = self.folder(run)
         if not (where / record.NAME).exists():
             return
@@ -116,7 +116,7 @@ class Grid:
             )
 
     def command(self, run: Planned, origin: Path | None = None) -> list[str]:
-        """The command that makes the run, as anybody can type it; it begins with the warm start in `origin`."""
+        """Arguments of `jaxrl-llm` that make the run, from the warm start in `origin` if given."""
         words: list[str] = []
         hints = get_type_hints(self.make)
         for name, value in run.flags.items():
@@ -130,7 +130,7 @@ class Grid:
         return ["train", str(self.config), *words, "--out", str(self.folder(run)), *begin]
 
     def recorded(self) -> dict[str, Outcome]:
-        """The outcomes in results.json by name, those of other seeds or flags among them."""
+        """The outcomes in results.json by name, including those of other seeds or flags."""
         path = self.out / "results.json"
         if not path.exists():
             return {}
@@ -141,10 +141,10 @@ class Grid:
             raise UserError(f"{path} cannot be read: move it away, or --out elsewhere") from error
 
     def kept(self, *, whole: bool) -> dict[str, Outcome]:
-        """The outcomes in results.json of runs whose folders are gone.
+        """Outcomes in results.json of runs whose folders were deleted, by name.
 
-        Runs that are compared have begun with the same warm start, so those of a seed and panel are all taken from
-        there or none: with `whole` none unless all are there.
+        Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
+        is taken; with `whole` none either unless results.json has them all.
         """
         recorded = self.recorded()
 
@@ -167,7 +167,7 @@ class Grid:
 
 
 def load(file: Path, out: Path | None, seeds: Sequence[int]) -> Grid:
-    """The study that a Python file defines as `study`."""
+    """The grid of a study file; a UserError if it defines no valid `study`."""
     module = userfile.run(file, "study")
     study = userfile.member(module, "study", f"study file {file}")
     if not isinstance(study, Study):
@@ -181,7 +181,7 @@ def load(file: Path, out: Path | None, seeds: Sequence[int]) -> Grid:
 
 
 def resume_flags(where: Path) -> list[str]:
-    """The flags that go on with what is in a run's folder; a start that came to nothing is cleared away."""
+    """Flags of `train` to go on in a run's folder; deletes one that has no record of a step yet."""
     if (where / "checkpoints").is_dir():
         return ["--resume"]
     if journal.read(where):
@@ -202,13 +202,13 @@ def _require_equal(source: str, there: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Config) -> None:
-    """A UserError where a flag that the study does not name in `warm` changes the warm start."""
+    """Raises a UserError if a flag that is not in the study's `warm` changes the warm start."""
 
     def beginning(config: configs.Config) -> dict[str, Any]:
         start = config.warm_start
         if start is None:
             return {}
-        slices = replace(start.collate, microbatches=1, shards=1)  # how it is computed, not what
+        slices = replace(start.collate, microbatches=1, shards=1)  # do not change the result
         return {
             "the model": config.model,
             "the task": _bound(config.task),
@@ -227,7 +227,7 @@ def _require_same_beginning(run: Planned, made: configs.Config, warm: configs.Co
 
 
 def _bound(made: Any, seen: frozenset[int] = frozenset()) -> list[Any]:
-    """The plain values that are bound in a function or a collection of them, however deep."""
+    """Plain values in partials, defaults, closures and collections, however deep, to compare."""
     if isinstance(made, str | int | float | Path):
         return [made]
     if id(made) in seen:

@@ -1,6 +1,6 @@
-"""The same work in PyTorch with transformers, a piece for each line of input, for `bench --peer-python`.
+"""The work of `bench` in PyTorch with transformers, for `--peer-python`: once per line of input.
 
-What a PyTorch user gets by default: float32, the default attention kernel, nothing recomputed backwards.
+With PyTorch's defaults: float32, the default attention kernel, nothing recomputed backwards.
 """
 
 import sys
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 
 def update(model, rows: int, prompt: int, response: int) -> Callable[[], None]:
-    """A GRPO step on random responses of full length: logits of the response only, clipped, k3, AdamW."""
+    """A clipped GRPO step with k3 and AdamW on random responses; logits of the response only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
     ids = torch.randint(0, model.config.vocab_size, (rows, prompt + response))
     advantage = torch.linspace(-1, 1, rows)[:, None]
@@ -37,7 +37,7 @@ def update(model, rows: int, prompt: int, response: int) -> Callable[[], None]:
 
 
 def rollout(model, rows: int, prompt: int, new: int) -> Callable[[], None]:
-    """Greedy generation of `new` tokens to each of one batch of prompts."""
+    """Greedy generation of `new` tokens for each of `rows` random prompts, in one batch."""
     model.eval()
     model.generation_config.eos_token_id = None
     ids = torch.randint(0, model.config.vocab_size, (rows, prompt))
@@ -52,7 +52,7 @@ def rollout(model, rows: int, prompt: int, new: int) -> Callable[[], None]:
 
 
 def main(kind: str, folder: str, *sizes: str) -> None:
-    """Load the model, then do a piece of work for every line."""
+    """Loads the model, then does the work once per line of input and prints "done"."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     work = {"update": update, "rollout": rollout}[kind](model, *map(int, sizes))

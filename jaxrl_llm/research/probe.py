@@ -1,7 +1,7 @@
-"""What an update does to the tokens of a batch: to those that it was made from, and to the others.
+"""Tries updates on a batch: how far they move the tokens they were made from, and the others.
 
-Every update here is the train step, on a copy of the state. An update "on some tokens" keeps their weights and
-sets the others' to 0, so the gradients of bins add up to that of all.
+Every update is the train step on a copy of the state. An update "on some tokens" keeps their
+weights and sets the others' to 0, so that the gradients of bins add up to that of all.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ RESOLUTION = 1e-6  # log-probs that differ by less are the same in float32
 
 
 class Moved(NamedTuple):
-    """The gradient's norm in each stage, how far the parameters went, and the new log-probs of all tokens."""
+    """Gradient norms by stage, norm of the parameters' change, new log-probs `[M,m,R,C]`."""
 
     grad_norm: np.ndarray
     distance: float
@@ -37,14 +37,14 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A state and a train step to try on it; `score(params, inputs)` gives log-probs as `Credited` has tokens."""
+    """A state, a train step to try on it, and `score(params, inputs)` for log-probs after it."""
 
     state: TrainState
     step: Callable[[TrainState, Credited], tuple[TrainState, Any]]
     score: Callable[[Any, Any], jax.Array]
 
     def __call__(self, credited: Credited) -> Moved:
-        """What one step on the batch does."""
+        """The effect of one train step on the batch; the state stays as it is."""
         state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
         distance = float(optax.tree.norm(optax.tree.sub(state.params, self.state.params)))
         logp = self.score(state.params, credited.inputs)
@@ -54,7 +54,7 @@ class Probe:
 def make_gradient(
     policy_logp: PolicyLogp, objective: Objective, params: Any
 ) -> Callable[[Credited], Any]:
-    """The gradient of a batch of one mini-batch and one stage: what a train step would hand to its optimizer."""
+    """A function that gives a train step's gradient, for one mini-batch and one stage."""
 
     def keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del state, params
@@ -73,7 +73,7 @@ def step_along(
     rate: float,
     credited: Credited,
 ) -> Moved:
-    """What a plain step along the gradient does."""
+    """The effect of a gradient-descent step, `params - rate * gradient`."""
     found = gradient(credited)
     norm = float(optax.tree.norm(found))
     stepped = jax.tree.map(lambda x, g: x - rate * g, params, found)
@@ -81,12 +81,12 @@ def step_along(
 
 
 def only(credited: Credited, where: Any) -> Credited:
-    """The batch with the weights of other tokens set to 0; the denominator stays."""
+    """The batch with the weights of tokens outside `where` set to 0; the others keep theirs."""
     return credited._replace(weight=jnp.where(jnp.asarray(where)[None], credited.weight, 0.0))
 
 
 def stage(credited: Credited, number: int) -> Credited:
-    """The batch with one stage alone."""
+    """The batch with only this stage."""
     return credited._replace(weight=credited.weight[number : number + 1])
 
 
@@ -105,14 +105,14 @@ def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Obj
 
 
 def by_probability(logp: np.ndarray, mask: np.ndarray, edges: Sequence[float]) -> np.ndarray:
-    """The bin of each token, -1 on padding: b holds the probabilities from edge b - 1 (included) to edge b."""
+    """The bin of each token, -1 on padding; bin b is [edges[b - 1], edges[b]) in probability."""
     return np.where(mask, np.searchsorted(np.log(edges), logp, side="right"), -1)
 
 
 def described(
     names: Sequence[str], bins: np.ndarray, logp: np.ndarray, advantage: np.ndarray
 ) -> list[dict[str, Any]]:
-    """A record a bin: number and share of tokens, their mean probability and advantage, None of none."""
+    """A record for each bin: tokens, share, mean probability and advantage (None if empty)."""
     tokens = max(int((bins >= 0).sum()), 1)
     return [
         {
@@ -130,9 +130,9 @@ def described(
 def direction(
     bins: np.ndarray, count: int, advantage: np.ndarray, before: np.ndarray, after: np.ndarray
 ) -> dict[str, list]:
-    """By bin, and of all last: of the tokens that moved, the share that did so as their advantage says.
+    """Of the tokens that moved, the share in their advantage's direction, by bin, then in all bins.
 
-    How many tokens moved, and what share of those with an advantage did not, is said too.
+    Also the number of tokens that moved, and the share of those with an advantage that did not.
     """
     up, moved = after > before, np.abs(after - before) > RESOLUTION
     of_bins = [bins == b for b in range(count)]
@@ -148,13 +148,13 @@ def direction(
 
 
 def cosine(x: Any, y: Any) -> float | None:
-    """The cosine of two gradients; None where one of them is 0."""
+    """The cosine of two gradients; None if one of them is 0."""
     size = (_dot(x, x) * _dot(y, y)) ** 0.5
     return _dot(x, y) / size if size else None
 
 
 def along(part: Any, whole: Any) -> float | None:
-    """How far a part of a gradient goes along the whole, as a share of its length; None where the whole is 0."""
+    """part.whole / whole.whole, a part's share of a gradient; None if the whole is 0."""
     size = _dot(whole, whole)
     return _dot(part, whole) / size if size else None
 

@@ -1,4 +1,4 @@
-"""Makes what is left of a study, run by run, and reports what there is."""
+"""Makes the runs of a study that are not finished yet, and reports on the finished ones."""
 
 import os
 import shlex
@@ -31,7 +31,7 @@ def run(
     report: bool,
     data: str,
 ) -> None:
-    """What `jaxrl-llm study` does; exit code 75 if it was stopped before the end."""
+    """The command `jaxrl-llm study`; SystemExit(75) if stopped, a UserError if a run failed."""
     if threads < 1 or jobs < 0:
         raise UserError(
             "--threads is at least 1, and --jobs too (0: as many as there are cores for)"
@@ -62,7 +62,7 @@ def _make(
     data: str,
     console: rich.console.Console,
 ) -> dict[str, str]:
-    """Makes what is neither finished nor kept; how each run ended."""
+    """Makes the runs that are neither finished nor kept; the last state of each."""
     jobs: dict[str, fleet.Job] = {}
 
     def add(run: Planned, origin: Planned | None) -> None:
@@ -89,7 +89,7 @@ def _make(
         score = "".join(f", {100 * r['eval/accuracy']:.1f}% at step {r['step']}" for r in last)
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 
-    package = str(Path(jaxrl_llm.__file__).parents[1])  # which need not be the installed one
+    package = str(Path(jaxrl_llm.__file__).parents[1])  # may be another than the installed one
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str((grid.out / "compiled").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -104,7 +104,7 @@ def _make(
 
 
 def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.Console) -> None:
-    """results.json, results.md and the pictures, of the runs that are finished."""
+    """Writes results.json, results.md and the pictures, from the finished runs."""
     done = [run for run in grid.runs if run.name in outcomes]
     if not done:
         console.print(f"no run in {grid.out} is finished yet")
@@ -132,7 +132,7 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
 
 @contextmanager
 def _alone(out: Path, threads: int) -> Iterator[None]:
-    """The study's folder for this process alone, its runs made with as many cores as before."""
+    """Locks the study's folder; a UserError if its runs were made with another number of cores."""
     out.mkdir(parents=True, exist_ok=True)
     with storage.locked(out):
         before = _threads(out)
@@ -144,7 +144,7 @@ def _alone(out: Path, threads: int) -> Iterator[None]:
 
 
 def _threads(out: Path) -> int | None:
-    """Cores that each run of the folder has had."""
+    """Cores of each run in the folder; None for a new one."""
     path = out / "threads"
     try:
         return int(path.read_text()) if path.exists() else None

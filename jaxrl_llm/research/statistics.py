@@ -1,4 +1,4 @@
-"""Means over seeds with their intervals, differences between runs that share a seed, figures of a curve."""
+"""Means over seeds with intervals, paired differences between runs, figures of a curve."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from statistics import fmean
 import numpy as np
 from scipy import stats
 
-FEW = 4  # values below which an interval says less than the values themselves
+FEW = 4  # with fewer values an interval says less than the values themselves
 Curve = Sequence[tuple[float, float]]
 """(step, accuracy) pairs"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n values and its 95% interval by Student's t; of a single value no interval is known."""
+    """The mean of n values and its 95% interval by Student's t (None of a single value)."""
 
     n: int
     mean: float
@@ -24,7 +24,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of independent values, at least one."""
+    """The mean, with its interval, of one or more independent values."""
     n, mean = len(values), fmean(values)
     if n == 1:
         return Estimate(n, mean, None, None)
@@ -33,7 +33,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Value minus baseline for each seed that both have: what a seed does to both cancels."""
+    """Value minus baseline for each seed that both have, so that effects of the seed cancel."""
     return [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline)]
 
 
@@ -63,7 +63,7 @@ def mean(x: np.ndarray) -> float | None:
 
 
 def correlation(x: Sequence[float], y: Sequence[float], *, ranks: bool = False) -> float | None:
-    """Pearson's correlation, or Spearman's of the ranks; None where one of the two does not vary."""
+    """Pearson's correlation, or Spearman's with `ranks`; None if one of the two is constant."""
     if len({*map(float, x)}) < 2 or len({*map(float, y)}) < 2:
         return None
     pair = np.asarray([stats.rankdata(x), stats.rankdata(y)] if ranks else [x, y], np.float64)
@@ -71,18 +71,18 @@ def correlation(x: Sequence[float], y: Sequence[float], *, ranks: bool = False) 
 
 
 def in_parts(values: Sequence[float], parts: int) -> Curve:
-    """The means of up to `parts` equal parts of a run's steps, each at the middle of its part."""
+    """Means over up to `parts` equal stretches of a run's steps, each at its stretch's middle."""
     cuts = [round(i * len(values) / parts) for i in range(parts + 1)]
     return [((a + 1 + b) / 2, fmean(values[a:b])) for a, b in pairwise(cuts) if b > a]
 
 
 def plateau(curve: Curve) -> float:
-    """The mean of the last three points, or of all if there are fewer."""
+    """The mean height of the last three points, or of all if there are fewer."""
     return fmean(y for _, y in curve[-3:])
 
 
 def area(curve: Curve) -> float:
-    """The mean height of the polygon through the points, from the first step to the last."""
+    """The mean height of the curve, linear between points, from the first step to the last."""
     steps, heights = zip(*curve, strict=True)
     if len(curve) == 1:
         return heights[0]
@@ -90,7 +90,7 @@ def area(curve: Curve) -> float:
 
 
 def steps_to(curve: Curve, level: float) -> float | None:
-    """The step at which the polygon first reaches a level; None if it does not."""
+    """The step at which the curve, linear between points, first reaches a level; None if never."""
     if curve[0][1] >= level:
         return curve[0][0]
     for (x, y), (after, higher) in pairwise(curve):

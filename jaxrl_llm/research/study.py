@@ -1,4 +1,4 @@
-"""A study: variants of a run over seeds, what each reached, and how they differ from a baseline."""
+"""A study: variants of a run over seeds, their outcomes, and differences to a baseline."""
 
 import itertools
 import re
@@ -13,16 +13,16 @@ from jaxrl_llm.training.journal import REINFORCE
 
 Flags = Mapping[str, Any]
 Outcome = dict[str, Any]
-"""What a run reached, as results.json has it: panel, variant, seed, flags, name, and
+"""The outcome of a run, as in results.json: panel, variant, seed, flags, name, and
 
-curves: "sampled", accuracy of the responses that a step samples and learns from, and "greedy", of held-out
-    examples. The first is what reinforcement raises. The second sees only which answer is the likeliest: it
-    leaps where two ways of answering change places, and stands still while the better one gets more likely.
+curves: "sampled", accuracy of the responses that a step samples and learns from, and "greedy", of
+    held-out examples. Reinforcement raises the first. The second sees only the likeliest answer: it
+    jumps when another way of answering becomes likeliest, and is flat while one gets likelier.
 figures: numbers by name
-made: settings and versions with which, and the date when it was made
+made: flags and versions of the run, and its date
 """
-PARTS = 8  # of the steps of a run, each a point of its sampled curve
-AT_THE_END = ("rare_half", "entropy", "length", "kl_reference")  # means over the last steps
+PARTS = 8  # points of the sampled curve, each a mean over an eighth of the steps
+AT_THE_END = ("rare_half", "entropy", "length", "kl_reference")  # means over LAST_STEPS
 LAST_STEPS = 10
 
 
@@ -30,10 +30,10 @@ LAST_STEPS = 10
 class Study:
     """A grid of runs, panels x variants x seeds: each is a call of the `config()` of a config file.
 
-    `config` lies relative to the study's file, and may be that file itself. Its parameters are set by `flags` (for
-    all runs), then those of the panel and of the variant, then `seed`. Variants are compared to `baseline` within
-    panel and seed. Runs of a seed that agree in the flags named in `warm` begin with the same warm start. `level`
-    is the share of the baseline's gain to which steps are counted.
+    `config` is a path relative to the study's file, or that file itself. Parameters are set by
+    `flags` (of all runs), then by the panel's, the variant's, then `seed`. Variants are compared to
+    `baseline` within panel and seed. Runs of a seed with equal flags in `warm` share a warm start.
+    `level`: "steps_to_level" counts steps until this share of the baseline's gain is reached.
     """
 
     config: str
@@ -56,7 +56,7 @@ class Study:
                 )
 
     def runs(self, seeds: Sequence[int] = ()) -> list["Planned"]:
-        """All runs, seed after seed, so that a study that is stopped has whole seeds."""
+        """All runs, seed after seed, so that a stopped study has complete seeds."""
         every = itertools.product(dict.fromkeys(seeds or self.seeds), self.panels, self.variants)
         return [
             Planned(
@@ -69,7 +69,7 @@ class Study:
         ]
 
     def warm_start(self, run: "Planned") -> "Planned":
-        """The run of no step whose warm start this one begins with."""
+        """The run that makes this one's warm start, with `steps` 0: no reinforcement."""
         flags = {**self.flags, **self.panels[run.panel]}
         known = {name: flags[name] for name in self.warm if name in flags}
         label = " ".join(["warm", *(f"{name} {value}" for name, value in known.items())])
@@ -93,7 +93,7 @@ class Planned:
 
 
 def outcome(run: Planned, records: Sequence[Mapping[str, Any]], made: Flags) -> Outcome:
-    """What the metrics of a finished run say."""
+    """The outcome of a finished run, from its records in metrics.jsonl."""
     ours = [r for r in records if r["phase"] == REINFORCE]
     steps = [r for r in ours if "reward" in r]
     sampled = [r["accuracy"] for r in steps if "accuracy" in r]
@@ -115,14 +115,14 @@ def outcome(run: Planned, records: Sequence[Mapping[str, Any]], made: Flags) -> 
 
 
 def results(study: Study, outcomes: Sequence[Outcome], **about: Any) -> dict[str, Any]:
-    """Everything that is worth keeping of a study, for JSON; `about` says how it came about."""
+    """The content of results.json; `about` are further entries, such as title and commands."""
     runs = _with_steps_to_level(study, outcomes)
     described = {**asdict(study), "seeds": [*study.seeds]}
     return {**about, "study": described, "summary": summary(study, runs), "runs": runs}
 
 
 def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """A run that never gets to the level counts with all its steps, and `reached` is 0."""
+    """Adds "steps_to_level" and "reached": all of a run's steps and 0 if it never gets there."""
     baseline = {(o["panel"], o["seed"]): o for o in outcomes if o["variant"] == study.baseline}
     out = []
     for one in outcomes:
@@ -140,7 +140,7 @@ def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outc
 
 
 def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One entry a panel, variant and figure: the mean over seeds, and the paired difference to the baseline.
+    """An entry for each panel, variant and figure: mean over seeds, paired difference to baseline.
 
     `holm` of a difference is its p-value, corrected for the other variants of its panel.
     """

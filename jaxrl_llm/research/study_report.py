@@ -1,4 +1,4 @@
-"""The results of a study for people: tables in Markdown, mean curves, and differences to the baseline."""
+"""The report of a study: tables in Markdown, mean curves, and differences to the baseline."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from jaxrl_llm.research.statistics import FEW, differences, estimate
 from jaxrl_llm.training.curves import COLOURS, save, sheet
 
 Results = Mapping[str, Any]
-"""what `study.results` gives, as JSON has it"""
-COLUMNS = {  # figure: its title, what it is multiplied by, digits
+"""the result of `study.results`, as JSON"""
+COLUMNS = {  # figure: title, factor, digits
     "sampled": ("sampled, %", 100, 1),
     "sampled_mean": ("mean of the curve, %", 100, 1),
     "greedy": ("greedy, %", 100, 1),
@@ -50,7 +50,7 @@ def write(results: Results, folder: Path) -> str:
 
 
 def markdown(results: Results) -> str:
-    """Question, tables, how to read them, how to repeat them."""
+    """results.md: the question, tables, how to read them, commands to repeat runs."""
     study, entries = results["study"], _entries(results)
     parts = [f"# {results['title']}", results["text"], results["state"]]
     for panel in _panels(results):
@@ -80,7 +80,7 @@ def _table(entries: Mapping[Any, Any], panel: str, variants: list[str], columns:
 
 
 def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: int) -> str:
-    """A mean and its interval; the number of seeds where it is not that of the row."""
+    """A mean and its interval; the number of seeds if it is less than that of the row."""
     if estimate is None:
         return ""
     mean = f"{scale * estimate['mean']:{form}}"
@@ -94,7 +94,7 @@ def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: in
 
 
 def _curves(results: Results) -> Any:
-    """A column a panel, a row a kind of accuracy; the band is the interval of the baseline."""
+    """Columns are panels, rows kinds of accuracy; the band is the interval of the baseline."""
     panels, baseline = _panels(results), results["study"]["baseline"]
     figure, axes = sheet(len(CURVES), len(panels), (max(6.0, 1.5 + 3.4 * len(panels)), 6))
     lines: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _curves(results: Results) -> Any:
 
 
 def _mean_curve(axis: Any, curves: list[Any], colour: str, *, banded: bool) -> Any:
-    """The line of the mean over seeds, with its interval if that is asked for."""
+    """The line of the mean over seeds, with its interval if `banded`."""
     heights: dict[float, list[float]] = {}
     for step, height in (point for curve in curves for point in curve):
         heights.setdefault(step, []).append(100 * height)
@@ -132,7 +132,7 @@ def _mean_curve(axis: Any, curves: list[Any], colour: str, *, banded: bool) -> A
 
 
 def _differences(results: Results) -> Any:
-    """The paired difference of each variant to the baseline: the mean, its 95% interval, and every seed."""
+    """Paired differences of each variant to the baseline: mean, 95% interval, and every seed."""
     panels, baseline = _panels(results), results["study"]["baseline"]
     present = {run["variant"] for run in results["runs"]} - {baseline}
     variants = [name for name in results["study"]["variants"] if name in present][::-1]
@@ -170,12 +170,12 @@ def _differences(results: Results) -> Any:
 
 
 def _entries(results: Results) -> dict[tuple[str, str, str], Any]:
-    """The summary by panel, variant and figure."""
+    """The entries of the summary, by panel, variant and figure."""
     return {(e["panel"], e["variant"], e["figure"]): e for e in results["summary"]}
 
 
 def _panels(results: Results) -> list[str]:
-    """The panels that have runs."""
+    """The panels that have finished runs, in the study's order."""
     made = {run["panel"] for run in results["runs"]}
     return [panel for panel in results["study"]["panels"] if panel in made]
 

@@ -1,7 +1,8 @@
-"""Norms of the gradient of a single token's log-prob: at the logits, at each layer, and over all parameters.
+"""Gradient norms of a single token's log-prob: at the logits, at each layer, over all parameters.
 
 Proposition 4.2 of arXiv:2505.12929: at the logits the norm lies between sqrt(V/(V-1)) (1 - pi) and
-sqrt(2) (1 - pi); at an activation below, between the same times the least and the greatest stretch of the way up.
+sqrt(2) (1 - pi); at a layer, between these times the least and greatest singular value of the
+Jacobian of the logits with respect to that layer's input.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +18,17 @@ from jaxrl_llm.models.activations import Offsets
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.rollouts.sampler import Rollout
 
-JACOBIAN_FLOATS = (
-    2**25
-)  # size of one token's Jacobian of the logits up to which bounds are worked out
-PIECE = 16  # tokens whose gradients are made by one call
-FOLLOWED = 24  # tokens whose bounds at the layers are worked out
-TOLERANCE = 1e-4  # of float32 sums, relative
+JACOBIAN_FLOATS = 2**25  # largest Jacobian of a token's logits for which bounds are computed
+PIECE = 16  # tokens in one call
+FOLLOWED = 24  # tokens whose bounds at the layers are computed
+TOLERANCE = 1e-4  # relative error of float32 sums
 
 Logits = Callable[[Any, Offsets, Array, Array], Float[Array, " V"]]
 """(params, offsets, tokens [L], index) -> logits of the token that follows the index"""
 
 
 class Chosen(NamedTuple):
-    """Sampled tokens, each with the sequence before it: `tokens[index]` is the last that its policy read."""
+    """Sampled tokens `target`, each with the sequence before it, which ends at `tokens[index]`."""
 
     tokens: Int[np.ndarray, "N L"]
     index: Int[np.ndarray, " N"]
@@ -37,17 +36,17 @@ class Chosen(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """Of N tokens: 1 - pi, exact near 0 too, and the norms of the gradient of the log-prob, arrays `[N]`."""
+    """1 - pi (exact near 0 too) and gradient norms of the log-prob of N tokens, `[N]` each."""
 
     rest: Any
     at_logits: Any
     at_layers: Any
-    """`[N, layers + 1]`: at the input of each layer, and last at the hidden state that the head reads"""
+    """`[N, layers + 1]`: at the input of each layer, and last at the input of the head"""
     over_params: Any
 
 
 def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
-    """The tokens at (response, position)."""
+    """The tokens at these (response, position) pairs, with the sequences before them."""
     before = [[*rollout.prompts[i], *rollout.responses[i][:t]] for i, t in where]
     tokens = np.zeros((len(where), max(map(len, before))), np.int32)
     for row, sequence in zip(tokens, before, strict=True):
@@ -57,7 +56,7 @@ def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
 
 
 def spread(bins: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Indices of up to `count` tokens, drawn as evenly from the bins (of 0 or more) as they allow."""
+    """Indices of up to `count` tokens, drawn as evenly as possible from the bins (-1 is no bin)."""
     rng = np.random.default_rng(seed)
     queues = [rng.permutation(np.flatnonzero(bins == b)) for b in np.unique(bins[bins >= 0])]
     rank = np.concatenate([np.arange(len(queue)) for queue in queues])
@@ -65,10 +64,10 @@ def spread(bins: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def slope(logits: Float[Array, " V"], target: Int[Array, ""]) -> tuple[Array, Array]:
-    """The gradient of the log-prob of the target at the logits, onehot - softmax, over 1 - pi; and 1 - pi.
+    """The log-prob's gradient at the logits, onehot - softmax, divided by 1 - pi `[V]`; and 1 - pi.
 
-    Nothing cancels or underflows where pi is nearly 1: the first is 1 at the target, minus the softmax among the
-    others at those; the second is the sum of their probabilities.
+    Nothing cancels or underflows where pi is nearly 1: the first is 1 at the target and, at the
+    others, minus the softmax among them; the second is the sum of their probabilities.
     """
     is_target = jnp.arange(logits.shape[0]) == target
     among_others = jax.nn.softmax(jnp.where(is_target, -jnp.inf, logits))
@@ -77,12 +76,12 @@ def slope(logits: Float[Array, " V"], target: Int[Array, ""]) -> tuple[Array, Ar
 
 
 def bounds(rest: Any, vocab: int) -> tuple[Any, Any]:
-    """What Proposition 4.2 allows at the logits."""
+    """The lower and upper bound of Proposition 4.2 at the logits; `rest` is 1 - pi."""
     return np.sqrt(vocab / (vocab - 1)) * rest, np.sqrt(2.0) * rest
 
 
 def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
-    """`(params, no offsets, chosen) -> Norms`: a forward and a backward pass a token, one after the other."""
+    """`(params, zero offsets, chosen) -> Norms`: one forward and backward pass for each token."""
 
     def norms(params, offsets, chosen):
         def one(token):
@@ -102,10 +101,10 @@ def make_norms(logits: Logits) -> Callable[[Any, Offsets, Chosen], Norms]:
 
 
 def make_stretch(logits: Logits) -> Callable[[Any, Offsets, Chosen], np.ndarray]:
-    """`-> [N, layers, 2]`: how little and how much the way back from the logits can stretch a gradient.
+    """`(params, zero offsets, chosen) -> [N, layers + 1, 2]`: least and greatest singular value.
 
-    The extreme singular values of the transposed Jacobian of each token's logits, on vectors whose sum is 0, as
-    the gradient of a log-prob is: V backward passes a token, so for small vocabularies.
+    Of the transposed Jacobian of each token's logits, on vectors whose sum is 0, as the gradient of
+    a log-prob is: V backward passes for each token, so only for small vocabularies.
     """
 
     @jax.jit
@@ -128,16 +127,16 @@ def make_stretch(logits: Logits) -> Callable[[Any, Offsets, Chosen], np.ndarray]
 def _extremes(jacobian: np.ndarray) -> tuple[float, float]:
     centred = jacobian.astype(np.float64)
     centred -= centred.mean(0)
-    squares = np.linalg.eigvalsh(centred @ centred.T)  # the least is that of the constant vector
+    squares = np.linalg.eigvalsh(centred @ centred.T)  # the first is that of the constant vector
     return float(np.sqrt(max(squares[1], 0.0))), float(np.sqrt(squares[-1]))
 
 
 def single_tokens(
     params: Any, chosen: Chosen, logits: Logits, offsets: Offsets, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Fig. 2: gradient norms of the log-probs of single tokens against 1 - pi, and the bounds of Prop. 4.2.
+    """Fig. 2: gradient norms of single tokens' log-probs against 1 - pi, and bounds of Prop. 4.2.
 
-    Where the vocabulary is small, the bounds of the layers too, for some of the tokens.
+    The bounds of the layers are computed for some of the tokens, if the vocabulary is small.
     """
     norms, found = make_norms(logits), []
     count = len(chosen.index)
@@ -175,5 +174,5 @@ def single_tokens(
 
 
 def _outside(norms: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
-    """How many are outside their bounds."""
+    """The number of norms outside their bounds."""
     return int(((norms < low * (1 - TOLERANCE)) | (norms > high * (1 + TOLERANCE))).sum())

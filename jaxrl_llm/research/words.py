@@ -1,4 +1,4 @@
-"""Words that tell how a response reasons, and which of its tokens are chatter, reasoning or answer."""
+"""Counts words of reasoning, and sorts tokens into chatter, reasoning and answer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ ENGLISH = {  # six categories after arXiv:2505.12929, with inflections
     "assumption": r"assum(?:e|es|ed|ing)|assumptions?|suppos(?:e|es|ed|ing)",
     "assertion": r"must be|definite(?:ly)?",
 }
-TINY = {  # their counterparts in the words of the tiny Knights and Knaves
+TINY = {  # the same for the vocabulary of the tiny Knights and Knaves
     "analysis": "no",
     "statement": "true|false",
     "conclusion indicator": "yes",
@@ -26,7 +26,7 @@ TINY = {  # their counterparts in the words of the tiny Knights and Knaves
 
 
 def categories(vocabulary: Sequence[str]) -> Mapping[str, str]:
-    """The patterns for a model that knows these words alone; for all of English if there are none."""
+    """The patterns for a vocabulary of words: English if it is empty, none if none fit it."""
     if not vocabulary:
         return ENGLISH
     known = set(vocabulary)
@@ -35,7 +35,7 @@ def categories(vocabulary: Sequence[str]) -> Mapping[str, str]:
 
 
 def count(texts: Sequence[str], patterns: Mapping[str, str]) -> dict[str, list[int]]:
-    """How often each text has words of each category in its thought, all of it if the thought never ends."""
+    """Words of each category in each text before `</think>`, or in all of it if there is none."""
     thoughts = [text.partition(THOUGHT_ENDS)[0] for text in texts]
     found = {name: re.compile(rf"\b(?:{p})\b", re.IGNORECASE) for name, p in patterns.items()}
     return {name: [len(p.findall(text)) for text in thoughts] for name, p in found.items()}
@@ -44,7 +44,7 @@ def count(texts: Sequence[str], patterns: Mapping[str, str]) -> dict[str, list[i
 def frequencies(
     texts: Sequence[str], rewards: Sequence[float], patterns: Mapping[str, str]
 ) -> list[dict]:
-    """A record a category: words a response, the share of responses with any, correlation with the reward."""
+    """A record for each category: words per response, share with any, correlation with reward."""
     return [
         {
             "name": name,
@@ -59,7 +59,7 @@ def frequencies(
 
 
 def group(pieces: Sequence[str], fillers: frozenset[str]) -> list[str]:
-    """'chatter' for each token of a response that is a filler, 'answer' after the thought, else 'reasoning'."""
+    """For each token: 'chatter' (a filler), 'answer' (from `</think>` on) or 'reasoning'."""
     groups, text = [], ""
     for piece in pieces:
         text += piece
