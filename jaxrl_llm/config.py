@@ -23,7 +23,6 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.vllm.sampler import refuse_truncation
 from jaxrl_llm.tasks.task import Task
 
 
@@ -231,6 +230,8 @@ class Config:
             )
 
     def _check_vllm(self, engine: engines.Vllm) -> None:
+        from jaxrl_llm.rollouts.vllm.sampler import refuse_truncation
+
         if self.sampling.temperature > 0 or self.evaluation.samples > 0:
             refuse_truncation(self.sampling, "config: ")
         longest = self.collate.prompt_length + self.collate.response_length

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import kubernetes_validate
 import pytest
 import yaml
-from jaxrl_llm.training.leaving import UNFINISHED
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.training.leaving import UNFINISHED
 
 ROOT = pathlib.Path(__file__).parents[1]
 WHEEL = "jaxrl_llm-0.1.0-py3-none-any.whl"

@@ -123,5 +123,6 @@ def _all_flags(
     ) -> None:
         del options, config
 
-    ask(both, words, prog=prog, description=described)
+    both.__doc__ = described
+    ask(both, words, prog=prog)
     raise AssertionError(f"{words} were refused, and now are not")

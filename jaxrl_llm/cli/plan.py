@@ -10,7 +10,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
-from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import plan
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import parts, splits
@@ -46,6 +46,8 @@ def main(options: Options, config: Config) -> None:
         raise UserError(f"--tokens {options.tokens}: a response has 1 to {limit} tokens")
     with console.status(f"for {machine.name}") as status:
         if options.search:
+            from jaxrl_llm.planning import search
+
             made = search.fastest(config, machine, options.tokens, say=console.print)
         else:
             made = plan(config, machine, tokens=options.tokens, say=status.update)

@@ -24,7 +24,7 @@ from jaxrl_llm.training.parts import DATA, Parts
 class Options:
     """The weights that the servers start with, and the folder of their logs."""
 
-    out: Path = Path("runs/serve")
+    out: str = "runs/serve"
     """the folder for the logs"""
     run: str | None = None
     """serve this run's policy (a folder or URL) until a trainer syncs (default: the config's)"""
@@ -51,12 +51,12 @@ def main(options: Options, config: Config) -> None:
     with (
         stoppable(stop),
         storage.temporary_folder(engine.memory or storage.memory()) as root,
-        engine.sidecars(root, options.out) as sidecars,
+        engine.sidecars(root, Path(options.out)) as sidecars,
     ):
         weights = _first_weights(options, config, made, engine.dtype, root / "first")
         for sidecar in sidecars:
             sidecar.serve(weights)
-        _watch(sidecars, options.out, stop, console)
+        _watch(sidecars, Path(options.out), stop, console)
 
 
 def _first_weights(options: Options, config: Config, made: Parts, dtype: str, target: Path) -> Path:

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding
 from jaxrl_llm.models.generation import Decoder, Unrolled
-from jaxrl_llm.models.logprobs import Inputs, PerToken
+from jaxrl_llm.models.logprobs import PerToken
+from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.models.sharding import AXES
 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments

@@ -7,7 +7,6 @@ from jaxrl_llm.objectives import (
     kl,
     losses,
     partition,
-    recipes,
     selections,
 )
 from jaxrl_llm.objectives.objective import Objective
@@ -22,6 +21,5 @@ __all__ = [
     "kl",
     "losses",
     "partition",
-    "recipes",
     "selections",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -15,11 +15,9 @@ from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.rollouts.model import Model
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.rollouts.vllm.client import Server, is_private, read_key, write_key
-from jaxrl_llm.rollouts.vllm.proof import TOLERANCE
-from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
-from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
-from jaxrl_llm.rollouts.vllm.sync import WeightSync
+
+if TYPE_CHECKING:  # the client of servers is read by whoever has some
+    from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
 KEY_FILE = "key"  # in the folder of the servers' sockets
 
@@ -119,6 +117,9 @@ class Vllm:
     own_weights: ClassVar[bool] = True
 
     def __post_init__(self):
+        from jaxrl_llm.rollouts.vllm.client import is_private
+        from jaxrl_llm.rollouts.vllm.proof import TOLERANCE
+
         if self.dtype not in TOLERANCE:
             raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
         for url in self.servers:
@@ -137,6 +138,10 @@ class Vllm:
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[Sampler]:
         """A sampler whose servers start at its first push and end with the block."""
+        from jaxrl_llm.rollouts.vllm.client import Server
+        from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
+        from jaxrl_llm.rollouts.vllm.sync import WeightSync
+
         with ExitStack() as stack:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             sidecars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
@@ -162,8 +167,11 @@ class Vllm:
             )
 
     @contextmanager
-    def sidecars(self, root: Path, folder: Path) -> Iterator[list[Sidecar]]:
+    def sidecars(self, root: Path, folder: Path) -> Iterator["list[Sidecar]"]:
         """A supervised server per device, weights under `root`, logs in `folder`."""
+        from jaxrl_llm.rollouts.vllm.client import write_key
+        from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
+
         with ExitStack() as stack:
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
@@ -184,9 +192,13 @@ class Vllm:
         return own
 
     def _key(self) -> str:
+        from jaxrl_llm.rollouts.vllm.client import read_key
+
         return read_key(None if self.key_file is None else Path(self.key_file))
 
-    def _launches(self, root: Path, folder: Path, key: str) -> Iterator[Launch]:
+    def _launches(self, root: Path, folder: Path, key: str) -> Iterator["Launch"]:
+        from jaxrl_llm.rollouts.vllm.sidecar import Launch
+
         first = jax.process_index() * len(self.devices)  # all processes log into the run's folder
         for i, device in enumerate(self.devices):
             yield Launch(

@@ -9,7 +9,7 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -17,8 +17,10 @@ import tensorflow_datasets as tfds
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.knights_knaves.generate import SPLITS, Recipe, generate
 from jaxrl_llm.tasks.knights_knaves.logic import Puzzle, from_nested, to_nested
-from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.task import Mapped
+
+if TYPE_CHECKING:
+    from jaxrl_llm.tasks.math.records import Problem
 
 E = TypeVar("E")
 Splits = tuple[Mapped[E], Mapped[E]]  # train, test
@@ -91,7 +93,7 @@ class MathBuilder(tfds.core.GeneratorBasedBuilder):
     name = "math_problems"
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, train: Sequence[Problem], test: Sequence[Problem], **kwargs: Any):
+    def __init__(self, train: "Sequence[Problem]", test: "Sequence[Problem]", **kwargs: Any):
         self._problems = {"train": train, "test": test}
         digest = blake2b(repr(self._problems).encode(), digest_size=8).hexdigest()
         super().__init__(config=tfds.core.BuilderConfig(name=digest), **kwargs)
@@ -104,12 +106,14 @@ class MathBuilder(tfds.core.GeneratorBasedBuilder):
         return {split: self._generate_examples(rows) for split, rows in self._problems.items()}
 
     def _generate_examples(
-        self, problems: Sequence[Problem]
+        self, problems: "Sequence[Problem]"
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         return enumerate(map(vars, problems))
 
 
-def _decode_problem(row: dict[str, Any]) -> Problem:
+def _decode_problem(row: dict[str, Any]) -> "Problem":
+    from jaxrl_llm.tasks.math.records import Problem
+
     return Problem(row["question"].decode(), tuple(text.decode() for text in row["truths"]))
 
 
@@ -120,8 +124,8 @@ def knights_knaves(recipe: Recipe, data_dir: str | Path) -> Splits[Puzzle]:
 
 
 def math_problems(
-    train: Sequence[Problem], test: Sequence[Problem], data_dir: str | Path
-) -> Splits[Problem]:
+    train: "Sequence[Problem]", test: "Sequence[Problem]", data_dir: str | Path
+) -> "Splits[Problem]":
     """The train and test problems, written under `data_dir` unless they are there."""
     return _prepared(lambda: MathBuilder(train, test, data_dir=data_dir), _decode_problem)
 

@@ -19,8 +19,8 @@ from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Source as Examples
-from jaxrl_llm.training import curves, loop, tables, terminal
 from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, scores
 from jaxrl_llm.training.leaving import Stop
@@ -259,6 +259,8 @@ def _summarise(
     journal: Journal,
 ) -> None:
     """Draws the curves; prints the test table, validation accuracy and further commands."""
+    from jaxrl_llm.training import curves, tables
+
     curves.draw([folder], folder / curves.PICTURE)
     where = storage.spoken(folder)
     if tested is None:

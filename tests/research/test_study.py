@@ -6,13 +6,13 @@ import re
 import shutil
 
 import pytest
-from jaxrl_llm.training import journal
 
 from jaxrl_llm import config, userfile
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import fleet, grid, study_report
 from jaxrl_llm.research.study import Planned, Study
+from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = ROOT / "tests" / "runs" / "quick.py"
