@@ -61,7 +61,7 @@ def dr_grpo(length: int) -> Objective:
 
 
 def dapo(length: int) -> Objective:
-    """DAPO (arXiv:2503.14476): higher upper bound, overlong penalty; set `drop_even_groups` too."""
+    """DAPO (arXiv:2503.14476): wider above, overlong penalty; config needs `drop_even_groups`."""
     shape = partial(advantages.overlong, longest=length, buffer=max(1, length // 5))
     return Objective(
         advantage=partial(advantages.shaped, by=shape, then=advantages.grpo),
@@ -140,7 +140,7 @@ def topr(length: int) -> Objective:
 
 
 def kl_cov(length: int) -> Objective:
-    """KL-Cov (arXiv:2505.22617): a KL penalty on the tokens that drive entropy down."""
+    """KL-Cov (arXiv:2505.22617): a penalty on the tokens that drive entropy down."""
     return Objective(
         advantage=advantages.grpo,
         select=partial(selections.covariance, share=2e-3),

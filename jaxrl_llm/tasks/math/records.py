@@ -157,7 +157,7 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
 def from_hub(
     name: str, split: str, convert: Callable[[Row], Problem] = problem_of
 ) -> list[Problem]:
-    """The problems of a hub data set's split, from parquet or JSONL files; none of its code runs."""
+    """The problems of a hub data set's split, in parquet or JSONL files; none of its code runs."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
