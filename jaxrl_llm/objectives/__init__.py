@@ -1,4 +1,4 @@
-"""Policy-gradient objectives as pure algebra on `[B,T]` arrays: no model, no config, no strings."""
+"""Policy-gradient objectives: pure functions of `[B,T]` arrays that know no model and no config."""
 
 from jaxrl_llm.objectives import (
     advantages,

@@ -1,7 +1,7 @@
-"""Rewards to per-token advantages: `(reward [P,G], seen) -> [B,T]`.
+"""Rewards to per-token advantages: `(reward [P,G], seen) -> [B,T]`, 0 on padding.
 
-A line of `reward` is a prompt and its group of responses, which are neighbouring rows of `[B,T]`. A row
-whose mask is empty is padding: it counts in no mean, deviation or group.
+A row of `reward` is a prompt's group of G responses, which are consecutive rows of `[B,T]`. A row
+of `[B,T]` with an empty mask is padding and counts in no mean, deviation or group.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
 
 
 def imitation(reward: Rewards, seen: Seen) -> Tokens:
-    """1 for every token: with the `reinforce` surrogate, the negative log-likelihood of demonstrations."""
+    """1 on every token; the loss with `losses.reinforce` is then the negative log-likelihood."""
     del reward
     return jnp.where(seen.mask, jnp.ones_like(seen.old_logp), 0.0)
 
 
 def grpo(reward: Rewards, seen: Seen) -> Tokens:
-    """Reward standardised within its group: (R - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300).
+    """Reward standardised in its group: (R - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300).
 
     A group whose rewards are all equal gets exactly 0; a group of one has mean 0 and std 1.
     """
@@ -45,7 +45,7 @@ def dr_grpo(reward: Rewards, seen: Seen) -> Tokens:
 
 
 def rloo(reward: Rewards, seen: Seen) -> Tokens:
-    """Reward minus the mean of the others of its group (arXiv:2402.14740); alone, the reward itself."""
+    """Reward minus the mean of the group's other rewards (arXiv:2402.14740); alone, the reward."""
     valid, count, alone = _group(reward, seen)
     scale = count / jnp.maximum(count - 1, 1)
     score = jnp.where(_uneven(reward, valid), scale * (reward - _mean(reward, valid)), 0.0)
@@ -53,7 +53,7 @@ def rloo(reward: Rewards, seen: Seen) -> Tokens:
 
 
 def opo(reward: Rewards, seen: Seen) -> Tokens:
-    """Reward minus the group's mean weighted by length (arXiv:2505.23585); alone, the reward itself."""
+    """Reward minus the group's length-weighted mean (arXiv:2505.23585); alone, the reward."""
     _, _, alone = _group(reward, seen)
     length = seen.mask.sum(1, dtype=reward.dtype).reshape(reward.shape)
     total = jnp.maximum(length.sum(1, keepdims=True), 1.0)
@@ -64,8 +64,8 @@ def opo(reward: Rewards, seen: Seen) -> Tokens:
 def maxrl(reward: Rewards, seen: Seen) -> Tokens:
     """(R - mean) / mean of the group, 0 where the mean is not positive (arXiv:2602.02710).
 
-    The authors' own code divides by mean + 1e-6: a negative mean turns every sign around there. A lone
-    response gets 0: nothing is learned from it.
+    The authors' code divides by mean + 1e-6, which flips every sign where the mean is negative. A
+    lone response gets 0: nothing is learned from it.
     """
     valid, _, _ = _group(reward, seen)
     mean = _mean(reward, valid)
@@ -76,7 +76,7 @@ def maxrl(reward: Rewards, seen: Seen) -> Tokens:
 def asymre(reward: Rewards, seen: Seen, *, shift: float = -0.1) -> Tokens:
     """Reward minus (mean of the group + shift), for plain -A log pi (arXiv:2506.20520).
 
-    A group of equal rewards gets -shift: keep it. A lone response gets its reward.
+    A group of equal rewards gets -shift: do not drop such groups. A lone response gets its reward.
     """
     valid, _, alone = _group(reward, seen)
     return _to_tokens(jnp.where(alone, reward, reward - (_mean(reward, valid) + shift)), seen)
@@ -85,7 +85,7 @@ def asymre(reward: Rewards, seen: Seen, *, shift: float = -0.1) -> Tokens:
 def w_reinforce(reward: Rewards, seen: Seen, *, positive: float = 0.1) -> Tokens:
     """`positive` for a reward above 0, -1 for any other: no baseline, no group (arXiv:2506.01347).
 
-    The paper has rewards of 1 and 0; published code passes any other through unweighted.
+    The paper has rewards of 1 and 0; published code leaves any other reward unweighted.
     """
     return _to_tokens(jnp.where(reward > 0, positive, -1.0), seen)
 
@@ -98,7 +98,7 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     estimator: Callable[[Tokens, Seen], Tokens] = kl.k1,
 ) -> Tokens:
-    """Whitened returns of r_t = R [t = last] - kl_coef * KL_t over the whole batch (arXiv:2501.03262)."""
+    """Batch-whitened returns of r_t = R [t = last] - kl_coef * KL_t (arXiv:2501.03262)."""
     rewards = token_rewards(reward, seen, kl_coef=kl_coef, estimator=estimator)
     return whiten(discounted_returns(rewards, gamma=gamma), seen.mask)
 
@@ -133,7 +133,7 @@ def whiten(x: Tokens, mask: Mask) -> Tokens:
     return centred * jax.lax.rsqrt(variance + 1e-8)
 
 
-# Rewards that are changed before they become advantages: `(reward, seen) -> reward`.
+# Reward shaping: `(reward, seen) -> reward`, applied before an advantage function by `shaped`.
 
 
 def shaped(
@@ -143,14 +143,14 @@ def shaped(
     by: Callable[[Rewards, Seen], Rewards],
     then: Callable[[Rewards, Seen], Tokens] = grpo,
 ) -> Tokens:
-    """The advantage `then` of the reward that `by` makes of it."""
+    """then(by(reward, seen), seen): the reward shaping `by`, then the advantage function `then`."""
     return then(by(reward, seen), seen)
 
 
 def unlikeliness(reward: Rewards, seen: Seen, *, beta: float = 0.25) -> Rewards:
     """R (1 - beta * rank / G), rank 0 the least likely response of its group (arXiv:2506.02355).
 
-    For R >= 0: a negative reward would favour the likely. Equal rewards no longer mean no advantage.
+    For R >= 0: a negative reward would favour likely responses. Equal rewards get advantages too.
     """
     valid, count, _ = _group(reward, seen)
     length = jnp.maximum(seen.mask.sum(1), 1)
@@ -169,16 +169,16 @@ def overlong(
     factor: float = 1.0,
     floor: float = -1.0,
 ) -> Rewards:
-    """R - factor * (n - (longest - buffer)) / buffer beyond longest - buffer tokens: DAPO's (arXiv:2503.14476).
+    """R + factor * clip((longest - buffer - n) / buffer, floor, 0), n the length in tokens: DAPO's.
 
-    The penalty stops at `floor`, which only matters for responses over `longest`; some code has none.
+    arXiv:2503.14476. `floor` only matters for responses over `longest`; some code has none.
     """
     over = seen.mask.sum(1).reshape(reward.shape) - (longest - buffer)
     return reward + jnp.clip(-over / buffer, floor, 0.0) * factor
 
 
 def _group(reward, seen):
-    """Which responses are no padding, how many they are in each group, and whether just one."""
+    """Which responses [P,G] are not padding, how many in each group [P,1], and whether just one."""
     if reward.size != seen.mask.shape[0]:
         raise ValueError(f"{reward.shape} rewards [P,G] are not those of {seen.mask.shape[0]} rows")
     valid = seen.mask.any(1).reshape(reward.shape)
@@ -191,7 +191,7 @@ def _mean(x, valid):
 
 
 def _uneven(x, valid):
-    """Whether rewards of a group differ (or are NaN): rounding in the mean must not look like a signal."""
+    """Whether rewards of a group differ (or are NaN); R - mean may not be 0 for equal ones."""
     high = jnp.max(x, 1, where=valid, initial=-jnp.inf, keepdims=True)
     low = jnp.min(x, 1, where=valid, initial=jnp.inf, keepdims=True)
     return ~(high == low)

@@ -1,7 +1,7 @@
-"""A reduction is a weight: `mask -> [B,T]`, and the loss is always `sum(weight * per_token)`.
+"""Aggregation as a weight: `mask -> [B,T]`; the loss is always `sum(weight * per_token)`.
 
-The weight is computed once over a whole mini-batch, so micro-batches, shards and accumulation steps are
-slices that add up. Rows with an empty mask are padding and count nowhere.
+The weight is computed once over a whole mini-batch, so micro-batches, shards and accumulation steps
+are slices that add up. Rows with an empty mask are padding and count nowhere.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""Constants that multiply an advantage: `(advantage, seen) -> [B,T]`, any number of them one after the other.
+"""Factors that multiply an advantage, constant in the parameters: `(advantage, seen) -> [B,T]`.
 
-Weights by probability, corrections for a sampler that disagrees with the trainer, and selections that drop tokens
-are all of this kind. The penalties and the denominator of the loss stay as they are.
-`rho` is pi_old / pi_sampler of a token: 1 with `ratios="sampler"` in a config, where `old_logp` is the sampler's.
+Weights by probability, importance weights for a sampler that disagrees with the trainer, and masks
+that drop tokens. They change neither penalties nor the denominator of the loss. rho is pi_old /
+pi_sampler of a token: 1 with `ratios="sampler"` in a config, where `old_logp` is the sampler's.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ def linear_in_probability(advantage: Tokens, seen: Seen, *, alpha: float = 0.3) 
     return alpha * jnp.exp(seen.old_logp) + 1.0 - alpha
 
 
-# Importance weights.
+# Importance weights `(seen) -> [B,T]`, the argument `weight` of `truncated` and `masked`.
 
 
 def token_ratio(seen: Seen) -> Tokens:
-    """Rho of the token."""
+    """rho of each token."""
     return ratio(seen.old_logp, seen.sampler_logp)
 
 
 def response_ratio(seen: Seen) -> Tokens:
-    """The product of rho over the token's response: a small bias of each token makes it vanish or explode."""
+    """The product of rho over the response: small biases of tokens make it vanish or explode."""
     gap = per_response.total(seen.old_logp - seen.sampler_logp, seen)
     return jnp.exp(jnp.clip(gap, -20.0, 20.0))
 
@@ -49,9 +49,9 @@ def truncated(
     floor: float = 0.0,
     weight: Callable[[Seen], Tokens] = token_ratio,
 ) -> Tokens:
-    """The weight clipped to [floor, cap]: truncated importance sampling (TIS, Yao et al. 2025; Ionides 2008).
+    """The weight clipped to [floor, cap]: TIS (Yao et al. 2025; truncation: Ionides 2008).
 
-    With `weight=response_ratio` that of whole responses.
+    `weight=response_ratio` weights whole responses.
     """
     del advantage
     return jnp.clip(weight(seen), floor, cap)
@@ -65,7 +65,7 @@ def masked(
     high: float = 5.0,
     weight: Callable[[Seen], Tokens] = token_ratio,
 ) -> Tokens:
-    """The weight where it lies in [low, high], else 0: IcePop (arXiv:2510.18855), the default.
+    """The weight where it lies in [low, high], else 0; by default IcePop (arXiv:2510.18855).
 
     With `weight=response_ratio`, low 0 and high 3 it is MIS (Liu et al. 2025).
     """
@@ -75,15 +75,15 @@ def masked(
 
 
 def normalised(advantage: Tokens, seen: Seen, *, by: Factor) -> Tokens:
-    """A factor divided by its mean over the tokens: it moves weight about and adds none.
+    """The factor `by` divided by its mean over all tokens, so that the mean weight is 1.
 
-    Over tokens with `response_ratio` too, where verl's code divides by the mean over responses.
+    The mean is over tokens with `response_ratio` too, where verl's code takes it over responses.
     """
     w = by(advantage, seen)
     return w / jnp.maximum(_mean(w, seen.mask), 1e-8)
 
 
-# Selections that drop tokens; the denominator stays full unless `renormalised` is added.
+# Masks that drop tokens; the loss's denominator still counts all tokens, but for `renormalised`.
 
 
 def only(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
@@ -92,12 +92,12 @@ def only(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
 
 
 def without(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
-    """0 on the selected tokens, 1 on the others; with `selections.covariance_band` it is Clip-Cov."""
+    """0 on the selected tokens, 1 on others; with `selections.covariance_band` it is Clip-Cov."""
     return 1.0 - only(advantage, seen, select=select)
 
 
 def renormalised(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
-    """`only`, times tokens / selected tokens: the loss is the mean over those that are kept."""
+    """`only` times tokens / selected tokens: a token mean is then over the selected tokens."""
     kept = only(advantage, seen, select=select)
     return kept / jnp.maximum(_mean(kept, seen.mask), 1.0 / seen.mask.size)
 

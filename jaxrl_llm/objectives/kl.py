@@ -1,6 +1,6 @@
 """Estimators of KL(pi || ref) per token from the sampled token alone: `(logp, seen) -> [B,T]`.
 
-Each serves in the reward (its value) and in the loss (its gradient).
+Each can be used in the reward (by its value) or as a penalty of the loss (by its gradient).
 See "Approximating KL divergence", Schulman 2020.
 """
 
@@ -15,8 +15,8 @@ from jaxrl_llm.objectives.seen import Seen, Tokens
 def k1(logp: Tokens, seen: Seen) -> Tokens:
     """log pi - log ref, the unbiased value; its gradient is that of k2.
 
-    The plain gradient of log pi - log ref does not contain the reference and is zero on average: as a
-    loss it would pull nowhere. The gradient of k2 is the unbiased gradient of the KL.
+    The plain gradient of log pi - log ref does not contain the reference and is zero on average: as
+    a loss term it would do nothing. The gradient of k2 is the unbiased gradient of the KL.
     """
     pull = k2(logp, seen)
     return stop_gradient(logp - seen.ref_logp) + (pull - stop_gradient(pull))

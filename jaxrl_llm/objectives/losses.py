@@ -1,7 +1,8 @@
 """Surrogate losses per token, unreduced: `(logp, advantage, seen) -> [B,T]`.
 
-r is pi / pi_old of a token, A its advantage; sg(x) has no gradient. Where published code and paper differ, the
-docstring says which one this is. All but `lp_reg` scale with A, so factors of A are factors of the loss.
+r is pi / pi_old of a token, A its advantage, sg(x) = stop_gradient(x); `anchor` gives the log-probs
+in r's denominator. Where published code and paper differ, the docstring says which one this is. All
+but `lp_reg` scale with A, so a positive factor of A is a factor of the loss.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def reinforce(logp: Tokens, advantage: Tokens, seen: Seen) -> Tokens:
 
 
 def importance(logp: Tokens, advantage: Tokens, seen: Seen, *, anchor: Anchor = trainer) -> Tokens:
-    """-A r, bounded by nothing; `anchor` says whose log-probs r is taken against."""
+    """-A r without clipping; `anchor` gives the log-probs in the denominator of r."""
     return -advantage * jnp.exp(logp - anchor(seen))
 
 
@@ -54,10 +55,10 @@ def cispo(
     high: float = 4.0,
     anchor: Anchor = trainer,
 ) -> Tokens:
-    """-A sg(clip(r, 1 - low, 1 + high)) log pi: a clipped token keeps its gradient (arXiv:2506.13585).
+    """-A sg(clip(r, 1 - low, 1 + high)) log pi: clipped tokens keep a gradient (arXiv:2506.13585).
 
-    There is no lower bound by default, as in the paper; code that reuses PPO's options keeps one of 0.8.
-    With `anchor=sampler` it corrects for the sampler too: do not multiply by `factors.truncated` then.
+    No lower bound by default, as in the paper; code that reuses PPO's options keeps one of 0.8. Do
+    not multiply by `factors.truncated` with `anchor=sampler`, which corrects for the sampler too.
     """
     r = ratio(logp, anchor(seen))
     return -advantage * stop_gradient(jnp.clip(r, 1.0 - low, 1.0 + high)) * logp
@@ -73,10 +74,10 @@ def dppo_tv(
     anchor: Anchor = trainer,
     then: Surrogate = cispo,
 ) -> Tokens:
-    """`then`, where p - p_anchor <= high (A > 0) or >= -low (A <= 0), else 0: DPPO, Binary-TV (arXiv:2602.04879).
+    """`then` where p - p_anchor <= high (A > 0) or >= -low (A <= 0), else 0 (arXiv:2602.04879).
 
-    The region is one of probability, not of ratio. The paper anchors it at the sampler; the cap on the ratio,
-    which published defaults set three different ways, is that of `then`.
+    DPPO, Binary-TV: a trust region of probabilities, not of ratios. In the paper p_anchor is the
+    sampler's. The cap on the ratio is that of `then`; published defaults set it three ways.
     """
     moved = jnp.exp(logp) - jnp.exp(anchor(seen))
     inside = jnp.where(advantage > 0, moved <= high, moved >= -low)
@@ -93,9 +94,9 @@ def dppo_kl(
     anchor: Anchor = trainer,
     then: Surrogate = cispo,
 ) -> Tokens:
-    """`then`, but 0 where p has moved A's way and KL(anchor || p) of {token, other} exceeds its bound.
+    """`then`, but 0 where p has moved in A's direction and the KL exceeds its bound.
 
-    DPPO, Binary-KL (arXiv:2602.04879).
+    DPPO, Binary-KL (arXiv:2602.04879): KL(anchor || p) of two outcomes, this token or any other.
     """
     p, q = jnp.exp(logp), jnp.exp(anchor(seen))
     others = (1.0 - q) * jnp.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
@@ -107,9 +108,9 @@ def dppo_kl(
 def gspo(
     logp: Tokens, advantage: Tokens, seen: Seen, *, low: float = 3e-4, high: float = 4e-4
 ) -> Tokens:
-    """PPO with s = exp(mean of log r over the response) for r; every token has s's slope (arXiv:2507.18071).
+    """PPO with s = exp(mean of log r over the response) in place of r (arXiv:2507.18071).
 
-    The published aggregation is `seq_mean_token_mean`.
+    Each token carries s times the gradient of its own log pi. Published with `seq_mean_token_mean`.
     """
     s = per_response.mean(logp - seen.old_logp, seen)
     s = jnp.exp(jnp.minimum(stop_gradient(s) + logp - stop_gradient(logp), 10.0))
@@ -121,7 +122,7 @@ def gmpo(
 ) -> Tokens:
     """-A exp(mean over the response of log r, clipped one-sidedly in log space) (arXiv:2507.20673).
 
-    Aggregate by `seq_mean_token_mean`. Each token carries its own part of the slope, so stages can take it apart.
+    Aggregate by `seq_mean_token_mean`. Each token has its own gradient, so stages can split them.
     """
     change = logp - seen.old_logp
     bound = jnp.where(advantage > 0, jnp.minimum(change, high), jnp.maximum(change, -low))
@@ -154,7 +155,7 @@ def ce_gppo(
     beta1: float = 0.75,
     beta2: float = 1.0,
 ) -> Tokens:
-    """PPO whose clipped tokens keep a slope, times beta1 below and beta2 above (arXiv:2509.20712).
+    """PPO whose clipped tokens keep a slope: beta1 times below, beta2 above (arXiv:2509.20712).
 
     The betas are those of the released runs, not the code's defaults.
     """
@@ -174,7 +175,7 @@ def aspo(
     open: float = 0.4,  # noqa: A002
     dual: float = 3.0,
 ) -> Tokens:
-    """PPO with 1 / r for r where A >= 0; above `dual`, -A dual log pi (arXiv:2510.06062).
+    """PPO with 1 / r in place of r where A >= 0; -A dual log pi above `dual` (arXiv:2510.06062).
 
     The bounds are `calm` on selected tokens (`selections.calm`), `open` on the others.
     """
@@ -186,7 +187,7 @@ def aspo(
 
 
 def positive_reward(advantage: Tokens, seen: Seen) -> Mask:
-    """R > 0."""
+    """Tokens of responses with R > 0."""
     return seen.reward > 0
 
 
@@ -200,7 +201,7 @@ def topr(
 ) -> Tokens:
     """-A w log pi, w = 1 on positive responses and sg(min(r, 1)) on the others (arXiv:2503.14286).
 
-    The paper's r is that of a whole response, published code has the token's, and so has this.
+    r is the token's, as in published code; in the paper it is that of the whole response.
     """
     tapered = stop_gradient(jnp.minimum(jnp.exp(logp - seen.old_logp), 1.0))
     weight = jnp.where(positive(advantage, seen), weights[0], weights[1] * tapered)
@@ -216,9 +217,9 @@ def lp_reg(
     high: float = 9.0,
     coef: float = 1.0,
 ) -> Tokens:
-    """PPO; a selected token less likely than the proxy says has -A r + coef k3(proxy || pi) (arXiv:2510.03222).
+    """PPO, but -A r + coef k3(proxy || pi) on selected tokens with pi < proxy (arXiv:2510.03222).
 
-    The selection is `selections.lowest_probability`, the proxy the old policy without its most unlikely tokens.
+    Select by `selections.lowest_probability`; the proxy is the old policy without unlikely tokens.
     """
     d = seen.proxy_logp - logp
     k3 = jnp.minimum(jnp.exp(d) - d - 1.0, 10.0)
@@ -236,7 +237,7 @@ def opsm(
     anchor: Anchor = trainer,
     then: Surrogate = clipped,
 ) -> Tokens:
-    """`then`, but 0 for responses with A < 0 that have drifted: mean(anchor - logp) > delta (arXiv:2512.02556)."""
+    """`then`, but 0 where A < 0 and a response's mean(anchor - logp) > delta (arXiv:2512.02556)."""
     drift = per_response.mean(anchor(seen) - stop_gradient(logp), seen)
     return jnp.where((advantage >= 0) | (drift <= delta), then(logp, advantage, seen), 0.0)
 

@@ -1,4 +1,4 @@
-"""An objective is a record of pure functions, in the order in which the data meets them."""
+"""`Objective`: a policy-gradient loss as a record of pure functions, in order of application."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ Weights = Float[Array, "S B T"]
 
 @dataclass(frozen=True)
 class Objective:
-    """What is maximised: `credit` is constant in the parameters, `per_token` is what is differentiated.
+    """A policy-gradient loss: `credit` is constant in the parameters, `per_token` differentiated.
 
-    `advantage` sees the whole batch; what follows sees one mini-batch. `proxy` is how likely, against the most
-    likely, a token must be to stay in the policy of `seen.proxy_logp`. What the functions read is found by
-    trying them on the shapes of a batch: of so many prompts, responses of each and tokens of these; a config sets
-    its own.
+    `advantage` sees the whole batch, the other functions one mini-batch. `seen.proxy_logp` leaves
+    out tokens less likely than `proxy` times the most likely. Which fields of `Seen` are read is
+    found by tracing the functions on the shapes `tried_on`: prompts, responses a prompt, tokens a
+    response; a config sets its own.
 
     >>> from functools import partial
     >>> objective = jl.Objective(
@@ -46,9 +46,10 @@ class Objective:
     def credit(
         self, reward: Rewards, seen: Seen, *, minibatches: int = 1
     ) -> tuple[Tokens, Weights, Seen]:
-        """The advantage of every token, its weight in every stage, and `seen` with what this added.
+        """Advantage [B,T], weight [S,B,T], and `seen` with `reward`, `response`, `selected` set.
 
-        Each of the `minibatches` equal runs of rows has a denominator and a selection of its own.
+        Each of `minibatches` equal consecutive parts of the rows has its own denominator and
+        selection. Raises TypeError where a function returns another shape than the tokens'.
         """
         seen = _complete(reward, seen)
         split, join = _runs(minibatches)
@@ -66,45 +67,45 @@ class Objective:
         selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
         seen = seen._replace(selected=selected)
         weight = self.aggregate(seen.mask)
-        if jnp.ndim(weight) == 0:  # one number does for all
+        if jnp.ndim(weight) == 0:  # an aggregation may return one weight for all tokens
             weight = jnp.broadcast_to(weight, seen.mask.shape)
         stages = self.partition(seen)
         _of_tokens("a stage of partition", stages[0], seen.mask)
         return advantage, _of_tokens("aggregate", weight, seen.mask)[None] * stages, seen
 
     def per_token(self, logp: Tokens, advantage: Tokens, seen: Seen) -> tuple[Tokens, Tokens]:
-        """The surrogate and the weighted sum of the penalties; the loss is their sum."""
+        """The surrogate and the weighted sum of penalties, each `[B,T]`; the loss adds the two."""
         penalty = jnp.zeros_like(logp)
         for coefficient, estimator in self.penalties:
             penalty += coefficient * _of_tokens("penalty", estimator(logp, seen), logp)
         return _of_tokens("surrogate", self.surrogate(logp, advantage, seen), logp), penalty
 
     def try_out(self) -> None:
-        """Raises what its functions raise on shapes alone."""
+        """Traces all functions on the shapes `tried_on`; raises whatever they raise."""
         self._read(self._everything)
 
     @property
     def stages(self) -> int:
-        """How many optimizer steps the partition asks for."""
+        """The number S of optimizer steps that each mini-batch takes."""
         return jax.eval_shape(self.partition, self._example()).shape[0]
 
     @property
     def whole_responses(self) -> bool:
-        """Whether a token's loss depends on its whole response, so that every stage has to score all of it."""
+        """Whether a token's loss depends on its whole response, so a stage must score all of it."""
         return "response" in self._read(lambda _, x, seen: self.per_token(x, x, seen))
 
     def reads(self, field: str) -> bool:
-        """Whether a function of the objective looks at this field of `Seen`."""
+        """Whether any function of the objective reads this field of `Seen`."""
         return field in self._read(self._everything)
 
     @property
     def corrects(self) -> bool:
-        """Whether a factor or the selection looks at the sampler: in vain, where `old_logp` is the sampler's."""
+        """Whether a factor or the selection reads `sampler_logp`; useless if that is `old_logp`."""
         return "sampler_logp" in self._read(lambda _, x, seen: self._chosen(x, seen))
 
     @property
     def allows_for_staleness(self) -> bool:
-        """Whether what a token weighs looks at the sampler: a factor, the selection or the surrogate."""
+        """Whether a factor, the selection or the surrogate reads `sampler_logp`."""
         weighs = lambda _, x, seen: (self._chosen(x, seen), self.surrogate(x, x, seen))
         return "sampler_logp" in self._read(weighs)
 
@@ -118,7 +119,7 @@ class Objective:
         self.per_token(logp, logp, seen)
 
     def _read(self, call: Callable[[Rewards, Tokens, Seen], object]) -> set[str]:
-        """The fields that a call reads, found by tracing it on shapes; its tokens may be of anything."""
+        """The fields of `Seen` that a call reads, found by tracing it on shapes."""
         notes = _Notes()
 
         def traced(reward, tokens, seen):
@@ -130,7 +131,7 @@ class Objective:
         return notes.fields
 
     def _example(self) -> Seen:
-        """The shapes of a batch of which everything is known."""
+        """The shapes of a batch with every field known."""
         prompts, responses, tokens = self.tried_on
         of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
         known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
@@ -139,16 +140,16 @@ class Objective:
 
 
 class _Notes:
-    """The fields that are asked for; equal to itself alone, so that no trace serves two of them."""
+    """The fields read so far; compared by identity, so that JAX never reuses an earlier trace."""
 
     def __init__(self):
         self.fields: set[str] = set()
 
 
 class _Watched(Seen):
-    """A `Seen` that notes which of its fields are asked for, within transformations too.
+    """A `Seen` that records which of its fields are read, inside transformations such as vmap too.
 
-    A field that is replaced is a function's own and no longer of the batch.
+    A field set by `_replace` is the function's own value, so reading it is not recorded.
     """
 
     _notes: _Notes
@@ -183,7 +184,7 @@ jax.tree_util.register_pytree_node(
 
 
 def _of_tokens(name: str, made: Any, like: Any) -> Any:
-    """What a function has made, if it is a number for every token: indexing would not notice another shape."""
+    """`made`; TypeError if its shape is not that of the tokens, which broadcasting would hide."""
     shape = jnp.shape(made) if made is not None else None
     if shape != like.shape:
         hints = {
@@ -196,13 +197,13 @@ def _of_tokens(name: str, made: Any, like: Any) -> Any:
 
 
 def _complete(reward: Rewards, seen: Seen) -> Seen:
-    """What follows from the layout of `[B,T]`: a token's reward, and its response, the row."""
+    """`seen` with each token's reward and response number: 1, as a row is one response."""
     by_token = jnp.where(seen.mask, reward.reshape(-1, 1), 0.0)
     return seen._replace(reward=by_token, response=seen.mask.astype(jnp.int32))
 
 
 def _runs(count: int):
-    """Functions that cut every array of a tree into `count` runs of rows, and join them again."""
+    """Two functions of trees: cut each array into `count` equal parts along rows, and undo it."""
     split = lambda x: x.reshape(count, -1, *x.shape[1:])
     join = lambda x: x.reshape(-1, *x.shape[2:])
     return (lambda tree: jax.tree.map(split, tree)), (lambda tree: jax.tree.map(join, tree))

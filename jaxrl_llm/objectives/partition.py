@@ -1,6 +1,6 @@
-"""Which tokens each optimizer step sees: `(seen) -> bool [S,B,T]`, one leading entry a step.
+"""Which tokens each optimizer step learns from: `(seen) -> bool [S,B,T]`, S steps a mini-batch.
 
-Stages split the weights of the loss, they do not renormalise them: with disjoint stages that cover the
+Stages split the weights of the loss without renormalising them: with disjoint stages that cover the
 mask, the losses of the stages add up to the loss of `together`.
 """
 
@@ -39,7 +39,7 @@ def random(seen: Seen, *, share: float, seed: int = 0) -> Stages:
 
 
 def random_matched(seen: Seen, *, eta: float = 0.5, seed: int = 0) -> Stages:
-    """First as many random tokens as Lopti would put there, then the others."""
+    """First as many random tokens as Lopti's first stage has, then the others."""
     count = lopti(seen, eta=eta)[0].sum()
     return _split(lowest(noise(seen, seed), seen.mask, count), seen)
 

@@ -1,8 +1,8 @@
-"""A cookbook: every published recipe as one complete objective. Copy one, change a line, and it is yours.
+"""Recipes: published methods, each as one complete objective. Copy one to make your own.
 
-Settings are those of the papers; where published code differs from its paper, the functions' docstrings say so.
-A recipe takes the limit of a response in tokens, which a few of them need. `with_rare_tokens_tamed` adds the
-two methods of arXiv:2505.12929 to any of them.
+Settings are those of the papers; where published code differs from its paper, the functions'
+docstrings say so. `length` is the longest response in tokens, which a few recipes need.
+`with_rare_tokens_tamed` adds the two methods of arXiv:2505.12929 to any of them.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Recipe = Callable[[int], Objective]
 
 
 def grpo(length: int) -> Objective:
-    """GRPO (arXiv:2402.03300) as arXiv:2505.12929 has it: wider upper bound, dual clip, token mean."""
+    """GRPO (arXiv:2402.03300) as in arXiv:2505.12929: wider upper bound, dual clip, token mean."""
     return Objective(
         advantage=advantages.grpo,
         surrogate=partial(losses.clipped, low=0.2, high=0.24, dual=10.0),
@@ -35,7 +35,7 @@ def grpo(length: int) -> Objective:
 
 
 def reinforce_plus_plus(length: int) -> Objective:
-    """REINFORCE++ (arXiv:2501.03262): no groups; the KL is in the reward, advantages are whitened."""
+    """REINFORCE++ (arXiv:2501.03262): no groups; the KL is in the reward, advantages whitened."""
     return Objective(
         advantage=partial(advantages.reinforce_plus_plus, kl_coef=1e-3, gamma=1.0),
         surrogate=partial(losses.clipped, low=0.2, high=0.24, dual=10.0),
@@ -43,7 +43,7 @@ def reinforce_plus_plus(length: int) -> Objective:
 
 
 def rloo(length: int) -> Objective:
-    """RLOO (arXiv:2402.14740): the others of the group are the baseline; on-policy, so one mini-batch a step."""
+    """RLOO (arXiv:2402.14740): leave-one-out baseline; on-policy, so one mini-batch a step."""
     return Objective(
         advantage=advantages.rloo,
         surrogate=losses.reinforce,
@@ -61,7 +61,7 @@ def dr_grpo(length: int) -> Objective:
 
 
 def dapo(length: int) -> Objective:
-    """DAPO (arXiv:2503.14476): higher upper bound, overlong penalty; set `drop_even_groups` in the config."""
+    """DAPO (arXiv:2503.14476): higher upper bound, overlong penalty; config `drop_even_groups`."""
     shape = partial(advantages.overlong, longest=length, buffer=max(1, length // 5))
     return Objective(
         advantage=partial(advantages.shaped, by=shape, then=advantages.grpo),
@@ -79,7 +79,7 @@ def gspo(length: int) -> Objective:
 
 
 def cispo(length: int) -> Objective:
-    """CISPO (arXiv:2506.13585): the weight is clipped, the gradient never lost."""
+    """CISPO (arXiv:2506.13585): the ratio is a clipped weight, so no token loses its gradient."""
     return Objective(
         advantage=advantages.grpo,
         surrogate=partial(losses.cispo, low=1.0, high=4.0),
@@ -87,7 +87,7 @@ def cispo(length: int) -> Objective:
 
 
 def dppo(length: int) -> Objective:
-    """DPPO, Binary-TV (arXiv:2602.04879): a region of probability around the sampler's policy."""
+    """DPPO, Binary-TV (arXiv:2602.04879): a trust region of probabilities around the sampler's."""
     return Objective(
         advantage=advantages.dr_grpo,
         surrogate=partial(
@@ -97,7 +97,7 @@ def dppo(length: int) -> Objective:
 
 
 def dppo_kl(length: int) -> Objective:
-    """DPPO, Binary-KL (arXiv:2602.04879)."""
+    """DPPO, Binary-KL (arXiv:2602.04879): the trust region bounds the KL of {token, any other}."""
     return Objective(
         advantage=advantages.dr_grpo,
         surrogate=partial(
@@ -116,7 +116,7 @@ def gmpo(length: int) -> Objective:
 
 
 def sapo(length: int) -> Objective:
-    """SAPO (arXiv:2511.20347): a soft gate for the ratio."""
+    """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping."""
     return Objective(
         advantage=advantages.grpo,
         surrogate=losses.sapo,
@@ -130,17 +130,17 @@ def ce_gppo(length: int) -> Objective:
 
 
 def aspo(length: int) -> Objective:
-    """ASPO (arXiv:2510.06062): the ratio of good tokens is inverted; calm tokens have tighter bounds."""
+    """ASPO (arXiv:2510.06062): 1 / ratio where A >= 0; tighter bounds on tokens of low entropy."""
     return Objective(advantage=advantages.grpo, select=selections.calm, surrogate=losses.aspo)
 
 
 def topr(length: int) -> Objective:
-    """TOPR (arXiv:2503.14286): off-policy; bad responses are tapered, good ones are not."""
+    """TOPR (arXiv:2503.14286): off-policy; the ratio, at most 1, weighs bad responses only."""
     return Objective(advantage=advantages.dr_grpo, surrogate=losses.topr)
 
 
 def kl_cov(length: int) -> Objective:
-    """KL-Cov (arXiv:2505.22617): the tokens that drive entropy down are held back by a penalty."""
+    """KL-Cov (arXiv:2505.22617): a penalty on the tokens that drive entropy down."""
     return Objective(
         advantage=advantages.grpo,
         select=partial(selections.covariance, share=2e-3),
@@ -166,7 +166,7 @@ def entropy_80_20(length: int) -> Objective:
 
 
 def lp_reg(length: int) -> Objective:
-    """Lp-Reg (arXiv:2510.03222): unlikely tokens of bad responses are kept where the policy means them."""
+    """Lp-Reg (arXiv:2510.03222): a KL to a filtered policy protects some unlikely tokens."""
     return Objective(
         advantage=advantages.grpo,
         select=partial(selections.lowest_probability, share=0.01),
@@ -176,7 +176,7 @@ def lp_reg(length: int) -> Objective:
 
 
 def w_reinforce(length: int) -> Objective:
-    """W-REINFORCE (arXiv:2506.01347): bad responses count, good ones a tenth."""
+    """W-REINFORCE (arXiv:2506.01347): bad responses weigh 1, good ones 0.1."""
     return Objective(
         advantage=partial(advantages.w_reinforce, positive=0.1),
         surrogate=partial(losses.clipped, low=0.2, high=0.2),
@@ -184,12 +184,12 @@ def w_reinforce(length: int) -> Objective:
 
 
 def maxrl(length: int) -> Objective:
-    """MaxRL (arXiv:2602.02710): the rarer success is in a group, the more it counts; for rewards of 0 and 1."""
+    """MaxRL (arXiv:2602.02710): successes weigh more where rare; for rewards of 0 and 1."""
     return Objective(advantage=advantages.maxrl, surrogate=losses.importance)
 
 
 def opo(length: int) -> Objective:
-    """OPO (arXiv:2505.23585): the baseline is weighted by length; no bounds, no KL: one mini-batch a step."""
+    """OPO (arXiv:2505.23585): length-weighted baseline; no clip, no KL: one mini-batch a step."""
     return Objective(advantage=advantages.opo, surrogate=losses.importance)
 
 
@@ -205,7 +205,7 @@ def unlikeliness(length: int) -> Objective:
 
 
 def tis(length: int) -> Objective:
-    """GRPO with truncated importance sampling (Yao et al. 2025) for a sampler that disagrees."""
+    """GRPO with truncated importance sampling (Yao et al. 2025): weights capped at 2."""
     return replace(grpo(length), factors=(partial(factors.truncated, cap=2.0),))
 
 
@@ -221,14 +221,14 @@ def mis(length: int) -> Objective:
 
 
 def opsm(length: int) -> Objective:
-    """GRPO with off-policy sequence masking (arXiv:2512.02556): bad responses that drifted are left out."""
+    """GRPO with off-policy sequence masking (arXiv:2512.02556) of bad responses that drifted."""
     return replace(grpo(length), surrogate=losses.opsm)
 
 
 def with_rare_tokens_tamed(
     objective: Objective, *, alpha: float = 0.3, eta: float = 0.5
 ) -> Objective:
-    """The objective with Advantage Reweighting (alpha) and Lopti (eta), arXiv:2505.12929; 0 is without."""
+    """Adds Advantage Reweighting (alpha) and Lopti (eta), arXiv:2505.12929; 0 leaves one out."""
     reweighting = partial(factors.linear_in_probability, alpha=alpha)
     return replace(
         objective,
@@ -237,7 +237,7 @@ def with_rare_tokens_tamed(
     )
 
 
-# For command lines: the recipes by name.
+# The recipes by name, for the command line; the literal type lets tyro list the choices.
 
 Name = Literal[
     "grpo", "reinforce_plus_plus", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "dppo_kl",

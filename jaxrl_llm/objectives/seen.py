@@ -1,4 +1,4 @@
-"""What an objective may look at: everything about the tokens of a batch that is constant in the parameters."""
+"""`Seen`: the data of a batch's tokens that an objective reads, constant in the parameters."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,39 +13,39 @@ UNKNOWN: Any = None
 
 
 class Seen(NamedTuple):
-    """What is known of every token; all fields have the same shape, and what is not known is None.
+    """Per-token data of a batch; all fields have the same shape, and None is a field not computed.
 
-    In credit a row is a response, `[B,T]`; in the update a row is a bin, which may hold several. So a sum over a
-    response goes by `response`, the number of the token's response in its row (0 on padding), never by row.
+    In `Objective.credit` a row is a response, `[B,T]`; in the update a row is a bin, which may hold
+    several. So sum over a response by `response` (as `total` and `mean` do), never over a row.
     """
 
     mask: Mask
-    """which are tokens of a response, and not padding"""
+    """True on tokens of a response, False on padding"""
     old_logp: Tokens
-    """log-probs of the policy before this batch's update; with `ratios="sampler"` in a config, the sampler's"""
+    """log-probs before this batch's update; with `ratios="sampler"` in a config, the sampler's"""
     ref_logp: Tokens = UNKNOWN
-    """those of the frozen reference"""
+    """log-probs of the frozen reference policy"""
     sampler_logp: Tokens = UNKNOWN
-    """those that the sampler reported"""
+    """log-probs as the sampler reported them"""
     entropy: Tokens = UNKNOWN
-    """of the distribution that the token was drawn from"""
+    """of the distribution that the token was drawn from, in nats"""
     proxy_logp: Tokens = UNKNOWN
     """log-probs of the old policy without its most unlikely tokens (`Objective.proxy`)"""
     reward: Tokens = UNKNOWN
-    """that of the token's response"""
+    """reward of the token's response"""
     response: Int[Array, "B T"] = UNKNOWN
     """the number of the token's response in its row; 0 on padding"""
     selected: Mask = UNKNOWN
-    """what `Objective.select` chose"""
+    """tokens chosen by `Objective.select`"""
 
 
 def trainer(seen: Seen) -> Tokens:
-    """`old_logp`, the anchor of a ratio by default."""
+    """`old_logp`, by default the denominator of a ratio."""
     return seen.old_logp
 
 
 def sampler(seen: Seen) -> Tokens:
-    """The sampler's log-probs, the anchor of a ratio that makes up for the sampler's mismatch too."""
+    """`sampler_logp`: as the denominator of a ratio it corrects for the sampler's mismatch too."""
     return seen.sampler_logp
 
 

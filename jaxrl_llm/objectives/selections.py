@@ -1,9 +1,9 @@
-"""Which tokens a method singles out: `(advantage, seen) -> bool [B,T]`, over one mini-batch.
+"""Selections of tokens: `(advantage, seen) -> bool [B,T]`, over one mini-batch.
 
-They serve as `Objective.select`, which surrogates and penalties find in `seen.selected`, and in `factors.only`,
-`without` and `renormalised`. Published code selects anew in every micro-batch by the current log-probs; here
-a selection is made once a mini-batch by `old_logp`, so it does not depend on how the batch is cut, and is the
-same on the first optimizer step of a batch. `logp` selects by other log-probs.
+Pass one as `Objective.select`, for surrogates and penalties that read `seen.selected`, or to
+`factors.only`, `without` and `renormalised`. Published code selects in every micro-batch by the
+current log-probs; here it is once a mini-batch by `old_logp` (or the argument `logp`), so it does
+not depend on how the batch is cut. On a batch's first optimizer step the log-probs are the same.
 """
 
 import jax
@@ -23,9 +23,9 @@ def nothing(advantage: Tokens, seen: Seen) -> Mask:
 def covariance(
     advantage: Tokens, seen: Seen, *, share: float = 2e-3, logp: Tokens | None = None
 ) -> Mask:
-    """The `share` of tokens, at least one, whose log-prob and advantage vary together most: KL-Cov's.
+    """KL-Cov's: the `share` of tokens, at least one, with the highest covariance of log-prob and A.
 
-    arXiv:2505.22617: 2e-3 for 7B, 2e-4 for 32B; their code takes percent, other code a fraction.
+    arXiv:2505.22617: 2e-3 for 7B, 2e-4 for 32B, as fractions; the authors' code takes percent.
     """
     cov = jnp.where(seen.mask, _covariance(advantage, seen, logp), -jnp.inf)
     return lowest(-cov, seen.mask, jnp.maximum(part(share, seen.mask.sum()), 1))
@@ -43,9 +43,9 @@ def covariance_band(
     seed: int = 0,
     logp: Tokens | None = None,
 ) -> Mask:
-    """A random `share` of all tokens, at least one, out of those with a covariance in (lower, upper): Clip-Cov's.
+    """Clip-Cov's: a random `share` of all tokens, at least one, drawn from those in `band`.
 
-    arXiv:2505.22617. A token that PPO's bounds already clip is no candidate.
+    arXiv:2505.22617. A token that PPO's bounds already clip is not drawn.
     """
     candidates = band(advantage, seen, lower=lower, upper=upper, low=low, high=high, logp=logp)
     count = jnp.maximum(part(share, seen.mask.sum()), 1)
@@ -77,9 +77,9 @@ def lowest_probability(
     positive_share: float = 0.0,
     logp: Tokens | None = None,
 ) -> Mask:
-    """The least likely `share` of the tokens with A < 0, and `positive_share` of those with A > 0: Lp-Reg's.
+    """Lp-Reg's: the least likely `share` of tokens with A < 0, and `positive_share` with A > 0.
 
-    arXiv:2510.03222. At least one of each; in the authors' code a single one is never regularised.
+    arXiv:2510.03222. At least one of each with a share; the authors' code never takes just one.
     """
     logp = seen.old_logp if logp is None else logp
 
@@ -92,26 +92,26 @@ def lowest_probability(
 
 
 def calm(advantage: Tokens, seen: Seen, *, quantile: float = 0.8) -> Mask:
-    """Tokens whose entropy is at most this quantile of their response's: ASPO's (arXiv:2510.06062)."""
+    """ASPO's: tokens with entropy up to this quantile of their response's (arXiv:2510.06062)."""
     del advantage
     entropy = jnp.where(seen.mask, seen.entropy, jnp.nan)
     return seen.mask & (seen.entropy <= jnp.nanquantile(entropy, quantile, axis=1, keepdims=True))
 
 
 def highest_entropy(advantage: Tokens, seen: Seen, *, share: float = 0.2) -> Mask:
-    """The tokens with the highest entropy, from the (1 - share) quantile on: 80/20 (arXiv:2506.01939)."""
+    """Tokens with an entropy from the (1 - share) quantile upwards: 80/20 (arXiv:2506.01939)."""
     del advantage
     entropy = jnp.where(seen.mask, seen.entropy, jnp.nan)
     return seen.mask & (seen.entropy >= jnp.nanquantile(entropy, 1.0 - share))
 
 
 def top_entropy(advantage: Tokens, seen: Seen, *, share: float = 0.2) -> Mask:
-    """Exactly floor(share * tokens) of the highest entropy: 80/20 as other code has it."""
+    """Exactly floor(share * tokens) tokens of the highest entropy: 80/20 as other code has it."""
     del advantage
     return lowest(-seen.entropy, seen.mask, part(share, seen.mask.sum()))
 
 
-# Rejection: which tokens or responses are near enough to the sampler. The bounds act on 1 / rho.
+# Rejection by distance from the sampler; the bounds are on 1 / rho = pi_sampler / pi_old.
 
 
 def near_token(advantage: Tokens, seen: Seen, *, low: float = 0.5, high: float = 2.0) -> Mask:
@@ -133,27 +133,27 @@ def near_response_k3(advantage: Tokens, seen: Seen, *, high: float = 0.001) -> M
     return seen.mask & (per_response.mean(jnp.exp(gap) - 1.0 - gap, seen) <= high)
 
 
-# Pieces.
+# Helpers, which `partition` uses too.
 
 
 def part(share: float, count: Int[Array, ""]) -> Int[Array, ""]:
-    """floor(share * count), in double precision: 0.29 of 100 is 28, and a third of 300 is not 99."""
+    """floor(share * count) in double precision: 0.29 of 100 is 28, and a third of 300 is not 99."""
     with jax.enable_x64(True):
         return jnp.floor(share * count.astype(jnp.float64)).astype(jnp.int32)
 
 
 def lowest(x: Tokens, some: Mask, count: Int[Array, ""]) -> Mask:
-    """The `count` places among `some` with the smallest x; ties by position."""
+    """True on the `count` tokens of `some` with the smallest x; ties by position."""
     order = jnp.argsort(jnp.where(some, x, jnp.inf).ravel(), stable=True)
     rank = jnp.zeros(x.size, jnp.int32).at[order].set(jnp.arange(x.size, dtype=jnp.int32))
     return some & (rank.reshape(x.shape) < count)
 
 
 def noise(seen: Seen, seed: int) -> Float[Array, "B T"]:
-    """Uniform draws, fresh in every batch and the same on resume, whatever the padding and the devices.
+    """Uniform draws in [0, 1): new in every batch, the same on resume, on any padding and devices.
 
-    The key is made of the seed and of what has the same bits everywhere, lengths and rewards; a draw of the key,
-    the row and the position.
+    The key is made from the seed, the lengths and the rewards, whose bits are the same everywhere
+    (those of log-probs are not); each draw from the key, the row and the position.
     """
     fold, start = jax.vmap(jax.random.fold_in, (None, 0)), jax.random.key(seed)
     rows, columns = map(jnp.arange, seen.mask.shape)

@@ -1,1 +1,1 @@
-"""Machines that are not here, and what their compilers say of a run's step: memory, traffic, time."""
+"""Plans: a step's memory, traffic and time on a machine, by its compiler, without the machine."""

@@ -1,4 +1,4 @@
-"""The arithmetic that a step cannot avoid: what model FLOPs utilisation is measured against."""
+"""Counts of FLOPs: the least a model needs (for model FLOPs utilisation) and those of a step."""
 
 import time
 
@@ -11,9 +11,10 @@ from jaxrl_llm.models.qwen2 import Shape
 
 
 def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
-    """Multiply-adds x 2 of one forward pass: `tokens` in sequences of `length`, logits for `scored` of them.
+    """FLOPs of a forward pass over `tokens` in sequences of `length`, with `scored` tokens' logits.
 
-    Attention counts the causal half: 2 (scores, mix) x 2 x length / 2 x width a token and layer.
+    A multiply-add is 2. Attention a token and layer is the causal half of 2 (scores, values) x 2 x
+    length x width.
     """
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * 2 * (heads + kv_heads)
@@ -23,12 +24,12 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
 
 
 def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
-    """Forward and backward (twice the forward), nothing recomputed."""
+    """FLOPs of forward and backward (twice the forward), without recomputation."""
     return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
 
 
 def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
-    """Of a step's programs on all devices, with responses of `tokens` tokens; what is recomputed included."""
+    """FLOPs of a step by program, on all devices, recomputation included; responses of `tokens`."""
     prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
     size = {"scored": rows * tokens, "length": prompt + tokens}
     whole = forward(shape, tokens=rows * (prompt + tokens), **size)
@@ -41,7 +42,7 @@ def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
 
 
 def matmul_rate(dtype: DTypeLike) -> float:
-    """FLOP/s of a 2048-cubed product on random data: the ceiling of the arithmetic."""
+    """Measured FLOP/s of a 2048-cubed matrix product: a practical ceiling of this machine."""
     n = 2048
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
     product = jax.jit(lambda x: x @ x)

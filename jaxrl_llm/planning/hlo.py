@@ -1,7 +1,7 @@
-"""What a compiled program says of itself: collectives, kernels and cycles, and how often they run.
+"""Reads collectives, kernels and cycles, and how often they run, from a compiled program's HLO.
 
-The optimised HLO is read as text, which is what every backend gives. A loop whose trip count depends on data says
-its limit by a name scope, `at_most_N` (`models.primitives.up_to`); one that says nothing counts once.
+It is read as text, which is what every backend gives. A loop whose trip count depends on data has
+its limit in a name scope, `at_most_N` (`models.primitives.up_to`); one without counts once.
 """
 
 import math
@@ -18,7 +18,7 @@ BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s
 BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64}
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 PACKAGE = "/jaxrl_llm/"
-PLACING = "models/sharding.py"  # who asked for it is the better line
+PLACING = "models/sharding.py"  # skipped: the line that calls it is more telling
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
@@ -33,19 +33,19 @@ _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of array that travels: bytes of the whole array among `devices`, how often, from which line."""
+    """Equal collectives of a program, counted together."""
 
     kind: str
-    array: str
-    size: int
-    devices: int
-    span: int
-    times: int
-    line: str
+    array: str  # type of the largest array, such as f32[8,4]
+    size: int  # bytes of the whole arrays
+    devices: int  # in a group
+    span: int  # range of device numbers that a group covers
+    times: int  # it runs
+    line: str  # file:line of this package that asks for it
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends in all, by the best known rings."""
+        """Bytes that each device sends over all runs, with ring algorithms."""
         share = (self.devices - 1) / self.devices
         return (
             self.times
@@ -63,18 +63,18 @@ class Instruction(NamedTuple):
     rest: str
 
     def says(self, pattern: str) -> str:
-        """What the group of the pattern matches in the rest of the line; "" if nothing."""
+        """The first group of the pattern in the rest of the line; "" without a match."""
         match = re.search(pattern, self.rest)
         return match[1] if match else ""
 
     @property
     def operands(self) -> list[str]:
-        """The names of what it reads."""
+        """The names of the instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs once each, but for the body of a loop."""
+        """The names of the computations that it runs once each; not the body of a loop."""
         if branches := self.says(r"branch_computations=\{([^}]*)\}"):
             return re.findall(r"%([\w.\-]+)", branches)
         key = "calls|true_computation|false_computation" + (
@@ -84,7 +84,7 @@ class Instruction(NamedTuple):
 
 
 class Module:
-    """The text of a compiled program."""
+    """A compiled program, parsed from its HLO text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -99,11 +99,11 @@ class Module:
                 body.append(Instruction(*found.groups()))
 
     def collectives(self) -> list[Collective]:
-        """Those that are alike together, the largest traffic first; clones of one in the same loop count once."""
+        """Equal ones counted together, the most traffic first; XLA's clones of one count once."""
         found: dict[Collective, int] = defaultdict(int)
         home: dict[
             tuple[str, int], str
-        ] = {}  # the computation of a channel; its clones are elsewhere
+        ] = {}  # the first computation with a channel; clones have the same channel in others
         for computation, times, loop in self._reached(into_fusions=True):
             body = {i.name: i for i in self.computations[computation]}
             for i in body.values():
@@ -123,7 +123,7 @@ class Module:
         return sorted(all_, key=lambda c: -c.sent)
 
     def cycles(self) -> int:
-        """Cycles of the compiler's own cost model, loops multiplied out; 0 where it has none."""
+        """Cycles by the compiler's own cost model, loops multiplied out; 0 where it has none."""
         return sum(
             times * int(i.says(r'"estimated_cycles":"(\d+)"') or 0)
             for computation, times, _ in self._reached(into_fusions=False)
@@ -131,7 +131,7 @@ class Module:
         )
 
     def kernels(self) -> dict[str, int]:
-        """Custom calls by target, and how often they run."""
+        """How often each custom call runs, by target."""
         out: dict[str, int] = defaultdict(int)
         for computation, times, _ in self._reached(into_fusions=True):
             for i in self.computations[computation]:
@@ -140,7 +140,7 @@ class Module:
         return dict(out)
 
     def _reached(self, *, into_fusions: bool) -> Iterator[tuple[str, int, Instruction | None]]:
-        """`(computation, how often it runs, the loop around it)`, from the entry on."""
+        """`(computation, times it runs, the loop around it)`, from the entry on."""
         waiting: list[tuple[str, int, Instruction | None]] = [(self.entry, 1, None)]
         while waiting:
             name, times, loop = waiting.pop()
@@ -154,7 +154,7 @@ class Module:
                     waiting += [(called, times, loop) for called in i.called]
 
     def _trips(self, loop: Instruction) -> int:
-        """How often a loop runs, at most; 1 if the text does not say."""
+        """The most iterations of a loop; 1 if the text does not say."""
         if known := loop.says(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         condition = self.computations.get(loop.says(r"condition=%([\w.\-]+)"), [])
@@ -166,7 +166,7 @@ class Module:
         return int(limits[-1]) if limits else 1
 
     def _line(self, i: Instruction, body: dict[str, Instruction]) -> str:
-        """The innermost line of this package that an instruction, or what it reads in the body, comes from."""
+        """The innermost file:line of this package for an instruction, or for one that it reads."""
         if line := self._frames.get(i.says(r"stack_frame_id=(\d+)")):
             return line
         read = re.findall(r"%([\w.\-]+)", i.rest.split("), ")[0])
@@ -175,7 +175,7 @@ class Module:
 
     @cached_property
     def _frames(self) -> dict[str, str]:
-        """`file:line` of this package by stack frame: of its own, or of the nearest around it."""
+        """Stack frame number to file:line of the innermost frame in this package; "" if none."""
         files, locations = self._table("FileNames"), self._table("FileLocations")
         lines: dict[str, str] = {}
         for frame, text in self._table("StackFrames").items():  # the outer ones first
@@ -188,7 +188,7 @@ class Module:
         return lines
 
     def _table(self, name: str) -> dict[str, str]:
-        """The numbered lines under a heading at the end or the beginning of the text."""
+        """The numbered lines under a heading such as FileNames: number to the rest of the line."""
         lines = self.text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
         return dict(line.split(" ", 1) for line in lines.splitlines())
 
@@ -199,7 +199,7 @@ def _field(name: str, text: str) -> str:
 
 
 def _compared_to(condition: list[Instruction]) -> int:
-    """The constant that a loop's counter has to stay below, 0 if it is none."""
+    """The constant that a loop's counter stays below; 0 if the condition has another form."""
     constants = {
         i.name: int(i.rest.split(")")[0])
         for i in condition
@@ -212,7 +212,7 @@ def _compared_to(condition: list[Instruction]) -> int:
 
 
 def _stride(condition: list[Instruction], body: list[Instruction]) -> int:
-    """The constant that a loop's counter grows by a turn; 1 if the text is not that plain."""
+    """The constant that a loop's counter grows by; 1 if the text has another form."""
     read = {i.name: i for i in condition + body}
     compared = [name for i in condition if i.op == "compare" for name in i.operands]
     places = [
@@ -229,15 +229,15 @@ def _stride(condition: list[Instruction], body: list[Instruction]) -> int:
 
 
 def _size(i: Instruction, devices: int) -> tuple[int, str]:
-    """Bytes of the whole array of a collective, and how it is written."""
+    """Bytes of a collective's arrays, whole, and the largest one's type such as `f32[8,4]`."""
     arrays = [(f"{t}[{d}]", _bytes(t, d)) for t, d in _ARRAY.findall(i.type) if t in BITS]
     sizes = [size for _, size in arrays]
     largest = max(arrays, key=lambda a: a[1], default=("", 0))[0]
     kind = i.op.removesuffix("-start")
     if i.op.endswith("-start") and kind != "all-reduce":
-        half = len(sizes) // 2  # what goes in, then what comes out
+        half = len(sizes) // 2  # the type lists operands, then results
         return max(sum(sizes[:half]), sum(sizes[half:])), largest
-    return sum(sizes) * (devices if kind == "reduce-scatter" else 1), largest
+    return sum(sizes) * (devices if kind == "reduce-scatter" else 1), largest  # returns a shard
 
 
 def _bytes(kind: str, dims: str) -> int:
@@ -245,7 +245,7 @@ def _bytes(kind: str, dims: str) -> int:
 
 
 def _group(rest: str) -> tuple[int, int]:
-    """How many devices take part together, and over how many consecutive ones they are spread."""
+    """Devices in a group, and the range of device numbers that it covers (last - first + 1)."""
     if found := _MESH.search(rest):
         axes = re.findall(r"'([^']+)'=(\d+)", found[1])
         sizes = [int(size) for _, size in axes]
@@ -264,7 +264,7 @@ def _group(rest: str) -> tuple[int, int]:
 
 
 def _ids(dims: str, order: str | None) -> np.ndarray:
-    """Numbers of devices as `[4,8]T(1,0)` has them: counted up in these dimensions, then transposed."""
+    """Device numbers written like `[4,8]T(1,0)`: counted up in this shape, then transposed."""
     sizes = [int(d) for d in dims.split(",")]
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose([int(d) for d in order.split(",")]) if order else ids

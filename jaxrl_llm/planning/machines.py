@@ -1,6 +1,6 @@
-"""Machines that are not here: their data sheets, and their devices as the accelerators' own compilers know them.
+"""Machines to plan for: their data sheets, and their devices as described by their compilers.
 
-Programs are lowered and compiled for such devices on a CPU; nothing is allocated.
+The machine need not be there: programs are compiled for it on a CPU, and nothing is allocated.
 """
 
 import importlib.util
@@ -24,11 +24,10 @@ GB, GIB = 10**9, 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s.
+    """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s; 0 is unknown.
 
-    `bandwidth` is that of the memory, `link` what a device sends to the others of its slice or node,
-    `network` what it sends beyond, `host` what it exchanges with the memory of its host (for TPUs not published:
-    a guess); 0 is not known.
+    `bandwidth` is that of the memory, `link` to the other devices of its slice or node, `network`
+    to devices beyond, `host` to the memory of its host (not published for TPUs: a guess).
     """
 
     platform: Literal["tpu", "cuda", "here"]
@@ -47,13 +46,13 @@ CHIPS = {
     "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9),
     "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9, 64e9),
 }
-SLICES = {  # how the chips of a slice lie
+SLICES = {  # the topologies that slices of a kind come in
     "v5e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     "v5p": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8",
 }
 SLICES["v6e"] = SLICES["v5e"]
-CORES = {"v5p": 2}  # its names count cores: v5p-8 has four chips
-OF_A_GPU = 0.94  # of its memory; the rest is for the driver and the libraries that communicate
+CORES = {"v5p": 2}  # cores a chip, where names count cores: v5p-8 has four chips
+OF_A_GPU = 0.94  # share of memory for JAX; the rest is for the driver and communication libraries
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8, or here"
 
@@ -86,7 +85,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, `together` of them (a node, or a whole slice) joined by fast links."""
+    """Devices of one kind; each `together` of them (a node, or a whole slice) share fast links."""
 
     name: str
     devices: tuple[Any, ...]
@@ -95,7 +94,7 @@ class Machine:
 
 
 def machine(name: str) -> Machine:
-    """The machine of a name like v5e-16, v5p:2x2x2, h100x8 or 4xh100x8 (nodes x kind x devices)."""
+    """The machine named like v5e-16, v5p:2x2x2, 4xh100x8 (nodes x kind x devices); or UserError."""
     if name == "here":
         return _here()
     if match := re.fullmatch(r"(v\d\w)-(\d+)", name):
@@ -113,26 +112,26 @@ def machine(name: str) -> Machine:
 
 @contextmanager
 def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Programs lowered inside are for the devices of the mesh, which may be anywhere."""
+    """A context that lowers programs for the devices of the mesh, whether they exist or not."""
     device = mesh.devices.flat[0]
     here = device in jax.devices()
     with ExitStack() as stack:
         if not (here and device.platform == "gpu"):
-            # lowering asks cuDNN for its version and the GPU for its generation; neither is there
+            # lowering asks for cuDNN's version and the GPU's generation, and there is neither
             for check, answer in (
                 ("check_cudnn_version", 91200),
                 ("check_compute_capability", None),
             ):
                 patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
                 stack.enter_context(patch)
-        # eager constants would go to the devices of a mesh that is set
+        # with `set_mesh`, JAX would place eager constants on devices that do not exist
         meshes = jax.set_mesh(mesh) if here else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         stack.enter_context(meshes)
         yield
 
 
 def share_of_a_gpu() -> float:
-    """The share of a GPU's memory that JAX takes, or would take."""
+    """The share of a GPU's memory that JAX takes, by the environment or by default."""
     return float(next(filter(None, map(os.environ.get, _FRACTIONS)), OF_A_GPU))
 
 
@@ -146,7 +145,7 @@ def _here() -> Machine:
 
 def _slice(name: str, kind: str, layout: str) -> Machine:
     _installed("libtpu", "plan-tpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nobody to ask for metadata
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server here
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")

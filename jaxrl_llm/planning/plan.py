@@ -1,7 +1,7 @@
-"""What a config would be on a machine: memory, traffic and time of a step, from its compiled programs.
+"""The plan of a config on a machine: memory, traffic and time of a step, by its compiled programs.
 
-Bytes, collectives and shapes are facts of the compilers. Seconds are estimates: the arithmetic and the bytes that
-were counted, at the rates of a data sheet.
+Bytes, collectives and shapes are the compiler's. Seconds are estimates: counted arithmetic and
+bytes, at the rates of a data sheet.
 """
 
 import time
@@ -15,15 +15,15 @@ from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step
 
-WAITS = ("arithmetic", "memory", "links", "network", "host")  # what a device may wait for
+WAITS = ("arithmetic", "memory", "links", "network", "host")  # resources that may limit a device
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program: memory of a device in bytes, traffic, and its seconds of a step.
+    """A compiled program: bytes of a device's memory, traffic, and its seconds in a step.
 
-    `live` is the most that is in use at a time, in the compiler's own account; `peak` is what is allocated for it.
-    `beside` is held for other programs. `seconds` are by what a device would wait for if nothing else took time.
+    `live` is the most in use at a time by the compiler's account, `peak` the memory allocated,
+    `beside` other programs' arrays. `seconds` has a time for each of `WAITS`, as if it were alone.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Compiled:
 
     @property
     def needed(self) -> int:
-        """Bytes on a device while it runs."""
+        """Bytes in use on a device while it runs."""
         return self.peak + self.beside
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it, for one machine and mesh; bytes are of a device, or of the host's memory for it."""
+    """The plan for a machine and mesh; bytes are of one device, or of its host's memory for it."""
 
     machine: str
     mesh: Mapping[str, int]
@@ -52,34 +52,34 @@ class Plan:
     memory: int
     on_device: Mapping[str, int]
     programs: list[Compiled]
-    timed: bool = True
+    timed: bool = True  # whether there is a data sheet to estimate seconds by
     on_hosts: Mapping[str, int] = field(default_factory=dict)
-    left_whole: Sequence[str] = ()
+    left_whole: Sequence[str] = ()  # a sentence for each weight not divided over a mesh axis
 
     @property
     def worst(self) -> Compiled:
-        """The program at the worst moment of a step."""
+        """The program that needs the most memory."""
         return max(self.programs, key=lambda program: program.needed)
 
     @property
     def peak(self) -> int:
-        """Bytes on a device then."""
+        """Bytes in use on a device while `worst` runs."""
         return self.worst.needed
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether a device has memory for the peak."""
         return self.peak <= self.memory
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step: if everything overlaps, and if nothing does."""
+        """Seconds of a step if everything in a program overlaps, and if nothing does."""
         waits = [program.seconds.values() for program in self.programs]
         return sum(map(max, waits)), sum(map(sum, waits))
 
 
 def shape_of(config: Config) -> qwen2.Shape:
-    """The architecture; of a published Qwen2.5 by its name alone."""
+    """The architecture of the config's model; for a published Qwen2.5 without any file."""
     if not isinstance(config.model, Pretrained):
         return config.model.shape
     name = config.model.name.rpartition("/")[2]
@@ -98,9 +98,9 @@ def plan(
     only: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Compiles the programs of a step, or `only` those, and reads them.
+    """Compiles the programs of a step, or `only` those named, and makes the plan of them.
 
-    `tokens` is the mean length of a response to reckon time with (0: the limit).
+    `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
     sizes, chip = config.mesh, machine.chip
     memory = int(chip.memory * (machines.share_of_a_gpu() if chip.platform == "cuda" else 1))
@@ -150,7 +150,7 @@ def _seconds(
     chip = machine.chip
     if not chip.flops:
         return dict.fromkeys(WAITS, 0.0)
-    sent = {True: 0.0, False: 0.0}  # by whether it leaves the node or slice
+    sent = {True: 0.0, False: 0.0}  # bytes a device, by whether they leave the node or slice
     for collective in collectives:
         sent[collective.span > machine.together] += program.runs * collective.sent
     return {
@@ -163,9 +163,9 @@ def _seconds(
 
 
 def peak_of(memory: Any, platform: str) -> int:
-    """Bytes of arguments, results and what is in between, as much of them as there is at a time.
+    """Bytes that a program allocates for arguments, results and temporaries together.
 
-    A TPU's compiler says when each is alive; elsewhere what is in between is allocated as one piece.
+    A TPU's compiler knows when each is alive; elsewhere temporaries are allocated as one block.
     """
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes
     whole += memory.temp_size_in_bytes - memory.alias_size_in_bytes
@@ -173,6 +173,6 @@ def peak_of(memory: Any, platform: str) -> int:
 
 
 def _live(memory: Any) -> int:
-    """The compiler's own account of the peak, less what lies in the memory of the host."""
+    """The compiler's own account of the peak, without arrays in the memory of the host."""
     on_host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
     return memory.peak_memory_in_bytes - on_host

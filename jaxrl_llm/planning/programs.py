@@ -1,4 +1,4 @@
-"""The programs of a run's step, lowered for a mesh from shapes alone: what a machine will be asked to do."""
+"""The programs of a run's step, compiled for a mesh from shapes alone, without any data."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,15 +25,15 @@ from jaxrl_llm.rollouts.sampler import Rollout
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a step, and what its compiler does not know of it.
+    """A program of a step, with facts that its compiler does not know.
 
     Attributes:
         compile: compiles it.
-        beside: bytes that a device holds meanwhile for other programs.
-        runs: how often it runs in a step.
-        flops: of a step, on all devices.
-        moved: bytes of its own memory that a device has to read and write a run: weights, state and cache.
-        copied: bytes of a step between a device and the memory of its host, either way.
+        beside: bytes of a device's memory taken meanwhile by arrays of other programs.
+        runs: how often it runs in a step; an average.
+        flops: FLOPs of a step, on all devices.
+        moved: bytes of its memory that a device must read or write a run: weights, state, cache.
+        copied: bytes of a step between a device and the memory of its host, both ways.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Step:
-    """The arrays of a step, by shape and sharding, and its programs; a device of the mesh has `memory` bytes."""
+    """The arrays of a step, by shape and sharding, and its programs; `memory` is bytes a device."""
 
     config: Config
     shape: qwen2.Shape
     mesh: Mesh
     memory: int
 
-    # The arrays.
+    # Arrays: all are shapes with a sharding, no data.
 
     @property
     def policy(self) -> Policy:
@@ -63,7 +63,7 @@ class Step:
 
     @cached_property
     def state(self) -> update.TrainState:
-        """Parameters and what the optimizer keeps."""
+        """Parameters and optimizer state."""
         params = sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
         offload = self.config.offloads("optimizer")
         return update.state_like(params, self.config.optimizer, offload=offload)
@@ -80,12 +80,12 @@ class Step:
 
     @property
     def _narrowed(self) -> Any:
-        """The parameters in the precision of the arithmetic."""
+        """The parameters in the compute precision."""
         return jax.eval_shape(self.policy.narrowed, self.state.params)
 
     @cached_property
     def batch(self) -> Any:
-        """The longest batch there can be."""
+        """A batch in which every prompt and response has its longest length."""
         limit, rows = self.config.collate, self.config.prompts * self.config.group_size
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         longest = Rollout(
@@ -97,31 +97,30 @@ class Step:
 
     @cached_property
     def credited(self) -> update.Credited:
-        """A batch that is ready to learn from."""
+        """The batch with advantages and weights, as the update takes it."""
         return jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
 
     @property
     def native(self) -> bool:
-        """Whether the responses are sampled on the same devices."""
+        """Whether responses are sampled on the trainer's devices, by the embedded engine."""
         return isinstance(self.config.engine, Native)
 
     @cached_property
     def engine(self) -> Native:
-        """The embedded engine, with as many slots and prompts as the devices share evenly."""
+        """The embedded engine, with numbers of slots and prompts that devices share evenly."""
         engine, devices = cast(Native, self.config.engine), self.mesh.size
         slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
         return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
     def decoder(self) -> Any:
-        """How the embedded engine generates."""
         definition, engine = self.policy.definition, self.engine
         shared = engine.devices_a_copy or fewest_devices(definition, self.mesh, self.memory)
         return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
 
     @cached_property
     def weights(self) -> Any:
-        """What the embedded engine reads."""
+        """The weights that the embedded engine reads."""
         params, decoder = self.state.params, self.decoder
         if decoder.static:
             return decoder.weights_like(params)
@@ -129,14 +128,14 @@ class Step:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether the embedded engine reads others than the trainer's own."""
+        """Whether those are a copy, in another precision or sharding than the trainer's."""
         leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.state.params)
         same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
         return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))
 
     @cached_property
     def cache(self) -> Any:
-        """Keys and values of all slots, at the longest."""
+        """Keys and values of all slots for the longest prompts and responses."""
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
         with compiling_for(self.decoder.mesh):
@@ -144,17 +143,17 @@ class Step:
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
 
-    # What they take.
+    # Memory.
 
     @cached_property
     def on_hosts(self) -> dict[str, int]:
-        """Bytes that the hosts keep for each device, by what they are."""
+        """Bytes in a host's memory for each device, by the name of the arrays."""
         trees = {"optimizer": self.state.opt_state, "reference": self.reference}
         return {name: size for name, tree in trees.items() if (size := host_bytes(tree))}
 
     @cached_property
     def on_device(self) -> dict[str, int]:
-        """Bytes on one device by what they are, as far as shapes say."""
+        """Bytes on one device by the name of the arrays, as far as shapes say."""
         config, params = self.config, local_bytes(self.state.params)
         trees = {"optimizer": self.state.opt_state, "reference": self.reference}
         parts = {"parameters": params}
@@ -164,7 +163,7 @@ class Step:
             parts["cache"] = local_bytes(self.cache)
             if self.copies_weights:
                 parts["sampler's copy"] = local_bytes(self.weights)
-        sums = 2 if config.collate.microbatches > 1 else 1  # of a micro-batch, and added up
+        sums = 2 if config.collate.microbatches > 1 else 1  # a micro-batch's, and their sum
         parts["gradients"] = sums * params
         bins = self.batch.inputs.tokens
         rows, length = bins.sharding.shard_shape(bins.shape)[2:]
@@ -175,10 +174,10 @@ class Step:
         parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
         return parts
 
-    # The programs.
+    # Programs.
 
     def programs(self, tokens: int = 0) -> list[Program]:
-        """In the order of a step whose responses have `tokens` tokens in the mean (0: the limit)."""
+        """In the order of a step; `tokens` is the mean length of a response (0: the limit)."""
         tokens = tokens or self.config.collate.response_length
         work = flops.of_step(self.config, self.shape, tokens)
         return (self._sampling(tokens, work) if self.native else []) + self._learning(tokens, work)
@@ -215,7 +214,7 @@ class Step:
         params, state = local_bytes(self.state.params), local_bytes(self.state[:2])
         others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
-        share = filled if limit.pack else 1.0  # packed, micro-batches without a token are left out
+        share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
         steps = limit.minibatches * config.objective.stages
         score = Program(
             "score",
@@ -233,7 +232,7 @@ class Step:
             beside=self._bytes("reference"),
             runs=share,
             flops=work["update"],
-            # a micro-batch reads the weights twice, and its gradients are added up: 2 reads, 1 write
+            # a micro-batch reads the weights twice and adds its gradients up: 2 reads, 1 write
             moved=steps * (2 * state + limit.microbatches * 5 * params),
             copied=steps * 2 * host_bytes(self.state),
         )
@@ -291,18 +290,18 @@ class Step:
 
 
 def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:
-    """The shape of an array and its sharding."""
+    """The shape and dtype of an array, with a sharding."""
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
 
 def local_bytes(tree: Any) -> int:
-    """What the first device, or its host for it, holds of arrays or shapes."""
+    """Bytes of a tree of arrays or shapes on the first device, or in its host's memory for it."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def host_bytes(tree: Any) -> int:
-    """What the first device's host holds for it."""
+    """Bytes of those that are in the host's memory for the first device."""
     waiting = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == sharding.HOST]
     return local_bytes(waiting)

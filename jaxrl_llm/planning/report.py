@@ -1,4 +1,4 @@
-"""A plan as people read it, and as programs do."""
+"""A plan as tables for people and as JSON for programs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from jaxrl_llm.planning.plan import WAITS, Compiled, Plan
 
 GIB = 2**30
-TRAFFIC = 4  # lines a program
+TRAFFIC = 4  # collectives shown for each program
 REMEDIES = {
     "gather": "more devices that share a copy (devices_a_copy of the engine)",
     "prefill": "fewer slots or prefill_prompts of the engine",
@@ -21,7 +21,7 @@ REMEDIES = {
 
 
 def tables(plan: Plan, steps: int) -> Iterator[Any]:
-    """Memory, traffic and time, and what they come to."""
+    """Tables and lines for rich: memory, whether it fits, traffic, and time for `steps` steps."""
     yield _memory(plan)
     yield verdict(plan)
     yield from plan.left_whole
@@ -38,17 +38,17 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, and what to do if not."""
+    """A line that says whether the plan fits, and what would help if not."""
     worst = plan.worst.name
     said = f"the worst moment is {worst}: {_size(plan.peak)} of {_size(plan.memory)} a device"
     if plan.fits:
         return f"{said}; it fits"
-    search = "; or let --search find it" if plan.timed else ""  # which reckons with a data sheet
+    search = "; or let --search find it" if plan.timed else ""  # a search needs a data sheet
     return f"{said}; it does not fit. What would help: {REMEDIES[worst]}{search}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, for programs; sizes in bytes, times in seconds."""
+    """The whole plan, for programs; sizes in bytes, times in seconds."""
     return {
         "machine": plan.machine,
         "mesh": dict(plan.mesh),
@@ -66,7 +66,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _fields(program: Compiled) -> dict[str, Any]:
     fields = {**vars(program)}
-    del fields["name"], fields["collectives"]  # the latter are many, and come last
+    del fields["name"], fields["collectives"]  # collectives are many, and are put last
     return fields | {"collectives": [{**vars(c), "sent": c.sent} for c in program.collectives]}
 
 

@@ -1,4 +1,4 @@
-"""The fastest way to lay a config out on a machine that fits into its memory."""
+"""A search for the fastest layout of a config that fits into a machine's memory."""
 
 import itertools
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
 
-TRIALS = 12  # layouts before it is given up
-MOMENTS = 8  # Adam's, in float32
-BYTES = 4 + MOMENTS + 4 + 4  # with the parameter and two gradients
+TRIALS = 12  # layouts to compile before giving up
+MOMENTS = 8  # bytes a parameter of Adam's moments in float32
+BYTES = 4 + MOMENTS + 4 + 4  # bytes a parameter with itself and two gradients
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a search may change of a config."""
+    """The settings of a config that a search may change."""
 
     tensor: int
     fsdp: int
@@ -31,7 +31,6 @@ class Layout:
     offload: Offload = "none"
 
     def of(self, config: Config) -> Config:
-        """The config laid out so."""
         remat = jax.checkpoint if self.recompute else None
         return replace(
             config,
@@ -49,7 +48,7 @@ class Layout:
 
 
 def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Plan:
-    """Tries layouts in the order of their estimated time: the plan of the first that fits.
+    """The plan of the first layout that fits, in order of estimated time; UserError if none does.
 
     The update, which mostly decides, is compiled first; where it fits, all programs are.
     """
@@ -81,7 +80,7 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
 def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Layout]:
     """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis.
 
-    If rows never do, all whose heads do: the collator fills rows up.
+    If rows never divide, every layout whose heads do: the collator pads with empty rows.
     """
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
@@ -100,7 +99,7 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Lay
 
 
 def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
-    """Seconds of an update: arithmetic, weights gathered for every micro-batch, sums over tensor, offload."""
+    """Seconds of a step's updates: arithmetic, gathered weights, sums over tensor, offload."""
     chip, limit = machine.chip, config.collate
     rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
     work = flops.of_step(layout.of(config), shape, limit.response_length)["update"]
@@ -122,6 +121,7 @@ def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machin
 
 
 def _least(layout: Layout, shape: qwen2.Shape) -> float:
+    """Bytes that a device needs at least: its shards of parameters, moments and gradients."""
     each = BYTES if layout.offload == "none" else BYTES - MOMENTS
     return each * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
 

@@ -1,1 +1,1 @@
-"""Prompts and verifiable rewards, in plain Python."""
+"""Tasks: examples, prompts and verifiable rewards, in plain Python."""

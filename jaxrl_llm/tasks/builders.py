@@ -1,4 +1,4 @@
-"""The tasks' data as tensorflow-datasets builders in array_record files; TensorFlow is not needed."""
+"""The tasks' data sets: tensorflow-datasets builders of array_record files, without TensorFlow."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ _TEXTS = tfds.features.Sequence(_TEXT)
 
 @dataclasses.dataclass(eq=False)
 class KnightsKnavesConfig(tfds.core.BuilderConfig):
-    """A recipe under a name."""
+    """A builder's config with the recipe of its puzzles."""
 
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
 
 
 def knights_knaves_config(recipe: Recipe) -> KnightsKnavesConfig:
-    """The config of any recipe, named after all of it, so that no other recipe's files are reused."""
+    """A recipe's config, named after all settings so that no other recipe's files are reused."""
     people = "_".join(map(str, recipe.people))
     sizes = f"train{recipe.train}-test{recipe.test}-seed{recipe.seed}"
     return KnightsKnavesConfig(name=f"people{people}-depth{recipe.depth}-{sizes}", recipe=recipe)
@@ -88,7 +88,7 @@ def _decode_puzzle(row: dict[str, Any]) -> Puzzle:
 
 
 class MathBuilder(tfds.core.GeneratorBasedBuilder):
-    """Math problems with their answers; made of the problems given, and named after their content."""
+    """Math problems with their answers; the config's name is a digest of the problems given."""
 
     name = "math_problems"
     VERSION = tfds.core.Version("1.0.0")
@@ -118,7 +118,7 @@ def _decode_problem(row: dict[str, Any]) -> "Problem":
 
 
 def knights_knaves(recipe: Recipe, data_dir: str | Path) -> Splits[Puzzle]:
-    """The train and test puzzles of a recipe, built under `data_dir` unless they are there."""
+    """The train and test puzzles of a recipe, built under `data_dir` unless they exist there."""
     config = knights_knaves_config(recipe)
     return _prepared(lambda: KnightsKnavesBuilder(config=config, data_dir=data_dir), _decode_puzzle)
 
@@ -131,30 +131,30 @@ def math_problems(
 
 
 def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) -> Splits[E]:
-    """Builds into a folder that appears only when it is whole, and opens both splits."""
+    """Builds the data set unless it exists, and opens both splits; UserError if it cannot."""
     with _quiet_tfds():
         try:
             builder = make()
-            if _half(builder.data_path):  # brought from a bucket that was being filled
+            if _half(builder.data_path):  # copied from a bucket during an upload to it
                 shutil.rmtree(builder.data_path)
                 builder = make()
             builder.download_and_prepare(file_format="array_record")
         except OSError as error:
-            if not make().data_path.exists():  # else another process has built the same meanwhile
+            if not make().data_path.exists():  # if it exists, another process built it meanwhile
                 raise UserError(f"cannot build the data set: {error}") from error
-        builder = make()  # of what is there now, whoever has put it there
+        builder = make()  # reads the files that are there now, whichever process built them
         sources = [builder.as_data_source(split=split) for split in SPLITS]
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
 
 
 def _half(folder: Any) -> bool:
-    """Whether a data set lacks the file that is stored last; one that is built here appears as a whole."""
+    """Whether a data set lacks the file that is copied last; builds rename a finished folder."""
     return folder.exists() and not (folder / "dataset_info.json").exists()
 
 
 @contextlib.contextmanager
 def _quiet_tfds() -> Iterator[None]:
-    """Withholds the progress bars, prints and notices on custom configs of tensorflow-datasets."""
+    """Silences tensorflow-datasets: progress bars, prints, and notices on custom configs."""
     notices = logging.getLogger("absl")
     level = notices.level
     notices.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Runs foreign functions so that none of them can hang its caller.
+"""Calls users' functions under a time limit, so that none of them can hang its caller.
 
-On the main thread the clock's signal interrupts a function, even within one endless regular expression. On
-other threads it cannot be interrupted, only given up: its daemon thread stays behind until the process ends.
+On the main thread SIGALRM interrupts a function, even within one endless regular expression. On
+others it cannot be interrupted, only given up: its daemon thread goes on until the process ends.
 """
 
 import queue
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class _OutOfTimeError(BaseException):
-    """Raised within a function whose time is over; no Exception, so that hardly any code catches it."""
+    """Raised within a function whose time is over; no Exception, so that little code catches it."""
 
 
 def outcomes(
     calls: Sequence[Callable[[], T]], seconds: float, threads: int = 1
 ) -> list[T | Exception]:
-    """What each call returns or raises, in order; TimeoutError for one that takes longer than `seconds`."""
+    """The result or exception of each call, in order; TimeoutError for one over `seconds`."""
     if threads == 1 and threading.current_thread() is threading.main_thread():
         return [_interrupted(call, seconds) for call in calls]
     return _given_up(calls, seconds, threads)
@@ -32,7 +32,7 @@ def _late(seconds: float) -> TimeoutError:
 
 
 def _left(error: SystemExit) -> RuntimeError:
-    """A function that ends the program ends itself alone."""
+    """The error in place of a function's exit(), which must not end the program."""
     return RuntimeError(f"it called exit({error.code})")
 
 
@@ -43,7 +43,7 @@ def _interrupted(call: Callable[[], T], seconds: float) -> T | Exception:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if it is caught
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if caught
             return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -51,10 +51,10 @@ def _interrupted(call: Callable[[], T], seconds: float) -> T | Exception:
         return _late(seconds)
     except SystemExit as error:
         return _left(error)
-    except Exception as error:  # foreign code: any error is its own
+    except Exception as error:  # a user's function may raise anything
         return error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have come before the first one
         signal.signal(signal.SIGALRM, before)
 
 
@@ -81,7 +81,7 @@ def _given_up(
             except BaseException as error:
                 outcome = error
             with lock:
-                if index in settled:  # given up: another thread has taken this one's place
+                if index in settled:  # given up as late: another thread has replaced this one
                     return
             done.put((index, outcome))
 
@@ -104,7 +104,7 @@ def _given_up(
             start(len(late))
             continue
         if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-            raise outcome
+            raise outcome  # KeyboardInterrupt and the like are for the caller
         with lock:
             settled.setdefault(index, outcome)
     return [settled[i] for i in range(len(calls))]

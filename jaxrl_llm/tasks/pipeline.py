@@ -1,4 +1,4 @@
-"""Batches of examples: shuffled per epoch, resumable at any batch."""
+"""Batches of examples, shuffled anew each epoch and resumable at any batch."""
 
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -12,7 +12,7 @@ E = TypeVar("E")
 
 
 class Batches(Iterator[list[E]], Generic[E]):
-    """The source in a new order each epoch, `batch_size` examples at a time; the end of the last epoch is cut."""
+    """Batches of `batch_size`, in a new order each epoch; an incomplete last one is dropped."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Batches(Iterator[list[E]], Generic[E]):
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the next batch, and what the stream was made of."""
+        """The state for a checkpoint: the next batch's number, and the settings of the stream."""
         return {"next": self._next, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues exactly where `state` was taken; a UserError if that was another stream."""
+        """Continues exactly where `state` was taken; UserError if its settings were others."""
         for key, value in self._identity.items():
             if state[key] != value:
                 raise UserError(

@@ -1,4 +1,4 @@
-"""The boundary to a problem: its examples, their prompts, and a reward for a response."""
+"""The interface of tasks (examples, prompts, rewards), and the scoring of responses."""
 
 import logging
 import math
@@ -28,10 +28,10 @@ class Source(Protocol[E_co]):
 
 @dataclass(frozen=True)
 class Reward:
-    """What one response earned; `fields` are further numbers for the metrics.
+    """The reward of one response; `fields` are further numbers for the metrics.
 
-    Where `checked` is False, nobody knows whether the response is right: it is no example of anything, and
-    belongs in neither the batch nor its statistics.
+    `checked` is False where nobody could decide whether the response is right: it is left out of
+    the batch and its statistics.
 
     >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).checked
     True
@@ -47,7 +47,7 @@ UNCHECKED = Reward(0.0, False, checked=False)
 
 
 class Task(Protocol[E]):
-    """A named problem: examples to train and to test on, a prompt for each, a reward for a response."""
+    """A named task: examples to train and test on, a prompt for each, a reward for a response."""
 
     @property
     def name(self) -> str: ...
@@ -71,7 +71,7 @@ class Demonstrator(Protocol[E_contra]):
 
 
 class Mapped(Generic[E]):
-    """A random-access source seen through a function, applied on each access."""
+    """A random-access source whose examples go through a function at each access."""
 
     def __init__(self, source: Source[Any], function: Callable[[Any], E]):
         self._source = source
@@ -95,7 +95,7 @@ class Scored:
 
     @property
     def failures(self) -> int:
-        """How many responses are unchecked."""
+        """The number of unchecked responses."""
         return sum(not reward.checked for reward in self.rewards)
 
 
@@ -107,11 +107,10 @@ def score_responses(
     threads: int = 1,
     seconds: float = 300.0,
 ) -> Scored:
-    """Rewards each response; one whose reward raises, is no number or takes `seconds` stays unchecked.
+    """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
 
-    With one thread a reward is interrupted when its time is over. With several it is given up, and goes on
-    in the background; what never lets go of the interpreter there (one endless regular expression) holds up
-    everything. A UserError of the task is for people, and ends the run.
+    With one thread a late reward is interrupted. With several it goes on in the background; an
+    endless regular expression, which keeps the GIL, blocks all else. A task's UserError is raised.
     """
     if len(examples) != len(responses):
         raise ValueError(f"{len(examples)} examples for {len(responses)} responses")
@@ -132,7 +131,7 @@ def score_responses(
 
 
 def _plain(reward: Reward) -> Reward:
-    """A reward in plain floats; NaN, infinity and other types are errors of the task."""
+    """The reward in plain floats; TypeError or ValueError if the task returned something else."""
     if not isinstance(reward, Reward):
         raise TypeError(f"reward() returned {type(reward).__name__}, not Reward")
     fields = {str(key): float(value) for key, value in reward.fields.items()}
@@ -143,7 +142,7 @@ def _plain(reward: Reward) -> Reward:
 
 
 def load_task(spec: str) -> Task[Any]:
-    """The task that `path/to/file.py:name` names, checked to be usable."""
+    """The task named by `path/to/file.py:name`; UserError if there is none or it is no Task."""
     path, separator, name = spec.rpartition(":")
     if not (separator and path and name):
         raise UserError(f"task {spec!r}: write it as path/to/file.py:name")
@@ -154,7 +153,7 @@ def load_task(spec: str) -> Task[Any]:
 
 
 def check_members(task: Any, where: str) -> None:
-    """Raises a UserError that names the first thing that keeps `task` from being a Task."""
+    """Raises a UserError that names the first member of a Task that `task` lacks or has wrong."""
     if isinstance(task, type):
         raise UserError(f"{where} is a class: an instance is wanted, as {task.__name__}()")
     for member in ("name", "train", "test", "prompt", "reward"):

@@ -15,7 +15,7 @@ from jaxrl_llm.research.study import Planned, Study
 from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[2]
-QUICK = ROOT / "tests" / "runs" / "quick.py"
+QUICK = ROOT / "tests" / "training" / "quick.py"
 FILES = sorted((ROOT / "configs" / "studies").glob("*.py"))
 SMALL = f"""'''What does Lopti do?'''
 from pathlib import Path

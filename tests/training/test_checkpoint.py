@@ -158,7 +158,7 @@ def test_an_error_of_disk_or_memory_is_no_damage(three, error, monkeypatch):
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(there._orbax, "restore", failing)
+    monkeypatch.setattr(there._reader, "restore", failing)
     with pytest.raises(UserError, match=r"cannot read checkpoint 6 .* nothing was changed"):
         newest(there, rename=True)
     assert contents(three) == before
@@ -312,7 +312,7 @@ def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
 
     with pytest.raises(told, match="cannot write a checkpoint" if told is UserError else None):
         save()
-    there._orbax.wait_until_finished()
+    there._writer.wait_until_finished()
 
 
 def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     for name in "ab":
-        assert Checkpoints(tmp_path / name)._orbax
+        assert Checkpoints(tmp_path / name)._reader
     defined = {}
     exec(compile("async def reading(): pass", ocp.__file__, "exec"), defined)
 

@@ -122,7 +122,7 @@ def test_a_damaged_record_is_one_line(begun, opening, content):
 def test_a_run_of_an_older_version_is_refused(begun, opening):
     run = json.loads((begun / "run.json").read_text())
     (begun / "run.json").write_text(json.dumps({**run, "version": 1}))
-    refused(opening, "was made by an older version of this package: start anew")
+    refused(opening, "was made by another version of this package: start anew")
 
 
 def test_two_runs_are_told_apart():

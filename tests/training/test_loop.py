@@ -66,6 +66,7 @@ class Trial:
         self.parts = SimpleNamespace(
             token_task=lambda _: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
+            programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
         self.sampler = Scripted(lambda prompt, number: [prompt[0], WORDS.eos])
         self.sampler.counters, self.sampler.sync = {}, {}

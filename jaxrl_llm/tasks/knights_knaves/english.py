@@ -116,10 +116,10 @@ def _search(puzzle: Puzzle, roles: Roles) -> Generator[str, None, bool]:
 
 
 def contradicted(statements: Sequence[Statement], roles: Roles) -> int | None:
-    """The first person with a role whose statement misfits it, whatever the others turn out to be."""
+    """The first person whose statement contradicts their role, whatever the roles not yet given."""
     people = len(statements)
     full = (1 << (1 << people)) - 1
-    open_cases = full
+    open_cases = full  # a bit for each assignment that agrees with `roles` (see `logic`)
     for person, knight in enumerate(roles):
         open_cases &= knight_table(person, people) ^ (0 if knight else full)
     for speaker in range(len(roles)):

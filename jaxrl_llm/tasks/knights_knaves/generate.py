@@ -1,4 +1,4 @@
-"""Seeded random Knights and Knaves puzzles with one solution each, in splits that never meet."""
+"""Seeded random Knights and Knaves puzzles with one solution each, in splits that never overlap."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _PATIENCE = 20_000  # draws without a new puzzle before the space counts as used
 
 @dataclass(frozen=True)
 class Recipe:
-    """A data set: `people` per puzzle (mixed evenly), nesting up to `depth`, sizes, and the seed."""
+    """A data set: numbers of people (evenly mixed), nesting of statements, sizes, and the seed."""
 
     people: tuple[int, ...] = (3,)
     depth: int = 2
@@ -46,12 +46,12 @@ class Recipe:
 
 
 def split_of(key: str) -> str:
-    """The split a canonical key belongs to, in every data set whatever its seed, sizes and people."""
+    """The split of a canonical key: the same in every data set, of any seed, sizes and people."""
     return "test" if int(key, 16) % _TEST_SHARE == 0 else "train"
 
 
 def generate(recipe: Recipe, split: str) -> Iterator[Puzzle]:
-    """The puzzles of one split of a recipe, taking the numbers of people in turn."""
+    """The puzzles of one split of a recipe, with its numbers of people in turn."""
     streams = [puzzles(split, n, recipe.depth, recipe.seed) for n in recipe.people]
     size = {"train": recipe.train, "test": recipe.test}[split]
     return (next(stream) for stream in islice(cycle(streams), size))
@@ -82,7 +82,7 @@ def puzzles(split: str, people: int, depth: int, seed: int) -> Iterator[Puzzle]:
 
 
 def _informative(rng: Random, people: int, depth: int) -> Statement:
-    """A random statement no part of which is always true or always false."""
+    """A random statement without a part that is always true or always false."""
     while True:
         statement = _statement(rng, people, depth)
         if 0 < truth_table(statement, people) < (1 << (1 << people)) - 1:

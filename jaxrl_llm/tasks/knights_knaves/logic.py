@@ -49,7 +49,7 @@ Statement = Is | Not | Compound
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Person i, called `names[i]`, makes `statements[i]`; `solution` is the only consistent answer."""
+    """Person i, `names[i]`, says `statements[i]`; `solution` is the only consistent assignment."""
 
     names: tuple[str, ...]
     statements: tuple[Statement, ...]
@@ -65,12 +65,12 @@ def assignments(people: int) -> tuple[Roles, ...]:
 
 @cache
 def knight_table(person: int, people: int) -> int:
-    """The truth table of "`person` is a knight"; bit a of a table is its value in `assignments[a]`."""
+    """The truth table of "`person` is a knight"; bit a is its value in `assignments(people)[a]`."""
     return sum(roles[person] << a for a, roles in enumerate(assignments(people)))
 
 
 def truth_table(statement: Statement, people: int) -> int:
-    """The statement's value in every assignment, as the bits of one integer."""
+    """The statement's value in every assignment, as bits of an integer like `knight_table`'s."""
     full = (1 << (1 << people)) - 1
     match statement:
         case Is(person, knight):
@@ -91,13 +91,13 @@ def truth_table(statement: Statement, people: int) -> int:
 
 
 def consistent_table(speaker: int, statement: Statement, people: int) -> int:
-    """Where the speaker fits the statement: a knight's is true, a knave's is false."""
+    """The truth table of "the statement is true if the speaker is a knight, else false"."""
     full = (1 << (1 << people)) - 1
     return truth_table(statement, people) ^ knight_table(speaker, people) ^ full
 
 
 def solutions(statements: Sequence[Statement]) -> list[Roles]:
-    """Every assignment in which all speakers fit their statements, by exhaustive search."""
+    """Every assignment in which knights' statements are true and knaves' false; tries all."""
     people = len(statements)
     table = (1 << (1 << people)) - 1
     for speaker, statement in enumerate(statements):
@@ -117,10 +117,10 @@ def highest_person(statement: Statement) -> int:
 
 
 def canonical_key(statements: Sequence[Statement]) -> str:
-    """A digest that is blind to the people's names and order and to the order of operands.
+    """A digest of a puzzle that ignores people's names, their order, and the order of operands.
 
-    Each person's colour is refined by the colours of whom their statement mentions (Weisfeiler and
-    Leman, 1968), so renamed puzzles always share a key; distinct puzzles may too, but very rarely.
+    Colour refinement (Weisfeiler and Leman, 1968): a person's colour is hashed from the colours of
+    those they mention. Renamed puzzles always share a key; distinct ones may too, but very rarely.
     """
     colours = [""] * len(statements)
     for _ in statements:
@@ -130,7 +130,7 @@ def canonical_key(statements: Sequence[Statement]) -> str:
 
 
 def _shape(statement: Statement, colours: list[str], positive: bool) -> str:
-    """The statement (or its negation) as text, people by colour, operands sorted where order is moot."""
+    """The statement or its negation as text: people as colours, operands sorted if commutative."""
     match statement:
         case Is(person, knight):
             return colours[person] + ("+" if knight == positive else "-")

@@ -41,7 +41,7 @@ _COLUMNS = ("quiz", "names", "statements", "solution")
 
 @dataclass(frozen=True)
 class KnightsKnaves:
-    """The task over two sources of puzzles, told by `prompt` and solved aloud by `demonstration`."""
+    """Puzzles to train and test on; `demonstration` writes a full-score response to a `prompt`."""
 
     name: str
     train: Source[Puzzle]
@@ -59,20 +59,20 @@ def english(train: Source[Puzzle], test: Source[Puzzle]) -> KnightsKnaves:
 
 
 def tiny(train: Source[Puzzle], test: Source[Puzzle]) -> KnightsKnaves:
-    """The same puzzles in the words of `kk_tiny.vocabulary()`."""
+    """The task in the words of `kk_tiny.vocabulary()`, from puzzles in English."""
     train, test = Mapped(train, kk_tiny.retell), Mapped(test, kk_tiny.retell)
     return KnightsKnaves("knights_knaves_tiny", train, test, kk_tiny.prompt, kk_tiny.demonstration)
 
 
 def paper_prompt(puzzle: Puzzle) -> str:
-    """The paper's prompt for a puzzle; it ends in an open `<think>`, which the response continues."""
+    """The paper's prompt for a puzzle; it ends in `<think>`, which the response continues."""
     return _PAPER_PROMPT.format(question=puzzle.question)
 
 
 def reward(names: Sequence[str], solution: Roles, response: str) -> Reward:
-    """Format +1 or -1; answer +2 if all right, -1.5 if wrong, -2 if unreadable or the format is wrong.
+    """Format +1 or -1, answer +2 if all right, -1.5 if wrong, -2 if unreadable or badly formatted.
 
-    The response continues a prompt that has opened `<think>`, so a score is 3, -0.5, -1 or -3.
+    So a score is 3, -0.5, -1 or -3. The response continues a prompt that ends in `<think>`.
     """
     text = "<think>" + response
     formatted = well_formed(text)
@@ -94,7 +94,7 @@ def well_formed(text: str) -> bool:
 
 
 def parse_answer(text: str, names: Sequence[str]) -> Roles | None:
-    """The roles stated in a well-formed text, or None unless it states each name's once, and nothing else.
+    """The roles in a well-formed text; None unless the answer states each name's once and no more.
 
     Numbers, punctuation and "and" may stand between the statements; "it is false that" may not.
     """
@@ -113,7 +113,7 @@ def parse_answer(text: str, names: Sequence[str]) -> Roles | None:
 
 
 def read_published(path: str | Path) -> list[Puzzle]:
-    """The puzzles of a parquet file in the published format, each checked against our own solver."""
+    """The puzzles of a parquet file in the published format; UserError if a solution is wrong."""
     try:
         rows = pyarrow.parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
@@ -141,6 +141,6 @@ def _published(row: dict[str, Any], where: str) -> Puzzle:
 
 
 def without(puzzles: Sequence[Puzzle], held_out: Sequence[Puzzle]) -> list[Puzzle]:
-    """The puzzles that are none of the held-out ones, not even under other names."""
+    """The puzzles without the held-out ones, also where those have other names or another order."""
     taken = {canonical_key(puzzle.statements) for puzzle in held_out}
     return [puzzle for puzzle in puzzles if canonical_key(puzzle.statements) not in taken]

@@ -33,7 +33,7 @@ _MARKS = (":", ".", "(", ")", "not", "true", "false", "yes", "no", "is", "a", "k
 
 
 def vocabulary(*, chatter: bool = False) -> tuple[str, ...]:
-    """Every word of the tiny prompts and demonstrations; all text is these joined by single spaces."""
+    """Every word of tiny prompts and responses; all text is these words joined by single spaces."""
     words = (*_TAGS, *_MARKS, *_CONNECTIVES.values(), *TINY_NAMES)
     return (*words, *FILLERS) if chatter else words
 
@@ -62,15 +62,15 @@ def _operand(statement: Statement) -> str:
 
 
 def prompt(puzzle: Puzzle) -> str:
-    """The retold question, and the opened thought."""
+    """The retold question and an open `<think>`."""
     return f"{puzzle.question} <think>"
 
 
 def demonstration(puzzle: Puzzle, guesses: Iterable[Roles] | None = None) -> str:
-    """A full-score response: guess, state each statement's truth value, accept or try the next.
+    """A full-score response: guess roles, state each statement's truth value, accept or try again.
 
-    A guess is abandoned at the first misfit. `guesses` (by default all, knights first) must reach the
-    solution; a caller who reorders or thins them gets shorter or more varied traces.
+    A guess ends at the first statement that contradicts its speaker's role. `guesses` (by default
+    all, knights first) must reach the solution, else ValueError; fewer give shorter responses.
     """
     words: list[str] = []
     for roles in assignments(len(puzzle.names)) if guesses is None else guesses:
@@ -83,15 +83,15 @@ def demonstration(puzzle: Puzzle, guesses: Iterable[Roles] | None = None) -> str
 
 
 def guess(puzzle: Puzzle, rng: Random) -> str:
-    """A well-formed response of somebody who does not think: any roles, at once."""
+    """A well-formed response with random roles and no reasoning."""
     return _answer(puzzle.names, [rng.random() < 0.5 for _ in puzzle.names])
 
 
 def chatter(response: str, rng: Random, share: float) -> str:
-    """The response with meaningless words in its thought: a controlled source of low-probability tokens.
+    """The response with filler words in its thought: a controlled source of unlikely tokens.
 
-    Before the first word and after each one comes a filler with probability `share`, and after a filler another
-    one; which of the sixteen is drawn with Zipf's weights. The answer, and so the reward, stays as it is.
+    Before the first word and after each one comes a filler with probability `share`, and after a
+    filler another one; they are drawn with Zipf's weights. The answer, so the reward, is unchanged.
     """
     thought, end, answer = response.partition("</think>")
     words: list[str] = []
@@ -108,7 +108,7 @@ def _answer(names: Iterable[str], roles: Iterable[bool]) -> str:
 
 
 def _attempt(puzzle: Puzzle, roles: Roles) -> list[str]:
-    """One guess: the roles, the statements' truth values up to the first misfit, and the verdict."""
+    """One guess: the roles, the truth values up to the first contradiction, and yes or no."""
     people = len(roles)
     case = assignments(people).index(roles)
     words = [role(knight) for knight in roles]

@@ -1,6 +1,6 @@
-r"""A scalar answer in LaTeX as a small tree.
+r"""Parses a scalar answer in LaTeX into a small tree.
 
-Nothing here evaluates more than rational numbers of bounded size, so no text can make it slow.
+Nothing but rational numbers of bounded size is evaluated, so no text can make it slow.
 """
 
 import re
@@ -32,18 +32,18 @@ _MIXED = re.compile(
     r"(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)(?!\d))(?!\s*[\^!])"
     r"|(\d+)\s+(\d+)\s*/\s*(\d+)(?!\s*[\^!.\d])"
 )
-_DEPTH = 40  # of nested groups
-_BITS = 1 << 14  # of a number that is worked out
-_DIGITS = 1000  # of a number
+_DEPTH = 40  # the most nested groups
+_BITS = 1 << 14  # the most in a computed number
+_DIGITS = 1000  # the most in a written number
 
 
 class UnreadableError(Exception):
-    """The text is not an expression of the notation that is understood here."""
+    """The text is not in a notation that `parse` understands."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation on its arguments; a "number", a "scientific" one or a "symbol" has a value instead."""
+    """An operation with arguments; a "number", "scientific" or "symbol" has a value instead."""
 
     op: str
     args: tuple["Node", ...] = ()
@@ -56,7 +56,7 @@ class Node:
 
     @cached_property
     def key(self) -> str:
-        """One text for an expression, however its terms and factors are ordered."""
+        """The expression as text, the same however its terms and factors are ordered."""
         if not self.args:
             return f"{self.op}:{self.value}"
         keys = [arg.key for arg in self.args]
@@ -64,7 +64,7 @@ class Node:
 
     @cached_property
     def rational(self) -> Fraction | None:
-        """What arithmetic on numbers gives; None for no rational number, or too long a one."""
+        """The exact value; None if it is not a rational number, or has too many bits."""
         if isinstance(self.value, Fraction):
             return self.value
         known = [arg.rational for arg in self.args] if self.op in _ARITHMETIC else [None]
@@ -73,7 +73,7 @@ class Node:
 
     @property
     def literal(self) -> bool:
-        """Whether it is a number as people write a result: an integer, a decimal, a fraction, signed or not."""
+        """Whether it is written as a result: an integer, decimal or fraction, signed or not."""
         if self.op == "negative":
             return self.args[0].op != "negative" and self.args[0].literal
         if self.op == "quotient":
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def symbols(self) -> set[str]:
-        """The names in it, those of constants too."""
+        """The names in it, including constants'."""
         return {str(part.value) for part in self.walk() if part.op == "symbol"}
 
 
@@ -115,7 +115,7 @@ def _bits(number: Fraction) -> int:
 
 
 def parse(text: str) -> Node:
-    """The tree of an expression that fills the whole text; UnreadableError if there is none."""
+    """The tree of the whole text; UnreadableError if it is not one expression."""
     reader = _Reader(text)
     node = reader.sum(0)
     if reader.sign:
@@ -124,14 +124,14 @@ def parse(text: str) -> Node:
 
 
 class _Reader:
-    """Recursive descent, one sign ahead; explicit `depth` keeps hostile nesting from the stack."""
+    """Recursive descent with one token (`sign`) of lookahead; `depth` bounds the recursion."""
 
     def __init__(self, text: str):
         self._text, self._end, self.sign = text, 0, ""
         self._advance()
 
     def _advance(self, end: int | None = None) -> str:
-        """The sign read so far; the next one begins at `end`, by default where this one ended."""
+        """Returns the current token and reads the next, from `end` or where this one ends."""
         taken, match = self.sign, _SIGN.match(self._text, self._end if end is None else end)
         if match is None:
             raise UnreadableError(f"{self._text[self._end : self._end + 10]!r}")
@@ -139,7 +139,7 @@ class _Reader:
         return taken
 
     def _take(self, pattern: re.Pattern[str], start: int) -> list[str] | None:
-        """The groups of a pattern that stands at `start`, which is read over."""
+        """The groups of a pattern at `start`, which is moved past; None if it does not match."""
         match = pattern.match(self._text, start)
         if match is None:
             return None
@@ -174,7 +174,7 @@ class _Reader:
         raise UnreadableError("nested too deeply")
 
     def _starts_factor(self) -> bool:
-        """Whether a factor follows without a sign of multiplication; a number does only as in `n2^{n-1}`."""
+        """Whether a factor follows without a multiplication sign; numbers only as in `n2^{n-1}`."""
         sign = self.sign
         if sign[:1].isdigit():
             before, after = self._text[: self._begin].rstrip(), self._text[self._end :].lstrip()
@@ -193,7 +193,7 @@ class _Reader:
         return node
 
     def _argument(self, depth: int, *, more: bool = False) -> Node:
-        """What `^`, `\\frac` and `\\sqrt` take: a group or one character; `more` arguments may follow."""
+        """An argument of `^`, `\\frac`, `\\sqrt`: a group or a character; `more` may follow it."""
         if self.sign[:1].isdigit():
             if not more and len(self.sign) > 1:
                 raise UnreadableError("an argument of several digits needs braces")

@@ -1,11 +1,11 @@
-r"""Whether an answer is the truth: both are spelled alike, read as a form, and compared part by part.
+r"""Compares an answer with the truth: both are normalised, parsed into a `Form`, compared by parts.
 
-A form is a list, a tuple or interval, a matrix, a relation, a word, or a single expression with a unit.
-Expressions are compared as exact fractions where they are numbers, else by `engine`, which may be slow. An
-answer must be worked out as far as the truth, so `2+3` is not 5.
+A form is a list, a tuple or interval, a matrix, a relation, a word, or an expression with a unit.
+Expressions are compared as exact fractions where they are numbers, else by `engine`, which may be
+slow. An answer must be worked out as far as the truth, so `2+3` is not 5.
 """
 
-# ruff: noqa: RUF001 (signs of mathematics that look like letters are what is replaced here)
+# ruff: noqa: RUF001 (signs of mathematics that look like letters are replaced here)
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from jaxrl_llm.tasks.math.expression import (
 
 Engine = Callable[[Node, Node], bool]
 
-_LONGEST = 2000  # characters of an answer
-_PARTS = 64  # of a list
-_DEPTH = 8  # of lists in lists
+_LONGEST = 2000  # the most characters of an answer
+_PARTS = 64  # the most parts of a list
+_DEPTH = 8  # the most lists in lists
 _SIGNS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "√": r"\sqrt ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ",
     "∈": r"\in ", "°": r"\degree ", "²": "^2", "³": "^3", "\u00a0": " ", "’": "'",
 })  # fmt: skip
-_END = "(?![A-Za-z])"  # of a command
-_SPELLINGS = [
+_END = "(?![A-Za-z])"  # the end of a LaTeX command
+_SPELLINGS = [  # applied in this order: later ones rely on earlier ones
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (rf"\\[dtc]?(frac|binom){_END}", r"\\\1"),
@@ -76,7 +76,7 @@ _EULER_OR_TEN = re.compile(r"(?<![\w.])(\d+)[eE]([+-]\d{1,3})(?![\w.^!])")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
-_PHRASE = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # that computes nothing
+_PHRASE = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # text without arithmetic
 _LABEL = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|{_PHRASE}"
 _NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LABEL})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
 _NAMES = re.compile(
@@ -109,7 +109,7 @@ _SCALES = {
     "trillion": 10**12,
 }  # fmt: skip
 _SYMBOLS = frozenset("msghlNJWVACFTKL")  # units of one letter; other letters may be variables
-_SYNONYMS = (  # of units, as they are told apart
+_SYNONYMS = (  # spellings of a unit that become one
     (r"sq(?:uare)? (\w+)", r"\1^2"), (r"cu(?:bic)? (\w+)", r"\1^3"), (r"\binch(es)?\b", "in"),
     (r"\b(feet|foot)\b", "ft"), (r"centimet(er|re)s?\b", "cm"), (r"millimet(er|re)s?\b", "mm"),
     (r"kilomet(er|re)s?\b", "km"), (r"\bmet(er|re)s?\b", "m"), (r"\bdegrees\b", "degree"),
@@ -127,12 +127,12 @@ _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
 _DENIED = "not no non never nor neither wrong false incorrect except unless neg isn minus half"
-_DENIALS = frozenset(_DENIED.split())  # in a name they say that what follows is not it
+_DENIALS = frozenset(_DENIED.split())  # in a name, they say that its value is not the answer
 
 
 @dataclass(frozen=True)
 class Form:
-    """An answer's shape: its kind, its parts, or one expression; with the name and unit it came with."""
+    """A parsed answer: a kind with parts, or one expression (`node`); its name and unit if any."""
 
     kind: str
     parts: tuple["Form", ...] = ()
@@ -142,7 +142,7 @@ class Form:
 
 
 def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
-    """Whether the answer is the truth, worked out, and no expression that the question has given."""
+    """Whether the answer is the truth, worked out as far, and not copied from the question."""
     if len(answer) > max(_LONGEST, len(truth)):
         return False
     return any(
@@ -164,7 +164,7 @@ def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
 
 
 def _readings(text: str) -> list[str]:
-    """The text, and as it may be meant too: `15,450` as two numbers, `3e-5` as a printed number."""
+    """The text and its other meanings: `15,450` as two numbers, `3e-5` as a printed number."""
     other = text.replace(",", ", ") if _PAIRS.fullmatch(text.strip()) else text
     return [*dict.fromkeys((text, _EULER_OR_TEN.sub(r"\1 \\times 10^{\2}", other)))]
 
@@ -180,13 +180,13 @@ def _nodes(form: Form) -> list[Node]:
 
 @lru_cache(maxsize=4096)
 def _asked(question: str) -> frozenset[str]:
-    """The keys of the expressions in the formulas of a question."""
+    """The keys (`Node.key`) of the expressions in the formulas of a question."""
     sides = [s for found in _FORMULAS.findall(question) for s in "".join(found).split("=")]
     return frozenset(_bare(node).key for side in sides for node in _nodes(read(side)))
 
 
 def _bare(node: Node) -> Node:
-    """The expression without signs, rational factors, terms of 0 and a power of 1: what is left of `-2(x+1)`."""
+    """The expression without sign, rational factors, terms of 0, power of 1: `x+1` of `-2(x+1)`."""
     if node.op == "negative" or (node.op == "quotient" and node.args[1].rational is not None):
         return _bare(node.args[0])
     if node.op == "power" and node.args[1].rational == 1:
@@ -199,7 +199,7 @@ def _bare(node: Node) -> Node:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Form:
-    """The form of an answer; a text that is none of the notations known is equal to itself only."""
+    """The form of an answer; a text in no known notation equals only the same text."""
     try:
         return _read(spelled(text))
     except UnreadableError:
@@ -207,7 +207,7 @@ def read(text: str) -> Form:
 
 
 def spelled(text: str) -> str:
-    r"""The answer in one spelling of `\dfrac`, `\left(`, `10,\!080`, `$5$`; UnreadableError for a novel."""
+    r"""The answer with `\dfrac`, `\left(`, `10,\!080`, `$5$` normalised; else UnreadableError."""
     text = text.translate(_SIGNS)
     if len(text) > 2 * _LONGEST or not text.isascii():
         raise UnreadableError("too long, or letters or digits that are not ASCII")
@@ -219,7 +219,7 @@ def spelled(text: str) -> str:
 
 
 def _stripped(text: str) -> str:
-    """Without what closes a sentence, and without braces around all of it."""
+    """The text without final punctuation and without braces around all of it."""
     text = text.strip().rstrip(" .,;")
     while len(text) > 1 and text[0] == "{" and _closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -227,7 +227,7 @@ def _stripped(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the bracket that closes the one at `start`, of whatever kind; -1 if none does."""
+    """The index of the bracket, of any kind, that closes the one at `start`; -1 if none does."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] in "([{") - (text[place] in ")]}")
@@ -237,7 +237,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand outside all brackets."""
+    """The parts of a text between separators outside all brackets."""
     parts, depth, start = [], 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
@@ -248,7 +248,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def _without_thousands(text: str) -> str:
-    """`1,000\\pi` without its comma; inside brackets a comma separates, as it does beside a space."""
+    """`1,000\\pi` without its comma; one inside brackets or beside a space separates parts."""
     first = re.split(r"[(\[{]", text, maxsplit=1)[0]
     whole = _THOUSANDS.fullmatch(first) and "," not in text[len(first) :]
     return first.replace(",", "") + text[len(first) :] if whole else text
@@ -285,7 +285,7 @@ def _read(text: str, depth: int = 0) -> Form:
 
 
 def _list(text: str, depth: int) -> Form | None:
-    r"""`1,-2`, `\{1,-2\}` and `1 \pm \sqrt{2}`: parts in any order, none twice."""
+    r"""A set, from `1,-2`, `\{1,-2\}` or `1 \pm \sqrt{2}`: equal parts count once, in any order."""
     braces = text.startswith("\\{") and _closing(text, 1) == len(text) - 1
     parts = [part for part in split(text[2:-2] if braces else text, ",") if part]
     labels = re.findall(r"\d", text) if _LABELS.fullmatch(text) else []
@@ -304,7 +304,7 @@ def _list(text: str, depth: int) -> Form | None:
 
 
 def _relation(text: str, depth: int) -> Form | None:
-    """`x=5` is 5 with a name; other equations and inequalities keep their sides, the smaller one first."""
+    """`x=5` is 5 with a name; other equations and inequalities keep their sides, smaller first."""
     sides = [side.strip() for side in _RELATIONS.split(text)]
     if len(sides) == 1:
         return None
@@ -346,7 +346,7 @@ def _group(text: str, depth: int) -> Form | None:
 
 
 def _unit_split(text: str) -> tuple[str, str]:
-    r"""The text without its unit, and the unit: `5\text{ inches}^2` is 5 and "in^2"; "" if it has none."""
+    r"""The text without its unit, and the unit or "": `5\text{ inches}^2` gives 5 and "in^2"."""
     if money := re.fullmatch(r"(-?)\s*\\\$(.+)", text):
         return money[1] + money[2].strip(), "$"
     for ending, unit in (("\\%", "%"), ("\\degree", "degree")):
@@ -365,7 +365,7 @@ def _unit_split(text: str) -> tuple[str, str]:
 
 
 def _is_unit(unit: str) -> bool:
-    """Whether it leaves the number before it as it is: `students`, `m/s`; not `thousand`, `or less`."""
+    """Whether it does not change the number before it: `students`, `m/s`; not `thousand`."""
     words = re.findall("[A-Za-z]+", unit)
     letters = [word for word in words if len(word) == 1]
     plain = {*letters} <= _SYMBOLS or (
@@ -380,7 +380,7 @@ def _no_engine(truth: Node, answer: Node) -> bool:
 
 
 def equal(truth: Form, answer: Form, engine: Engine) -> bool:
-    """Whether they say the same, the answer worked out as far as the truth."""
+    """Whether both forms say the same, with the answer worked out as far as the truth."""
     truth, answer = _alike(truth, answer), _alike(answer, truth)
     if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
         return False
@@ -405,7 +405,7 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
 
 
 def _alike(form: Form, other: Form) -> Form:
-    r"""The form in the notation of the other where that says the same: `\{2\}`, `x=1,y=2`, `x>2`, `4/13`."""
+    r"""The form in the other's notation where it can be: `\{2\}`, `x=1,y=2`, `x>2`, `4/13`."""
     if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
         return form.parts[0]
     if form.kind == "set" and other.kind == "tuple ()" and _told_apart(form):
@@ -459,7 +459,7 @@ def _worked_out(answer: Node, truth: Node) -> bool:
 
 
 def operations(node: Node) -> Counter[str]:
-    """What is left to do in an expression: how often it adds, divides, takes powers, roots and functions."""
+    """Counts the operations left to do in an expression (sums, roots, ...), and its symbols."""
     found = Counter[str]()
     for part in node.walk():
         exponent = part.args[1] if part.op == "power" else None

@@ -18,13 +18,13 @@ Row = Mapping[str, Any] | Sequence[Any]
 _QUESTION_COLUMNS = ("problem", "question", "prompt")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target")
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
-LONG = 40  # letters and digits by which a question is known within a longer text
-_INSTRUCTION = "Let's think step by step"  # begins what the published data add to a question
+LONG = 40  # letters and digits that a question needs to be found within a longer text
+_INSTRUCTION = "Let's think step by step"  # begins the text that published data add to a question
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question in text, and what counts as its answer, in LaTeX or plain notation: one truth or several."""
+    """A question and its accepted answers, `truths`, in LaTeX or plain notation; else TypeError."""
 
     question: str
     truths: tuple[str, ...]
@@ -43,7 +43,7 @@ class Problem:
 
 
 def problem_of(row: Row) -> Problem:
-    """A problem from a plain row (`problem`, `answer`), a chat row (`prompt`, `reward_model`) or two turns."""
+    """The problem of a row: `problem`, `answer`; a chat `prompt`, `reward_model`; or two turns."""
     if not isinstance(row, Mapping):
         return Problem(row[0]["value"], truths(row[1]["ground_truth"]["value"]))
     reward_model = row.get("reward_model")
@@ -53,7 +53,7 @@ def problem_of(row: Row) -> Problem:
 
 
 def truths(stored: Any) -> tuple[str, ...]:
-    """The accepted answers of a cell: a text, a number, a list, or a list of texts that was printed."""
+    """The accepted answers in a cell: a text, a number, a list, or a printed list of texts."""
     if isinstance(stored, str):
         both = _EITHER.fullmatch(stored.strip())
         listed = list(both.groups()) if both else _printed_list(stored)
@@ -67,7 +67,7 @@ def truths(stored: Any) -> tuple[str, ...]:
 
 
 def _printed_list(text: str) -> list[str] | None:
-    """`['9.6\\n']` as the list it shows; None for all else, intervals like `[-2,4]` among it."""
+    """The list that a text like `['9.6\\n']` shows; else None, as for an interval `[-2,4]`."""
     if not text.strip().startswith("["):
         return None
     try:
@@ -79,7 +79,7 @@ def _printed_list(text: str) -> list[str] | None:
 
 
 def _question(stored: Any) -> str:
-    """The text of a cell, of a chat what the user says last."""
+    """The text of a cell; of a chat, the user's last message."""
     if isinstance(stored, str):
         return stored
     if isinstance(stored, list) and all(isinstance(turn, Mapping) for turn in stored):
@@ -88,7 +88,7 @@ def _question(stored: Any) -> str:
 
 
 def _answer(row: Mapping[str, Any]) -> Any:
-    """The cell of the answer; one that has several parts, and not several ways to write it, says so."""
+    """The answer's cell; a list of parts (by `is_multiple_answer`), not alternatives, is joined."""
     stored = _first(row, _ANSWER_COLUMNS)
     parts = isinstance(stored, list) and row.get("is_multiple_answer")
     return ", ".join(map(str, stored)) if parts else stored
@@ -106,7 +106,7 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 
 
 def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a parquet, JSONL (an object a line) or JSON (one list) file, told by its name."""
+    """The problems of a parquet, JSONL or JSON (one list) file, by its suffix; or UserError."""
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise UserError(f"cannot read {path}: its name ends in none of {', '.join(_READERS)}")
@@ -157,7 +157,7 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
 def from_hub(
     name: str, split: str, convert: Callable[[Row], Problem] = problem_of
 ) -> list[Problem]:
-    """The problems in the parquet or JSONL files of a split of a Hugging Face data set; no code of it runs."""
+    """The problems of a hub data set's split, in parquet or JSONL files; none of its code runs."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -178,9 +178,9 @@ def from_hub(
 
 
 def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Problem]:
-    """The problems whose question is not a held-out one, nor holds one between instructions.
+    """The problems whose question neither is nor contains a held-out one.
 
-    Letters and digits are compared; one that has fewer than `LONG` is known only where there is nothing else.
+    Letters and digits are compared. Held-out questions with less than `LONG` must match as a whole.
     """
     taken = {_folded(problem.question) for problem in held_out}
     begun: dict[str, list[str]] = {}
@@ -198,16 +198,16 @@ def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Pr
 
 
 def _folded(question: str) -> str:
-    """What two copies of a question share: no notation, no case, nothing after the published instruction."""
+    """A question's letters and digits in lower case, up to the published instruction."""
     asked = question.partition(_INSTRUCTION)[0]
     return "".join(filter(str.isalnum, asked.casefold()))
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Problems of a data set: answered greedily, and `samples` times each (avg@k, pass@k) where they are few.
+    """A named data set: answered greedily, and with `samples` also so often each (avg@k, pass@k).
 
-    Those to train on have no home on the hub in a form that is read here: they come from a local file.
+    Sets to train on have no `hub` name, as the hub has none in a supported form: give a local file.
     """
 
     name: str
@@ -216,12 +216,12 @@ class Suite:
     samples: int = 0
 
     def load(self, source: str | Path = "") -> list[Problem]:
-        """The problems from a local parquet, JSONL or JSON file, or a hub name; by default the suite's own."""
+        """The problems of a local parquet, JSONL or JSON file or a hub name, by default `hub`."""
         if not source and not self.hub:
             raise UserError(f"the math suite {self.name} needs a file: parquet, JSONL or JSON")
         if (
             Path(source).suffix in _READERS or Path(source).is_file()
-        ):  # a hub name may have dots too
+        ):  # any other name with a dot may be of the hub
             return from_file(source)
         return from_hub(str(source or self.hub), self.split)
 
@@ -239,7 +239,7 @@ SUITES = {suite.name: suite for suite in _ALL}
 
 
 def suite(name: str) -> Suite:
-    """The suite of that name."""
+    """The suite of that name; UserError if there is none."""
     if name not in SUITES:
         raise UserError(f"no math suite {name!r}: there are {', '.join(SUITES)}")
     return SUITES[name]

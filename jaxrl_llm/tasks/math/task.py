@@ -1,4 +1,4 @@
-"""Math problems as a task: the reward is 1 if the boxed answer is the truth, worked out, else 0."""
+"""Math problems as a task: the reward is 1 if the boxed answer is right and worked out, else 0."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ _PROMPT = (
     "<|im_start|>assistant\n<think>"
 )
 _BOX = "\\boxed{"
-NESTED = 8  # boxes in boxes that are looked into
+NESTED = 8  # the most boxes in boxes that are opened
 
 
 @dataclass(frozen=True)
 class MathTask:
-    """Problems checked by `checker`; `prompt_format` has `{question}` and ends in an open `<think>`."""
+    """Problems checked by `checker`; `prompt_format` has `{question}` and ends in `<think>`."""
 
     train: Source[Problem]
     test: Source[Problem]
@@ -29,7 +29,7 @@ class MathTask:
         return self.prompt_format.replace("{question}", example.question)
 
     def reward(self, example: Problem, response: str) -> Reward:
-        """1 for the truth or any of several; unchecked if that could not be found out for one of them."""
+        """1 if the answer equals any truth; else 0, unchecked if a comparison was undecided."""
         answer = boxed_answer(response)
         verdict = Verdict.DIFFERENT
         for truth in example.truths:
@@ -46,9 +46,9 @@ class MathTask:
 
 
 def boxed_answer(response: str) -> str | None:
-    r"""What the last `\boxed{}` after the first `</think>` holds, or None; of nested ones the innermost.
+    r"""The text in the last `\boxed{}` (the innermost of nested ones) after `</think>`, or None.
 
-    A box that holds more than another box is left as it is, and is no answer that can be read.
+    A box around more than another box is returned as it is, and cannot be read as an answer.
     """
     text = response.partition("</think>")[2]
     inside, start = None, text.find(_BOX)
@@ -68,7 +68,7 @@ def boxed_answer(response: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """The text from `start` to the brace that closes an already opened one; escaped braces do not count."""
+    """The text from `start`, behind an open brace, up to the brace that closes it; None if none."""
     depth, place = 1, start
     while place < len(text):
         if text[place] == "\\":

@@ -1,8 +1,8 @@
-"""Processes that decide whether math answers are right, none of which can hang or end the run.
+"""Checks math answers, where needed in worker processes, so that none can hang or end the run.
 
-The trainer holds an `AnswerChecker`. What numbers and notation do not settle it asks a worker: this module, run
-by a fresh Python that imports neither the caller's main module nor JAX and sees nothing of its environment. A JSON
-list `[truth, answer, question, seconds]` a line goes in, one word comes out: equal, different, timeout or crash.
+What numbers and notation do not settle, an `AnswerChecker` asks a worker: this module in a fresh
+Python, without the caller's main module, JAX, and most environment variables. It reads a JSON list
+`[truth, answer, question, seconds]` a line and writes equal, different, timeout or crash.
 """
 
 import importlib.util
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
-_WALL = 200.0  # seconds of the clock to one of CPU time after which the worker itself is at fault
+_WALL = 200.0  # wall-clock seconds for one of CPU time until a worker counts as stuck
 _START = 300.0  # seconds a worker may take to import its libraries
 _MEMORY = 4 << 30  # bytes of address space a comparison may use
-_DIGITS = 100  # of a numerical comparison
-_EXITS = {0: "equal", 1: "different"} | dict.fromkeys(
+_DIGITS = 100  # precision of a numerical comparison
+_EXITS = {0: "equal", 1: "different"} | dict.fromkeys(  # the kernel's signals at a limit
     (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL), "timeout"
 )
-_WARMING = (  # pairs that load once what the algebra system would load for every comparison
+_WARMING = (  # compared at start: else sympy would load its parts anew in each forked child
     (r"2\sqrt{3}", r"3\sqrt[3]{2}"),
     (r"7\pi", r"\frac{43}{2}\sqrt{2}"),
     ("6-5i", "6+5i"),
@@ -58,7 +58,7 @@ class Verdict(Enum):
 
 
 class _AlgebraNeededError(Exception):
-    """Numbers and notation alone do not tell whether two expressions are equal."""
+    """Numbers and notation alone do not decide whether two expressions are equal."""
 
 
 def _no_algebra(truth: Node, answer: Node) -> bool:
@@ -66,10 +66,10 @@ def _no_algebra(truth: Node, answer: Node) -> bool:
 
 
 class AnswerChecker:
-    """Tells right answers from wrong ones; where that takes algebra, in worker processes.
+    """Compares answers with truths; where that takes algebra, in worker processes.
 
-    A comparison has `seconds` of CPU time, and once more twice as long, so the verdict does not depend on what
-    else the machine does. Safe to call from any number of threads.
+    A comparison has `seconds` of CPU time, then a second try with twice that, so a verdict does not
+    depend on the machine's load. Thread-safe. Raises UserError if the workers do not start.
     """
 
     def __init__(self, workers: int = 2, seconds: float = 1.0):
@@ -80,14 +80,14 @@ class AnswerChecker:
         self._finalizer = weakref.finalize(self, _stop_all, self._processes)
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         try:
-            for process in [self._spawn() for _ in range(workers)]:  # which start side by side
+            for process in [self._spawn() for _ in range(workers)]:  # all start before one is ready
                 self._idle.put(self._ready(process))
         except UserError:
             self.close()
             raise
 
     def check(self, truth: str, answer: str, question: str = "") -> Verdict:
-        """Whether the answer is the truth, worked out, and not an expression that the question gives."""
+        """Whether the answer is the truth, worked out as far, and not copied from the question."""
         try:
             equal = same(truth, answer, question, _no_algebra)
             return Verdict.EQUAL if equal else Verdict.DIFFERENT
@@ -102,9 +102,9 @@ class AnswerChecker:
         return Verdict.UNDECIDED
 
     def _ask(self, line: str, timeout: float) -> str:
-        """A worker's reply to a line, or "" if it is dead, stuck or out of step and had to be ended.
+        """A worker's reply to a line, or "" if it was dead or stuck and has been killed.
 
-        What is taken from the queue always returns to it: the worker, or None where one is to be started.
+        An entry taken from the queue always returns to it: the worker, or None to start another.
         """
         process, reply = self._idle.get(), ""
         try:
@@ -120,7 +120,7 @@ class AnswerChecker:
             self._idle.put(process)
 
     def _spawn(self) -> _Process:
-        """A worker that finds this package, knows no secret of the environment, and no Ctrl-C reaches."""
+        """A new worker, which gets no secrets from the environment and no Ctrl-C."""
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         package = str(Path(jaxrl_llm.__file__).parents[1])
         try:
@@ -159,7 +159,7 @@ class AnswerChecker:
 
 
 def _reply(process: _Process, timeout: float, line: str = "") -> str:
-    """The next line of a worker, after `line` was sent; "" if it has ended, or says nothing in time."""
+    """A worker's next line, after `line` is sent; "" if it has ended or takes over `timeout` s."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -221,7 +221,7 @@ def equivalent(truth: Node, answer: Node) -> bool:
 
 
 def judge(truth: str, answer: str, question: str, seconds: float) -> str:
-    """The word for a pair, found by a child that the kernel ends when its time is spent."""
+    """The reply for a pair, found by a forked child that the kernel kills when its time is up."""
     child = os.fork()
     if child == 0:
         code = 2
@@ -234,7 +234,7 @@ def judge(truth: str, answer: str, question: str, seconds: float) -> str:
 
 
 def _limit_time(seconds: float) -> None:
-    """CPU time decides; the clock only ends a child that waits for what never comes."""
+    """Limits CPU time, and far more generously wall-clock time, for a child that waits forever."""
     for alarm in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(alarm, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -243,7 +243,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _limit_memory() -> None:
-    """Caps the address space of this process and its children, where the system can (not on macOS)."""
+    """Caps the address space of this process and its children, on Linux (macOS cannot)."""
     if sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         soft = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
@@ -251,7 +251,7 @@ def _limit_memory() -> None:
 
 
 def _serve() -> None:
-    """Answers one line for each line of input."""
+    """The main loop of a worker: one line of output for each line of input."""
     _limit_memory()
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
