@@ -25,7 +25,8 @@ LINES = [
     pytest.param(line.strip(), id=f"{name}:{number}")
     for name, text in PAGES.items()
     for number, line in enumerate(text.splitlines(), 1)
-    if re.match(r"    (\w+=\S+ )*jaxrl-llm ", line) and not re.search(r"CONFIG|\.\.\.|s3:.*--resume", line)
+    if re.match(r"    (\w+=\S+ )*jaxrl-llm ", line)
+    and not re.search(r"CONFIG|\.\.\.|s3:.*--resume", line)
 ]
 
 

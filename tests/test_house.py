@@ -23,14 +23,15 @@ LAYERS = (
     ("rollouts", "tasks"),
     ("learning",),
     ("config",),
-    ("training",),
-    ("planning", "research"),
+    ("model", "training"),
+    ("planning",),
+    ("research",),
     ("cli",),
 )
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 ALONE = {"objectives": {"jax", "jaxtyping", "jaxrl_llm"}}  # all that a room imports from elsewhere
 HEAVY = {"torch", "tensorflow", "libtpu", "vllm"}
-OTHER_PROCESSES = "peer_*.py"  # run by the Python of vLLM, beside torch
+OTHER_PROCESSES = "peer.py"  # run by the Python of vLLM, beside torch
 RIDDLES = {"car", "desk", "seal", "sealed"}  # words that say nothing to a newcomer
 
 
@@ -59,7 +60,7 @@ def test_arrows_between_rooms_go_one_way():
         lower = {other for other in HEIGHT if HEIGHT[other] < HEIGHT.get(here, 0)} | {here}
         if here != "__init__":
             wrong += [f"{path.relative_to(PACKAGE)} imports {x}" for x in sorted(ours - lower)]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_from_elsewhere():
@@ -91,8 +92,8 @@ DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py -
 @pytest.mark.parametrize(
     ("program", "modules", "lines"),
     [
-        pytest.param(DRY_RUN, 75, 9_000, id="a run"),
-        pytest.param("import jaxrl_llm.learning.update", 19, 2_450, id="the train step"),
+        pytest.param(DRY_RUN, 82, 12_200, id="a run"),
+        pytest.param("import jaxrl_llm.learning.update", 21, 2_450, id="the train step"),
     ],
 )
 def test_how_much_there_is_to_read(program, modules, lines):

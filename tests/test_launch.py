@@ -362,7 +362,7 @@ def test_a_worker_of_a_tpu_pod_says_when_the_run_has_ended(folder, worker, code,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("gpus KK", "known are gpu, slurm, jobset, tpu-pod"),
+        ("gpus KK", "a kind of machines and a config (gpu, slurm, jobset, tpu-pod)"),
         ("gpu configs/none.py", "does not exist"),
         ("gpu", "wants a config file"),
         ("gpu KK --aplha 0.1", "--alpha"),
@@ -423,7 +423,7 @@ def test_no_flag_is_of_two(capsys):
     assert "--hours 3" in printed("gpu", "other.py", "--hours", "3")
     with pytest.raises(SystemExit):
         main(["launch", "slurm", "other.py"])
-    assert "--hours is a flag of both launch and" in capsys.readouterr().err
+    assert "--hours is a flag of both launch slurm and" in capsys.readouterr().err
     for path in sorted((ROOT / "configs").glob("*.py")):
         assert printed("gpu", str(path))
         assert printed("slurm", str(path))

@@ -12,7 +12,7 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import fleet, grid, study_report
 from jaxrl_llm.research.study import Planned, Study
-from jaxrl_llm.training import journal
+from jaxrl_llm.training import journal, record
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = ROOT / "tests" / "training" / "quick.py"
@@ -117,6 +117,12 @@ def refused(planned, capsys):
     return run
 
 
+def made(where, **known):
+    """Says that a run was started there."""
+    nothing = {"flags": {}, "files": {}, "sums": {}, "sessions": [], "config": None, "from": None}
+    record.write(where, {"version": record.VERSION, "id": "a", "from_id": None, **nothing, **known})
+
+
 def fake(out, name, accuracies, *, warm=2, flags=None):
     """The folder of a run that was evaluated at every step, from 0 on; half as many sampled answers are right."""
     where = out / "runs" / name
@@ -130,7 +136,7 @@ def fake(out, name, accuracies, *, warm=2, flags=None):
         for record in records[-2:]:
             record.update({"step": warm + step, "phase": "reinforce", "time/step": 1.0})
     (where / journal.METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
-    (where / "run.json").write_text(json.dumps({"flags": flags or {}}))
+    made(where, flags=flags or {})
     (where / "checkpoints" / str(warm + len(accuracies) - 1)).mkdir(parents=True)
     return where
 
@@ -158,7 +164,7 @@ def test_a_study_goes_on_with_what_is_left(small, out, planned):
     fake(out, "lopti-seed0", [0.1, 0.2])
     nothing = out / "runs" / "plain-seed1"
     (nothing / "model").mkdir(parents=True)  # killed before its first checkpoint
-    (nothing / "run.json").write_text('{"flags": {}}')
+    made(nothing)
     jobs = planned(small, "--out", out)
     assert [*jobs] == ["lopti-seed0", WARM[1], "plain-seed1", "lopti-seed1"]
     assert jobs["lopti-seed0"].after == ""
@@ -194,7 +200,7 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out
     for file in (loaded, where / "files" / "0-loaded.py"):
         file.write_text("RATE = 1")
     files = {str(loaded): "files/0-loaded.py"}
-    (where / "run.json").write_text(json.dumps({"flags": {}, "files": files}))
+    made(where, files=files)
     shutil.copy(QUICK, where / "config.py")
     assert "plain-seed0" not in planned(small, "--out", out)
     loaded.write_text("RATE = 2")
@@ -279,7 +285,7 @@ def test_a_full_disk_is_one_line(small, out, refused, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(study_report, "save", full)
-    assert f"cannot write to {out}: No space left" in refused(small, "--out", out, "--report")
+    assert "cannot read or write a file: No space left" in refused(small, "--out", out, "--report")
 
 
 def test_the_folder_is_of_one_study_at_a_time_and_a_stop_is_told(small, out, monkeypatch, refused):
@@ -294,7 +300,7 @@ def test_the_folder_is_of_one_study_at_a_time_and_a_stop_is_told(small, out, mon
     with pytest.raises(SystemExit) as left:
         main(["study", str(small), "--out", str(out)])
     assert left.value.code == 75
-    assert "is being worked on by another process" in seen[0]
+    assert "is in use by" in seen[0]
 
 
 def test_the_report_reads_the_runs(small, out, capsys):
