@@ -25,6 +25,7 @@ def test_bench_update_prints_the_table(capsys):
     assert "Lopti (2 stages)" in out
 
 
+@pytest.mark.slow
 def test_bench_compile_prints_the_table(capsys):
     main(["bench", "compile", "--layers", "1", "2", "--repeats", "1"])
     assert "x 1 layers" in capsys.readouterr().out

@@ -25,8 +25,6 @@ PLANS = {
 MESHES = {"1-device": (1, 1, 1), "8-devices": (2, 2, 2), "fsdp-8": (1, 8, 1), "tensor-4": (2, 1, 4)}
 ALWAYS = {
     ("1-device", 1, False),
-    ("1-device", 2, True),
-    ("8-devices", 2, False),
     ("8-devices", 4, True),
 }
 

@@ -168,7 +168,11 @@ def first_rows(seen):
 
 @pytest.mark.parametrize(
     ("micro", "pack", "surrogate"),
-    [(4, False, losses.clipped), (2, True, losses.clipped), (2, False, losses.gspo)],
+    [
+        (2, True, losses.clipped),
+        pytest.param(4, False, losses.clipped, marks=pytest.mark.slow),
+        pytest.param(2, False, losses.gspo, marks=pytest.mark.slow),
+    ],
 )
 def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
     """Nor what it reports, where those after the last of a stage are not computed."""
@@ -187,6 +191,7 @@ def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_divide_the_mesh():
     """An odd vocabulary, 3 KV heads over 2 tensor shards: the same step as on one device."""
     shape = tiny.shape(vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)

@@ -109,6 +109,7 @@ def test_every_token_of_a_model_keeps_the_bounds_at_every_layer(params, tokens, 
     assert (at > 0).all()
 
 
+@pytest.mark.slow
 def test_gradients_of_bins_add_up_to_the_whole(params, credited):
     policy_logp, ascent = tiny.policy()[0], optax.sgd(1.0)
     step = update.make_train_step(policy_logp, tiny.objective(penalties=()), ascent)

@@ -133,8 +133,8 @@ def fake(out, name, accuracies, *, warm=2, flags=None):
             sampled = {"reward": 0.0, "accuracy": accuracy / 2}
             records.append({**sampled, "rare_half": 0.25, "entropy": 0.5, "length": 30.0})
         records.append({"eval/accuracy": accuracy})
-        for record in records[-2:]:
-            record.update({"step": warm + step, "phase": "reinforce", "time/step": 1.0})
+        for written in records[-2:]:
+            written.update({"step": warm + step, "phase": "reinforce", "time/step": 1.0})
     (where / journal.METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
     made(where, flags=flags or {})
     (where / "checkpoints" / str(warm + len(accuracies) - 1)).mkdir(parents=True)

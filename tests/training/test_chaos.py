@@ -83,6 +83,7 @@ def resumed(stage, scene):
     return difference(scene.record(), stage.whole(SERVED).record) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [proxy.ROLLOUT, proxy.EVALUATION])
 def test_sigterm_during_a_wait_for_responses(stage, where):
     """In the last rollout, and in the last evaluation by which a best checkpoint can be chosen."""
@@ -96,6 +97,7 @@ def test_sigterm_during_a_wait_for_responses(stage, where):
     assert resumed(stage, scene)
 
 
+@pytest.mark.slow
 def test_an_outage_saves_before_it_gives_up(stage, tmp_path):
     scene, calls = stage.scene(SERVED, "outage"), stage.whole(SERVED).calls[proxy.ROLLOUT]
     scene.config = tmp_path / "sparing.py"

@@ -113,6 +113,7 @@ def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_p
     assert close(steps(out), steps(pair))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environment, pair, tmp_path):
     job = Job(environment, tmp_path / "run", 2, 2)
     job.wait_for(3)
