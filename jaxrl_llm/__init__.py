@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.rollouts.sampler import Sampling as Sampling
     from jaxrl_llm.tasks import builders as builders
     from jaxrl_llm.tasks.task import Reward as Reward
-    from jaxrl_llm.training.run import train as train  # pyright: ignore[reportMissingImports]
+    from jaxrl_llm.training.run import train as train
 
 __version__ = "0.1.0"
 

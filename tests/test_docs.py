@@ -18,7 +18,7 @@ PAGES = {
     path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
 }
 ELSEWHERE = {
-    "python.md": 8,
+    "python.md": 9,
     "studies.md": 1,
 }  # snippets run by test_public.py and research/test_study.py
 LINES = [
