@@ -34,6 +34,9 @@ from tests.processes import kill
 
 PYTHON = os.environ.get("JAXRL_VLLM_PYTHON")
 pytestmark = [
+    # a connection that is called off while it is made, as when a server is killed, is closed by the collector
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.skipif(not PYTHON, reason="JAXRL_VLLM_PYTHON names no Python that has vLLM"),
     pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="one server, so run with -n 0"),
 ]
