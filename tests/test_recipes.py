@@ -126,9 +126,10 @@ def test_with_both_methods(name):
 @pytest.mark.slow
 def test_the_whole_table():
     """Mean loss and gradient norm of three steps; nothing is refused."""
-    table = rich.table.Table("recipe", *VARIANTS, title="loss and gradient norm, three steps")
+    shown = [*VARIANTS][:: len(VARIANTS) - 1]  # as published, and with both methods
+    table = rich.table.Table("recipe", *shown, title="loss and gradient norm, three steps")
     for name in recipes.BY_NAME:
-        cells = [check(name, variant, whole=True) for variant in VARIANTS]
+        cells = [check(name, variant, whole=True) for variant in shown]
         table.add_row(
             name, *(f"{x['loss'].mean():+.4f} {x['grad_norm'].mean():.3f}" for x in cells)
         )

@@ -111,6 +111,7 @@ def test_a_full_disk_during_a_save_keeps_the_last_checkpoint(environment, whole,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [piped, on_terminal])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # ends of pipes
 def test_a_run_whose_terminal_closes_saves_what_it_has(start, environment, tmp_path, monkeypatch):
     for name, value in {**environment, "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
