@@ -172,7 +172,7 @@ def _pids(scene: Scene, keeper: bool) -> list[int]:
             continue
         if (
             pid != scene.pid
-            and (b"keeper.py" in words) == keeper
+            and (b"serverside.py" in words) == keeper
             and b"tests.chaos.nursery" not in words
         ):
             found.append(pid)
