@@ -57,7 +57,9 @@ def living():
     """The process ids of this group that are alive, as far as /proc tells."""
     found = set()
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # it has just ended: no file, or an empty one
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
             if int(group) == os.getpgrp() and state != "Z":
                 found.add(int(path.parent.name))
