@@ -102,6 +102,7 @@ def _read_as_far_as_anybody_likes() -> Iterator[None]:
         output.register(sys.stdout, 0)
         if not output.poll(0):  # standard output is fine: some other pipe broke
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # or Python's flush at exit fails again
-        os.dup2(nowhere, sys.stdout.fileno())
+        from jaxrl_llm.training import terminal
+
+        terminal.silence()  # or Python's flush at exit fails again
         raise SystemExit(1) from error

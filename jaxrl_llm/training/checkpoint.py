@@ -6,13 +6,11 @@ errors that may have other causes (disk, memory, another optimizer) change nothi
 """
 
 import errno
-import json
 import logging
 import re
 import shutil
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -26,7 +24,7 @@ from jaxrl_llm import distributed, storage
 from jaxrl_llm.errors import Leaving, UserError, causes
 from jaxrl_llm.errors import first_line as first_line_of
 from jaxrl_llm.models import sharding
-from jaxrl_llm.training.fingerprint import describe, same_form
+from jaxrl_llm.training.fingerprint import checksum, describe, same_form
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -120,7 +118,7 @@ class Checkpoints:
                 f"{where} is there already: it was written by another run; move it away"
             )
         note = {**note, "arrays": describe(state)}
-        note["sum"] = _checksum(note)
+        note["sum"] = checksum(note)
         if _gathers(self.folder):
             state = jax.tree.map(sharding.on_first_host, state)
         if distributed.first():
@@ -178,7 +176,7 @@ class Checkpoints:
         """The note saved with a step; a DamageError if its checksum differs."""
         storage.pull(self.folder / str(step) / NOTE)
         found = self._read(step, NOTE, ocp.args.JsonRestore())
-        if not isinstance(found, dict) or found.pop("sum", None) != _checksum(found):
+        if not isinstance(found, dict) or found.pop("sum", None) != checksum(found):
             raise DamageError("the note is not the one that was saved")
         return found
 
@@ -272,10 +270,6 @@ class Checkpoints:
             f"cannot write a checkpoint to {self.folder}: {first_line(error)} ({last}): make room or permit "
             "writing, then go on with --resume"
         )
-
-
-def _checksum(note: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(note, sort_keys=True).encode())
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:

@@ -1,5 +1,7 @@
 """Fingerprints of arrays: dtype, shape and a checksum, in one pass on the arrays' devices."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +38,11 @@ def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
                 f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
                 f"nothing was changed: resume with the config and flags that the run was started with"
             )
+
+
+def checksum(entry: Any) -> str:
+    """SHA-256 of what JSON makes of an entry, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
 @jax.jit

@@ -132,7 +132,7 @@ def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | Non
         (folder / FILES).mkdir(exist_ok=True)
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
             storage.copy(Path(original), folder / copy)
-    sums = {name: record.checksum(folder / name) for name in record.files_of(run)}
+    sums = {name: record.file_checksum(folder / name) for name in record.files_of(run)}
     record.write(folder, run | {"sums": sums})
 
 

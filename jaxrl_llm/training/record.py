@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 import jaxrl_llm
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.training.fingerprint import checksum
 
 NAME, CONFIG, VERSION = "run.json", "config.py", 2
 LENGTHS = {
@@ -83,7 +84,7 @@ def read(folder: Path) -> Run:
         ) from error
     if version != VERSION:
         raise UserError(f"{folder} was made by another version of this package: start anew")
-    if was != _checksum(found):
+    if was != checksum(found):
         raise UserError(f"{path} was altered: take it from a copy of the run; nothing was changed")
     return found
 
@@ -95,11 +96,12 @@ def identity(folder: Path) -> str | None:
 
 def write(folder: Path, run: Run) -> None:
     """Writes the record with its checksum."""
-    checked = run | {"sha256": _checksum(run)}
+    # flags are read back from here: one with another bit would make another run
+    checked = run | {"sha256": checksum(run)}
     storage.write(folder / NAME, json.dumps(checked, indent=2) + "\n")
 
 
-def checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     """SHA-256 of a file, in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -108,7 +110,7 @@ def require_sources(folder: Path, run: Run) -> None:
     """A UserError if a file to be executed again has changed since the run was started."""
     for name, was in run["sums"].items():
         copy = folder / name
-        if not copy.is_file() or checksum(copy) != was:
+        if not copy.is_file() or file_checksum(copy) != was:
             raise UserError(
                 f"{copy} is not as it was when the run was started: take it from a copy of the run; nothing "
                 "was changed"
@@ -212,8 +214,3 @@ def _session(flags: Mapping[str, Any]) -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "lengths": {name: value for name, value in flags.items() if name in LENGTHS},
     }
-
-
-def _checksum(run: Run) -> str:
-    """Guards the flags: a resumed run is built from them."""
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()

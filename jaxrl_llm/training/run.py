@@ -17,7 +17,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
@@ -171,7 +171,7 @@ def _noted(cursor: Cursor) -> dict[str, Any]:
 def _measure(
     config: Config,
     made: Parts,
-    sampler: Any,
+    sampler: Sampler,
     journal: Journal,
     stop: Stop,
     examples: Examples[Any],
@@ -196,7 +196,7 @@ def _test(
     config: Config,
     made: Parts,
     divided: Splits,
-    sampler: Any,
+    sampler: Sampler,
     journal: Journal,
     checkpoints: Checkpoints,
     stop: Stop,
@@ -216,7 +216,7 @@ def _test(
 
 
 def _timed(
-    config: Config, made: Parts, sampler: Any, examples: Examples[Any], stop: Stop
+    config: Config, made: Parts, sampler: Sampler, examples: Examples[Any], stop: Stop
 ) -> tuple[Result, float]:
     """Evaluates the sampler's policy on the examples; returns the seconds too."""
     settings, begun = config.evaluation, time.perf_counter()
