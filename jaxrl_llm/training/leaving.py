@@ -1,5 +1,11 @@
-"""Stopping in order: a signal or a time limit sets a flag; the loop looks at it, saves and ends."""
+"""How a run stops: in order, when a signal or a time limit sets a flag, or because it stalls.
 
+A run stalls when its main thread makes no progress for FACTOR times as long as its present phase
+has ever taken, whatever it waits in: a collective, a reward, a file system, a socket. The stacks of
+all threads of all processes are written, and the code of its end says that it may be resumed.
+"""
+
+import faulthandler
 import math
 import os
 import select
@@ -7,13 +13,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 from jaxrl_llm.errors import Leaving, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
+LEAST, FACTOR = 600.0, 10.0  # seconds without progress, and times the longest so far
+LOOK = 1.0  # seconds between two looks at the progress
+WRITING = 10.0  # seconds that writing stacks may take; then they are printed
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
 
 
@@ -22,6 +33,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.stacks: Path | None = None  # where `stall` writes the stacks of all threads
         self._bell = -1  # a pipe that wakes `_watch`
 
     def ask(self) -> None:
@@ -34,6 +46,74 @@ class Stop:
         """Raises Leaving if the run was asked to stop; for places where work may be dropped."""
         if self.asked:
             raise Leaving
+
+    def stall(self, reason: str) -> NoReturn:
+        """Ends this process, which makes no progress, after writing the stacks of all threads."""
+        where = self.stacks
+        if where is not None:  # the folder may lie on what the run waits for: in a thread
+            writing = threading.Thread(target=_write_stacks, args=(where,), daemon=True)
+            writing.start()
+            writing.join(WRITING)
+            if writing.is_alive() or not where.exists():
+                where = None
+        if where is None:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        said = "above" if where is None else f"in {where}"
+        _say(
+            f"{reason}: the stacks of all threads are {said}; go on from the last checkpoint with --resume"
+        )
+        os._exit(UNFINISHED)
+
+
+class Progress(Protocol):
+    """What a watch reads: the present phase with the time of its last progress, and its limit."""
+
+    now: tuple[str, float]
+
+    def limit(self, least: float, factor: float) -> float: ...
+
+
+@contextmanager
+def watched(
+    progress: Progress,
+    *,
+    least: float,
+    factor: float,
+    stalled: Callable[[str], None],
+) -> Iterator[None]:
+    """For the block, calls `stalled(reason)` if there is no progress for longer than the limit.
+
+    Suspended time (SIGSTOP, a laptop's lid) does not count: looks are counted, not the clock.
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        last, waited = progress.now, 0.0
+        while not done.wait(LOOK):
+            now = progress.now
+            last, waited = now, waited + LOOK if now == last else 0.0
+            if waited > (limit := progress.limit(least, factor)):
+                stalled(
+                    f"no progress in the phase {now[0]} for {waited:.0f} s, its limit is {limit:.0f} s"
+                )
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _write_stacks(where: Path) -> None:
+    with suppress(OSError), where.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal may be closed
+        print(f"jaxrl-llm: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -91,11 +171,8 @@ def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
 def _end(grace: float, *, interrupted: bool) -> None:
     """Ends the process from this thread; the main one is in a call that cannot be interrupted."""
     if not interrupted:
-        with suppress(OSError):  # the terminal may be closed
-            print(
-                f"jaxrl-llm: stopped; what was under way took more than {grace:g} s (--grace) and is lost: "
-                "go on from the last checkpoint with --resume",
-                file=sys.stderr,
-                flush=True,
-            )
+        _say(
+            f"stopped; what was under way took more than {grace:g} s (--grace) and is lost: "
+            "go on from the last checkpoint with --resume"
+        )
     os._exit(130 if interrupted else UNFINISHED)

@@ -18,11 +18,11 @@ from jaxrl_llm.config import Config, WarmStart
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.answers import Answers
-from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Demonstrator, Source
+from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, Recorder, scores
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import Parts

@@ -4,17 +4,26 @@ A resumed run keeps its flags. Only those in `LENGTHS`, which do not change what
 may be given anew; each session records its own.
 """
 
+import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import inspect
 import json
+import os
+import platform
 import socket
+import subprocess
+import sys
+import sysconfig
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+import jax
 
 import jaxrl_llm
 from jaxrl_llm import storage
@@ -30,7 +39,7 @@ LENGTHS = {
     "keep_checkpoints",
     "show_samples_every",
 }
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 Run = dict[str, Any]
 
 
@@ -206,11 +215,45 @@ def files_of(run: Run) -> Iterable[str]:
     return [*([CONFIG] if run["config"] else []), *run["files"].values()]
 
 
+def modules() -> dict[str, str]:
+    """The checksums of modules that are loaded from outside the installed packages, by name."""
+    installed = {
+        sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+    ours = str(Path(jaxrl_llm.__file__).parent)
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        own = path.suffix == ".py" and not name.startswith(("user_", "__"))
+        if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
+            found[name] = file_checksum(path)
+    return found
+
+
+def code() -> dict[str, Any]:
+    """The package's version and, in a checkout, its commit and whether files differ from it."""
+    found: dict[str, Any] = {"version": jaxrl_llm.__version__}
+    root = Path(jaxrl_llm.__file__).parent.parent
+    if not (root / ".git").exists():
+        return found
+    git = functools.partial(
+        subprocess.run, cwd=root, capture_output=True, text=True, check=True, timeout=60
+    )
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here
+        found["commit"] = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        changed = git(["git", "status", "--porcelain", "-uno"]).stdout
+        found["dirty"] = bool(changed.strip())
+    return found
+
+
 def _session(flags: Mapping[str, Any]) -> dict[str, Any]:
+    devices = jax.devices()
     return {
         "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "versions": {"jaxrl_llm": jaxrl_llm.__version__}
-        | {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "devices": f"{len(devices)} {devices[0].device_kind}",
+        "code": code(),
+        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "lengths": {name: value for name, value in flags.items() if name in LENGTHS},
     }

@@ -202,3 +202,41 @@ def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
     command = [sys.executable, "-c", WAITING, *words]
     done = subprocess.run(command, capture_output=True, timeout=100, check=False)
     assert done.returncode == code
+
+
+STALLING = """
+import sys, threading, time
+from pathlib import Path
+from jaxrl_llm.training import leaving
+from jaxrl_llm.training.clock import Clock
+
+leaving.LOOK, leaving.WRITING, stop, clock = 0.05, 1.0, leaving.Stop(), Clock()
+stop.stacks = Path(sys.argv[1])
+
+def a_reward_that_never_ends():
+    time.sleep(60)
+
+with leaving.watched(clock, least=0.3, factor=3.0, stalled=stop.stall):
+    for _ in range(20):
+        with clock("update"):
+            time.sleep(0.01)
+    for _ in range(10):  # longer than the limit as a whole, but with signs of life
+        with clock("rollout"):
+            time.sleep(0.1)
+            clock.beat()
+    with clock("update"):
+        a_reward_that_never_ends()
+"""
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["a folder", "a folder that blocks too"])
+def test_a_run_that_stalls_says_where_and_ends(tmp_path, blocked):
+    stacks = tmp_path / "stacks.txt"
+    if blocked:
+        os.mkfifo(stacks)  # opening it for writing waits for a reader
+    done = subprocess.run(
+        [sys.executable, "-c", STALLING, str(stacks)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == leaving.UNFINISHED
+    assert "no progress in the phase update" in done.stderr
+    assert "a_reward_that_never_ends" in (done.stderr if blocked else stacks.read_text())

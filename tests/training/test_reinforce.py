@@ -13,7 +13,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, reinforce, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.learning.clock import Clock
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
@@ -144,19 +143,6 @@ def test_what_the_responses_of_a_step_say():
     rollout = Rollout([[1]] * 4, [[1], [1, 2, 3], [1], [1]], [[0.0]] * 4, whole)
     said = reinforce.describe_answers(Answers([0, 0], rollout, [RIGHT] * 4), 2.0)
     assert (said["cut"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
-
-
-def test_what_is_idle(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("jaxrl_llm.learning.clock.time.perf_counter", lambda: now[0])
-    clock = Clock()
-    for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
-        with clock(phase):
-            now[0] += seconds
-    now[0] += 2.0
-    figures = clock.lap(1.0)
-    assert figures["time/step"] == 10.0
-    assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
 
 
 @pytest.mark.parametrize(

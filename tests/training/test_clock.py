@@ -1,0 +1,62 @@
+"""What a run's time goes into."""
+
+import pytest
+
+from jaxrl_llm.training import clock as clocks
+from jaxrl_llm.training.clock import Clock, duration
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time, which the test sets."""
+    now = [0.0]
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_step(now):
+    clock = Clock()
+    with clock("save"):
+        now[0] += 7.0
+    clock.restart()
+    for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
+        with clock(phase):
+            now[0] += seconds
+    now[0] += 2.0
+    figures = clock.lap(1.0)
+    assert (figures["time/step"], figures["time/save"]) == (10.0, 7.0)
+    assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
+    assert figures["time/goodput"] == pytest.approx(10 / 17)
+
+
+def test_all_time_is_counted_once(now):
+    """Nested phases, compiling within them, earlier sessions, and what was lost."""
+    clock = Clock({"update": 10.0, "evaluation": 5.0}, lost=20.0)
+    with clock("evaluation"):
+        now[0] += 1.0
+        with clock("rollout"):
+            now[0] += 2.0
+            clock._heard(clocks.COMPILING, 1.5)
+        now[0] += 3.0
+    figures = clock.lap()
+    found = {name: figures[f"time/{name}"] for name in ("evaluation", "rollout", "compile", "lost")}
+    assert found == {"evaluation": 4.0, "rollout": 0.5, "compile": 1.5, "lost": 20.0}
+    assert clock.in_words() == (
+        "41 s in all: lost to restarts 49%, update 24%, evaluation 22%, compiling 4%, rollout 1%"
+    )
+
+
+def test_limits_are_learned(now):
+    clock = Clock()
+    with clock("save"):
+        assert clock.limit(10.0, 5.0) == clocks.FIRST * 10.0
+        now[0] += 4.0
+    with clock("save"):
+        assert (clock.limit(10.0, 5.0), clock.limit(30.0, 5.0)) == (20.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(41.6, "42 s"), (200.0, "3 min 20 s"), (18_600.0, "5 h 10 min")]
+)
+def test_durations(seconds, said):
+    assert duration(seconds) == said
