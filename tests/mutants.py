@@ -102,8 +102,12 @@ def survives(mutant: Mutant, tree: Path) -> bool:
     target.write_text(mutant.source)
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)
-        os._exit(_tested(mutant.file, tree))
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            code = _tested(mutant.file, tree)
+        finally:
+            os._exit(code)
     until = time.monotonic() + LIMIT
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
         time.sleep(0.2)
@@ -124,6 +128,7 @@ def _tested(file: str, tree: Path) -> int:
     sys.path.insert(0, str(tree))
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # libraries imported before
     return int(pytest.main([*options, *(f"tests/{name}" for name in TESTS[file])]))
 
 

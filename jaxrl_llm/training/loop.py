@@ -52,6 +52,7 @@ def warm_start(
     stop: Stop,
     start: Point | None,
     *,
+    clock: Clock,
     save: Save,
     evaluate: Evaluate,
 ) -> Any:
@@ -83,7 +84,7 @@ def warm_start(
         rollout = demonstrate(next(data))
         return programs.batch(rollout), rollout.finished.count(False)
 
-    clock, cursor = Clock(), Cursor(data.get_state())
+    cursor = Cursor(data.get_state())
     recorder = Recorder(journal, WARM_START, range(warm.steps), start.step, config.most_unchecked)
     with recorder.shown():
         try:
@@ -129,6 +130,7 @@ def reinforcement(
     params: Any,
     reference: Any,
     *,
+    clock: Clock,
     save: Save,
     evaluate: Evaluate,
     show: Callable[[int, Answers], None],
@@ -162,7 +164,6 @@ def reinforcement(
         save(step, state, stream.cursor())
     saved = step
     programs = parts.programs(config, state, reference)
-    clock = Clock()
 
     def answer() -> Answers:
         """This process's share of the step's responses, scored; a stop may discard it."""
