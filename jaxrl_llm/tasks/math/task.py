@@ -30,8 +30,8 @@ class MathTask:
     def reward(self, example: Problem, response: str) -> Reward:
         """1 if the answer equals any truth; else 0, unchecked if a comparison was undecided."""
         answer = boxed_answer(response)
-        truths = () if answer is None else example.truths
-        verdicts = {self.checker.check(truth, answer, example.question) for truth in truths}
+        truths = example.truths if answer is not None else ()
+        verdicts = {self.checker.check(t, answer or "", example.question) for t in truths}
         correct = Verdict.EQUAL in verdicts
         checked = correct or Verdict.UNDECIDED not in verdicts
         return Reward(float(correct), correct, {"boxed": float(answer is not None)}, checked)
