@@ -159,8 +159,11 @@ def verdicts(
 def cpu_seconds(checker: AnswerChecker) -> float:
     """The CPU time of this process and of the checker's workers with their children."""
     total = time.process_time()
-    for process in checker._processes:
-        times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    for worker in checker._workers:
+        assert worker.process is not None
+        times = (
+            Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        )
         total += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
     return total
 

@@ -66,7 +66,10 @@ def claim(statement: Statement, names: Sequence[str]) -> str:
 
 def _operand(statement: Statement, names: Sequence[str]) -> str:
     text = claim(statement, names)
-    return text if isinstance(statement, Is | Not) and " not true " not in text else f"({text})"
+    match statement:
+        case Is() | Not(Is()):
+            return text
+    return f"({text})"
 
 
 def question(names: Sequence[str], statements: Sequence[Statement], rng: Random) -> str:

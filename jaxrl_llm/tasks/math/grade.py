@@ -64,8 +64,8 @@ _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
 _NAME = re.compile(  # the left side of an equation that names its value: no arithmetic, no function
-    rf"(?:\\(?:{GREEK}|angle|overline|ell|hbar|max|min|gcd|lcm){_END}|\(-?\w{{1,3}}\)|_\{{?\w+\}}?"
-    r"|\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}|[A-Za-z(),|\[\]{}' ])+"
+    rf"(?:\\(?:{GREEK}|angle|overline|ell|hbar|max|min|gcd|lcm){_END}|\(-?\d{{1,3}}\)"
+    r"|_(?:\{\w+\}|[A-Za-z0-9])|\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}|[A-Za-z(),|\[\]{}' ])+"
 )
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
 _BASED = re.compile(r"\(?\s*(\d[0-9A-F]*|[A-F][0-9A-F]+)\s*\)?_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d))")
@@ -104,22 +104,9 @@ _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     fewer greater least most than under above below between through repeating isn neg
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
-_DENIALS = frozenset(  # in a name: its value is not the answer
-    {
-        "not",
-        "no",
-        "non",
-        "never",
-        "wrong",
-        "false",
-        "incorrect",
-        "except",
-        "neg",
-        "isn",
-        "minus",
-        "half",
-    }
-)
+_DENIALS = _NO_UNITS & {  # in a name, they say that its value is not the answer
+    *"not no non never wrong false incorrect except neg isn minus half".split()  # noqa: SIM905
+}
 
 
 @dataclass(frozen=True)
@@ -378,8 +365,9 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
         if answer.unit == "degree" != truth.unit and "\\pi" in truth.node.symbols:
             return False
         return _equal_nodes(truth.node, answer.node, engine)
-    named = len(truth.parts) > 1 and _told_apart(truth) and not any(p.name for p in answer.parts)
-    if named or truth.kind not in ("set", "union", "relation ="):
+    named = {part.name for part in truth.parts} - {""}  # x=1, y=2 keeps its order if not named
+    in_order = len(named) == len(truth.parts) > 1 and not any(p.name for p in answer.parts)
+    if in_order or truth.kind not in ("set", "union", "relation ="):
         return all(equal(t, a, engine) for t, a in zip(truth.parts, answer.parts, strict=True))
     left = list(answer.parts)
     for part in truth.parts:
@@ -391,24 +379,12 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
 
 
 def _alike(form: Form, other: Form) -> Form:
-    r"""The form in the other's notation where it can be: `\{2\}`, `x=1,y=2`, `x>2`, `4/13`."""
+    r"""The form in the other's notation where it can be: `\{2\}`, `x>2`, `4/13`."""
     if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
         return form.parts[0]
-    if form.kind == "set" and other.kind == "tuple ()" and _told_apart(form):
-        ordered = sorted(form.parts, key=lambda part: part.name.strip("\\"))
-        if {part.name for part in ordered} <= {"x", "y", "z"} or ordered == [*form.parts]:
-            return replace(other, parts=tuple(replace(part, name="") for part in ordered))
     if form.node and form.node.op == "quotient" and other.kind == "ratio":
         return Form("ratio", tuple(Form("scalar", node=part) for part in form.node.args))
-    if other.kind.startswith("tuple"):
-        return _interval(form)
-    return form
-
-
-def _told_apart(form: Form) -> bool:
-    """Whether each part has a name of its own."""
-    names = {part.name for part in form.parts}
-    return "" not in names and len(names) == len(form.parts)
+    return _interval(form) if other.kind.startswith("tuple") else form
 
 
 def _interval(form: Form) -> Form:
