@@ -24,7 +24,8 @@ _DIGITS = 1000  # the most in a written number
 _SYMBOL = rf"([A-Za-z]|\\(?:{GREEK}|pi|infty)(?![A-Za-z]))"
 _SUBSCRIPT = r"_(?:\{([A-Za-z0-9]+)\}|([A-Za-z0-9])(?![0-9]))"
 _APPLIED = r"\(\s*(-?\d+|[a-z])\s*\)"  # I(0), f(x): a name, not a product
-_COMMAND = rf"\\({'|'.join(FUNCTIONS)}|frac|binom|sqrt|lfloor|lceil)(?![A-Za-z])"
+_FUNCTION = "|".join(sorted(FUNCTIONS))
+_COMMAND = rf"\\({_FUNCTION}|frac|binom|sqrt|lfloor|lceil)(?![A-Za-z])"
 _BEGINS = rf"[({{\[]|{_SYMBOL}|{_COMMAND}"  # a factor that needs no multiplication sign before it
 _RAISED = re.compile(r"(?<=[A-Za-z)}])\s*\d+(?:\.\d+)?\s*\^")  # nor does the number of n2^{n-1}
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
@@ -257,7 +258,7 @@ class _Reader:
             inner = self._group(r"\)", depth)
         else:
             factors = [self._power(depth)]
-            while self._factor_begins() and not self.find(rf"\(|\\(?:{'|'.join(FUNCTIONS)})"):
+            while self._factor_begins() and not self.find(rf"\(|\\(?:{_FUNCTION})"):
                 factors.append(self._power(depth))
             inner = _joined("product", factors)
         if exponent is not None and exponent.rational == -1 and "arc" + name in FUNCTIONS:
