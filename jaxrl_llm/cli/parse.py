@@ -62,7 +62,7 @@ def with_config(
     def both(
         options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
         config: Annotated[Any, tyro.conf.arg(name="", constructor=_arguments_of(make))],
-    ) -> tuple[O, inspect.BoundArguments]:
+    ) -> tuple[Any, Any]:
         return options, config
 
     both.__doc__ = f"{described}\n\n{path}: {inspect.getdoc(make) or ''}"
