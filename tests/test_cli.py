@@ -4,18 +4,7 @@ import pytest
 
 from jaxrl_llm.cli.main import main
 
-SMALL = [
-    "bench",
-    "update",
-    "--rows",
-    "2",
-    "--prompt-length",
-    "8",
-    "--response-length",
-    "24",
-    "--repeats",
-    "1",
-]
+SMALL = "bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1".split()
 
 
 def test_bench_update_prints_the_table(capsys):

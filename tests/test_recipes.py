@@ -48,7 +48,7 @@ def bigram(params, inputs, *, proxy=0.0):
 
 
 def model(kind, shape):
-    """Scores `(params, inputs, proxy=)` and parameters of a bigram policy or of one layer of the config's model."""
+    """Scores `(params, inputs, proxy=)` and parameters of a bigram policy, or of one layer of a transformer."""
     if kind == "bigram":
         rng = np.random.default_rng(0)
         draw = lambda: jnp.asarray(rng.normal(size=(shape.vocab_size, 32)), jnp.float32) / 4
