@@ -1,4 +1,4 @@
-"""Addresses, keys, and servers that drip, flood, lie, or are somebody else's: each costs a line and little memory."""
+"""Addresses, keys, and servers that drip, flood, lie, or are somebody else's: each costs a line, and no memory."""
 
 import contextlib
 import itertools

@@ -22,7 +22,7 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.vllm import serverside, sidecar
+from jaxrl_llm.rollouts.vllm import serverside
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Server, read_key, run
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
@@ -50,7 +50,7 @@ def python(tmp_path):
 
 
 @pytest.fixture
-def car(root, python):
+def sidecar(root, python):
     made = Sidecar(Launch(python, root / "logs" / "vllm.log", root / "vllm-0.sock"), root)
     yield made
     made.stop()
@@ -84,22 +84,24 @@ def commands(word):
     return [args for _, args in listing(word)]
 
 
-def servers(car):
-    return [pid for pid in processes(car.launch.url[7:]) if pid not in processes("serverside.py")]
+def servers(sidecar):
+    return [
+        pid for pid in processes(sidecar.launch.url[7:]) if pid not in processes("serverside.py")
+    ]
 
 
-def answers(car):
+def answers(sidecar):
     """Whether the server answers, and has no label."""
     try:
-        return run(car.server.label()) is None
+        return run(sidecar.server.label()) is None
     except NoAnswer:
         return False
 
 
-def given_up(car):
+def given_up(sidecar):
     """What is said of it, once there is something."""
     try:
-        return car.check()
+        return sidecar.check()
     except UserError as error:
         return str(error)
 
@@ -114,23 +116,23 @@ def edited(monkeypatch, tmp_path, **constants):
     monkeypatch.setattr(serverside, "__file__", str(tmp_path / "serverside.py"))
 
 
-def test_a_server_is_started_restarted_with_the_newest_and_ended(root, car):
-    car.launch.socket.write_text("an older one's")  # is replaced
-    car.serve(root / "weights")
-    until(lambda: answers(car))
-    older = servers(car)
+def test_a_server_is_started_restarted_with_the_newest_and_ended(root, sidecar):
+    sidecar.launch.socket.write_text("an older one's")  # is replaced
+    sidecar.serve(root / "weights")
+    until(lambda: answers(sidecar))
+    older = servers(sidecar)
     (root / "weights" / "config.json").unlink()  # so only with the newer ones can it start
     (root / "newer").mkdir()
     (root / "newer" / "config.json").write_text("{}")
-    car.serve(root / "newer")
-    assert servers(car) == older  # it is for a sync to change its weights
-    run(car.server.post("/update_weight_version", {"new_version": "a-1"}))
+    sidecar.serve(root / "newer")
+    assert servers(sidecar) == older  # it is for a sync to change its weights
+    run(sidecar.server.post("/update_weight_version", {"new_version": "a-1"}))
     kill(older)
-    until(lambda: answers(car))  # and it is for who uses it to say what it serves
-    assert not set(older) & set(servers(car))
-    car.check()
-    car.stop()
-    assert not servers(car)
+    until(lambda: answers(sidecar))  # and it is for who uses it to say what it serves
+    assert not set(older) & set(servers(sidecar))
+    sidecar.check()
+    sidecar.stop()
+    assert not servers(sidecar)
     assert (root / "logs" / "vllm.log").exists()
 
 
@@ -324,36 +326,25 @@ def test_the_last_of_a_server_tidies_up(root):
     until(lambda: not processes(f"sleep 983{RUN}"))
 
 
-def test_a_keeper_that_is_killed_leaves_one_server_not_two(root, car):
+def test_a_keeper_that_is_killed_leaves_one_server_not_two(root, sidecar):
     """The older one's socket is gone too, so that no request reaches it while it still lives."""
-    car.serve(root / "weights")
-    until(lambda: answers(car))
-    older = processes(car.launch.url[7:])
-    kill(set(older) - set(servers(car)))
-    until(lambda: not set(older) & set(processes(car.launch.url[7:])))
-    car.check()
-    until(lambda: answers(car))
-    assert servers(car)
+    sidecar.serve(root / "weights")
+    until(lambda: answers(sidecar))
+    older = processes(sidecar.launch.url[7:])
+    kill(set(older) - set(servers(sidecar)))
+    until(lambda: not set(older) & set(processes(sidecar.launch.url[7:])))
+    sidecar.check()
+    until(lambda: answers(sidecar))
+    assert servers(sidecar)
 
 
-def test_a_log_is_read_from_its_end(tmp_path):
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        file.truncate(2**36)
-        file.seek(0, 2)
-        file.write(b"\nValueError: the last\nthe end\n")
-    assert sidecar._last_error(log) == "ValueError: the last"
-    log.unlink()
-    assert sidecar._last_error(log) == "it is gone"
-
-
-def test_a_root_that_vanishes_ends_the_server_with_a_line(root, car):
-    car.serve(root / "weights")
-    until(lambda: answers(car))
+def test_a_root_that_vanishes_ends_the_server_with_a_line(root, sidecar):
+    sidecar.serve(root / "weights")
+    until(lambda: answers(sidecar))
     shutil.rmtree(root)
-    kill(servers(car))
-    until(lambda: given_up(car))
-    assert "ended 3 times" in given_up(car)
+    kill(servers(sidecar))
+    until(lambda: given_up(sidecar))
+    assert "ended 3 times" in given_up(sidecar)
     assert not root.exists()
 
 

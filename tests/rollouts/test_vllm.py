@@ -151,14 +151,6 @@ def test_no_request_leaves_the_configured_hosts(tmp_path, monkeypatch):
         assert not elsewhere.calls
 
 
-def test_a_request_that_always_fails_is_given_up(tmp_path):
-    with Fake(fault=after_the_probe(*[(500, b'{"error": "no"}')] * 1000)) as fake:
-        made = ready(fake, root=tmp_path, patience=0.5)
-        said = r'http://127\S* has failed for 0.5 s, last by: status 500: {"error": "no"}'
-        with pytest.raises(UserError, match=said):
-            made.generate(PROMPTS, n=2, sampling=SAMPLING)
-
-
 def test_a_server_that_hangs_costs_a_timeout(tmp_path):
     hang, leave = iter([True]), threading.Event()
 
@@ -367,12 +359,6 @@ def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
             ready(fake, root=tmp_path, patience=0.5)
 
 
-def test_a_sync_that_never_works_ends(tmp_path):
-    said = pytest.raises(UserError, match=r"has failed for 0\.5 s, last by: status 500")
-    with Fake(fault=only("/collective_rpc", *[(500, b"")] * 1000)) as fake, said:
-        ready(fake, root=tmp_path, patience=0.5)
-
-
 def test_a_server_that_does_not_take_the_label_is_not_used(tmp_path):
     with Fake(fault=only("/update_weight_version", None, *[(200, b"{}")] * 1000)) as fake:
         made = ready(fake, root=tmp_path, patience=0.5)
@@ -496,16 +482,6 @@ def test_many_failures_of_one_cause_are_one():
     server = Returning("a", fault, seconds=0.005)
     assert answered_by(server) == 1
     assert server.prepared == 2
-
-
-def test_a_server_that_fails_now_and_then_does_its_share():
-    def fault(number, prompt):
-        if number % 10 == 0:
-            raise NoAnswer("now and then")
-
-    a, b = Stub("a", fault, seconds=0.01), Stub("b", seconds=0.01)
-    answered_by(a, b, width=4)
-    assert a.asked.total() > 10
 
 
 def test_preparing_a_server_that_hangs_keeps_no_other_waiting():

@@ -24,12 +24,12 @@ import urllib.parse
 import zlib
 
 GRACE = 10.0  # seconds for a server to end by itself
-POLL = 0.2
+POLL = 0.5
 HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without one, after the first
 STARTS = 3  # that end without an answer, before the keeper gives up
-# A shell in the server's group kills that when the keeper, who holds its input, is gone.
-WITH_HEIR = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec "$@" 3<&-'
+# A shell in the server's group kills that when the keeper, which holds its input, is killed.
+ENDING_WITH_KEEPER = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec "$@" 3<&-'
 
 
 def keep(parent, root, path, command):
@@ -43,7 +43,7 @@ def keep(parent, root, path, command):
     unanswered = 0
     while unanswered < STARTS:
         pathlib.Path(path).unlink(missing_ok=True)
-        shell = ["/bin/sh", "-c", WITH_HEIR, "sh"]
+        shell = ["/bin/sh", "-c", ENDING_WITH_KEEPER, "sh"]
         server = subprocess.Popen(  # noqa: S603
             [*shell, *command],
             stdin=subprocess.PIPE,

@@ -114,7 +114,8 @@ class Sidecar:
                 f"vLLM ended {serverside.STARTS} times before it answered; the end of {self.launch.log}: "
                 f"{_last_error(self.launch.log)}"
             )
-        self._keeper = self._start()  # it was killed
+        self.stop()  # it was killed
+        self._keeper = self._start()
 
     def stop(self) -> None:
         """Ends the server and all its processes."""
