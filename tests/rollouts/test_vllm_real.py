@@ -213,16 +213,6 @@ def test_a_kill_during_generation(sampler, monkeypatch):
     assert worst(weights, rollout, 1.0) <= 1e-4
 
 
-def test_a_kill_between_steps(sampler):
-    sampler.push(params(1), 1)
-    kill(processes(sampler))
-    weights = params(30)
-    sampler.push(weights, 30)
-    rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
-    assert rollout.version == 30
-    assert worst(weights, rollout, 1.0) <= 1e-4
-
-
 def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
     """The server lives on with newer ones; the version goes back, and so do the weights."""
     sampler.push(params(30), 30)
