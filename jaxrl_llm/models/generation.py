@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.primitives import einsum
-from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
+from jaxrl_llm.models.sharding import BATCH, constrain, fit, param_shardings
 
 
 class Cache(NamedTuple):
@@ -36,12 +36,6 @@ class Cache(NamedTuple):
 
     k: Float[Array, "N B S K D W"]
     v: Float[Array, "N B S K W D"]
-
-
-@cache
-def _moving(dtype, to):
-    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,11 @@ class Decoder:
 
     def weights(self, params):
         """The parameters, placed and cast for generation; not copied where they are so already."""
-        dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
+        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
 
         def move(x, to):
-            if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
-                return x
-            return _moving(dtype, to)(x)
+            there = x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim)
+            return x if there else _moving(dtype, to)(x)
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
@@ -69,14 +62,13 @@ class Decoder:
         del columns
         return cache
 
-    def empty(self, params, slots: int, columns: int) -> Cache:
+    def empty(self, slots: int, columns: int) -> Cache:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
-        model = nnx.merge(self.definition, params)
-        shape = model.shape
+        shape, compute = qwen2.settings(self.definition)
         lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
-        zeros = partial(jnp.zeros, dtype=model.compute.dtype)
+        zeros = partial(jnp.zeros, dtype=compute.dtype)
         k = zeros((*lead, shape.head_dim, self.block))
-        return _placed_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
+        return _place_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
         """Keys and values of right-padded prompts; those of padding are never read."""
@@ -93,7 +85,7 @@ class Decoder:
 
         _, (k, v) = jax.lax.scan(apply, x, layers)
         k, v = (_blocks(x, self.block) for x in (k, v))
-        return _placed_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+        return _place_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
 
     def insert(
         self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
@@ -107,7 +99,7 @@ class Decoder:
         def copy(into, source):
             return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
 
-        return _placed_blocks(Cache(*map(copy, cache, prompts)))
+        return _place_blocks(Cache(*map(copy, cache, prompts)))
 
     def decode(
         self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
@@ -129,7 +121,13 @@ class Decoder:
 
         each = (layers, jnp.arange(model.shape.num_layers))
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
-        return _logits(model, x), _placed_blocks(cache)
+        return _logits(model, x), _place_blocks(cache)
+
+
+@cache
+def _moving(dtype, to):
+    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 def _attend_blocks(
@@ -173,7 +171,7 @@ def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
 
 
-def _placed_blocks(cache: Cache) -> Cache:
+def _place_blocks(cache: Cache) -> Cache:
     return Cache(*(constrain(x, None, None, BATCH, "tensor", None, None) for x in cache))
 
 
@@ -194,10 +192,9 @@ class Unrolled:
 
     def weights(self, params):
         """The parameters, placed and cast for generation, with `layers` as a list."""
-        places, tree = jax.tree.flatten(
-            jax.tree.map(lambda x: x.sharding, self.weights_like(params))
-        )
-        return _copying(self, tuple(places), tree)(params)
+        places = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        leaves, tree = jax.tree.flatten(places)
+        return _copying(self, tuple(leaves), tree)(params)
 
     def weights_like(self, params):
         """Shapes, dtypes and shardings of `weights`, nothing allocated."""
@@ -209,18 +206,16 @@ class Unrolled:
         return jax.tree.map(like, shapes, where)
 
     def _apart(self, params):
-        dtype = nnx.merge(self.definition, params).compute.dtype
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
-        count = len(jax.tree.leaves(params["layers"])[0])
-        each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
-        return params | {"layers": each}
+        shape, compute = qwen2.settings(self.definition)
+        params = jax.tree.map(lambda x: x.astype(compute.dtype), params)
+        layer = lambda i: jax.tree.map(itemgetter(i), params["layers"])
+        return params | {"layers": [layer(i) for i in range(shape.num_layers)]}
 
-    def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
+    def empty(self, slots: int, columns: int) -> list[LayerCache]:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
-        model, layers = self._model(params)
-        shape = model.shape
-        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), model.compute.dtype)
-        return [_place(LayerCache(zeros, zeros)) for _ in layers]
+        shape, compute = qwen2.settings(self.definition)
+        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), compute.dtype)
+        return [_place(LayerCache(zeros, zeros)) for _ in range(shape.num_layers)]
 
     def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
@@ -307,7 +302,7 @@ def _attend(
 def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
     """Writes one column per sequence at its position, on the device that holds it."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, heads = sharding.fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
+    rows, heads = fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
     here = P(rows, heads)
 
     def put(cache, new, position):

@@ -118,8 +118,7 @@ def gathered(layer, dtype):
         return jax.tree.map(lambda weight: weight.astype(dtype), layer)
 
     def one(path, weight):
-        name = f"layers/{_name(path)}"
-        lies = next(P(*specs[0][1:]) for pattern, *specs in RULES if re.fullmatch(pattern, name))
+        lies = P(*_specs(f"layers/{_name(path)}")[0][1:])
         whole = P(*(None if axes == "fsdp" else axes for axes in lies))
         return _gathered(weight.astype(dtype), whole, lies)
 
@@ -160,15 +159,19 @@ def left_whole(shapes, mesh: Mesh) -> list[str]:
 
 def _place(path, leaf, mesh) -> P:
     """The spec that the rule table gives a parameter."""
-    for pattern, *specs in RULES:
-        if re.fullmatch(pattern, _name(path)):
-            divide = lambda spec: all(
-                divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)
-            )
-            return next(filter(divide, specs), specs[0])
-    raise UserError(
-        f"no sharding rule covers the parameter {_name(path)}: add one to the rule table"
+    fits = lambda spec: all(
+        divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)
     )
+    specs = _specs(_name(path))
+    return next(filter(fits, specs), specs[0])
+
+
+def _specs(name: str) -> list[P]:
+    """Those of the rule for a parameter of this name."""
+    for pattern, *specs in RULES:
+        if re.fullmatch(pattern, name):
+            return specs
+    raise UserError(f"no sharding rule covers the parameter {name}: add one to the rule table")
 
 
 def _name(path) -> str:

@@ -109,7 +109,7 @@ class Step:
     def engine(self) -> Native:
         """The embedded engine, with numbers of slots and prompts that devices share evenly."""
         engine, devices = cast(Native, self.config.engine), self.mesh.size
-        slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
+        slots, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
         return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
@@ -139,7 +139,7 @@ class Step:
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
         with compiling_for(self.decoder.mesh):
-            empty = jax.jit(lambda weights: self.decoder.empty(weights, *size), keep_unused=True)
+            empty = jax.jit(lambda weights: self.decoder.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
 
@@ -258,9 +258,8 @@ class Step:
         everywhere = lambda x: like(x, NamedSharding(self.decoder.mesh, P()))
         host = jax.tree.map(everywhere, (idle, slots.rules_of(sampling), one, one))
         program = slots.program(self.decoder.decode, stride)
-        ways = slots.ways_of(sampling) if self.decoder.static else None
         with compiling_for(self.decoder.mesh):
-            return program.lower(self.weights, self.cache, *host, ways=ways).compile()
+            return program.lower(self.weights, self.cache, *host).compile()
 
     def _score(self) -> jax.stages.Compiled:
         config = self.config

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.rollouts.model import Model
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
 
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
@@ -64,7 +64,7 @@ class Native:
     @contextmanager
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
@@ -74,7 +74,7 @@ class Native:
         yield self.sampler(model, mesh, check)
 
     def sampler(
-        self, model: Model, mesh: Mesh, check: Callable[[], None] = lambda: None
+        self, model: Policy, mesh: Mesh, check: Callable[[], None] = lambda: None
     ) -> NativeSampler:
         """The same without a `with` block: it has no weights before a push, needs no closing."""
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
@@ -132,7 +132,7 @@ class Vllm:
     @contextmanager
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,

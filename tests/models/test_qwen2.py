@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import attention, logprobs, qwen2, sharding
-from jaxrl_llm.models.primitives import Inputs
+from jaxrl_llm.models.logprobs import Inputs
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
