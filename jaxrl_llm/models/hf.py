@@ -83,7 +83,7 @@ def load_shape(folder: pathlib.Path) -> Shape:
         if not fine:
             raise UserError(f"{where}: {reason}")
 
-    def number(key: str, default: float | None = None, kind: type = int) -> Any:
+    def number(key: str, default: int | float | None = None, kind: type = int) -> Any:
         known = key in config or default is not None
         need(known, f"{key} is missing: is this a Qwen2 model folder?")
         value = config.get(key, default)
