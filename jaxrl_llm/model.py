@@ -178,7 +178,8 @@ def _scorer(policy: Policy, temperature: float) -> Any:
 
 @lru_cache(maxsize=8)
 def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
-    return engine.sampler(policy, mesh)
+    with engine.start(policy, mesh) as sampler:
+        return sampler
 
 
 def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:

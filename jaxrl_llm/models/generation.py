@@ -70,7 +70,7 @@ class Decoder:
         lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
         zeros = partial(jnp.zeros, dtype=compute.dtype)
         k = zeros((*lead, shape.head_dim, self.block))
-        return _place_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
+        return _shard_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
         """Keys and values of right-padded prompts; those of padding are never read."""
@@ -80,14 +80,11 @@ class Decoder:
         layer_def, layers = nnx.split(model.layers)
 
         def apply(x, layer):
-            layer = nnx.merge(layer_def, layer)
-            q, k, v = layer.qkv(x, rope)
-            x = layer.finish(x, model.compute.attend(q, k, v, None))
-            return constrain(x, BATCH, None, None), (k, v)
+            return _prefill_layer(model, nnx.merge(layer_def, layer), x, rope)
 
         _, (k, v) = jax.lax.scan(apply, x, layers)
         k, v = (_blocks(x, self.block) for x in (k, v))
-        return _place_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+        return _shard_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
 
     def insert(
         self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
@@ -101,7 +98,7 @@ class Decoder:
         def copy(into, source):
             return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
 
-        return _place_blocks(Cache(*map(copy, cache, prompts)))
+        return _shard_blocks(Cache(*map(copy, cache, prompts)))
 
     def decode(
         self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
@@ -115,15 +112,14 @@ class Decoder:
         def apply(carry, xs):
             x, cache = carry
             layer, i = nnx.merge(layer_def, xs[0]), xs[1]
-            x = constrain(x, BATCH, None, None)
-            q, k, v = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
-            cache = _write_block(cache, i, position, k[:, 0], v[:, 0])
-            mixed = _attend_blocks(q[:, 0], cache, i, position)[:, None]
-            return (layer.finish(x, mixed), cache), None
+            x, q, k, v = _token_qkv(layer, x, rope)
+            cache = _write_block(cache, i, position, k, v)
+            mixed = _attend_blocks(q, cache, i, position)
+            return (layer.finish(x, mixed[:, None]), cache), None
 
         each = (layers, jnp.arange(model.shape.num_layers))
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
-        return _logits(model, x), _place_blocks(cache)
+        return _logits(model, x), _shard_blocks(cache)
 
 
 @cache
@@ -173,7 +169,7 @@ def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
 
 
-def _place_blocks(cache: Cache) -> Cache:
+def _shard_blocks(cache: Cache) -> Cache:
     return Cache(*(constrain(x, None, None, BATCH, "tensor", None, None) for x in cache))
 
 
@@ -194,8 +190,8 @@ class Unrolled:
 
     def weights(self, params):
         """The parameters, placed and cast for generation, with `layers` as a list."""
-        places = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
-        leaves, tree = jax.tree.flatten(places)
+        shardings = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        leaves, tree = jax.tree.flatten(shardings)
         return _copying(self, tuple(leaves), tree)(params)
 
     def weights_like(self, params):
@@ -217,7 +213,7 @@ class Unrolled:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
         shape, compute = qwen2.settings(self.definition)
         zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), compute.dtype)
-        return [_place(LayerCache(zeros, zeros)) for _ in range(shape.num_layers)]
+        return [_shard(LayerCache(zeros, zeros)) for _ in range(shape.num_layers)]
 
     def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
@@ -231,9 +227,8 @@ class Unrolled:
         x, cache = model.embed(tokens), []
         rope = model.rope(_columns(tokens))
         for layer in layers:
-            q, k, v = layer.qkv(x, rope)
-            x = constrain(layer.finish(x, model.compute.attend(q, k, v, None)), BATCH, None, None)
-            cache.append(_place(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in (k, v)))))
+            x, new = _prefill_layer(model, layer, x, rope)
+            cache.append(_shard(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))))
         return cache
 
     def insert(
@@ -250,7 +245,7 @@ class Unrolled:
             source = constrain(source[which, :, :columns], None, "tensor", None, None)
             return into.at[slot, :, :columns].set(source, mode="drop")
 
-        return [_place(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
+        return [_shard(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
 
     def decode(
         self,
@@ -264,11 +259,10 @@ class Unrolled:
         rope, longer = model.rope(position[:, None]), []
         x = _embedded(model, token)
         for layer, (k, v) in zip(layers, cache, strict=True):
-            x = constrain(x, BATCH, None, None)
-            q, *new = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
-            k, v = (_write(x, y[:, 0], position) for x, y in zip((k, v), new, strict=True))
-            x = layer.finish(x, _attend(q[:, 0], k, v, position)[:, None])
-            longer.append(_place(LayerCache(k, v)))
+            x, q, new_k, new_v = _token_qkv(layer, x, rope)
+            k, v = _write(k, new_k, position), _write(v, new_v, position)
+            x = layer.finish(x, _attend(q, k, v, position)[:, None])
+            longer.append(_shard(LayerCache(k, v)))
         return _logits(model, x), longer
 
     def _model(self, params):
@@ -280,9 +274,9 @@ class Unrolled:
 
 
 @cache
-def _copying(decoder: Unrolled, places: tuple[NamedSharding, ...], tree: Any) -> Any:
+def _copying(decoder: Unrolled, shardings: tuple[NamedSharding, ...], tree: Any) -> Any:
     """The program of `Unrolled.weights`; cached, so compiled once."""
-    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, places))
+    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, shardings))
 
 
 def _attend(
@@ -319,16 +313,30 @@ def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position:
 @partial(jax.jit, static_argnums=1)
 def _grown(cache: LayerCache, columns: int) -> LayerCache:
     more = ((0, 0), (0, 0), (0, columns - cache.k.shape[2]), (0, 0))
-    return _place(LayerCache(*(jnp.pad(x, more) for x in cache)))
+    return _shard(LayerCache(*(jnp.pad(x, more) for x in cache)))
 
 
-def _place(cache: LayerCache) -> LayerCache:
+def _shard(cache: LayerCache) -> LayerCache:
     return LayerCache(*(constrain(x, BATCH, "tensor", None, None) for x in cache))
 
 
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
     """The position of each token of right-padded prompts."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+
+def _prefill_layer(model, layer, x, rope):
+    """One layer on whole prompts: its output, and its keys and values."""
+    q, k, v = layer.qkv(x, rope)
+    x = layer.finish(x, model.compute.attend(q, k, v, None))
+    return constrain(x, BATCH, None, None), (k, v)
+
+
+def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
+    """A layer's input, and the queries, keys and values of one token a sequence, sharded."""
+    x = constrain(x, BATCH, None, None)
+    qkv = (constrain(y, BATCH, None, "tensor", None)[:, 0] for y in layer.qkv(x, rope))
+    return x, *qkv
 
 
 def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:

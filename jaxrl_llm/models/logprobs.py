@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.primitives import einsum, up_to, whole_rows, whole_shards
 from jaxrl_llm.models.sharding import (
     AXES,
@@ -257,9 +256,8 @@ class Offsets(NamedTuple):
     head: Float[Array, " D"]
 
 
-def no_offsets(definition: Any, length: int) -> Offsets:
-    """Zero offsets for a sequence of `length` tokens."""
-    shape, _ = qwen2.settings(definition)
+def no_offsets(shape: Any, length: int) -> Offsets:
+    """Zero offsets for a sequence of `length` tokens in a model of this shape."""
     layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
     return Offsets(layers, jnp.zeros(shape.hidden_size))
 

@@ -273,7 +273,7 @@ def _single_tokens(
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
     definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
     logits = partial(logprobs.next_logits, definition, temperature=temperature)
-    offsets = logprobs.no_offsets(definition, chosen.tokens.shape[1])
+    offsets = logprobs.no_offsets(of.parts.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 

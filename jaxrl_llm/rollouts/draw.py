@@ -23,11 +23,11 @@ def token(
     """
     greedy = temperature is None
     scaled = logits if greedy else logits / temperature
-    less = scaled - scaled.max(-1, keepdims=True)
-    weights = jnp.exp(less)
+    shifted = scaled - scaled.max(-1, keepdims=True)
+    weights = jnp.exp(shifted)
     sampled = lambda: categorical(truncate(weights, top_p, top_k), identity)
     chosen = _argmax(logits) if greedy else sampled()
-    at = jnp.take_along_axis(less, chosen[:, None], -1)[:, 0]
+    at = jnp.take_along_axis(shifted, chosen[:, None], -1)[:, 0]
     return chosen, at - jnp.log(weights.sum(-1))
 
 

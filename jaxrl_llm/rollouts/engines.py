@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -61,26 +61,23 @@ class Native:
     def __post_init__(self):
         at_least(1, "engine", self, "slots", "prefill_prompts", "block")
 
-    @contextmanager
     def start(
         self,
         model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
-    ) -> Iterator[Sampler]:
-        """A sampler that reads the trainer's own parameters where it can, else a copy of them."""
-        del folder
-        yield self.sampler(model, mesh, check)
+    ) -> AbstractContextManager[NativeSampler]:
+        """A sampler that reads the trainer's own parameters where it can, else a copy of them.
 
-    def sampler(
-        self, model: Policy, mesh: Mesh, check: Callable[[], None] = lambda: None
-    ) -> NativeSampler:
-        """The same without a `with` block: it has no weights before a push, needs no closing."""
+        It needs no closing: what the `with` block gives may be kept.
+        """
+        del folder
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
-        return NativeSampler(
+        sampler = NativeSampler(
             decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
         )
+        return nullcontext(sampler)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxrl_llm.models.sharding import AXES, constrain, on_each_device
 from jaxrl_llm.rollouts import draw
 from jaxrl_llm.rollouts.sampler import Sampling
 
@@ -98,9 +99,10 @@ def run(
         now = advance(0, now) if stride == 1 else jax.lax.fori_loop(0, stride, advance, now)
         return *now, step + stride
 
-    start = cache, _over_devices(slots, spread=True), jnp.zeros((), jnp.int32)
+    shard = lambda *spec: jax.tree.map(lambda x: constrain(x, *spec), slots)
+    start = cache, shard(AXES), jnp.zeros((), jnp.int32)
     cache, slots, step = jax.lax.while_loop(going, several, start)
-    return cache, _over_devices(slots, spread=False), step
+    return cache, shard(), step
 
 
 def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
@@ -108,7 +110,7 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
     seed = jnp.broadcast_to(rules.seed, slots.prompt.shape)
     identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
     how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
-    token, logp = _where_they_lie(partial(draw.token, **how), logits, identity)
+    token, logp = _by_row(partial(draw.token, **how))(logits, identity)
     limit = slots.tokens.shape[1]
     column = jnp.where(slots.done, limit, slots.count)  # `limit` is out of range: no write
     count = jnp.where(slots.done, slots.count, slots.count + 1)
@@ -119,8 +121,8 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
         count=count,
         done=slots.done | stops | (count == limit),
         stopped=slots.stopped | stops,
-        tokens=_where_they_lie(_put, slots.tokens, column, token),
-        logps=_where_they_lie(_put, slots.logps, column, logp),
+        tokens=_by_row(_put)(slots.tokens, column, token),
+        logps=_by_row(_put)(slots.logps, column, logp),
     )
 
 
@@ -129,18 +131,6 @@ def _put(rows, column, value):
     return rows.at[jnp.arange(len(rows)), column].set(value, mode="drop")
 
 
-def _where_they_lie(function, *rows):
+def _by_row(function):
     """A function of rows, applied on the device that has them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function(*rows)
-    spec = P(mesh.axis_names)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(*rows)
-
-
-def _over_devices(slots: Slots, *, spread: bool) -> Slots:
-    """Slots sharded over all devices of the mesh, or replicated."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return slots
-    return jax.lax.with_sharding_constraint(slots, P(mesh.axis_names) if spread else P())
+    return on_each_device(function, P(AXES), P(AXES))
