@@ -70,7 +70,7 @@ class Decoder:
         lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
         zeros = partial(jnp.zeros, dtype=compute.dtype)
         k = zeros((*lead, shape.head_dim, self.block))
-        return _shard_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
+        return _shard(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
         """Keys and values of right-padded prompts; those of padding are never read."""
@@ -84,7 +84,7 @@ class Decoder:
 
         _, (k, v) = jax.lax.scan(apply, x, layers)
         k, v = (_blocks(x, self.block) for x in (k, v))
-        return _shard_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+        return _shard(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
 
     def insert(
         self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
@@ -98,7 +98,7 @@ class Decoder:
         def copy(into, source):
             return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
 
-        return _shard_blocks(Cache(*map(copy, cache, prompts)))
+        return _shard(Cache(*map(copy, cache, prompts)))
 
     def decode(
         self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
@@ -119,7 +119,7 @@ class Decoder:
 
         each = (layers, jnp.arange(model.shape.num_layers))
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
-        return _logits(model, x), _shard_blocks(cache)
+        return _logits(model, x), _shard(cache)
 
 
 @cache
@@ -167,10 +167,6 @@ def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K
     """Columns cut into blocks, the last one padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % width), (0, 0), (0, 0)))
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
-
-
-def _shard_blocks(cache: Cache) -> Cache:
-    return Cache(*(constrain(x, None, None, BATCH, "tensor", None, None) for x in cache))
 
 
 class LayerCache(NamedTuple):
@@ -316,8 +312,10 @@ def _grown(cache: LayerCache, columns: int) -> LayerCache:
     return _shard(LayerCache(*(jnp.pad(x, more) for x in cache)))
 
 
-def _shard(cache: LayerCache) -> LayerCache:
-    return LayerCache(*(constrain(x, BATCH, "tensor", None, None) for x in cache))
+def _shard(cache):
+    """The cache with sequences over the batch axes, and heads over the tensor axis."""
+    lead = [None] * (cache.k.ndim - 4)
+    return type(cache)(*(constrain(x, *lead, BATCH, "tensor", None, None) for x in cache))
 
 
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
