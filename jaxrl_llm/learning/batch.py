@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.models.logprobs import Inputs
+from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.rollouts.sampler import Rollout
 
 

@@ -18,8 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.logprobs import Inputs
-from jaxrl_llm.models.primitives import up_to
+from jaxrl_llm.models.primitives import Inputs, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, Seen
 

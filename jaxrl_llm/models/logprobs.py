@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.primitives import einsum, up_to, whole_rows, whole_shards
+from jaxrl_llm.models.primitives import Inputs, einsum, up_to, whole_rows, whole_shards
 from jaxrl_llm.models.sharding import (
     AXES,
     BATCH,
@@ -31,23 +31,6 @@ from jaxrl_llm.models.sharding import (
 PerToken = Float[Array, "R C"]
 REMOVED = -1e4  # the logit of a token that the proxy policy excludes
 NO_TOKEN = -1e30  # the logit of padding rows, which make the head divide over devices
-
-
-class Inputs(NamedTuple):
-    """What a policy reads and which tokens are scored; mini- and micro-batch axes may lead.
-
-    The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
-    exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
-    whose hidden state predicts the c-th response token of bin r, `target` is that token, and
-    `scored` says whether it counts.
-    """
-
-    tokens: Int[Array, "*lead R L"]
-    positions: Int[Array, "*lead R L"]
-    segments: Int[Array, "*lead R L"] | None
-    index: Int[Array, "*lead R C"]
-    target: Int[Array, "*lead R C"]
-    scored: Bool[Array, "*lead R C"]
 
 
 def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:

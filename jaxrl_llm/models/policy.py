@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding, tokenizer
 from jaxrl_llm.models.generation import Decoder, Unrolled
-from jaxrl_llm.models.logprobs import Inputs, PerToken
+from jaxrl_llm.models.logprobs import PerToken
+from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.models.sharding import AXES
 from jaxrl_llm.models.tokenizer import Tokenizer
 

@@ -1,21 +1,38 @@
-"""Products with a fixed precision, loops with a known limit, rows of tables that are sharded.
+"""The inputs of a policy; products of fixed precision, loops with a known limit, rows of tables.
 
 A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.sharding import BATCH, VOCAB, constrain, count, on_each_device, split_over
 
 T = TypeVar("T")
+
+
+class Inputs(NamedTuple):
+    """What a policy reads and which tokens are scored; mini- and micro-batch axes may lead.
+
+    The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
+    exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
+    whose hidden state predicts the c-th response token of bin r, `target` is that token, and
+    `scored` says whether it counts.
+    """
+
+    tokens: Int[Array, "*lead R L"]
+    positions: Int[Array, "*lead R L"]
+    segments: Int[Array, "*lead R L"] | None
+    index: Int[Array, "*lead R C"]
+    target: Int[Array, "*lead R C"]
+    scored: Bool[Array, "*lead R C"]
 
 
 def einsum(subscripts: str, a: Array, b: Array, dtype: DTypeLike = jnp.float32) -> Array:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import logprobs, qwen2
-from jaxrl_llm.models.logprobs import Inputs
+from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
 from jaxrl_llm.research import analysis, probe, token_gradients
 from jaxrl_llm.rollouts.sampler import Rollout
