@@ -96,7 +96,7 @@ class Step:
     def engine(self) -> Native:
         """The embedded engine, with numbers of slots and prompts that devices share evenly."""
         engine, devices = cast(Native, self.config.engine), self.mesh.size
-        slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
+        slots, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
         return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
@@ -126,7 +126,7 @@ class Step:
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
         with compiling_for(self.decoder.mesh):
-            empty = jax.jit(lambda weights: self.decoder.empty(weights, *size), keep_unused=True)
+            empty = jax.jit(lambda weights: self.decoder.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
 
@@ -225,10 +225,10 @@ class Step:
     def _bytes(self, *parts: str) -> int:
         return sum(self.on_device.get(part, 0) for part in parts)
 
-    def _sampled_by(self, program: Any, *arguments: Any, **static: Any) -> jax.stages.Compiled:
+    def _sampled_by(self, program: Any, *arguments: Any) -> jax.stages.Compiled:
         """The program compiled for the mesh of the embedded engine."""
         with compiling_for(self.decoder.mesh):
-            return program.lower(*arguments, **static).compile()
+            return program.lower(*arguments).compile()
 
     def _gather(self) -> jax.stages.Compiled:
         return self._sampled_by(jax.jit(self.decoder.weights), self.state.params)
@@ -243,9 +243,8 @@ class Step:
         idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
         everywhere = lambda x: like(x, NamedSharding(self.decoder.mesh, P()))
         host = jax.tree.map(everywhere, (idle, slots.rules_of(sampling), one, one))
-        ways = slots.ways_of(sampling) if self.decoder.static else None
         program = slots.program(self.decoder.decode, stride)
-        return self._sampled_by(program, self.weights, self.cache, *host, ways=ways)
+        return self._sampled_by(program, self.weights, self.cache, *host)
 
     def _score(self) -> jax.stages.Compiled:
         config = self.config

@@ -19,7 +19,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch
 from jaxrl_llm.learning.update import Credited
-from jaxrl_llm.models import activations
+from jaxrl_llm.models import logprobs
 from jaxrl_llm.research import probe, token_gradients, words
 from jaxrl_llm.research.probe import Moved, Probe
 from jaxrl_llm.research.statistics import mean
@@ -272,8 +272,8 @@ def _single_tokens(
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
     definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
-    logits = partial(activations.logits, definition, temperature=temperature)
-    offsets = activations.no_offsets(definition, of.state.params, chosen.tokens.shape[1])
+    logits = partial(logprobs.next_logits, definition, temperature=temperature)
+    offsets = logprobs.no_offsets(of.parts.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 

@@ -57,7 +57,7 @@ def test_slots_are_planned_as_the_engine_has_them():
     step = Step(config, config.model.shape, sharding.make_mesh(), 2**34)
     sampler = NativeSampler(step.decoder, slots=13, prefill_prompts=3)
     assert (step.engine.slots, step.engine.prefill_prompts) == (16, 8)
-    assert (sampler.slots, sampler.together) == (16, 8)
+    assert (sampler.slots, sampler.prefill_prompts) == (16, 8)
 
 
 def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import activations, logprobs, qwen2
+from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
 from jaxrl_llm.research import analysis, probe, token_gradients
@@ -19,7 +19,7 @@ DEFINITION = qwen2.graph(tiny.SHAPE)[0]
 
 
 def logits(params, offsets, tokens, index):
-    return activations.logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
+    return logprobs.next_logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def norms(params, tokens):
-    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     return token_gradients.make_norms(logits)(params, offsets, tokens)
 
 
@@ -96,7 +96,7 @@ def test_norms_over_parameters_are_those_of_the_trained_log_probs(params, tokens
 
 
 def test_every_token_of_a_model_keeps_the_bounds_at_every_layer(params, tokens, norms):
-    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     stretch = token_gradients.make_stretch(logits)(params, offsets, tokens)
     low, high = token_gradients.bounds(np.asarray(norms.rest), tiny.SHAPE.vocab_size)
     assert (low <= norms.at_logits * 1.0001).all()

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.model import Served
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Rollout, Sampling, Served
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, loading
