@@ -253,7 +253,7 @@ class _Mirror:
         self.folder = root / re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
         self.folder.mkdir()
         # by name, the size and time of each file when it was last the same as in the bucket, and
-        # the version there, which is unknown of those that this process has uploaded
+        # the version there, or None of those that this process, the only writer, has uploaded
         self._same: dict[str, tuple[tuple[int, int], str | None]] = {}
         self._pushing = threading.Lock()
         self._me = f"{_process()}\n{uuid.uuid4().hex}\n".encode()
@@ -318,6 +318,8 @@ class _Mirror:
             with suppress(UserError):  # unreachable: the lease goes stale by itself
                 self._try(lambda: self._sign(b""))
             self._lease = 0
+            # others may write from here on
+            self._same = {name: same for name, same in self._same.items() if same[1]}
 
     def _taken(self) -> int:
         """The number of the lease that this process has made."""
@@ -381,7 +383,7 @@ class _Mirror:
             name = path[len(self._root) + 1 :]
             if name.startswith("/") or ".." in name.split("/"):
                 raise UserError(f"{self.url} holds an object {name!r}, which would lie outside it")
-            if name and not name.endswith("/"):
+            if name and not name.endswith("/") and about["type"] == "file":
                 out[name] = str(about.get("ETag") or about["etag"])  # of S3, or Google's
         return out
 

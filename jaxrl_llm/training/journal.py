@@ -91,6 +91,7 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._board:
             self._board.close()
+            self._board = None
         if kind is None:
             self.sync()
             self._log(lambda: self._wandb.finish())
