@@ -19,8 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
-from jaxrl_llm.errors import Leaving, UserError, causes
-from jaxrl_llm.errors import first_line as first_line_of
+from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import checksum, describe, same_form
 from jaxrl_llm.training.leaving import in_background
@@ -214,14 +213,14 @@ class Checkpoints:
             try:
                 found = read(step)
             except DamageError as error:
-                damaged[step] = first_line(error)
+                damaged[step] = reason(error)
                 continue
-            for other, reason in damaged.items():
-                logger.warning("checkpoint %d is damaged (%s): %d is taken", other, reason, step)
+            for other, why in damaged.items():
+                logger.warning("checkpoint %d is damaged (%s): %d is taken", other, why, step)
                 if rename and distributed.first():
                     self._rename(other)
             return step, found
-        said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
+        said = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise UserError(
             f"{self.folder} holds no checkpoint that can be read ({said}); nothing was changed: repair it, "
             "or start anew with another --out"
@@ -244,10 +243,10 @@ class Checkpoints:
         except Exception as error:  # a damaged file raises almost anything
             if _may_pass(error):
                 raise UserError(
-                    f"cannot read checkpoint {step} of {self.folder} ({first_line(error)}), which may be no "
+                    f"cannot read checkpoint {step} of {self.folder} ({reason(error)}), which may be no "
                     "fault of the files: nothing was changed, try again"
                 ) from error
-            fault = first_line(error)
+            fault = reason(error)
         if faults := [*filter(None, distributed.agree(fault))]:
             raise DamageError(faults[0])
         return found
@@ -255,15 +254,15 @@ class Checkpoints:
     def _cannot_write(self, error: BaseException) -> UserError:
         last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"
         return UserError(
-            f"cannot write a checkpoint to {self.folder}: {first_line(error)} ({last}): make room or permit "
+            f"cannot write a checkpoint to {self.folder}: {reason(error)} ({last}): make room or permit "
             "writing, then go on with --resume"
         )
 
 
-def first_line(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """One line of the innermost cause: the libraries wrap OSErrors in their own errors."""
     *_, innermost = causes(error)
-    line = first_line_of(innermost)
+    line = first_line(innermost)
     return "another process has not written its part" if "Barrier timed out" in line else line
 
 

@@ -30,7 +30,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
-from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, first_line
+from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.record import CONFIG, Source
@@ -274,5 +274,5 @@ def _restored(
         others = [s for s in steps if s != chosen]
         advice = f"try --step with one of {others}" if others else "there is no other"
         raise UserError(
-            f"checkpoint {chosen} of {folder} is damaged ({first_line(error)}): {advice}"
+            f"checkpoint {chosen} of {folder} is damaged ({reason(error)}): {advice}"
         ) from error

@@ -201,7 +201,7 @@ class Recorder:
         mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
         self._records = [r for r in journal.records if mine(r)]
         self._before = len(self._records)
-        self._held: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
+        self._pending: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
         figures = Column(no_wrap=True, ratio=1)
         self._progress = Progress(
             "{task.description}",
@@ -228,13 +228,13 @@ class Recorder:
 
     def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
         """Sets the step that `flush` records; `figures()` may wait for the devices."""
-        self._held = step, figures
+        self._pending = step, figures
 
     def flush(self) -> None:
         """Records the step given to `hold`, if there is one, and prints new alarms."""
-        if self._held is None:
+        if self._pending is None:
             return
-        (step, figures), self._held = self._held, None
+        (step, figures), self._pending = self._pending, None
         values = figures()
         self._records.append({name: float(value) for name, value in values.items()})
         found = alarms.alarms(self._records)

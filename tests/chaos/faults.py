@@ -56,7 +56,7 @@ def killed_twice(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     return f"{first}; {signalled(signal.SIGKILL, 1, scene, draw, whole)}"
 
 
-def held(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+def paused(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The trainer stands still for a while."""
     scene.start()
     moment, seconds = scene.wait_for(draw, whole), draw.uniform(0.5, 4.0)
@@ -274,7 +274,7 @@ FAULTS: dict[str, Fault] = {
     **{name: Fault(NATIVE, partial(signalled, signal.Signals[name], 1)) for name in SIGNALS},
     "SIGINT twice": Fault(NATIVE, partial(signalled, signal.SIGINT, 2)),
     "kill -9 twice": Fault(NATIVE, killed_twice),
-    "stands still": Fault(NATIVE, held),
+    "stands still": Fault(NATIVE, paused),
     "second trainer": Fault(NATIVE, joined),
     "clock jumps": Fault(NATIVE, jumped),
     "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),
