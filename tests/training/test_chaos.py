@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
-from tests.chaos.scene import checkpoints, difference
+from tests.chaos.scene import checkpoints, difference, recorded
 from tests.chaos.trial import Stage, trial
 from tests.training import s3
 
@@ -31,7 +31,7 @@ def config(*, servers: str = "", memory: str = ""):
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    made = Stage(tmp_path_factory.mktemp("c"), None, 200.0)
+    made = Stage(tmp_path_factory.mktemp("c"), 200.0)
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def jobs(s3_port, tmp_path_factory):
             patch.setenv(name, value)
         made = several.Stage(tmp_path_factory.mktemp("j"), 2, wire)
         yield made
-        made.close()
+        made.nursery.close()
         wire.close()
 
 
@@ -80,7 +80,7 @@ def resumed(stage, scene):
     scene.proxy.lift()
     scene.start()
     assert scene.end() == "completed"
-    return difference(scene.record(), stage.whole(SERVED).record) == ""
+    return difference(recorded(scene.out), stage.whole(SERVED).record) == ""
 
 
 @pytest.mark.slow
