@@ -46,7 +46,7 @@ def p_value(values: Sequence[float]) -> float | None:
         return None
     if len({*values}) == 1:
         return None if values[0] else 1.0
-    return float(2 * stats.t.sf(abs(fmean(values)) / stats.sem(values), len(values) - 1))
+    return float(stats.ttest_1samp(values, 0.0).pvalue)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -66,8 +66,7 @@ def correlation(x: Sequence[float], y: Sequence[float], *, ranks: bool = False) 
     """Pearson's correlation, or Spearman's with `ranks`; None if one of the two is constant."""
     if len({*map(float, x)}) < 2 or len({*map(float, y)}) < 2:
         return None
-    pair = np.asarray([stats.rankdata(x), stats.rankdata(y)] if ranks else [x, y], np.float64)
-    return float(np.asarray(np.corrcoef(pair))[0, 1])
+    return float((stats.spearmanr if ranks else stats.pearsonr)(x, y).statistic)
 
 
 def in_parts(values: Sequence[float], parts: int) -> Curve:
