@@ -114,14 +114,7 @@ class Grid:
 
     def command(self, run: Run, data: str | None = None) -> list[str]:
         """Arguments of `jaxrl-llm` that make the run, from its warm start if it has one."""
-        words, hints = ["train", str(self.config)], get_type_hints(self.make)
-        for name, value in run.flags.items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool) and hints.get(name, bool) is bool:
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                values = value if isinstance(value, list | tuple) else [value]
-                words += [f"--{flag}", *map(str, values)]
+        words = ["train", str(self.config), *as_words(self.make, run.flags)]
         words += ["--out", str(self.folder(run))]
         if warm := self.warm_starts.get(run.name):
             words += ["--from", str(self.folder(warm).absolute() if data else self.folder(warm))]
@@ -144,9 +137,9 @@ class Grid:
         Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
         is taken; with `whole` none either unless results.json has them all.
         """
-        found = {}
+        found, recorded = {}, self.recorded()
         for run in self.runs:
-            one, wanted = self.recorded().get(run.name), record.plain(vars(run))
+            one, wanted = recorded.get(run.name), record.plain(vars(run))
             if one is not None and {name: one[name] for name in wanted} == wanted:
                 source = f"{run.name} of {self.out / 'results.json'}"
                 _require_equal(source, one["made"].get("flags", {}), self.settings(run))
@@ -157,6 +150,19 @@ class Grid:
             if self.folder(run).exists() or (whole and run.name not in found)
         }
         return {n: one for n, one in found.items() if (one["panel"], one["seed"]) not in left_out}
+
+
+def as_words(make: Callable[..., configs.Config], flags: Mapping[str, Any]) -> list[str]:
+    """Flags of a config's function as words of the command line."""
+    words, hints = list[str](), get_type_hints(make)
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool) and hints.get(name, bool) is bool:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{flag}", *map(str, values)]
+    return words
 
 
 def load(file: Path, out: Path | None, seeds: Sequence[int]) -> Grid:
