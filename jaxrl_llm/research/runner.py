@@ -233,7 +233,9 @@ def _make(
         scores = [r for r in journal.read(grid.out / "runs" / name) if "eval/accuracy" in r]
         last = scores[-1:] if code is not None else []
         score = "".join(f", {100 * r['eval/accuracy']:.1f}% at step {r['step']}" for r in last)
-        state = {None: "running", 0: "done"}.get(code, "stopped" if stop.asked else "failed")
+        state = {None: "running", 0: "done"}.get(
+            code, "stopped" if stop.asked or code == UNFINISHED else "failed"
+        )
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 
     def make(runs: Sequence[Run]) -> dict[str, int | None]:
