@@ -26,6 +26,7 @@ from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import parts as make_parts
 from tests.chaos import small
+from tests.processes import QUICKLY
 from tests.training.process import ROOT, port
 
 WRITERS = ("1x8", "2x4", "4x2")  # processes x devices of each
@@ -68,7 +69,7 @@ def run(name: str, folder: Path, writes: str) -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": QUICKLY,
     }
     command = [sys.executable, "-m", "tests.training.topologies", "--job"]
     started = []
