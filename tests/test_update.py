@@ -51,6 +51,12 @@ def close(a, b, atol=1e-5):
         np.testing.assert_allclose(x, y, atol=atol)
 
 
+def learned(params):
+    """All but the biases of keys: they change no probability, and Adam makes steps of their rounding."""
+    paths = jax.tree.leaves_with_path(params)
+    return [x for path, x in paths if "['k_proj']['bias']" not in jax.tree_util.keystr(path)]
+
+
 @cache
 def plain():
     """`(policy, params, batch, credit, step)` of one model and objective, whose programs are compiled once."""
@@ -68,7 +74,7 @@ def plain():
 
 def test_a_step_is_optax_by_hand():
     """One plain step equals value_and_grad, optimizer.update and apply_updates written out."""
-    policy, before, _, credit, step = plain()
+    policy, before, batch, credit, step = plain()
     credited, objective = credit(REWARD), tiny.objective()
 
     def loss(params):
@@ -85,7 +91,7 @@ def test_a_step_is_optax_by_hand():
     opt_state = OPTIMIZER.init(before)
     updates, _ = OPTIMIZER.update(grads, opt_state, before, step=jnp.zeros((), jnp.int32))
     state, metrics = step(credited)
-    close(state.params, optax.apply_updates(before, updates))  # a hundredth of a step of Adam
+    close(learned(state.params), learned(optax.apply_updates(before, updates)))
     np.testing.assert_allclose(metrics["grad_norm"][0], optax.tree.norm(grads), rtol=1e-4)
     assert int(state.step) == 1
     assert int(state.skipped) == 0
@@ -107,7 +113,7 @@ def test_a_stage_without_tokens_is_skipped():
     how = {"objective": empty, "optimizer": OPTIMIZER}
     lopti, metrics = tiny.run_step(policy, jax.tree.map(jnp.copy, params), batch, REWARD, **how)
     one, _ = step(credit(REWARD))
-    close(lopti.params, one.params)
+    close(learned(lopti.params), learned(one.params))
     assert count(lopti) == count(one) == 1
     assert metrics["share"].tolist() == [1.0, 0.0]
     assert int(lopti.skipped) == 0
