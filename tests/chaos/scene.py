@@ -16,7 +16,7 @@ from typing import Any
 from jaxrl_llm.training import journal
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.chaos.proxy import Proxy
-from tests.processes import kill
+from tests.processes import QUICKLY, kill
 from tests.training.process import ROOT
 
 CONFIG = ROOT / "tests" / "chaos" / "small.py"
@@ -44,7 +44,7 @@ class Nursery:
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of compiling
+            "XLA_FLAGS": QUICKLY,
             "JAXRL_WANDB": "0",
         }
         self._process = subprocess.Popen(
