@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Mesh
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, hf_folder, logprobs, qwen2, sharding, tokenizer
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models.policy import Policy, pretrained
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Native
-from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.rollouts.native import NativeSampler, by_padded_length, padded
 from jaxrl_llm.rollouts.sampler import Sampling
 
 SHORTEST = 64  # tokens to which shorter rows are padded: fewer programs to compile
@@ -78,9 +78,7 @@ def load(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load: dtype = {dtype!r} is neither float32 nor bfloat16")
-    folder = hf.resolve(name)
-    shape = hf_folder.load_shape(folder)
-    words = tokenizer.load(folder, hf_folder.stop_tokens(folder, shape.vocab_size))
+    folder, shape, words = pretrained(name)
     if not isinstance(mesh, jax.sharding.Mesh):
         sizes = mesh or Mesh()
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
@@ -159,7 +157,7 @@ def generate(
             f"model has room for {model.shape.max_length}: lower max_tokens"
         )
     sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
-    slots = min(engine.slots, _power_of_two(len(asked) * n))
+    slots = min(engine.slots, padded(len(asked) * n))
     sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
     sampler.push(model.params, 0)
     try:
@@ -180,47 +178,43 @@ def _scorer(policy: Policy, temperature: float) -> Any:
 
 @lru_cache(maxsize=8)
 def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
-    return engine.sampler(policy, mesh)
+    with engine.start(policy, mesh) as sampler:
+        return sampler
 
 
 def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:
     """The tokens of each row without its padding, and T; a UserError if they are invalid."""
+
+    def need(fine: bool, reason: str) -> None:
+        if not fine:
+            raise UserError(f"token_logps: {reason}")
+
     if isinstance(tokens, jax.Array):
         tokens = np.asarray(tokens)  # one transfer instead of one a row
     rows = [np.asarray(row) for row in tokens]
     width = max(map(len, rows), default=0)
     if lengths is not None:
         sizes = np.asarray(lengths)
-        if sizes.shape != (len(rows),) or any(
-            not 0 <= n <= len(row) for n, row in zip(sizes, rows, strict=True)
-        ):
-            raise UserError("token_logps: lengths are one for each row, none longer than its row")
+        fine = sizes.shape == (len(rows),) and all(
+            0 <= n <= len(row) for n, row in zip(sizes, rows, strict=True)
+        )
+        need(fine, "lengths are one for each row, none longer than its row")
         rows = [row[:n] for row, n in zip(rows, sizes, strict=True)]
     for i, row in enumerate(rows):
-        if len(row) > shape.max_length:
-            raise UserError(
-                f"token_logps: row {i} has {len(row)} tokens, the model room for {shape.max_length}"
-            )
-        if len(row) and not (row.dtype.kind in "iu" and row.ndim == 1):
-            raise UserError(f"token_logps: row {i} is no list of token ids")
-        if len(row) and not 0 <= row.min() <= row.max() < shape.vocab_size:
-            raise UserError(
-                f"token_logps: row {i} has a token that is none of the model's {shape.vocab_size}"
-            )
+        if size := len(row):
+            need(row.dtype.kind in "iu" and row.ndim == 1, f"row {i} is no list of token ids")
+            room, vocab = shape.max_length, shape.vocab_size
+            need(size <= room, f"row {i} has {size} tokens, the model room for {room}")
+            known = 0 <= row.min() <= row.max() < vocab
+            need(known, f"row {i} has a token that is none of the model's {vocab}")
     return rows, width
 
 
 def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
     """Batches of rows of similar length: their indices and padded shape; the longest first."""
-    by_length: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        if len(row) > 1:
-            by_length.setdefault(max(SHORTEST, _power_of_two(len(row))), []).append(i)
-    for length, here in sorted(by_length.items(), reverse=True):
-        each = min(_power_of_two(-(-len(here) // shards)), max(1, AT_A_TIME // length))
+    scored = [i for i, row in enumerate(rows) if len(row) > 1]
+    for length, group in by_padded_length([len(rows[i]) for i in scored], SHORTEST).items():
+        here = [scored[i] for i in group]
+        each = min(padded(-(-len(here) // shards)), max(1, AT_A_TIME // length))
         for start in range(0, len(here), each * shards):
             yield here[start : start + each * shards], (each * shards, length)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

@@ -1,26 +1,25 @@
 """Files written whole or not at all, folders with one writer, buckets mirrored by local folders.
 
 A run always works in a local folder. Where a bucket is named instead (`s3://...`, `gs://...`),
-`local` gives the folder that mirrors it, `pull` downloads what is missing there, `push` uploads
-what has changed. For ordinary folders both do nothing, so callers need not tell the two apart.
+`local` gives the folder that mirrors it, `pull` downloads what differs there, `push` uploads what
+has changed here. For ordinary folders both do nothing, so callers need not tell the two apart.
 """
 
 import atexit
 import errno
 import fcntl
-import json
+import hashlib
 import logging
 import os
 import re
 import shutil
 import socket
-import stat
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -48,17 +47,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         beside.unlink(missing_ok=True)
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Replaces the content of a file atomically."""
+def write(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
+    """Replaces the content of a file atomically; `mode` sets its permissions."""
     with replacing(path) as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copies a file's bytes and permissions; replaces `target` atomically."""
-    with replacing(target) as file:
-        os.fchmod(file.fileno(), stat.S_IMODE(source.stat().st_mode))
-        file.write(source.read_bytes())
 
 
 def sync(path: Path) -> None:
@@ -74,15 +68,17 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync of everything below a folder, and of the folder."""
-    for path in [*folder.rglob("*"), folder]:
+    """fsync of everything below a folder, of the folder, and of its own name."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
         sync(path)
 
 
 # Folders with one writer.
 
 MEMORY = Path("/dev/shm")  # noqa: S108 (a folder with a random name is made in it)
-PREFIX, LOCK = "jaxrl-llm-", "lock"
+LOCK = "lock"
+# names of temporary folders tell the host, because locks are not seen across hosts
+PREFIX = f"jaxrl-llm-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]}-"
 
 
 @contextmanager
@@ -97,29 +93,14 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            who = file.read().strip() or "another process"
-            raise UserError(
-                f"{folder} is in use by {who}: wait for it, end it, or choose another --out"
-            ) from error
+            raise _in_use(str(folder), file.read().strip()) from error
         file.truncate(0)
         with suppress(OSError):  # on a full disk the lock works, without a name in it
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.write(_process())
             file.flush()
         mirror = _mirror_of(folder)
-        with mirror.lease() if mirror else ExitStack():
+        with mirror.lease() if mirror else nullcontext():
             yield
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine has the folder locked."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def memory() -> Path:
@@ -131,8 +112,7 @@ def memory() -> Path:
 def temporary_folder(under: Path) -> Iterator[Path]:
     """A fresh folder, removed at the end; removes those that killed processes have left in `under`.
 
-    Others may write to `under` too, so nothing in it is trusted: symlinks are not followed, pipes
-    do not block, folders of other users or hosts stay. Raises a UserError if it cannot be made.
+    Raises a UserError if it cannot be made.
     """
     for folder in under.glob(f"{PREFIX}*"):
         _remove_if_abandoned(folder)
@@ -140,7 +120,6 @@ def temporary_folder(under: Path) -> Iterator[Path]:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
         lock = os.open(root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.write(lock, _here())
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
     try:
@@ -151,21 +130,25 @@ def temporary_folder(under: Path) -> Iterator[Path]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    how = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with ExitStack() as stack, suppress(OSError):  # anything unexpected: leave it
-        inside = os.open(folder, how | os.O_DIRECTORY)
-        stack.callback(os.close, inside)
-        lock = os.open(LOCK, how, dir_fd=inside)
-        stack.callback(os.close, lock)
-        ours = all(os.fstat(it).st_uid == os.geteuid() for it in (inside, lock))
-        if ours and stat.S_ISREG(os.fstat(lock).st_mode) and os.read(lock, 1000) == _here():
+    """Removes a folder of this user that nobody has locked; others may write beside it."""
+    with suppress(OSError):  # gone meanwhile, or just being made
+        if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
+            return
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
+        finally:
+            os.close(lock)
 
 
-def _here() -> bytes:
-    """Content of a lock file; names the host, because locks are not seen across hosts."""
-    return f"jaxrl-llm on {socket.gethostname()}\n".encode()[:1000]
+def _process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _in_use(where: str, who: str) -> UserError:
+    who = who or "another process"
+    return UserError(f"{where} is in use by {who}: wait for it, end it, or choose another --out")
 
 
 # Buckets.
@@ -177,33 +160,26 @@ WRITERS = "writers"  # the folder in a bucket that holds its lease
 FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds to retry: before the first answer, and after
 SHORTEST, LONGEST = 0.5, 15.0  # seconds between attempts
 # seconds between heartbeats, and without one until a writer counts as dead
-BEAT, STALE = 10.0, 120.0
+BEAT, STALE = 4.0, 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_LASTING = (
-    FileNotFoundError,
-    PermissionError,
-    ValueError,
-    TypeError,
-    ImportError,
-    NotImplementedError,
-)
+_LASTING = (PermissionError, ValueError, TypeError, ImportError, NotImplementedError)
 
 
 def is_url(where: str | Path) -> bool:
     """Whether it names a place in a bucket; a UserError for a malformed URL."""
-    found = re.fullmatch(r"(\w[\w+.-]+):(/.*)", str(where))
-    if found is None:
+    if re.match(r"\w[\w+.-]+:/", str(where)) is None:
         return False
-    bucket, _, name = found[2].strip("/").partition("/")
-    if found[1] not in EXTRAS or not bucket or not name or "//" in found[2].lstrip("/"):
-        raise UserError(f"{where}: write a URL as s3://bucket/name or gs://bucket/name")
-    if isinstance(where, str) and not re.match(r"\w[\w+.-]+://[^/]", where):
-        raise UserError(f"{where}: the URL names no bucket (is a variable of the shell empty?)")
+    slashes = "/" if isinstance(where, Path) else "//"  # a Path joins two slashes
+    if re.fullmatch(rf"({'|'.join(EXTRAS)}):{slashes}[^/]+(/[^/]+)+/?", str(where)) is None:
+        raise UserError(
+            f"{where}: write a URL as s3://bucket/name or gs://bucket/name (or is a variable of the "
+            "shell empty?)"
+        )
     return True
 
 
-def local(where: str | Path, *, but: tuple[str, ...] = ()) -> Path:
-    """The local folder of a path or URL; from a bucket all is pulled but folders named in `but`."""
+def local(where: str | Path, *, but: str = "") -> Path:
+    """The local folder of a path or URL; from a bucket all is pulled but folders named `but`."""
     if not is_url(where):
         return Path(where)
     scheme, _, rest = str(where).partition(":")
@@ -221,18 +197,18 @@ def shared(folder: Path) -> bool:
 
 
 def pull(path: Path) -> None:
-    """Downloads a file, or the files below a folder, that are missing here or differ in size."""
+    """Downloads a file, or the files below a folder, that are missing or others here."""
     if mirror := _mirror_of(path):
         mirror.pull(mirror.name(path))
 
 
-def push(path: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Uploads what changed of a file or in a folder (no hidden files, nor folders named in `but`).
+def push(path: Path) -> None:
+    """Uploads a file, or what has changed below a folder (no hidden files, no orbax's own).
 
     Files that mark a folder as complete (`LAST`) go last.
     """
     if mirror := _mirror_of(path):
-        mirror.push(path, but)
+        mirror.push(path)
 
 
 def remove(folder: Path) -> None:
@@ -251,23 +227,6 @@ def spoken(text: Any) -> str:
     for url, mirror in _MIRRORS.items():
         text = text.replace(str(mirror.folder), url)
     return text
-
-
-def retrying(
-    call: Callable[[], T], *, patience: float, lasts: Callable[[Exception], bool], say: str
-) -> T:
-    """`call()`, retried for `patience` seconds unless `lasts(error)`; `say` begins the warning."""
-    until, delay = time.monotonic() + patience, SHORTEST
-    while True:
-        try:
-            return call()
-        except Exception as error:  # the stores' libraries have no common base class
-            if lasts(error) or time.monotonic() + delay > until:
-                raise
-            if delay == SHORTEST:
-                logger.warning("%s (%s): trying again", say, first_line(error))
-        time.sleep(delay)
-        delay = min(2 * delay, LONGEST)
 
 
 class _Mirror:
@@ -293,54 +252,61 @@ class _Mirror:
         root = until_exit.enter_context(temporary_folder(under)).resolve()
         self.folder = root / re.sub(r"[^\w.,=+-]", "_", url.rpartition("/")[2])
         self.folder.mkdir()
-        # size and time of each file when it was last the same as in the bucket
-        self._stored: dict[str, tuple[int, int]] = {}
-        self._note = 0  # the number of this process's lease file; 0 while it is not the writer
+        # by name, the size and time of each file when it was last the same as in the bucket, and
+        # the version there, or None of those that this process, the only writer, has uploaded
+        self._same: dict[str, tuple[tuple[int, int], str | None]] = {}
+        self._pushing = threading.Lock()
+        self._me = f"{_process()}\n{uuid.uuid4().hex}\n".encode()
+        self._lease = 0  # the number of this process's lease; 0 while it is not the writer
+        self._sure = -STALE  # when the lease was last seen to hold
 
     def name(self, path: Path) -> str:
         """The name of a file's object below the URL; empty for the folder itself."""
         name = path.relative_to(self.folder).as_posix()
         return "" if name == "." else name
 
-    def pull(self, under: str, but: tuple[str, ...] = ()) -> None:
-        for name, size in self._names(under).items():
+    def pull(self, under: str, but: str = "") -> None:
+        for name, version in self._list(under).items():
             file = self.folder / name
-            folders = {*name.split("/")[:-1]}
-            if folders & {*but, WRITERS} or (file.exists() and file.stat().st_size == size):
+            if {but, WRITERS} & {*name.split("/")[:-1]}:
+                continue
+            mark, there = self._same.get(name, (None, None))
+            if file.exists() and mark == _mark(file) and there in (None, version):
                 continue
             file.parent.mkdir(parents=True, exist_ok=True)
             beside = file.with_name(f".{file.name}.new")
             self._try(lambda n=name, b=beside: self._objects.get_file(self._path(n), str(b)))
             beside.replace(file)
-            self._stored[name] = _mark(file)
+            self._same[name] = _mark(file), version
 
-    def push(self, path: Path, but: tuple[str, ...]) -> None:
-        names = {
-            self.name(file): file for file in ([path] if path.is_file() else _files(path, but))
-        }
-        for name in sorted(names, key=lambda name: (_rank(name), name)):
-            file = names[name]
-            if name == LOCK or not file.exists():
-                continue
-            if self._stored.get(name) != (mark := _mark(file)):
-                self._require_lease()
-                self._try(lambda n=name, f=file: self._objects.put_file(str(f), self._path(n)))
-                self._stored[name] = mark
+    def push(self, path: Path) -> None:
+        with self._pushing:
+            files = {self.name(file): file for file in ([path] if path.is_file() else _files(path))}
+            for name in sorted(files, key=lambda name: (_rank(name), name)):
+                file = files[name]
+                if not file.exists():  # a temporary one
+                    continue
+                mark = _mark(file)
+                if self._same.get(name, (None, None))[0] != mark:
+                    self._require_lease()
+                    self._try(lambda n=name, f=file: self._objects.put_file(str(f), self._path(n)))
+                    self._same[name] = mark, None
 
     def remove(self, under: str) -> None:
         self._require_lease()
-        for name in sorted(self._names(under), key=_rank, reverse=True):
-            self._delete(name)
-            self._stored.pop(name, None)
+        for name in sorted(self._list(under), key=_rank, reverse=True):
+            with suppress(FileNotFoundError):
+                self._try(lambda n=name: self._objects.rm_file(self._path(n)))
+            self._same.pop(name, None)
 
-    # The lease: numbered files, each created by one process; the highest number is the writer. To
+    # The lease: numbered objects, each created by one process; the highest number is the writer. To
     # succeed a dead writer, create the next number: only one process can. None writes to another's
-    # file, so a suspended writer regains nothing. An empty highest file: there is no writer.
+    # object, so a suspended writer regains nothing. An empty highest object: there is no writer.
 
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Makes this process the only writer below the URL for the block."""
-        self._note = self._take()
+        self._lease = self._taken()
         done = threading.Event()
         heart = threading.Thread(target=self._beat, args=(done,), daemon=True)
         heart.start()
@@ -350,111 +316,105 @@ class _Mirror:
             done.set()
             heart.join()
             with suppress(UserError):  # unreachable: the lease goes stale by itself
-                if self._highest()[0] == self._note:
-                    path = self._path(f"{WRITERS}/{self._note:06d}")
-                    self._try(lambda: self._objects.pipe_file(path, b""))
-            self._note = 0
+                self._try(lambda: self._sign(b""))
+            self._lease = 0
+            # others may write from here on
+            self._same = {name: same for name, same in self._same.items() if same[1]}
 
-    def _take(self) -> int:
+    def _taken(self) -> int:
+        """The number of the lease that this process has made."""
         while True:
-            number, said = self._highest()
-            if said and not self._is_dead(said):
-                who = json.loads(said)["who"]
+            number, said = self._writer()
+            if said:
+                who = said.decode().partition("\n")[0]
                 logger.warning("%s is in use by %s: watching whether it is alive", self.url, who)
                 until = time.monotonic() + STALE
-                while time.monotonic() < until and self._highest() == (number, said):
-                    time.sleep(min(1.0, STALE / 20))
-                now = self._highest()
+                while (now := self._writer()) == (number, said) and time.monotonic() < until:
+                    time.sleep(STALE / 30)
                 if now != (number, said) and now[1]:
-                    raise UserError(
-                        f"{self.url} is in use by {who}: wait for it, end it, or choose another --out"
-                    )
-            mine = number + 1
-            create = lambda name=f"{WRITERS}/{mine:06d}": self._objects.pipe_file(
-                self._path(name), self._sign(0), mode="create"
-            )
-            try:
-                self._try(create)
-            except FileExistsError:  # another was first; or ours was made, and the answer was lost
-                if self._read(mine) != self._sign(0):
-                    continue
-            if self._highest()[0] == mine:
-                for older in self._numbers()[:-1]:
-                    self._delete(f"{WRITERS}/{older:06d}")
-                return mine
-
-    def _require_lease(self) -> None:
-        """A UserError if another process took the lease; unchecked where none is taken (data)."""
-        if self._note and self._highest()[0] != self._note:
-            raise UserError(
-                f"{self.url} has another writer now: this process stood still; it ends, and writes nothing more"
-            )
+                    raise _in_use(self.url, who)
+            path = self._path(f"{WRITERS}/{number + 1:06d}")
+            with suppress(FileExistsError):  # another was first, or the answer was lost
+                self._try(lambda p=path: self._objects.pipe_file(p, self._me, mode="create"))
+            if self._writer() == (number + 1, self._me):
+                return number + 1
 
     def _beat(self, done: threading.Event) -> None:
-        beats = 0
         while not done.wait(min(BEAT, STALE / 4)):
-            beats += 1
-            path = self._path(f"{WRITERS}/{self._note:06d}")
             with suppress(Exception):  # the next heartbeat may succeed
-                self._objects.pipe_file(path, self._sign(beats))
+                self._sign(self._me + str(time.monotonic()).encode())
 
-    def _sign(self, beats: int) -> bytes:
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        note = {"who": who, "machine": _machine(), "folder": str(self.folder.parent)}
-        return json.dumps(note | {"beats": beats}).encode()
+    def _require_lease(self) -> None:
+        """A UserError if another process took the lease; unchecked where none is taken (data).
 
-    def _is_dead(self, said: bytes) -> bool:
-        """Whether the writer ran on this machine and has ended: its folder is not locked."""
-        note = json.loads(said)
-        return note["machine"] == _machine() and not is_locked(Path(note["folder"]))
+        Asks at most every `STALE` / 2 seconds: nobody takes it sooner than `STALE` after a sign.
+        """
+        now = time.monotonic()
+        if self._lease and now - self._sure > STALE / 2:
+            self._try(lambda: self._sign(self._me + str(now).encode()))
+            if self._writer()[0] != self._lease:
+                raise UserError(
+                    f"{self.url} has another writer now: this process stood still; it ends, and "
+                    "writes nothing more"
+                )
+            self._sure = now
 
-    def _numbers(self) -> list[int]:
-        return sorted(int(name.rpartition("/")[2]) for name in self._names(WRITERS))
+    def _writer(self) -> tuple[int, bytes]:
+        """The highest number of a lease, 0 without one, and its content."""
+        name = max(self._list(WRITERS), default="")
+        if not name:
+            return 0, b""
+        content = self._try(lambda: self._objects.cat_file(self._path(name)))
+        return int(name.rpartition("/")[2]), content
 
-    def _highest(self) -> tuple[int, bytes]:
-        numbers = self._numbers()
-        return (numbers[-1], self._read(numbers[-1])) if numbers else (0, b"")
-
-    def _read(self, number: int) -> bytes:
-        with suppress(FileNotFoundError):
-            name = self._path(f"{WRITERS}/{number:06d}")
-            return self._try(lambda: self._objects.cat_file(name))
-        return b""
+    def _sign(self, content: bytes) -> None:
+        self._objects.pipe_file(self._path(f"{WRITERS}/{self._lease:06d}"), content)
 
     # Requests to the store; all go through `_try`.
 
-    def _names(self, under: str) -> dict[str, int]:
-        """Sizes in bytes, by name, of the objects below `under` or of that object itself."""
+    def _list(self, under: str) -> dict[str, str]:
+        """The objects below `under`, or that object: a version by name, another for each content."""
         try:
             found = self._try(lambda: self._objects.find(self._path(under), detail=True))
         except FileNotFoundError as error:  # no such bucket; an unused name gives {}
             raise self._unreachable(error) from error
-        sizes = {name[len(self._root) + 1 :]: about["size"] for name, about in found.items()}
-        for name in sizes:
+        out = {}
+        for path, about in found.items():
+            name = path[len(self._root) + 1 :]
             if name.startswith("/") or ".." in name.split("/"):
                 raise UserError(f"{self.url} holds an object {name!r}, which would lie outside it")
-        return {name: size for name, size in sizes.items() if name and not name.endswith("/")}
-
-    def _delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._try(lambda: self._objects.rm_file(self._path(name)))
+            if name and not name.endswith("/") and about["type"] == "file":
+                out[name] = str(about.get("ETag") or about["etag"])  # of S3, or Google's
+        return out
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     def _try(self, call: Callable[[], T]) -> T:
-        patience = PATIENCE if self._answered else FIRST_PATIENCE
-        say = f"{self.url} does not answer"
-        try:
-            found = retrying(call, patience=patience, lasts=_lasts, say=say)
-        except (FileNotFoundError, FileExistsError):  # answers, too
-            self._answered = True
-            raise
-        except Exception as error:
-            self._answered = False  # later calls give up sooner
-            raise self._unreachable(error) from error
-        self._answered = True
-        return found
+        """`call()`, retried for a while if that may help, with one warning; or a UserError.
+
+        FileNotFoundError and FileExistsError are answers, and raised as they are.
+        """
+        until = time.monotonic() + (PATIENCE if self._answered else FIRST_PATIENCE)
+        delay = SHORTEST
+        while True:
+            try:
+                found = call()
+            except (FileNotFoundError, FileExistsError):
+                self._answered = True
+                raise
+            except Exception as error:  # the stores' libraries have no common base class
+                if _lasts(error) or time.monotonic() + delay > until:
+                    self._answered = False  # later calls give up sooner
+                    raise self._unreachable(error) from error
+                if delay == SHORTEST:
+                    said = f"{self.url} does not answer ({first_line(error)}): trying again"
+                    logger.warning(said)
+            else:
+                self._answered = True
+                return found
+            time.sleep(delay)
+            delay = min(2 * delay, LONGEST)
 
     def _unreachable(self, error: Exception) -> UserError:
         return UserError(
@@ -467,10 +427,8 @@ _MIRRORS: dict[str, _Mirror] = {}
 
 
 def _mirror_of(path: Path) -> _Mirror | None:
-    for mirror in _MIRRORS.values():
-        if path == mirror.folder or mirror.folder in path.parents:
-            return mirror
-    return None
+    inside = (m for m in _MIRRORS.values() if path.is_relative_to(m.folder))
+    return next(inside, None)
 
 
 @cache
@@ -480,7 +438,7 @@ def _file_system(scheme: str) -> Any:
 
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it logs raised errors again
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme == "s3":  # only `retrying` retries
+    if scheme == "s3":  # only `_try` retries
         options["config_kwargs"] = {"retries": {"max_attempts": 1}}
     return fsspec.filesystem(scheme, **options)
 
@@ -488,7 +446,7 @@ def _file_system(scheme: str) -> Any:
 def _lasts(error: Exception) -> bool:
     """Whether retrying is pointless."""
     return (
-        isinstance(error, (FileExistsError, *_LASTING))
+        isinstance(error, _LASTING)
         or (isinstance(error, OSError) and error.errno in _NO_ROOM)
         or str(error).startswith("Forbidden")  # a message of gcsfs
         or "Credential" in type(error).__name__
@@ -501,23 +459,14 @@ def _rank(name: str) -> int:
     return 1 + LAST.index(last) if last in LAST else 0
 
 
-def _files(folder: Path, but: tuple[str, ...]) -> Iterator[Path]:
-    """Files below a folder; not hidden ones, nor orbax's temporary ones, which may vanish."""
-    skipped = lambda name: name.startswith(".") or ".orbax-" in name
+def _files(folder: Path) -> Iterator[Path]:
+    """Files below a folder; not the lock, hidden ones or orbax's temporary ones (may vanish)."""
+    skipped = lambda name: name.startswith(".") or ".orbax-" in name or name == LOCK
     for where, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in but and not skipped(name)]
+        folders[:] = [name for name in folders if not skipped(name)]
         yield from (Path(where, name) for name in files if not skipped(name))
 
 
 def _mark(file: Path) -> tuple[int, int]:
     about = file.stat()
     return about.st_size, about.st_mtime_ns
-
-
-def _machine() -> str:
-    """Identifies this boot and process namespace, within which processes see one another."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return f"{socket.gethostname()} {uuid.getnode()}"

@@ -1,14 +1,18 @@
 """Eight virtual devices, strict broadcasting, and every shape annotation checked.
 
-Machine code is not optimised, which halves the time of compiling; runs in processes of their own are as users have
-them, and `XLA_FLAGS=--xla_backend_optimization_level=3` makes everything so.
+Programs are compiled quickly (`processes.QUICKLY`). In the slow tier runs in processes of their own are as
+users have them; `XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"` makes
+everything so.
 """
 
 import os
 
+from tests.processes import QUICKLY
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    "--xla_force_host_platform_device_count=8",
+    QUICKLY,
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
 

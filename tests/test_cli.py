@@ -1,21 +1,12 @@
 """`bench`: its tables, and one line with exit code 2 for what is wrong."""
 
+import shlex
+
 import pytest
 
 from jaxrl_llm.cli.main import main
 
-SMALL = [
-    "bench",
-    "update",
-    "--rows",
-    "2",
-    "--prompt-length",
-    "8",
-    "--response-length",
-    "24",
-    "--repeats",
-    "1",
-]
+SMALL = shlex.split("bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1")
 
 
 def test_bench_update_prints_the_table(capsys):

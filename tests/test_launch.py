@@ -117,51 +117,31 @@ def test_the_container_is_made_of_what_is_here():
 
 
 def job_set(text):
-    """The config, and the pods' job, after all three objects had the form that the cluster wants."""
+    """The config, and the pods' job, after the objects had the form that the cluster wants."""
     config, policy, made = yaml.safe_load_all(text)
-    for one in (config, policy):
-        kubernetes_validate.validate(one, "1.31", strict=True)
-    assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": made["metadata"]["name"]}}
-    assert policy["spec"] == {"podSelector": pods, "ingress": [{"from": [{"podSelector": pods}]}]}
-    spec = made["spec"]
-    assert set(spec) == {"network", "failurePolicy", "replicatedJobs"}
-    assert spec["network"] == {"enableDNSHostnames": True}
-    [rule] = spec["failurePolicy"]["rules"]
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    [job] = spec["replicatedJobs"]
+    [job] = made["spec"]["replicatedJobs"]
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job["template"]}
-    kubernetes_validate.validate(whole, "1.31", strict=True)
+    for one in (config, policy, whole):
+        kubernetes_validate.validate(one, "1.31", strict=True)
     return config["data"]["run.py"], whole["spec"]
 
 
 def test_a_job_set_is_what_the_cluster_and_the_trainer_need():
+    """Besides what launch/jobset.yaml shows: what follows from the flags, and that names agree."""
     words = [*EXAMPLES["jobset.yaml"].split(), "--grace", "90"]
     words[1] = str(ROOT / words[1])
     config, job = job_set(printed(*words))
     assert config == (ROOT / "configs" / "kk.py").read_text()
-    assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"] == 2
-    assert job["backoffLimit"] == 0
     pod = job["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] >= 90 + 30
-    assert pod["restartPolicy"] == "Never"
     [trainer] = pod["containers"]
     meet = "$(JOB_COMPLETION_INDEX)/2@kk-trainer-0-0.kk:55527"
     flags = ["--grace", "90", "--resume", "auto", "--process", meet]
     assert trainer["args"] == ["train", "/config/run.py", "--out", "/shared/runs/kk", *flags]
-    assert trainer["envFrom"] == [{"secretRef": {"name": "kk", "optional": True}}]
-    mounts = {mount["name"]: mount["mountPath"] for mount in trainer["volumeMounts"]}
-    assert mounts == {"weights": "/dev/shm", "config": "/config", "shared": "/shared"}
-    assert pod["volumes"] == [
-        {"name": "weights", "emptyDir": {"medium": "Memory"}},
-        {"name": "config", "configMap": {"name": "kk"}},
-        {"name": "shared", "persistentVolumeClaim": {"claimName": "runs"}},
-    ]
-    disrupted, told = job["podFailurePolicy"]["rules"]
-    assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert told["onExitCodes"]["values"] == [UNFINISHED]
+    mounted = {mount["name"] for mount in trainer["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [UNFINISHED]
 
 
 def test_no_text_breaks_out_of_yaml():

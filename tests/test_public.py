@@ -18,8 +18,7 @@ import jaxrl_llm as jl
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout
-from tests import public
-from tests.reference import peer
+from tests import public, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
@@ -111,19 +110,6 @@ def test_log_probs_are_those_of_the_trainers_scorer_bit_for_bit(model, temperatu
         assert not row[len(p) + len(r) - 1 :].any()
 
 
-def test_log_probs_are_those_of_transformers(model, folder):
-    tokens = np.random.default_rng(0).integers(0, public.SHAPE.vocab_size, (3, 96))
-    np.save(folder / "model" / "tokens.npy", tokens)
-    peer.transformers("logits", folder / "model")
-    logits = np.load(folder / "model" / "logits.npy").astype(np.float64)
-    for name in ("tokens.npy", "logits.npy"):
-        (folder / "model" / name).unlink()
-    logits -= logits.max(-1, keepdims=True)
-    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    expected = np.take_along_axis(expected[:, :-1], tokens[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(jl.token_logps(model, tokens), expected, atol=2e-5)
-
-
 def test_padding_company_and_form_change_nothing(model):
     """Ragged lists, padded arrays with lengths, alone or together: the same numbers, 0 elsewhere."""
     ragged = [*rows(5, 100), [], [3]]
@@ -145,18 +131,9 @@ def test_padding_company_and_form_change_nothing(model):
 
 
 def test_a_few_programs_serve_all_shapes(model):
-    compiled = []
-
-    def listen(name, *_, **__):
-        if name == "/jax/core/compile/backend_compile_duration":
-            compiled.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with tiny.compilations() as compiled:
         for seed in range(6):
             jl.token_logps(model, rows(5 + seed, 60, seed), temperature=0.9)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert 1 <= len(compiled) <= 2
 
 

@@ -1,7 +1,7 @@
 """Laws of the train step."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxrl_llm.objectives import Seen, losses, partition
 from tests import hlo, tiny
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
-OPTIMIZER = optimizers.adamw(1e-3)
+OPTIMIZER = optimizers.adamw(1e-3, eps=1e-4)  # a gradient that is rounding makes no step
 
 
 def credited_step(policy, params, batch, objective):
@@ -51,13 +51,25 @@ def close(a, b, atol=1e-5):
         np.testing.assert_allclose(x, y, atol=atol)
 
 
-def test_a_step_is_optax_by_hand():
-    """One plain step equals value_and_grad, optimizer.update and apply_updates written out."""
+@cache
+def plain():
+    """`(policy, params, batch, credit, step)` of one model and objective, whose programs are compiled once."""
     policy, params = tiny.policy()
     batch, objective = tiny.collator()(tiny.rollout()), tiny.objective()
-    before = jax.tree.map(jnp.copy, params)
     old = update.make_score(policy)(params, batch.inputs)
-    credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)
+    credit = partial(update.make_credit(objective), batch, old_logp=old, ref_logp=old - 0.1)
+    compiled = update.make_train_step(policy, objective, OPTIMIZER)
+
+    def step(credited):
+        return compiled(update.init_state(jax.tree.map(jnp.copy, params), OPTIMIZER), credited)
+
+    return policy, params, batch, credit, step
+
+
+def test_a_step_is_optax_by_hand():
+    """One plain step equals value_and_grad, optimizer.update and apply_updates written out."""
+    policy, before, batch, credit, step = plain()
+    credited, objective = credit(REWARD), tiny.objective()
 
     def loss(params):
         logp = policy(params, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs))
@@ -72,9 +84,7 @@ def test_a_step_is_optax_by_hand():
     grads = jax.jit(jax.grad(loss))(before)
     opt_state = OPTIMIZER.init(before)
     updates, _ = OPTIMIZER.update(grads, opt_state, before, step=jnp.zeros((), jnp.int32))
-    state, metrics = tiny.run_step(
-        policy, params, batch, REWARD, objective=objective, optimizer=OPTIMIZER
-    )
+    state, metrics = step(credited)
     close(state.params, optax.apply_updates(before, updates), atol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"][0], optax.tree.norm(grads), rtol=1e-4)
     assert int(state.step) == 1
@@ -92,27 +102,21 @@ def count(state):
 
 def test_a_stage_without_tokens_is_skipped():
     """With eta above 1 the high stage is empty: the parameters are those of one step, Adam counts one."""
-    policy, params = tiny.policy()
-    batch = tiny.collator()(tiny.rollout())
-    run = partial(tiny.run_step, policy, batch=batch, reward=REWARD, optimizer=OPTIMIZER)
+    policy, params, batch, credit, step = plain()
     empty = tiny.objective(partition=partial(partition.lopti, eta=1.1))
-    lopti, metrics = run(params=jax.tree.map(jnp.copy, params), objective=empty)
-    plain, _ = run(params=params, objective=tiny.objective())
-    close(lopti.params, plain.params, atol=1e-6)
-    assert count(lopti) == count(plain) == 1
+    how = {"objective": empty, "optimizer": OPTIMIZER}
+    lopti, metrics = tiny.run_step(policy, jax.tree.map(jnp.copy, params), batch, REWARD, **how)
+    one, _ = step(credit(REWARD))
+    close(lopti.params, one.params, atol=1e-6)
+    assert count(lopti) == count(one) == 1
     assert metrics["share"].tolist() == [1.0, 0.0]
     assert int(lopti.skipped) == 0
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
-    policy, params = tiny.policy()
-    batch = tiny.collator()(tiny.rollout())
-    before = jax.tree.map(np.array, params)
-    reward = REWARD.at[0, 0].set(jnp.nan)
-    state, metrics = tiny.run_step(
-        policy, params, batch, reward, objective=tiny.objective(), optimizer=OPTIMIZER
-    )
-    assert same(state.params, before)
+    _, params, _, credit, step = plain()
+    state, metrics = step(credit(REWARD.at[0, 0].set(jnp.nan)))
+    assert same(state.params, params)
     assert count(state) == 0
     assert int(state.skipped) == 1
     assert int(state.step) == 1
@@ -126,12 +130,14 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     before = jax.tree.map(np.array, params)
     optimizer = optimizers.adamw(lambda step: jnp.where(step < 1, 0.0, 1e-3))
     objective = tiny.objective(partition=partial(partition.together, steps=2))
-    run = partial(tiny.run_step, policy, batch=batch, reward=REWARD, objective=objective)
-    first, _ = run(params=jax.tree.map(jnp.copy, params), optimizer=optimizer)
-    assert same(first.params, before)
-    assert count(first) == 2  # both stages share the optimizer's state
-    second, _ = run(params=params, optimizer=optimizer, steps=2)
-    assert not same(second.params, before)
+    old = update.make_score(policy)(params, batch.inputs)
+    credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)
+    step = update.make_train_step(policy, objective, optimizer)
+    state, _ = step(update.init_state(params, optimizer), credited)
+    assert same(state.params, before)
+    assert count(state) == 2  # both stages share the optimizer's state
+    state, _ = step(state, credited)
+    assert not same(state.params, before)
 
 
 def test_a_second_stage_by_hand_scores_whole_responses():
@@ -152,8 +158,9 @@ def test_a_second_stage_by_hand_scores_whole_responses():
     assert objective.stages == 2
     shared = [(w > 0).any(1) for w in credited.weight[:, 0, 0]]
     assert (shared[0] & shared[1]).sum() >= 4  # responses with tokens in both
+    slope = jax.jit(jax.grad(loss))
     for weight in credited.weight[:, 0, 0]:
-        now = optax.apply_updates(now, jax.tree.map(lambda g: -g, jax.grad(loss)(now, weight)))
+        now = optax.apply_updates(now, jax.tree.map(lambda g: -g, slope(now, weight)))
     state, _ = tiny.run_step(
         policy, params, batch, REWARD, objective=objective, optimizer=optax.sgd(1.0)
     )

@@ -1,6 +1,7 @@
 """Small random models and rollouts that the tests share."""
 
 import dataclasses
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -31,6 +32,22 @@ def shape(**changes):
 
 def mesh_of(data=1, fsdp=1, tensor=1):
     return sharding.make_mesh(data, fsdp, tensor, jax.devices()[: data * fsdp * tensor])
+
+
+@contextmanager
+def compilations():
+    """A list of the programs that are compiled within the block."""
+    found = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            found.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def policy(shape=SHAPE, *, seed=0, mesh=None, **compute):

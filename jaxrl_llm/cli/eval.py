@@ -1,8 +1,7 @@
 """`jaxrl-llm eval`: accuracy of a run's policy on its test examples or on published problems."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
@@ -10,7 +9,6 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
-from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
@@ -19,15 +17,7 @@ from jaxrl_llm.training import tables, terminal
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import DATA, Parts, askable
 
-Problems = dict[str, tuple[Suite, list[Problem]]]
 TEST = "test"  # names the run's own test examples in the table
-
-
-class Asked(NamedTuple):
-    """Examples, and the number of responses drawn for each besides the greedy one."""
-
-    examples: Source[Any]
-    samples: int
 
 
 def run(words: list[str]) -> None:
@@ -71,10 +61,10 @@ def main(
     if len(dict(sources)) < len(sources):
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
     steps = _last(folder, last) if last else [step]
-    problems = {name: _suite(name, source) for name, source in sources}
+    suites = {name: _suite(name, source) for name, source in sources}
     with opened(run, data, steps[0]) as (config, parts, sampler, chosen):
-        asked = dict(_asked(config, parts, problems, samples))
-        for said in _overlaps(parts, problems):
+        asked = _asked(config, parts, suites, samples)
+        for said in _overlaps(parts, suites):
             console.print(said)
         table: dict[int, dict[str, Result]] = {}
         for number in steps:
@@ -84,8 +74,16 @@ def main(
                 del params
             with console.status(f"step {chosen}"):
                 table[chosen] = {
-                    name: _answered(config, parts, sampler, one, temperature)
-                    for name, one in asked.items()
+                    name: evaluate.evaluate(
+                        sampler,
+                        parts.token_task(config),
+                        examples,
+                        parts.sampling(config, temperature=temperature, seed=config.seed),
+                        samples=k,
+                        by=config.evaluation.by,
+                        stop=Stop(),
+                    )
+                    for name, (examples, k) in asked.items()
                 }
     if last or suite:
         console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
@@ -104,14 +102,11 @@ def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:
 def _last(folder: Path, count: int) -> list[int]:
     """Steps of the last `count` regular checkpoints; a UserError if the run keeps fewer."""
     config = folders.reopen(folder)
-    keeps, steps = (
-        config.keep_checkpoints,
-        [s for s in folders.checkpoints(folder).steps if config.saves(s)],
-    )
-    if not 0 < count <= min(keeps, len(steps)):
+    steps = [step for step in folders.checkpoints(folder).steps if config.saves(step)]
+    if not 0 < count <= min(config.keep_checkpoints, len(steps)):
         raise UserError(
-            f"--last {count}: {folder} has regular checkpoints of {steps} and keeps the last {keeps} "
-            "(save_every and keep_checkpoints in its config)"
+            f"--last {count}: {folder} has regular checkpoints of {steps} and keeps the last "
+            f"{config.keep_checkpoints} (save_every and keep_checkpoints in its config)"
         )
     return steps[-count:]
 
@@ -119,38 +114,28 @@ def _last(folder: Path, count: int) -> list[int]:
 def _asked(
     config: Config,
     parts: Parts,
-    problems: Problems,
+    suites: dict[str, tuple[Suite, list[Problem]]],
     samples: int | None,
-) -> Iterator[tuple[str, Asked]]:
-    """Name and examples of each evaluation: the test examples, or the suites."""
-    if not problems:
-        yield TEST, Asked(askable(parts, parts.task.test, config), samples or 0)
-    elif not isinstance(parts.task, MathTask):
+) -> dict[str, tuple[Source[Any], int]]:
+    """Examples by the name of the test or suite, with the responses drawn besides the greedy one."""
+    if not suites:
+        return {TEST: (askable(parts, parts.task.test, config), samples or 0)}
+    if not isinstance(parts.task, MathTask):
         raise UserError(
             f"--suite asks math problems in the way of the run's task, and that is {parts.task.name}"
         )
-    for name, (published, there) in problems.items():
-        k = published.samples if samples is None else samples
-        yield name, Asked(askable(parts, there, config), k)
+    return {
+        name: (askable(parts, problems, config), published.samples if samples is None else samples)
+        for name, (published, problems) in suites.items()
+    }
 
 
-def _overlaps(parts: Parts, problems: Problems) -> Iterator[str]:
+def _overlaps(parts: Parts, suites: dict[str, tuple[Suite, list[Problem]]]) -> list[str]:
     """A warning for each suite that has problems in common with the training examples."""
-    learned = [parts.task.train[i] for i in range(len(parts.task.train))] if problems else []
-    for name, (_, there) in problems.items():
-        if seen := len(there) - len(without(there, learned)):
-            yield f"warning: {seen} of {len(there)} problems of {name} are in the run's training data"
-
-
-def _answered(
-    config: Config, parts: Parts, sampler: Sampler, asked: Asked, temperature: float
-) -> Result:
-    return evaluate.evaluate(
-        sampler,
-        parts.token_task(config),
-        asked.examples,
-        parts.sampling(config, temperature=temperature, seed=config.seed),
-        samples=asked.samples,
-        by=config.evaluation.by,
-        stop=Stop(),
-    )
+    learned = [parts.task.train[i] for i in range(len(parts.task.train))] if suites else []
+    seen = {name: len(there) - len(without(there, learned)) for name, (_, there) in suites.items()}
+    return [
+        f"warning: {count} of {len(suites[name][1])} problems of {name} are in the run's training data"
+        for name, count in seen.items()
+        if count
+    ]

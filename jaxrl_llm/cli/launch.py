@@ -14,7 +14,7 @@ from typing import ClassVar
 from jaxrl_llm import storage, userfile
 from jaxrl_llm.cli import parse, train
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.rollouts.engines import Vllm
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -26,33 +26,6 @@ RUNTIMES = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind(train.Options):
-    """A kind of machines: its template, and flags besides those of `train`, each with one value."""
-
-    name: str = ""
-    """name of the job (default: that of the config)"""
-    template: ClassVar[str]
-
-    def quote(self, value: object) -> str:
-        """A value quoted for the language of the template."""
-        return shlex.quote(str(value))
-
-    def values(self, run: "Run") -> Mapping[str, str]:
-        """Further values of the template, by name: they replace @NAME@."""
-        raise NotImplementedError
-
-    @property
-    def patience(self) -> int:
-        """Seconds from a signal to the end of the trainer, at the latest."""
-        return math.ceil(self.grace) + MARGIN
-
-    @property
-    def url(self) -> str:
-        """`--out` if it is a URL, else ""."""
-        return self.out if self.out and storage.is_url(self.out) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +55,6 @@ class Run:
             )
         return ",".join(left) if taken else ""
 
-    @property
     def alone(self) -> Path:
         """The config file, to be copied by itself; a UserError if it loads another file."""
         for other in userfile.ran(but=self.file):
@@ -90,6 +62,28 @@ class Run:
                 f"{self.file} loads {other}, which would not travel with it: make them one file"
             )
         return self.file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(train.Options):
+    """A kind of machines: its template, and flags besides those of `train`, each with one value."""
+
+    name: str = ""
+    """name of the job (default: that of the config)"""
+    template: ClassVar[str]
+
+    def values(self, run: Run) -> Mapping[str, str]:
+        """What replaces @NAME@ in the template, besides the flags themselves."""
+        raise NotImplementedError
+
+    def quote(self, value: object) -> str:
+        """A value quoted for the language of the template."""
+        return shlex.quote(str(value))
+
+    @property
+    def patience(self) -> int:
+        """Seconds from a signal to the end of the trainer, at the latest."""
+        return math.ceil(self.grace) + MARGIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +99,13 @@ class Gpu(Kind):
     template = "gpu.sh"
 
     def values(self, run: Run, process: str = "") -> Mapping[str, str]:
-        devices, module = run.devices(self.gpus), ["-P", "-m", "jaxrl_llm.cli"]
+        start = [self.python, "-P", "-m", "jaxrl_llm.cli", *run.arguments(str(run.file), process)]
+        devices = run.devices(self.gpus)
+        others = f"export CUDA_VISIBLE_DEVICES={devices} # the others are vLLM's\n"
         return {
             "folder": self.quote(self.folder or Path.cwd()),
-            "devices": devices
-            and f"export CUDA_VISIBLE_DEVICES={devices} # the others are vLLM's\n",
-            "command": shlex.join([self.python, *module, *run.arguments(str(run.file), process)]),
+            "devices": others if devices else "",
+            "command": shlex.join(start),
         }
 
 
@@ -130,10 +125,8 @@ class Slurm(Gpu):
                 f"--hours {self.hours}: the trainer is told to stop {self.patience} s before the end, "
                 f"and may not have made a step by then: give {STARTING} s more than that at least"
             )
-        return {
-            **super().values(run, "auto" if self.nodes > 1 else ""),
-            "minutes": str(int(60 * self.hours)),
-        }
+        shared = super().values(run, "auto" if self.nodes > 1 else "")
+        return {**shared, "minutes": str(int(60 * self.hours))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,28 +150,26 @@ class JobSet(Kind):
         return json.dumps(value, ensure_ascii=False)
 
     def values(self, run: Run) -> Mapping[str, str]:
-        if not (
-            self.url or (self.claim and self.out and Path("/shared") in Path(self.out).parents)
-        ):
+        out = self.out or ""
+        if not storage.is_url(out) and not (self.claim and Path("/shared") in Path(out).parents):
             raise UserError(
-                f"--out {self.out or 'is missing'}: a pod's own files go with it: give a URL, or "
+                f"--out {out or 'is missing'}: a pod's own files go with it: give a URL, or "
                 "--claim NAME and a folder in /shared"
             )
         arguments = [word.replace("$", "$$") for word in run.arguments("/config/run.py")]
         if self.nodes > 1:
             meet = f"{run.name}-trainer-0-0.{run.name}:55527"
             arguments += ["--process", f"$(JOB_COMPLETION_INDEX)/{self.nodes}@{meet}"]
-        volume = (
-            {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
-        )
+        claimed = {"persistentVolumeClaim": {"claimName": self.claim}}
         environment = {"JAX_COMPILATION_CACHE_DIR": "/shared/compiled"}
         if devices := run.devices(self.gpus):
             environment["CUDA_VISIBLE_DEVICES"] = devices
+        volume = {"name": "shared", **(claimed if self.claim else {"emptyDir": {}})}
         return {
-            "volume": self.quote({"name": "shared", **volume}),
+            "volume": self.quote(volume),
             "environment": self.quote([{"name": k, "value": v} for k, v in environment.items()]),
             "arguments": self.quote(arguments),
-            "config": block(run.alone),
+            "config": block(run.alone()),
         }
 
 
@@ -197,23 +188,21 @@ class TpuPod(Kind):
     template = "tpu_pod.sh"
 
     def values(self, run: Run) -> Mapping[str, str]:
+        out, account = self.out or "is missing", self.service_account
         runtime = RUNTIMES.get(self.type.partition("-")[0])
-        if not self.url.startswith("gs://"):
-            out = self.out or "is missing"
+        if not out.startswith("gs://"):
             raise UserError(f"--out {out}: the workers share a bucket only: give gs://...")
         if not runtime:
-            raise UserError(
-                f"--type {self.type}: known are {', '.join(f'{x}-N' for x in RUNTIMES)}"
-            )
+            known = ", ".join(f"{name}-N" for name in RUNTIMES)
+            raise UserError(f"--type {self.type}: known are {known}")
         if self.wheel.suffix != ".whl" or not self.wheel.is_file():
             raise UserError(f"--wheel {self.wheel} is no wheel: make it by pip wheel --no-deps .")
-        account = self.service_account
         return {
             "runtime": runtime,
             "rights": account and f" --service-account={self.quote(account)}",
-            "copies": self.quote(f"{self.url}-launch"),
+            "copies": self.quote(f"{out}-launch"),
             "wheel_name": self.quote(f"./{self.wheel.name}[tpu,gcs]"),
-            "config": self.quote(run.alone),
+            "config": self.quote(run.alone()),
             "arguments": shlex.join(run.arguments(run.file.name, "auto")),
         }
 
@@ -223,27 +212,24 @@ KINDS: dict[str, type[Kind]] = {"gpu": Gpu, "slurm": Slurm, "jobset": JobSet, "t
 
 def run(words: list[str]) -> None:
     """Parse `KIND CONFIG` and the flags of the kind, `train` and the config, and run `main`."""
-    kind = words[0] if words else ""
-    if kind not in KINDS:
+    kind = KINDS.get(words[0]) if words else None
+    if kind:
+        said = f"launch {words[0]}"
+        options, config, source = parse.with_config(said, words[1:], kind, kind.__doc__)
+        main(options, config, source.path, words)
+    elif {*words} & {"-h", "--help"}:
         known = "; ".join(f"{name}: {record.__doc__}" for name, record in KINDS.items())
-        if {*words} & {"-h", "--help"}:
-            print(f"usage: jaxrl-llm launch KIND CONFIG ...\n\n{main.__doc__}\n{known}")
-            return
+        print(f"usage: jaxrl-llm launch KIND CONFIG ...\n\n{main.__doc__}\n{known}")
+    else:
         raise UserError(f"launch wants a kind of machines and a config ({', '.join(KINDS)})")
-    made = parse.with_config(f"launch {kind}", words[1:], KINDS[kind], KINDS[kind].__doc__)
-    options, config, source = made
-    main(options, config, source.path, words)
 
 
 def main(options: Kind, config: Config, made_by: Path, words: Sequence[str]) -> None:
     """Print the file that starts a run on other machines: gpu, slurm, jobset or tpu-pod."""
-    for flag in ("resume", "process", "dry_run"):
-        if getattr(options, flag):
-            flag = flag.replace("_", "-")
+    for flag in ("resume", "process", "dry-run"):
+        if getattr(options, flag.replace("-", "_")):
             raise UserError(f"launch: leave --{flag} out; the file says what is needed of it")
-    for flag in ("nodes", "gpus"):
-        if getattr(options, flag, 1) < 1:
-            raise UserError(f"--{flag} {getattr(options, flag)} must be at least 1")
+    at_least(1, "launch", options, *(name for name in ("nodes", "gpus") if hasattr(options, name)))
     for word in words:
         if not word.isprintable():  # a line break would end the "Printed by" comment
             raise UserError(f"launch: {word!r} holds a line break or the like, which no file can")

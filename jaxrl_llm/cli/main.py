@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from jaxrl_llm import storage
+from jaxrl_llm import planning, storage
 from jaxrl_llm.errors import UserError
 
 COMMANDS = {
@@ -31,9 +31,6 @@ COMMANDS = {
     "bench": "time the parts of a step on this machine",
 }
 LEAVE = 5.0  # seconds that other threads get to end after the main thread
-# Share of a GPU's memory for JAX, whose own default is 0.75 (see planning.machines).
-OF_A_GPU = "0.94"
-_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def entry() -> None:
@@ -56,9 +53,9 @@ def entry() -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Runs a command line (None: that of the process); SystemExit(2) on a UserError or OSError."""
-    if not any(map(os.environ.get, _FRACTION)):
-        os.environ[_FRACTION[0]] = OF_A_GPU
-    with _read_as_far_as_anybody_likes():
+    if not any(map(os.environ.get, planning.FRACTIONS)):
+        os.environ[planning.FRACTIONS[0]] = str(planning.OF_A_GPU)
+    with _closed_output():
         try:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
@@ -90,7 +87,7 @@ def _run(words: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _read_as_far_as_anybody_likes() -> Iterator[None]:
+def _closed_output() -> Iterator[None]:
     """Exits with 1, silently, if standard output is closed early, as by `| head`."""
     try:
         try:

@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -24,15 +24,8 @@ O = TypeVar("O")  # noqa: E741 (options)
 
 def call(command: Callable[..., None], words: list[str], name: str) -> None:
     """Parses the words as arguments of the command and calls it; a UserError if they are wrong."""
-    parsed: list[Callable[[], None]] = []
-
-    @functools.wraps(command)
-    def later(*args: Any, **kwargs: Any) -> None:
-        # The command is called after parsing, so that its errors are not taken for the parser's.
-        parsed.append(functools.partial(command, *args, **kwargs))
-
-    ask(later, words, prog=f"jaxrl-llm {name}")
-    parsed[0]()
+    given = ask(_arguments_of(command), words, prog=f"jaxrl-llm {name}")
+    command(*given.args, **given.kwargs)
 
 
 def with_config(
@@ -47,54 +40,35 @@ def with_config(
     `described` is the help text. `stored(options, path of the config file)` may name the folder of
     a run, whose flags are then the defaults. A UserError if the words are wrong.
     """
-    if words[:1] in ([], ["-h"], ["--help"]) or words[0].startswith("-"):
+    if not words or words[0].startswith("-"):
         if {*words} & {"-h", "--help"}:
-            print(
-                f"usage: jaxrl-llm {name} CONFIG ...   (its flags: jaxrl-llm {name} CONFIG --help)"
-            )
-            print(f"\n{described}")
+            its_flags = f"(its flags: jaxrl-llm {name} CONFIG --help)"
+            print(f"usage: jaxrl-llm {name} CONFIG ...   {its_flags}\n\n{described}")
             raise SystemExit(0)
         raise UserError(f"{name} wants a config file: jaxrl-llm {name} configs/kk_tiny.py")
     path, words = Path(words[0]), words[1:]
     userfile.forget()
     make, prog = configs.load(path), f"jaxrl-llm {name} {path}"
-    for flag in flags_of_both(make, options):
+    twice = {*inspect.signature(make).parameters} & {x.name for x in dataclasses.fields(options)}  # pyright: ignore[reportArgumentType]
+    for flag in sorted(twice):
         raise UserError(
-            f"{flag} is a flag of both {name} and {path}: rename the parameter of config()"
+            f"--{flag.replace('_', '-')} is a flag of both {name} and {path}: rename the parameter of config()"
         )
-    everything = functools.partial(
-        _all_flags,
-        options,
-        make,
-        words,
-        prog,
-        f"{described}\n\n{path}: {inspect.getdoc(make) or ''}",
-    )
-    if {*words} & {"-h", "--help"}:
-        everything()
-    chosen, left = ask(options, words, prog=prog, return_unknown_args=True, add_help=False)
-    if folder := stored(chosen, path):
-        make = record.with_stored_flags(make, folder)
-    flags: dict[str, Any] = {}
+    if not {*words} & {"-h", "--help"}:
+        asked = ask(options, words, prog=prog, return_unknown_args=True, add_help=False)
+        if folder := stored(asked[0], path):
+            make = record.with_stored_flags(make, folder)
 
-    @functools.wraps(make)
-    def build(*args: Any, **given: Any) -> Config:
-        flags.update(inspect.signature(make).bind(*args, **given).arguments)
-        return configs.build(make, path, *args, **given)
+    def both(
+        options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
+        config: Annotated[Any, tyro.conf.arg(name="", constructor=_arguments_of(make))],
+    ) -> tuple[Any, Any]:
+        return options, config
 
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            config = tyro.cli(build, args=left, add_help=False)
-        except SystemExit:
-            everything()  # parses again with the flags of both, for a complete error message
-            raise
-    return chosen, config, Source(path, flags, tuple(userfile.ran(but=path)))
-
-
-def flags_of_both(make: Callable[..., Any], options: Any) -> list[str]:
-    """Flags that both the config's function and the command's options define."""
-    both = {*inspect.signature(make).parameters} & {one.name for one in dataclasses.fields(options)}
-    return ["--" + name.replace("_", "-") for name in sorted(both)]
+    both.__doc__ = f"{described}\n\n{path}: {inspect.getdoc(make) or ''}"
+    chosen, given = ask(both, words, prog=prog)
+    config = configs.build(make, path, *given.args, **given.kwargs)
+    return chosen, config, Source(path, given.arguments, tuple(userfile.ran(but=path)))
 
 
 def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:
@@ -112,17 +86,14 @@ def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:
         raise UserError("; ".join([*said[1:3], f"see {prog} --help"])) from stop
 
 
-def _all_flags(
-    options: Any, make: Callable[..., Any], words: list[str], prog: str, described: str
-) -> NoReturn:
-    """Prints the help or raises the error, with the flags of command and config in one list."""
+def _arguments_of(function: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """A function with the same parameters and help that returns its arguments.
 
-    def both(
-        options: Annotated[options, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
-        config: Annotated[Any, tyro.conf.arg(name="", constructor=make)],
-    ) -> None:
-        del options, config
+    What tyro calls while it parses: errors of the function itself are not the parser's.
+    """
 
-    both.__doc__ = described
-    ask(both, words, prog=prog)
-    raise AssertionError(f"{words} were refused, and now are not")
+    @functools.wraps(function)
+    def bound(*args: Any, **given: Any) -> inspect.BoundArguments:
+        return inspect.signature(function).bind(*args, **given)
+
+    return bound

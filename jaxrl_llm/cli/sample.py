@@ -66,7 +66,7 @@ def main(
                     scored = score_responses(
                         parts.task, [chosen], [words], seconds=config.reward_seconds
                     )
-                    console.print(in_words(scored.rewards[0]))
+                    console.print(in_words(scored[0]))
 
         if chosen is not None:
             prompt = parts.task.prompt(chosen)

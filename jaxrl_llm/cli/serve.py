@@ -1,17 +1,19 @@
 """`jaxrl-llm serve`: run the vLLM servers of a config apart from any trainer."""
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import rich.console
 
 from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config, Mesh
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.rollouts.engines import KEY_FILE, Vllm
+from jaxrl_llm.rollouts.vllm import client
+from jaxrl_llm.rollouts.vllm.client import Patience
 from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 from jaxrl_llm.rollouts.vllm.sync import write_folder
 from jaxrl_llm.training import folder as folders
@@ -46,7 +48,7 @@ def main(options: Options, config: Config) -> None:
     if storage.is_url(options.out):
         raise UserError(f"--out {options.out}: the servers' logs lie in a file system")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the servers
-    console, stop = terminal.plain(), Stop()
+    stop = Stop()
     made = parts.parts(replace(config, mesh=Mesh()), options.data)
     with (
         stoppable(stop),
@@ -56,7 +58,8 @@ def main(options: Options, config: Config) -> None:
         weights = _first_weights(options, config, made, engine.dtype, root / "first")
         for sidecar in sidecars:
             sidecar.serve(weights)
-        _watch(sidecars, Path(options.out), stop, console)
+        with contextlib.suppress(Leaving):
+            _watch(engine, sidecars, Path(options.out), stop)
 
 
 def _first_weights(options: Options, config: Config, made: Parts, dtype: str, target: Path) -> Path:
@@ -71,19 +74,25 @@ def _first_weights(options: Options, config: Config, made: Parts, dtype: str, ta
     return target
 
 
-def _watch(sidecars: list[Sidecar], logs: Path, stop: Stop, console: rich.console.Console) -> None:
-    """Restarts servers that end; prints that, and once all answer, the config of a trainer."""
-    ready, restarts = False, 0
-    while not stop.asked:
-        time.sleep(0.5)
+def _watch(engine: Vllm, sidecars: list[Sidecar], logs: Path, stop: Stop) -> None:
+    """Prints the config of a trainer once all servers answer; a UserError if one cannot be kept."""
+
+    def check() -> None:
+        stop.check()
         for sidecar in sidecars:
             sidecar.check()
-        if not ready and all(sidecar.healthy for sidecar in sidecars):
-            ready = True
-            urls = ", ".join(repr(sidecar.launch.url) for sidecar in sidecars)
-            console.print(f"ready; logs in {logs}. In the config of the trainer:")
-            servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
-            console.print(f"  engine=Vllm({servers})", highlight=False)
-        if (now := sum(sidecar.restarts for sidecar in sidecars)) > restarts:
-            restarts = now
-            console.print(f"a server ended and was started again ({restarts} so far)")
+
+    async def ready() -> None:
+        for sidecar in sidecars:
+            patience = Patience([sidecar.server], engine.patience)
+            await patience.persist(sidecar.server, lambda x: x.request("GET", "/health"))
+
+    client.run(ready(), check)
+    urls = ", ".join(repr(sidecar.launch.url) for sidecar in sidecars)
+    servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
+    console = terminal.plain()
+    console.print(f"ready; logs in {logs}. In the config of the trainer:")
+    console.print(f"  engine=Vllm({servers})", highlight=False)
+    while True:
+        time.sleep(0.5)
+        check()

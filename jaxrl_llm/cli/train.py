@@ -11,12 +11,10 @@ from jaxrl_llm import distributed
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.leaving import UNFINISHED, Stop, stoppable
 from jaxrl_llm.training.parts import DATA
 from jaxrl_llm.training.record import Source
-from jaxrl_llm.training.run import train
 
 
 def _resume(words: list[str]) -> bool | Literal["auto"]:
@@ -74,6 +72,8 @@ def _resumed(options: Options, path: Path) -> Path | None:
     """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
     if not options.resume:
         return None
+    from jaxrl_llm.training import folder as folders
+
     folder = folders.at(options.where(path))
     return folder if folders.resumable(folder) else None
 
@@ -91,6 +91,8 @@ def main(options: Options, config: Config, source: Source) -> None:
 
             plan.dry_run(config, options.data, console)
             return
+        from jaxrl_llm.training.run import train  # not needed to plan, to launch, or for help
+
         try:
             train(
                 config,

@@ -64,7 +64,7 @@ class TokenTask:
             [self.tokenizer.decode(response) for response in own.responses],
             threads=self.threads,
             seconds=self.seconds,
-        ).rewards
+        )
         return Answers(mine, own, rewards)
 
     def answer(

@@ -3,11 +3,13 @@
 `Decoder` is for CPUs, `Unrolled` for accelerators; they differ in the layout of weights and cache.
 
 - On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
-  blocks in use, so its cost follows the longest live sequence, and it compiles once. A block beyond
-  a sequence's end changes nothing, to the last bit: results do not depend on the rest of the batch.
-- On accelerators every layer has its own arrays, and no shape or trip count depends on data: slices
-  of stacked weights, or a stacked cache, would be copied for every token. A step reads the whole
-  cache that it is given, so the caller grows the cache with the longest sequence.
+  blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
+  second), and it compiles once. A block beyond a sequence's end changes nothing, to the last bit:
+  results do not depend on the rest of the batch.
+- On accelerators every layer has its own arrays, and no shape or trip count depends on data: in a
+  scan all weights and the cache would be copied for every token, by their compilers' account. A
+  step reads the whole cache that it is given, so the caller grows it with the longest sequence (1.0
+  to 4.0 times the tokens a second). The table is in docs/benchmarks.md.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.primitives import einsum
-from jaxrl_llm.models.sharding import BATCH, constrain, param_shardings
+from jaxrl_llm.models.sharding import BATCH, constrain, fit, param_shardings
 
 
 class Cache(NamedTuple):
@@ -36,12 +38,6 @@ class Cache(NamedTuple):
 
     k: Float[Array, "N B S K D W"]
     v: Float[Array, "N B S K W D"]
-
-
-@cache
-def _moving(dtype, to):
-    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,11 @@ class Decoder:
 
     def weights(self, params):
         """The parameters, placed and cast for generation; not copied where they are so already."""
-        dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
+        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
 
         def move(x, to):
-            if x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim):
-                return x
-            return _moving(dtype, to)(x)
+            there = x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim)
+            return x if there else _moving(dtype, to)(x)
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
@@ -69,14 +64,13 @@ class Decoder:
         del columns
         return cache
 
-    def empty(self, params, slots: int, columns: int) -> Cache:
+    def empty(self, slots: int, columns: int) -> Cache:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
-        model = nnx.merge(self.definition, params)
-        shape = model.shape
+        shape, compute = qwen2.settings(self.definition)
         lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
-        zeros = partial(jnp.zeros, dtype=model.compute.dtype)
+        zeros = partial(jnp.zeros, dtype=compute.dtype)
         k = zeros((*lead, shape.head_dim, self.block))
-        return _placed_blocks(Cache(k, zeros((*lead, self.block, shape.head_dim))))
+        return _shard(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
     def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
         """Keys and values of right-padded prompts; those of padding are never read."""
@@ -86,14 +80,11 @@ class Decoder:
         layer_def, layers = nnx.split(model.layers)
 
         def apply(x, layer):
-            layer = nnx.merge(layer_def, layer)
-            q, k, v = layer.qkv(x, rope)
-            x = layer.finish(x, model.compute.attend(q, k, v, None))
-            return constrain(x, BATCH, None, None), (k, v)
+            return _prefill_layer(model, nnx.merge(layer_def, layer), x, rope)
 
         _, (k, v) = jax.lax.scan(apply, x, layers)
         k, v = (_blocks(x, self.block) for x in (k, v))
-        return _placed_blocks(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+        return _shard(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
 
     def insert(
         self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
@@ -107,7 +98,7 @@ class Decoder:
         def copy(into, source):
             return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
 
-        return _placed_blocks(Cache(*map(copy, cache, prompts)))
+        return _shard(Cache(*map(copy, cache, prompts)))
 
     def decode(
         self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
@@ -121,15 +112,20 @@ class Decoder:
         def apply(carry, xs):
             x, cache = carry
             layer, i = nnx.merge(layer_def, xs[0]), xs[1]
-            x = constrain(x, BATCH, None, None)
-            q, k, v = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
-            cache = _write_block(cache, i, position, k[:, 0], v[:, 0])
-            mixed = _attend_blocks(q[:, 0], cache, i, position)[:, None]
-            return (layer.finish(x, mixed), cache), None
+            x, q, k, v = _token_qkv(layer, x, rope)
+            cache = _write_block(cache, i, position, k, v)
+            mixed = _attend_blocks(q, cache, i, position)
+            return (layer.finish(x, mixed[:, None]), cache), None
 
         each = (layers, jnp.arange(model.shape.num_layers))
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
-        return _logits(model, x), _placed_blocks(cache)
+        return _logits(model, x), _shard(cache)
+
+
+@cache
+def _moving(dtype, to):
+    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
 
 
 def _attend_blocks(
@@ -173,10 +169,6 @@ def _blocks(x: Float[Array, "N S L K D"], width: int) -> Float[Array, "N B S W K
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, width, *x.shape[3:]), 2, 1)
 
 
-def _placed_blocks(cache: Cache) -> Cache:
-    return Cache(*(constrain(x, None, None, BATCH, "tensor", None, None) for x in cache))
-
-
 class LayerCache(NamedTuple):
     """Keys and values of one layer: S sequences, K heads of size D, C columns."""
 
@@ -194,10 +186,9 @@ class Unrolled:
 
     def weights(self, params):
         """The parameters, placed and cast for generation, with `layers` as a list."""
-        places, tree = jax.tree.flatten(
-            jax.tree.map(lambda x: x.sharding, self.weights_like(params))
-        )
-        return _copying(self, tuple(places), tree)(params)
+        shardings = jax.tree.map(lambda x: x.sharding, self.weights_like(params))
+        leaves, tree = jax.tree.flatten(shardings)
+        return _copying(self, tuple(leaves), tree)(params)
 
     def weights_like(self, params):
         """Shapes, dtypes and shardings of `weights`, nothing allocated."""
@@ -209,18 +200,16 @@ class Unrolled:
         return jax.tree.map(like, shapes, where)
 
     def _apart(self, params):
-        dtype = nnx.merge(self.definition, params).compute.dtype
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
-        count = len(jax.tree.leaves(params["layers"])[0])
-        each = [jax.tree.map(itemgetter(i), params["layers"]) for i in range(count)]
-        return params | {"layers": each}
+        shape, compute = qwen2.settings(self.definition)
+        params = jax.tree.map(lambda x: x.astype(compute.dtype), params)
+        layer = lambda i: jax.tree.map(itemgetter(i), params["layers"])
+        return params | {"layers": [layer(i) for i in range(shape.num_layers)]}
 
-    def empty(self, params, slots: int, columns: int) -> list[LayerCache]:
+    def empty(self, slots: int, columns: int) -> list[LayerCache]:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
-        model, layers = self._model(params)
-        shape = model.shape
-        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), model.compute.dtype)
-        return [_place(LayerCache(zeros, zeros)) for _ in layers]
+        shape, compute = qwen2.settings(self.definition)
+        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), compute.dtype)
+        return [_shard(LayerCache(zeros, zeros)) for _ in range(shape.num_layers)]
 
     def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
@@ -234,9 +223,8 @@ class Unrolled:
         x, cache = model.embed(tokens), []
         rope = model.rope(_columns(tokens))
         for layer in layers:
-            q, k, v = layer.qkv(x, rope)
-            x = constrain(layer.finish(x, model.compute.attend(q, k, v, None)), BATCH, None, None)
-            cache.append(_place(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in (k, v)))))
+            x, new = _prefill_layer(model, layer, x, rope)
+            cache.append(_shard(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))))
         return cache
 
     def insert(
@@ -253,7 +241,7 @@ class Unrolled:
             source = constrain(source[which, :, :columns], None, "tensor", None, None)
             return into.at[slot, :, :columns].set(source, mode="drop")
 
-        return [_place(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
+        return [_shard(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
 
     def decode(
         self,
@@ -267,11 +255,10 @@ class Unrolled:
         rope, longer = model.rope(position[:, None]), []
         x = _embedded(model, token)
         for layer, (k, v) in zip(layers, cache, strict=True):
-            x = constrain(x, BATCH, None, None)
-            q, *new = (constrain(y, BATCH, None, "tensor", None) for y in layer.qkv(x, rope))
-            k, v = (_write(x, y[:, 0], position) for x, y in zip((k, v), new, strict=True))
-            x = layer.finish(x, _attend(q[:, 0], k, v, position)[:, None])
-            longer.append(_place(LayerCache(k, v)))
+            x, q, new_k, new_v = _token_qkv(layer, x, rope)
+            k, v = _write(k, new_k, position), _write(v, new_v, position)
+            x = layer.finish(x, _attend(q, k, v, position)[:, None])
+            longer.append(_shard(LayerCache(k, v)))
         return _logits(model, x), longer
 
     def _model(self, params):
@@ -283,9 +270,9 @@ class Unrolled:
 
 
 @cache
-def _copying(decoder: Unrolled, places: tuple[NamedSharding, ...], tree: Any) -> Any:
+def _copying(decoder: Unrolled, shardings: tuple[NamedSharding, ...], tree: Any) -> Any:
     """The program of `Unrolled.weights`; cached, so compiled once."""
-    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, places))
+    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, shardings))
 
 
 def _attend(
@@ -307,7 +294,7 @@ def _attend(
 def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
     """Writes one column per sequence at its position, on the device that holds it."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, heads = sharding.fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
+    rows, heads = fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
     here = P(rows, heads)
 
     def put(cache, new, position):
@@ -322,16 +309,32 @@ def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position:
 @partial(jax.jit, static_argnums=1)
 def _grown(cache: LayerCache, columns: int) -> LayerCache:
     more = ((0, 0), (0, 0), (0, columns - cache.k.shape[2]), (0, 0))
-    return _place(LayerCache(*(jnp.pad(x, more) for x in cache)))
+    return _shard(LayerCache(*(jnp.pad(x, more) for x in cache)))
 
 
-def _place(cache: LayerCache) -> LayerCache:
-    return LayerCache(*(constrain(x, BATCH, "tensor", None, None) for x in cache))
+def _shard(cache):
+    """The cache with sequences over the batch axes, and heads over the tensor axis."""
+    lead = [None] * (cache.k.ndim - 4)
+    return type(cache)(*(constrain(x, *lead, BATCH, "tensor", None, None) for x in cache))
 
 
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
     """The position of each token of right-padded prompts."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+
+
+def _prefill_layer(model, layer, x, rope):
+    """One layer on whole prompts: its output, and its keys and values."""
+    q, k, v = layer.qkv(x, rope)
+    x = layer.finish(x, model.compute.attend(q, k, v, None))
+    return constrain(x, BATCH, None, None), (k, v)
+
+
+def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
+    """A layer's input, and the queries, keys and values of one token a sequence, sharded."""
+    x = constrain(x, BATCH, None, None)
+    qkv = (constrain(y, BATCH, None, "tensor", None)[:, 0] for y in layer.qkv(x, rope))
+    return x, *qkv
 
 
 def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:

@@ -1,12 +1,18 @@
-"""Hugging Face checkpoints in and out: safetensors only, one name map, no second host copy."""
+"""Hugging Face model folders in and out: safetensors only, one name map, no second host copy.
 
+Folders are read as if nobody had vetted them: a fault is a UserError that names the file.
+"""
+
+import hashlib
 import itertools
 import json
+import math
 import pathlib
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +24,20 @@ from jax.typing import DTypeLike
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.hf_folder import (
-    INDEX,
-    SINGLE,
-    Tensors,
-    check_sums,
-    load_shape,
-    read_config,
-    regular,
-    stop_tokens,
-    write_sums,
-)
 from jaxrl_llm.models.qwen2 import Shape, graph
 
-__all__ = ["load_shape", "read_config", "stop_tokens"]  # re-exported from hf_folder
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SUMS = "SHA256SUMS"
+SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the axis that counts heads
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -69,21 +75,127 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
         ) from error
 
 
+def load_shape(folder: pathlib.Path) -> Shape:
+    """The architecture in config.json; a UserError names what is missing or not supported."""
+    config, where = read_config(folder), folder / "config.json"
+
+    def need(fine: bool, reason: str) -> None:
+        if not fine:
+            raise UserError(f"{where}: {reason}")
+
+    def number(key: str, default: int | float | None = None, kind: type = int) -> Any:
+        known = key in config or default is not None
+        need(known, f"{key} is missing: is this a Qwen2 model folder?")
+        value = config.get(key, default)
+        fine = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        wanted = "whole number from 1 on" if kind is int else "number above 0"
+        need(fine and 0 < value < math.inf, f"{key} is {value!r}, not a {wanted}")
+        return value
+
+    def record(key: str) -> dict:
+        value = config.get(key) or {}
+        need(isinstance(value, dict), f"{key} is {value!r}, not a record")
+        return value
+
+    need("model_type" in config, "model_type is missing: is this a Qwen2 model folder?")
+    for key, only, found in (
+        ("model_type", "qwen2", config["model_type"]),
+        ("hidden_act", "silu", config.get("hidden_act", "silu")),
+    ):
+        need(found == only, f"{key} {found!r} is not supported, only {only!r}")
+    slides = config.get("use_sliding_window")
+    need(not slides, "use_sliding_window is not supported: set it to false")
+    rope = record("rope_parameters")
+    scaling = record("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    need(kind == "default", f"rope type {kind!r} is not supported: remove the rope scaling")
+    sizes = {field: number(key) for field, key in SIZES.items()}
+    hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
+    fits = hidden % heads == 0 and config.get("head_dim") in (None, hidden // heads)
+    need(fits, "head_dim x num_attention_heads is not hidden_size")
+    need(
+        heads % kv_heads == 0 and (hidden // heads) % 2 == 0,
+        f"{heads} heads of {hidden // heads} for {kv_heads} key-value heads cannot be: heads share "
+        "key-value heads evenly, and a head has an even size",
+    )
+    tied = config.get("tie_word_embeddings", False)
+    need(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}, not true or false")
+    return Shape(
+        **sizes,
+        tied=tied,
+        rms_norm_eps=number("rms_norm_eps", 1e-6, float),
+        rope_theta=number("rope_theta", rope.get("rope_theta", 10_000.0), float),
+        max_length=number("max_position_embeddings", 32_768),
+    )
+
+
+def hf_config(shape: Shape, dtype: str) -> dict:
+    """The config.json that describes this architecture."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "dtype": dtype,
+        **{key: getattr(shape, field) for field, key in SIZES.items()},
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "max_position_embeddings": shape.max_length,
+        "use_sliding_window": False,
+    }
+
+
+def read_config(folder: pathlib.Path) -> dict:
+    """config.json as a dict."""
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder / 'config.json'} is missing: {folder} is not a model folder")
+    return _record(folder / "config.json")
+
+
+def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a response, by generation_config.json: chat models have several."""
+    path = folder / "generation_config.json"
+    found = _record(path).get("eos_token_id") if path.exists() else None
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise UserError(
+                f"{path}: eos_token_id {token!r} is no token of a vocabulary of {vocab_size}: "
+                "download it again, or correct it"
+            )
+    return tuple(dict.fromkeys(tokens))
+
+
+def _record(path: pathlib.Path) -> dict:
+    """The JSON object in a file; a UserError if it holds anything else."""
+    try:
+        found = json.loads(regular(path).read_bytes().decode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON (line {error.lineno}): download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not text in UTF-8, or no JSON: download it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, not a record: download it again")
+    return found
+
+
 def load(folder: pathlib.Path, shape: Shape, shardings, dtype: DTypeLike | None = None):
     """Parameters of a folder; a device reads only its slices. `dtype` None keeps the file's."""
     check_sums(folder)
     tensors = Tensors(folder)
-    _, shapes = graph(shape)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
-    names = {path: list(hf_names(path, leaf.shape)) for path, leaf in leaves}
-    tensors.check(
-        {name: _file_shape(name, leaf.shape[1:] if stacked(path) else leaf.shape)
-         for path, leaf in leaves for name in names[path]},
-        ignore={"lm_head.weight"} if shape.tied else set(),
-    )  # fmt: skip
+    leaves, tree = jax.tree_util.tree_flatten_with_path(graph(shape)[1])
+    wanted = {
+        name: _file_shape(name, leaf.shape[stacked(path) :])
+        for path, leaf in leaves
+        for name in hf_names(path, leaf.shape)
+    }
+    tensors.check(wanted, ignore={"lm_head.weight"} if shape.tied else set())
     arrays = [
-        _read(tensors, names[path], stacked(path), leaf.shape, sharding, dtype)
-        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        _read(tensors, path, leaf.shape, where, dtype)
+        for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True)
     ]
     return jax.tree.unflatten(tree, arrays)
 
@@ -153,28 +265,6 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def hf_config(shape: Shape, dtype: str) -> dict:
-    """The config.json that describes this architecture."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "dtype": dtype,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "tie_word_embeddings": shape.tied,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "max_position_embeddings": shape.max_length,
-        "use_sliding_window": False,
-    }
-
-
 def write_safetensors(
     tensors: Iterator[tuple[str, np.ndarray]], folder: pathlib.Path, shard_bytes: int
 ) -> str:
@@ -207,40 +297,148 @@ def write_safetensors(
     return kind
 
 
+def _heads_axis(name: str, shape: tuple[int, ...]) -> int | None:
+    """The axis of heads; in the file it is one axis with the next, the width of a head."""
+    axis = HEADS.get(name.split(".")[-2])
+    return None if axis is None or len(shape) < axis + 2 else axis
+
+
 def _file_shape(name, shape):
-    """The shape in the file, where heads and head width are fused into one axis."""
-    if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-        return (shape[0] * shape[1], shape[2])
-    if name.endswith("o_proj.weight"):
-        return (shape[0], shape[1] * shape[2])
-    if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
-        return (shape[0] * shape[1],)
-    return tuple(shape)
+    """The shape that a parameter has in the file."""
+    axis = _heads_axis(name, shape)
+    if axis is None:
+        return tuple(shape)
+    return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
 def _file_index(name, index, shape):
     """An index into the parameter as one into the file's tensor; head width is never sharded."""
     spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    fused = 1 if name.endswith("o_proj.weight") else 0
-    if len(_file_shape(name, shape)) < len(shape):
-        (start, stop), width = spans[fused], shape[fused + 1]
-        spans[fused : fused + 2] = [(start * width, stop * width)]
+    axis = _heads_axis(name, shape)
+    if axis is not None:
+        (start, stop), width = spans[axis], shape[axis + 1]
+        spans[axis : axis + 2] = [(start * width, stop * width)]
     return tuple(slice(*span) for span in spans)
 
 
-def _read(tensors, names, is_stacked, shape, sharding, dtype):
+def _read(tensors, path, shape, where, dtype):
     """A sharded parameter; each shard is read from the file on its own."""
-    inner = shape[1:] if is_stacked else shape
+    names, layered = list(hf_names(path, shape)), stacked(path)
+    inner = shape[layered:]
 
     def read(index):
-        layers = range(*index[0].indices(shape[0])) if is_stacked else [0]
-        rest = index[1:] if is_stacked else index
+        layers = range(*index[0].indices(shape[0])) if layered else [0]
+        rest = index[layered:]
         size = [len(range(*s.indices(d))) for s, d in zip(rest, inner, strict=True)]
         parts = (tensors.slice(names[i])[_file_index(names[i], rest, inner)] for i in layers)
         first = next(parts)
         out = np.empty((len(layers), *size), first.dtype if dtype is None else jnp.dtype(dtype))
         for n, part in enumerate(itertools.chain([first], parts)):
             out[n] = part.reshape(size)
-        return out if is_stacked else out[0]
+        return out if layered else out[0]
 
-    return jax.make_array_from_callback(shape, sharding, read)
+    return jax.make_array_from_callback(shape, where, read)
+
+
+class Tensors:
+    """The tensors of a folder by name; no data are read before a slice is indexed."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder, self.handles = folder, {}
+        index = folder / INDEX
+        where = _weight_map(index) if index.exists() else None
+        if where is None and not (folder / SINGLE).exists():
+            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: only safetensors are read")
+        for name in [SINGLE] if where is None else sorted(set(where.values())):
+            handle = _opened(folder / name)
+            for tensor in handle.keys():  # noqa: SIM118, it is no dictionary
+                if where is not None and where.get(tensor) != name:
+                    raise UserError(
+                        f"{folder / name} holds {tensor}, which {INDEX} files elsewhere: download "
+                        "both again"
+                    )
+                self.handles[tensor] = handle
+
+    def check(self, expected: dict[str, tuple[int, ...]], ignore: set[str]):
+        """A UserError unless exactly these tensors, or `ignore` too, exist in these shapes."""
+        for name, want in expected.items():
+            if name not in self.handles:
+                raise UserError(f"{self.folder} has no tensor {name}")
+            have = tuple(self.slice(name).get_shape())
+            if have != want:
+                raise UserError(
+                    f"{self.folder}: {name} has shape {have}, config.json asks for {want}"
+                )
+            kind = self.slice(name).get_dtype()
+            if kind not in ("F32", "BF16", "F16", "F64"):
+                raise UserError(f"{self.folder}: {name} holds {kind}, not floating-point numbers")
+        extra = sorted(set(self.handles) - set(expected) - ignore)
+        if extra:
+            raise UserError(f"{self.folder} has {len(extra)} tensors too many, first {extra[0]}")
+
+    def slice(self, name):
+        """A view of a tensor that reads only what is indexed."""
+        return self.handles[name].get_slice(name)
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """The file of each tensor by the index; all must lie in the folder of the index."""
+    where = _record(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{index} has no weight_map: download it again")
+    for tensor, name in where.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
+            raise UserError(f"{index}: {tensor} is filed under {name!r}, not a file of this folder")
+    return where
+
+
+def _opened(path: pathlib.Path) -> Any:
+    if not path.exists():
+        raise UserError(f"{path} is missing though the index names it: download it again")
+    try:
+        return safetensors.safe_open(regular(path), framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path} is damaged or cut short ({error}): download it again") from error
+
+
+def regular(path: pathlib.Path) -> pathlib.Path:
+    """The path; a UserError unless it is a file in its folder, or in the hub's cache beside it."""
+    folder, there = path.parent.resolve(), path.resolve()
+    homes = [folder]
+    if folder.parent.name == "snapshots":  # in the hub's cache files are links to ../../blobs
+        homes.append(folder.parent.parent / "blobs")
+    if not any(there.is_relative_to(home) for home in homes):
+        raise UserError(
+            f"{path} is a link to {there}, out of its folder: put the file itself there"
+        )
+    if not there.is_file():
+        raise UserError(f"{path} is not a file")
+    return path
+
+
+def write_sums(folder: pathlib.Path) -> None:
+    """Writes SHA256SUMS for every file in the folder, as `sha256sum --check` reads it."""
+    lines = [f"{_sum(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / SUMS).write_text("".join(lines))
+
+
+def check_sums(folder: pathlib.Path) -> None:
+    """A UserError if the folder has a SHA256SUMS and a file does not match it."""
+    noted = folder / SUMS
+    if not noted.exists():
+        return
+    for line in regular(noted).read_text(errors="replace").splitlines():
+        said, _, name = line.partition("  ")
+        path = folder / name
+        if not re.fullmatch(r"[\w-][\w.-]*", name) or not path.is_file():
+            raise UserError(f"{noted} names {name!r}, which is no file here: copy the folder again")
+        if _sum(regular(path)) != said:
+            raise UserError(
+                f"{path} is not the file that was written: copy the folder again, or delete {noted} if "
+                "you changed the file yourself"
+            )
+
+
+def _sum(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,8 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import vocabulary
-from jaxrl_llm.models.primitives import Inputs, einsum, up_to
+from jaxrl_llm.models.primitives import Inputs, einsum, up_to, whole_rows, whole_shards
 from jaxrl_llm.models.sharding import (
     AXES,
     BATCH,
@@ -106,8 +105,8 @@ def chunked(
     """
     rows, columns, _ = hidden.shape
     tokens = len(head)
-    hidden, target, scored = map(vocabulary.whole_rows, (hidden, target, scored))
-    head = vocabulary.whole_shards(head)
+    hidden, target, scored = map(whole_rows, (hidden, target, scored))
+    head = whole_shards(head)
     chunk = chunk or max(1, logit_bytes() // (4 * len(head) // count(split_over(*VOCAB))))
     steps = -(-len(hidden) // count(split_over("data")) * columns // chunk)
     width = -(-columns // steps)
@@ -228,3 +227,36 @@ def _ids(head, vocab):
     """The token ids of this device's slice of the head."""
     size = len(head)
     return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]
+
+
+class Offsets(NamedTuple):
+    """Added to the input of each layer, at every position, and to the hidden state of the head.
+
+    The gradient with respect to an offset, at zero, is the gradient at that activation.
+    """
+
+    layers: Float[Array, "N L D"]
+    head: Float[Array, " D"]
+
+
+def no_offsets(shape: Any, length: int) -> Offsets:
+    """Zero offsets for a sequence of `length` tokens in a model of this shape."""
+    layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
+    return Offsets(layers, jnp.zeros(shape.hidden_size))
+
+
+def next_logits(
+    definition: Any,
+    params: Any,
+    offsets: Offsets,
+    tokens: Int[Array, " L"],
+    index: Int[Array, ""],
+    *,
+    temperature: float = 1.0,
+) -> Float[Array, " V"]:
+    """float32 logits / temperature for the token after column `index` of a right-padded row."""
+    model = nnx.merge(definition, params)
+    positions = jnp.arange(tokens.shape[0])[None]
+    hidden = model(tokens[None], positions, offsets=offsets.layers)[0, index]
+    hidden = hidden + offsets.head.astype(hidden.dtype)
+    return einsum("d,vd->v", hidden, model.head.astype(hidden.dtype)) / temperature

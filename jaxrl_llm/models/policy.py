@@ -6,23 +6,38 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding, tokenizer
 from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.models.sharding import AXES
+from jaxrl_llm.models.tokenizer import Tokenizer
 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Pretrained(NamedTuple):
+    """What a model folder says before its parameters are read."""
+
+    folder: Path
+    shape: qwen2.Shape
+    tokenizer: Tokenizer
+
+
+def pretrained(name: str | Path) -> Pretrained:
+    """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
+    folder = hf.resolve(name)
+    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder))
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,8 @@ class Served:
 
     def config(self, params, dtype: str) -> dict[str, Any]:
         """The config.json of the untied model."""
-        shape = nnx.merge(self.definition, params).shape
+        del params
+        shape, _ = qwen2.settings(self.definition)
         return hf.hf_config(replace(shape, tied=False), dtype)
 
     def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -81,7 +97,7 @@ class Policy:
 
     def narrowed(self, params: Any) -> Any:
         """Parameters that are not trained, in the model's dtype: same log-probs, less memory."""
-        dtype = jnp.dtype(nnx.merge(self.definition, params).compute.dtype)
+        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
         return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
 
     def decoder(
@@ -121,8 +137,7 @@ def fewest_devices(definition: Any, mesh: Mesh | AbstractMesh, memory: int | Non
     memory = memory or _memory(mesh)
     if memory is None:
         return 1
-    settings = dict(definition.attributes)  # of the model: shape and compute
-    shape, compute = settings["shape"].value, settings["compute"].value
+    shape, compute = qwen2.settings(definition)
     count = qwen2.parameter_count(shape)
     width = jnp.dtype(compute.dtype).itemsize
     room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])

@@ -1,15 +1,19 @@
-"""The inputs of a policy, products with a fixed precision, loops with a limit in the compiled program.
+"""The inputs of a policy; products of fixed precision, loops with a known limit, rows of tables.
 
-By default NVIDIA GPUs multiply float32 as TF32 and TPUs as bfloat16: 10 and 7 bits of 23.
+A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.models.sharding import BATCH, VOCAB, constrain, count, on_each_device, split_over
 
 T = TypeVar("T")
 
@@ -37,7 +41,10 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: DTypeLike = jnp.float32) 
 
 
 def precision(a: Array, b: Array) -> jax.lax.Precision | None:
-    """All bits where both are float32, else None: the device's default."""
+    """All bits where both are float32, else None: the device's default.
+
+    By default NVIDIA GPUs multiply float32 as TF32 and TPUs as bfloat16: 10 and 7 bits of 23.
+    """
     whole = a.dtype == b.dtype == jnp.float32
     return jax.lax.Precision.HIGHEST if whole else None
 
@@ -49,3 +56,67 @@ def up_to(most: int, used: jax.Array, body: Callable[..., T], start: T) -> T:
     """
     with jax.named_scope(f"at_most_{most}"):
         return jax.lax.fori_loop(0, used, body, start)
+
+
+def whole_shards(table: Float[Array, "V D"]) -> Float[Array, "W D"]:
+    """The table sharded over the vocabulary, with zero rows appended until it divides."""
+    return constrain(_filled_up(table, VOCAB), VOCAB, None)
+
+
+def whole_rows(x: Array) -> Array:
+    """The array with zero rows appended until axis 0 divides over the batch axes."""
+    return _filled_up(x, BATCH)
+
+
+def _filled_up(x, axes):
+    rest = -len(x) % count(split_over(*axes))
+    return jnp.pad(x, ((0, rest),) + ((0, 0),) * (x.ndim - 1)) if rest else x
+
+
+def rows(
+    table: Float[Array, "V D"], tokens: Int[Array, "R L"], dtype: DTypeLike
+) -> Float[Array, "R L D"]:
+    """The table's rows for these tokens, in `dtype`; their gradients are added up in float32."""
+    found: Any = _rows(whole_shards(table), whole_rows(tokens), jnp.dtype(dtype))
+    return constrain(found[: len(tokens)], BATCH, None, None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table, tokens, dtype):
+    fsdp, tensor, vocab = split_over("fsdp"), split_over("tensor"), split_over(*VOCAB)
+
+    def local(table, tokens):
+        here, mine = _here(table, tokens, vocab)
+        found = jnp.where(mine[..., None], table[jnp.where(mine, here, 0)].astype(dtype), 0)
+        found = jax.lax.psum_scatter(found, fsdp, tiled=True)  # exact: one term is not 0
+        return jax.lax.psum(found, tensor)
+
+    return on_each_device(local, (P(VOCAB), P("data")), P(BATCH))(table, tokens)
+
+
+def _rows_forward(table, tokens, dtype):
+    return _rows(table, tokens, dtype), (table, tokens)
+
+
+def _rows_backward(dtype, saved, gradient):
+    del dtype
+    data, fsdp, vocab = split_over("data"), split_over("fsdp"), split_over(*VOCAB)
+
+    def local(table, tokens, gradient):
+        here, mine = _here(table, tokens, vocab)
+        gradient = jax.lax.all_gather(gradient, fsdp, tiled=True).astype(jnp.float32)
+        d_table = jnp.zeros(table.shape, jnp.float32)
+        d_table = d_table.at[jnp.where(mine, here, len(table))].add(gradient, mode="drop")
+        return jax.lax.psum(d_table, data).astype(table.dtype)
+
+    in_specs = (P(VOCAB), P("data"), P(BATCH))
+    return on_each_device(local, in_specs, P(VOCAB))(*saved, gradient), None
+
+
+def _here(table, tokens, vocab):
+    """The tokens' rows in this device's slice of the table, and whether they lie in it."""
+    here = tokens - jax.lax.axis_index(vocab) * len(table)
+    return here, (here >= 0) & (here < len(table))
+
+
+_rows.defvjp(_rows_forward, _rows_backward)

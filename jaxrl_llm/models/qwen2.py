@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import attention, vocabulary
+from jaxrl_llm.models import attention, primitives
 from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
@@ -166,14 +166,24 @@ class Qwen2(nnx.Module):
         self.lm_head = None if shape.tied else Embedding(shape, rngs=rngs)
 
     def __call__(
-        self, tokens: Int[Array, "R L"], positions: Int[Array, "R L"], segments=None
+        self,
+        tokens: Int[Array, "R L"],
+        positions: Int[Array, "R L"],
+        segments: Int[Array, "R L"] | None = None,
+        *,
+        offsets: Float[Array, "N L D"] | None = None,
     ) -> Hidden:
-        """Hidden states after the last norm; multiply by `head` for logits."""
+        """Hidden states after the last norm; multiply by `head` for logits.
+
+        `offsets` are added to the input of each layer, for gradients with respect to it.
+        """
         x = self.embed(tokens)
         rope = self.rope(positions)
         layer_def, layers = nnx.split(self.layers)
 
-        def apply(x, layer):
+        def apply(x, layer, offset):
+            if offset is not None:
+                x = x + offset[None].astype(x.dtype)
             attend = lambda q, k, v: self.compute.attend(q, k, v, segments)
             weights = gathered(layer, self.compute.dtype)
             x = nnx.merge(layer_def, weights)(x, rope, attend)
@@ -181,13 +191,13 @@ class Qwen2(nnx.Module):
 
         if self.compute.remat is not None:
             apply = self.compute.remat(apply)
-        each = nnx.to_pure_dict(layers)
-        x, _ = jax.lax.scan(lambda x, layer: (apply(x, layer), None), x, each)
+        each = nnx.to_pure_dict(layers), offsets
+        x, _ = jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, each)
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
         """The rows of the embedding table for these tokens, in the compute dtype."""
-        return vocabulary.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
+        return primitives.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
 
     def rope(self, positions: Int[Array, "R L"]):
         """cos and sin of position * theta^(-2i/D), `[R,L,1,D/2]` each."""
@@ -219,6 +229,12 @@ def graph(shape: Shape, compute: Compute = Compute()):
     model = nnx.eval_shape(lambda: Qwen2(shape, compute, rngs=nnx.Rngs(0)))
     definition, state = nnx.split(model)
     return definition, nnx.to_pure_dict(state)
+
+
+def settings(definition) -> tuple[Shape, Compute]:
+    """What `graph` made a definition of."""
+    known = dict(definition.attributes)
+    return known["shape"].value, known["compute"].value
 
 
 def parameter_count(shape: Shape) -> int:

@@ -53,7 +53,7 @@ def param_shardings(shapes, mesh: Mesh):
     """The sharding of every array or shape in a tree; a UserError for a name without a rule."""
 
     def one(path, leaf):
-        return NamedSharding(mesh, fit(_place(path, leaf, mesh), leaf.shape, mesh))
+        return NamedSharding(mesh, fit(_spec(path, leaf, mesh), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
 
@@ -118,29 +118,28 @@ def gathered(layer, dtype):
         return jax.tree.map(lambda weight: weight.astype(dtype), layer)
 
     def one(path, weight):
-        name = f"layers/{_name(path)}"
-        lies = next(P(*specs[0][1:]) for pattern, *specs in RULES if re.fullmatch(pattern, name))
-        whole = P(*(None if axes == "fsdp" else axes for axes in lies))
-        return _gathered(weight.astype(dtype), whole, lies)
+        spec = P(*_specs(f"layers/{_name(path)}")[0][1:])
+        whole = P(*(None if axes == "fsdp" else axes for axes in spec))
+        return _gathered(weight.astype(dtype), whole, spec)
 
     return jax.tree_util.tree_map_with_path(one, layer)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(weight, whole, lies):
-    del lies
+def _gathered(weight, whole, spec):
+    del spec
     # else the compiler may cast after the transfer, which then moves more bytes
     weight = jax.lax.optimization_barrier(weight)
     return constrain(weight, *whole)
 
 
-def _gathered_forward(weight, whole, lies):
-    return _gathered(weight, whole, lies), None
+def _gathered_forward(weight, whole, spec):
+    return _gathered(weight, whole, spec), None
 
 
-def _gathered_backward(whole, lies, saved, gradient):
+def _gathered_backward(whole, spec, saved, gradient):
     del whole, saved
-    return (constrain(gradient, *lies),)
+    return (constrain(gradient, *spec),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -153,22 +152,26 @@ def left_whole(shapes, mesh: Mesh) -> list[str]:
         "so each of these devices holds and computes all of it"
         for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]
         if _name(path).endswith("weight")
-        for size, axes in zip(leaf.shape, _place(path, leaf, mesh), strict=False)
+        for size, axes in zip(leaf.shape, _spec(path, leaf, mesh), strict=False)
         if not divides(size, axes, mesh)
     ]
 
 
-def _place(path, leaf, mesh) -> P:
+def _spec(path, leaf, mesh) -> P:
     """The spec that the rule table gives a parameter."""
-    for pattern, *specs in RULES:
-        if re.fullmatch(pattern, _name(path)):
-            divide = lambda spec: all(
-                divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)
-            )
-            return next(filter(divide, specs), specs[0])
-    raise UserError(
-        f"no sharding rule covers the parameter {_name(path)}: add one to the rule table"
+    fits = lambda spec: all(
+        divides(size, axes, mesh) for size, axes in zip(leaf.shape, spec, strict=False)
     )
+    specs = _specs(_name(path))
+    return next(filter(fits, specs), specs[0])
+
+
+def _specs(name: str) -> list[P]:
+    """Those of the rule for a parameter of this name."""
+    for pattern, *specs in RULES:
+        if re.fullmatch(pattern, name):
+            return specs
+    raise UserError(f"no sharding rule covers the parameter {name}: add one to the rule table")
 
 
 def _name(path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.models import hf_folder
+from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -63,12 +63,15 @@ class Tokenizer:
         self._inner.save_pretrained(folder)
 
 
-def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; `stops` are further tokens that end a response."""
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too."""
     # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
     # of Qwen2, with its rules for splitting text, whatever the vocabulary is
     whole = (folder / "tokenizer.json").exists()
     kind = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
+    of_model = (folder / "config.json").exists()
+    room = hf.load_shape(folder).vocab_size if of_model else None
+    stops = () if room is None else hf.stop_tokens(folder, room)
     try:
         inner = getattr(_transformers(), kind).from_pretrained(folder, trust_remote_code=False)
         made = Tokenizer(inner, stops)
@@ -77,10 +80,7 @@ def load(folder: Path, stops: Sequence[int] = ()) -> Tokenizer:
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read
         reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
-    if not (folder / "config.json").exists():
-        return made
-    room = hf_folder.load_shape(folder).vocab_size
-    if len(made) > room:
+    if room is not None and len(made) > room:
         raise UserError(
             f"{folder}: the tokenizer knows {len(made)} tokens, the model {room}: they are not of one model"
         )

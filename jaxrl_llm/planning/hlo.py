@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,11 +47,8 @@ class Collective:
     def sent(self) -> float:
         """Bytes that each device sends over all runs, with ring algorithms."""
         share = (self.devices - 1) / self.devices
-        return (
-            self.times
-            * self.size
-            * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
-        )
+        passes = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+        return self.times * self.size * passes
 
 
 class Instruction(NamedTuple):
@@ -77,10 +74,9 @@ class Instruction(NamedTuple):
         """The names of the computations that it runs once each; not the body of a loop."""
         if branches := self.says(r"branch_computations=\{([^}]*)\}"):
             return re.findall(r"%([\w.\-]+)", branches)
-        key = "calls|true_computation|false_computation" + (
-            "|to_apply" if self.op == "call" else ""
-        )
-        return re.findall(rf"(?:{key})=%([\w.\-]+)", self.rest)
+        keys = "calls|true_computation|false_computation"
+        keys += "|to_apply" if self.op == "call" else ""
+        return re.findall(rf"(?:{keys})=%([\w.\-]+)", self.rest)
 
 
 class Module:
@@ -101,9 +97,7 @@ class Module:
     def collectives(self) -> list[Collective]:
         """Equal ones counted together, the most traffic first; XLA's clones of one count once."""
         found: dict[Collective, int] = defaultdict(int)
-        home: dict[
-            tuple[str, int], str
-        ] = {}  # the first computation with a channel; clones have the same channel in others
+        home: dict[Any, str] = {}  # where a channel was met first; clones are elsewhere with it
         for computation, times, loop in self._reached(into_fusions=True):
             body = {i.name: i for i in self.computations[computation]}
             for i in body.values():

@@ -52,8 +52,6 @@ SLICES = {  # the topologies that slices of a kind come in
 }
 SLICES["v6e"] = SLICES["v5e"]
 CORES = {"v5p": 2}  # cores a chip, where names count cores: v5p-8 has four chips
-OF_A_GPU = 0.94  # share of memory for JAX; the rest is for the driver and communication libraries
-_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8, or here"
 
 HOPPER = """
@@ -118,21 +116,14 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     with ExitStack() as stack:
         if not (here and device.platform == "gpu"):
             # lowering asks for cuDNN's version and the GPU's generation, and there is neither
-            for check, answer in (
-                ("check_cudnn_version", 91200),
-                ("check_compute_capability", None),
-            ):
+            answers = {"check_cudnn_version": 91200, "check_compute_capability": None}
+            for check, answer in answers.items():
                 patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
                 stack.enter_context(patch)
         # with `set_mesh`, JAX would place eager constants on devices that do not exist
         meshes = jax.set_mesh(mesh) if here else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         stack.enter_context(meshes)
         yield
-
-
-def share_of_a_gpu() -> float:
-    """The share of a GPU's memory that JAX takes, by the environment or by default."""
-    return float(next(filter(None, map(os.environ.get, _FRACTIONS)), OF_A_GPU))
 
 
 def _here() -> Machine:

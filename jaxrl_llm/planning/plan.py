@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.planning import hlo, machines
+from jaxrl_llm.planning import hlo, machines, share_of_a_gpu
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step
 
@@ -103,7 +103,7 @@ def plan(
     `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
     sizes, chip = config.mesh, machine.chip
-    memory = int(chip.memory * (machines.share_of_a_gpu() if chip.platform == "cuda" else 1))
+    memory = int(chip.memory * (share_of_a_gpu() if chip.platform == "cuda" else 1))
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
     step = Step(config, shape or shape_of(config), mesh, memory)
     compiled = []

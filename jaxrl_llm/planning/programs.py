@@ -25,36 +25,28 @@ from jaxrl_llm.rollouts.sampler import Rollout
 
 @dataclass(frozen=True)
 class Program:
-    """A program of a step, with facts that its compiler does not know.
-
-    Attributes:
-        compile: compiles it.
-        beside: bytes of a device's memory taken meanwhile by arrays of other programs.
-        runs: how often it runs in a step; an average.
-        flops: FLOPs of a step, on all devices.
-        moved: bytes of its memory that a device must read or write a run: weights, state, cache.
-        copied: bytes of a step between a device and the memory of its host, both ways.
-    """
+    """A program of a step, with facts that its compiler does not know."""
 
     name: str
     compile: Callable[[], jax.stages.Compiled]
-    beside: int = 0
-    runs: float = 1
-    flops: int = 0
-    moved: float = 0
-    copied: int = 0
+    beside: int = 0  # bytes of a device's memory taken meanwhile by arrays of other programs
+    runs: float = 1  # how often it runs in a step; an average
+    flops: int = 0  # of a step, on all devices
+    moved: float = 0  # bytes that a device must read or write a run: weights, state, cache
+    copied: int = 0  # bytes of a step between a device and the memory of its host, both ways
 
 
 @dataclass(frozen=True)
 class Step:
-    """The arrays of a step, by shape and sharding, and its programs; `memory` is bytes a device."""
+    """The arrays of a step, as shapes with shardings, and its programs.
+
+    `memory` is what a device has, in bytes.
+    """
 
     config: Config
     shape: qwen2.Shape
     mesh: Mesh
     memory: int
-
-    # Arrays: all are shapes with a sharding, no data.
 
     @property
     def policy(self) -> Policy:
@@ -100,16 +92,11 @@ class Step:
         """The batch with advantages and weights, as the update takes it."""
         return jax.tree.map(like, self._credit.out_info, self._credit.output_shardings)
 
-    @property
-    def native(self) -> bool:
-        """Whether responses are sampled on the trainer's devices, by the embedded engine."""
-        return isinstance(self.config.engine, Native)
-
     @cached_property
     def engine(self) -> Native:
         """The embedded engine, with numbers of slots and prompts that devices share evenly."""
         engine, devices = cast(Native, self.config.engine), self.mesh.size
-        slots, _, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
+        slots, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
         return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
@@ -139,11 +126,9 @@ class Step:
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
         with compiling_for(self.decoder.mesh):
-            empty = jax.jit(lambda weights: self.decoder.empty(weights, *size), keep_unused=True)
+            empty = jax.jit(lambda weights: self.decoder.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
-
-    # Memory.
 
     @cached_property
     def on_hosts(self) -> dict[str, int]:
@@ -159,7 +144,7 @@ class Step:
         parts = {"parameters": params}
         parts |= {name: local_bytes(tree) - host_bytes(tree) for name, tree in trees.items()}
         parts = {name: size for name, size in parts.items() if size}
-        if self.native:
+        if isinstance(config.engine, Native):
             parts["cache"] = local_bytes(self.cache)
             if self.copies_weights:
                 parts["sampler's copy"] = local_bytes(self.weights)
@@ -174,13 +159,12 @@ class Step:
         parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
         return parts
 
-    # Programs.
-
     def programs(self, tokens: int = 0) -> list[Program]:
         """In the order of a step; `tokens` is the mean length of a response (0: the limit)."""
         tokens = tokens or self.config.collate.response_length
         work = flops.of_step(self.config, self.shape, tokens)
-        return (self._sampling(tokens, work) if self.native else []) + self._learning(tokens, work)
+        sampling = isinstance(self.config.engine, Native)  # vLLM has devices of its own
+        return (self._sampling(tokens, work) if sampling else []) + self._learning(tokens, work)
 
     def _sampling(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit, engine = self.config, self.config.collate, self.engine
@@ -241,26 +225,26 @@ class Step:
     def _bytes(self, *parts: str) -> int:
         return sum(self.on_device.get(part, 0) for part in parts)
 
-    def _gather(self) -> jax.stages.Compiled:
+    def _sampled_by(self, program: Any, *arguments: Any) -> jax.stages.Compiled:
+        """The program compiled for the mesh of the embedded engine."""
         with compiling_for(self.decoder.mesh):
-            return jax.jit(self.decoder.weights).lower(self.state.params).compile()
+            return program.lower(*arguments).compile()
+
+    def _gather(self) -> jax.stages.Compiled:
+        return self._sampled_by(jax.jit(self.decoder.weights), self.state.params)
 
     def _prefill(self) -> jax.stages.Compiled:
         shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
-        with compiling_for(self.decoder.mesh):
-            tokens = like(np.zeros(shape, np.int32), NamedSharding(self.decoder.mesh, P()))
-            return jax.jit(self.decoder.prefill).lower(self.weights, tokens).compile()
+        tokens = like(np.zeros(shape, np.int32), NamedSharding(self.decoder.mesh, P()))
+        return self._sampled_by(jax.jit(self.decoder.prefill), self.weights, tokens)
 
     def _decode(self, stride: int) -> jax.stages.Compiled:
-        sampling = self.config.sampling
+        sampling, one = self.config.sampling, np.zeros((), np.int32)
         idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
-        one = np.zeros((), np.int32)
         everywhere = lambda x: like(x, NamedSharding(self.decoder.mesh, P()))
         host = jax.tree.map(everywhere, (idle, slots.rules_of(sampling), one, one))
         program = slots.program(self.decoder.decode, stride)
-        ways = slots.ways_of(sampling) if self.decoder.static else None
-        with compiling_for(self.decoder.mesh):
-            return program.lower(self.weights, self.cache, *host, ways=ways).compile()
+        return self._sampled_by(program, self.weights, self.cache, *host)
 
     def _score(self) -> jax.stages.Compiled:
         config = self.config

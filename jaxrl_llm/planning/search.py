@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +16,14 @@ from jaxrl_llm.planning.plan import Plan, plan, shape_of
 
 TRIALS = 12  # layouts to compile before giving up
 MOMENTS = 8  # bytes a parameter of Adam's moments in float32
-BYTES = 4 + MOMENTS + 4 + 4  # bytes a parameter with itself and two gradients
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The settings of a config that a search may change."""
-
-    tensor: int
-    fsdp: int
-    data: int
-    microbatches: int
-    recompute: bool
-    offload: Offload = "none"
-
-    def of(self, config: Config) -> Config:
-        remat = jax.checkpoint if self.recompute else None
-        return replace(
-            config,
-            mesh=Mesh(self.data, self.fsdp, self.tensor),
-            collate=replace(config.collate, microbatches=self.microbatches),
-            compute=replace(config.compute, remat=remat),
-            offload=self.offload,
-        )
-
-    def __str__(self) -> str:
-        again = "recomputing layers" if self.recompute else "keeping everything"
-        mesh = f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
-        out = f"{mesh}, {self.microbatches} micro-batches, {again}"
-        return out if self.offload == "none" else f"{out}, offload {self.offload}"
+STATE = 4 + MOMENTS + 4 + 4  # bytes a parameter with itself, its moments and two gradients
 
 
 def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], None]) -> Plan:
     """The plan of the first layout that fits, in order of estimated time; UserError if none does.
 
-    The update, which mostly decides, is compiled first; where it fits, all programs are.
+    A layout is the config with another mesh, micro-batches, recomputation and offload. The update,
+    which mostly decides, is compiled first; where it fits, all programs are.
     """
     if not machine.chip.flops:
         raise UserError(
@@ -58,15 +31,13 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
             "machine with --on, like h100x8 or v5e-16"
         )
     shape = shape_of(config)
-    layouts = [
-        x for x in candidates(config, shape, machine) if _least(x, shape) < machine.chip.memory
-    ]
-    tried = sorted(layouts, key=lambda x: estimate(x, config, shape, machine))[:TRIALS]
+    layouts = [x for x in candidates(config, shape, machine) if _may_fit(x, shape, machine)]
+    tried = sorted(layouts, key=lambda layout: estimate(layout, shape, machine))[:TRIALS]
     for layout in tried:
         for only in (("update",), ()):
-            made = plan(layout.of(config), machine, tokens=tokens, only=only)
+            made = plan(layout, machine, tokens=tokens, only=only)
             needed, there = made.peak / 2**30, made.memory / 2**30
-            say(f"{layout}: {made.worst.name} {needed:.1f} of {there:.1f} GiB a device")
+            say(f"{_said(layout)}: {made.worst.name} {needed:.1f} of {there:.1f} GiB a device")
             if not made.fits:
                 break
         else:
@@ -77,13 +48,14 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
     )
 
 
-def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Layout]:
+def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Config]:
     """Every layout that divides evenly: rows over the batch axes, heads over the tensor axis.
 
     If rows never divide, every layout whose heads do: the collator pads with empty rows.
     """
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
+    divisors = [d for d in range(1, rows + 1) if rows % d == 0]
     offloads: tuple[Offload, ...] = ("none", "both" if config.keeps_reference else "optimizer")
     layouts = []
     for tensor in (1, 2, 4, 8):
@@ -91,40 +63,53 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Lay
             continue
         shards = devices // tensor  # of parameters: none, those of a node, or all
         fsdp = {n for n in (1, machine.together // tensor, shards) if shards % n == 0}
-        choices = (_divisors(rows), sorted(fsdp), (False, True), offloads)
-        for micro, n, recompute, offload in itertools.product(*choices):
-            layouts.append(Layout(tensor, n, shards // n, micro, recompute, offload))
-    evenly = [x for x in layouts if rows // x.microbatches % (x.fsdp * x.data) == 0]
-    return evenly or layouts
+        choices = divisors, sorted(fsdp), (None, jax.checkpoint), offloads
+        for micro, n, remat, offload in itertools.product(*choices):
+            layouts.append((micro, Mesh(shards // n, n, tensor), remat, offload))
+    evenly = [x for x in layouts if rows // x[0] % (x[1].data * x[1].fsdp) == 0]
+    return [
+        replace(
+            config,
+            mesh=mesh,
+            collate=replace(config.collate, microbatches=micro),
+            compute=replace(config.compute, remat=remat),
+            offload=offload,
+        )
+        for micro, mesh, remat, offload in evenly or layouts
+    ]
 
 
-def estimate(layout: Layout, config: Config, shape: qwen2.Shape, machine: Machine) -> float:
+def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
     """Seconds of a step's updates: arithmetic, gathered weights, sums over tensor, offload."""
-    chip, limit = machine.chip, config.collate
-    rows, length = config.prompts * config.group_size, limit.prompt_length + limit.response_length
-    work = flops.of_step(layout.of(config), shape, limit.response_length)["update"]
-    visits = limit.minibatches * layout.microbatches
-    width = jnp.dtype(config.compute.dtype).itemsize
-    gathered = (
-        (2 + layout.recompute) * visits * qwen2.parameter_count(shape) * width / layout.tensor
-    )
-    sums = (4 + 2 * layout.recompute) * shape.num_layers * rows * length * shape.hidden_size * width
-    sums *= 2 * (1 - 1 / layout.tensor) / (layout.data * layout.fsdp)
-    within = layout.fsdp * layout.tensor <= machine.together
-    waited = gathered * (1 - 1 / layout.fsdp) / (chip.link if within else chip.network)
+    chip, limit, mesh = machine.chip, layout.collate, layout.mesh
+    recompute, stages = bool(layout.compute.remat), layout.objective.stages
+    rows, length = layout.prompts * layout.group_size, limit.prompt_length + limit.response_length
+    parameters = qwen2.parameter_count(shape)
+    width = jnp.dtype(layout.compute.dtype).itemsize
+    visits = limit.minibatches * limit.microbatches
+    gathered = (2 + recompute) * visits * parameters * width / mesh.tensor
+    sums = (4 + 2 * recompute) * shape.num_layers * rows * length * shape.hidden_size * width
+    sums *= 2 * (1 - 1 / mesh.tensor) / (mesh.data * mesh.fsdp)
+    within = mesh.fsdp * mesh.tensor <= machine.together
+    waited = gathered * (1 - 1 / mesh.fsdp) / (chip.link if within else chip.network)
     waited += sums / chip.link
-    out = work / len(machine.devices) / chip.flops + config.objective.stages * waited
+    work = flops.of_step(layout, shape, limit.response_length)["update"]
+    out = work / len(machine.devices) / chip.flops + stages * waited
     if layout.offload != "none":
-        kept = MOMENTS * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
-        out += limit.minibatches * config.objective.stages * 2 * kept / chip.host
+        kept = MOMENTS * parameters / (mesh.fsdp * mesh.tensor)
+        out += limit.minibatches * stages * 2 * kept / chip.host
     return out
 
 
-def _least(layout: Layout, shape: qwen2.Shape) -> float:
-    """Bytes that a device needs at least: its shards of parameters, moments and gradients."""
-    each = BYTES if layout.offload == "none" else BYTES - MOMENTS
-    return each * qwen2.parameter_count(shape) / (layout.fsdp * layout.tensor)
+def _may_fit(layout: Config, shape: qwen2.Shape, machine: Machine) -> bool:
+    """Whether a device has memory for its shards of parameters, moments and gradients."""
+    each = STATE if layout.offload == "none" else STATE - MOMENTS
+    shards = layout.mesh.fsdp * layout.mesh.tensor
+    return each * qwen2.parameter_count(shape) / shards < machine.chip.memory
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def _said(layout: Config) -> str:
+    mesh = " x ".join(f"{name} {size}" for name, size in vars(layout.mesh).items())
+    again = "recomputing layers" if layout.compute.remat else "keeping everything"
+    out = f"{mesh}, {layout.collate.microbatches} micro-batches, {again}"
+    return out if layout.offload == "none" else f"{out}, offload {layout.offload}"

@@ -2,26 +2,30 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.table
-from rich.box import SIMPLE
+import rich.console
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import attention, logprobs, qwen2, sharding
-from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import Objective, advantages, kl, partition
+from jaxrl_llm.models import attention, qwen2, sharding
+from jaxrl_llm.objectives import partition
 from jaxrl_llm.planning import flops, machines
 from jaxrl_llm.planning.programs import local_bytes
-from jaxrl_llm.research.bench import random_rollout
-from jaxrl_llm.rollouts import engines
+from jaxrl_llm.research.bench import (
+    GRPO,
+    Subject,
+    Trainer,
+    at_least_one,
+    generating,
+    in_turn,
+    random_subject,
+)
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.training import terminal
 
@@ -30,26 +34,11 @@ SHAPES = {"small": SMALL, **qwen2.PRESETS}
 STEPS = 20
 AFTER_STEPS = 6  # times the limit: Adam makes a full step even of a gradient that is rounding error
 MEMORY = 0.1  # largest error of a plan, as a share of the memory used
-OBJECTIVE = Objective(
-    advantage=advantages.grpo,
-    penalties=((1e-3, kl.k3),),
-    partition=partial(partition.lopti, eta=1 / 1024),
-)
+LOPTI = replace(GRPO, partition=partial(partition.lopti, eta=1 / 1024))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The device, dtype, attention kernel and packing that `numbers` computes with."""
-
-    device: Any
-    dtype: Any = jnp.float32
-    attend: Callable[..., Any] = attention.xla
-    pack: bool = True
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of the table; `fine`: whether the value is within its limit, None if it has none."""
+class Line(NamedTuple):
+    """A measured value; `fine`: whether it is within its limit, None if it has none."""
 
     name: str
     value: str
@@ -80,32 +69,29 @@ def accelerator(
     """
     if unknown := [name for name in models if name not in SHAPES]:
         raise UserError(f"--models {unknown[0]}: known are {', '.join(SHAPES)}")
-    console, begun = terminal.plain(), time.monotonic()
-    device = jax.devices()[0]
-    chip = _chip(device)
+    at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
+                 slots=slots, new_tokens=new_tokens)  # fmt: skip
+    console, begun, wrong = terminal.plain(), time.monotonic(), 0
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
     collate = Collator(prompt_length, response_length, microbatches=2, pack=True)
 
     def lines() -> Iterator[Line]:
-        yield from correctness(device)
-        for name in models:
-            yield from training(name, device, chip, collate, rows)
-            yield from decoding(name, device, chip, slots, prompt_length, new_tokens)
+        yield from correctness(jax.devices()[0])
+        with jax.set_mesh(mesh):
+            for name in models:
+                yield from training(name, mesh, collate, rows, console)
+                yield from decoding(name, mesh, slots, prompt_length, new_tokens, console)
 
-    table = rich.table.Table("", "measured", "limit", "", title=device.device_kind, box=SIMPLE)
-    wrong, left = 0, False
-    with console.status("correctness") as status:
-        for line in lines():
-            status.update(f"after {line.name}")
-            verdict = {None: "", True: "right", False: "WRONG"}[line.fine]
-            table.add_row(line.name, line.value, line.limit, verdict)
-            wrong += line.fine is False
-            if left := time.monotonic() - begun > 60 * minutes:
-                break
-    console.print(table)
-    if left:
-        console.print(f"{minutes:g} minutes are over: what is not in the table was not begun")
+    console.print(jax.devices()[0].device_kind)
+    for line in lines():
+        verdict = {None: "", True: "right", False: "WRONG"}[line.fine]
+        console.print(f"{line.name:45} {line.value:>10} {line.limit:15} {verdict}".rstrip())
+        wrong += line.fine is False
+        if time.monotonic() - begun > 60 * minutes:
+            console.print(f"{minutes:g} minutes are over: what is not above was not begun")
+            break
     if wrong:
-        raise UserError(f"{wrong} figures are not what they must be: see the table")
+        raise UserError(f"{wrong} figures are not what they must be: they are marked above")
 
 
 def correctness(device: Any) -> Iterator[Line]:
@@ -113,48 +99,47 @@ def correctness(device: Any) -> Iterator[Line]:
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         start = jax.device_get(qwen2.init(SMALL))
-    truth = numbers(Setting(cpu), start)
-    fused = Setting(device, jnp.bfloat16, attention.for_platform)
-    for name, setting, limit in (
-        ("float32", Setting(device), 2e-4),
-        ("bfloat16, plain attention", Setting(device, jnp.bfloat16), 5e-2),
-        ("bfloat16, fused attention", fused, 5e-2),
-        ("bfloat16, fused, padded rows", replace(fused, pack=False), 5e-2),
-    ):
-        found = numbers(setting, start)
+    truth = numbers(cpu, start)
+    half: dict[str, Any] = {"dtype": jnp.bfloat16, "attend": attention.for_platform}
+    settings: dict[str, tuple[float, dict[str, Any]]] = {
+        "float32": (2e-4, {}),
+        "bfloat16, plain attention": (5e-2, {"dtype": jnp.bfloat16}),
+        "bfloat16, fused attention": (5e-2, half),
+        "bfloat16, fused, padded rows": (5e-2, {**half, "pack": False}),
+    }
+    for name, (limit, setting) in settings.items():
+        found = numbers(device, start, **setting)
         for what, most in zip(truth, (limit, limit, AFTER_STEPS * limit), strict=True):
             apart = difference(found[what], truth[what])
-            yield Line(f"{name}: {what}", f"{apart:.1e}", f"{most:.0e}", apart <= most)
+            yield Line(f"{name}: {what}", f"{apart:.1e}", f"at most {most:.0e}", apart <= most)
 
 
-def numbers(setting: Setting, start: Any) -> dict[str, list[np.ndarray]]:
+def numbers(
+    device: Any,
+    start: Any,
+    *,
+    dtype: Any = jnp.float32,
+    attend: Callable[..., Any] = attention.xla,
+    pack: bool = True,
+) -> dict[str, list[np.ndarray]]:
     """Log-probs, a gradient, and the change of parameters by `STEPS` steps, on fixed inputs."""
-    mesh = sharding.make_mesh(1, 1, 1, [setting.device])
-    compute = qwen2.Compute(dtype=setting.dtype, attend=setting.attend)
-    definition, shapes = qwen2.graph(SMALL, compute)
+    mesh = sharding.make_mesh(devices=[device])
+    definition, shapes = qwen2.graph(SMALL, qwen2.Compute(dtype=dtype, attend=attend))
     with jax.set_mesh(mesh):
         params = jax.device_put(start, sharding.param_shardings(shapes, mesh))
-        collate = Collator(32, 96, minibatches=2, microbatches=2, pack=setting.pack)
-        batch = update.place(collate(random_rollout(SMALL.vocab_size, 16, 32, 96)), mesh)
-        policy = partial(logprobs.of_responses, definition)
-        optimizer = optimizers.adamw(1e-4)
-        old = update.make_score(policy)(params, batch.inputs)
-        reward = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-        reward = sharding.replicated(reward, mesh)
-        credited = update.make_credit(OBJECTIVE)(batch, reward, old_logp=old, ref_logp=old)
-        micro = jax.tree.map(lambda x: x[0, 0], batch.inputs)
-        gradient = jax.jit(jax.grad(lambda p: policy(p, micro).sum()))(params)
-        state = update.init_state(params, optimizer)
-        where = jax.tree.map(lambda x: x.sharding, state)
-        step = update.make_train_step(policy, OBJECTIVE, optimizer, shardings=where)
-        rows = batch.layout.to_rows(old)
-        before = jax.tree.map(np.asarray, params)
+        collate = Collator(32, 96, minibatches=2, microbatches=2, pack=pack)
+        subject = Subject(SMALL, definition, params, dtype)
+        trainer = Trainer(subject, mesh, collate, rows=16, rate=1e-4)
+        micro = jax.tree.map(lambda x: x[0, 0], trainer.batch.inputs)
+        gradient = jax.jit(jax.grad(lambda p: trainer.policy(p, micro).sum()))(params)
+        step = trainer.steps(LOPTI)
         for _ in range(STEPS):
-            state, _ = step(state, credited)
-        moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
-        arrays = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
-        found = {"log-probs": rows, "gradient": gradient, f"{STEPS} steps": moved}
-        return {name: arrays(tree) for name, tree in found.items()}
+            step()
+        moved = jax.tree.map(lambda a, b: np.asarray(a) - b, trainer.state.params, start)
+        logp = trainer.batch.layout.to_rows(trainer.old_logp)
+    arrays = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+    found = {"log-probs": logp, "gradient": gradient, f"{STEPS} steps": moved}
+    return {name: arrays(tree) for name, tree in found.items()}
 
 
 def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
@@ -163,79 +148,50 @@ def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
     return (apart / sum(float(np.sum(b**2)) for b in truth)) ** 0.5
 
 
-def training(name: str, device: Any, chip: Any, collate: Collator, rows: int) -> Iterator[Line]:
+def training(
+    name: str, mesh: Any, collate: Collator, rows: int, console: rich.console.Console
+) -> Iterator[Line]:
     """Speed and memory of optimizer steps in bfloat16 with recomputed layers."""
-    shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
-    policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw(1e-6)
-    objective = Objective(advantage=advantages.grpo)
-    count, limits = rows * collate.microbatches, (collate.prompt_length, collate.response_length)
-    with jax.set_mesh(mesh):
-        params = qwen2.init(shape, shardings=sharding.param_shardings(shapes, mesh))
-        state = update.init_state(params, optimizer)
-        del params
-        where = jax.tree.map(lambda x: x.sharding, state)
-        batch = update.place(collate(random_rollout(shape.vocab_size, count, *limits)), mesh)
-        old = update.make_score(policy)(state.params, batch.inputs)
-        reward = sharding.replicated(np.arange(float(count), dtype=np.float32)[None], mesh)
-        credited = update.make_credit(objective)(batch, reward, old_logp=old)
-        step: Any = update.make_train_step(policy, objective, optimizer, shardings=where)
-        planned = step.lower(state, credited).compile().memory_analysis().temp_size_in_bytes
-        planned += local_bytes(state) + local_bytes((batch, credited))
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            state, _ = jax.block_until_ready(step(state, credited))
-            times.append(time.perf_counter() - start)
-    tokens, seconds = count * sum(limits), float(np.median(times[1:]))
-    work = flops.update(shape, tokens=tokens, scored=count * limits[1], length=sum(limits))
-    yield Line(f"{name}: update, tokens/s", f"{tokens / seconds:,.0f}")
-    used = f"{work / seconds / chip.flops:.1%}"
-    yield Line(f"{name}: update, model FLOPs utilisation", used)
+    shape, count = SHAPES[name], rows * collate.microbatches
+    trainer = Trainer(random_subject(shape, mesh, jnp.bfloat16), mesh, collate, count)
+    credited, device = trainer.credited(GRPO), mesh.devices.flat[0]
+    compiled = trainer.compiled(GRPO, credited)
+    planned = compiled.memory_analysis().temp_size_in_bytes
+    planned += local_bytes((trainer.state, trainer.batch, credited))
+    step = partial(trainer.step, compiled, credited)
+    seconds = float(np.median(in_turn({name: step}, 3, console)[name]))
+    length, scored = (
+        collate.prompt_length + collate.response_length,
+        count * collate.response_length,
+    )
+    work = flops.update(shape, tokens=count * length, scored=scored, length=length)
+    yield Line(f"{name}: update, tokens/s", f"{count * length / seconds:,.0f}")
+    if chip := _chip(device):
+        used = f"{work / seconds / chip.flops:.1%}"
+        yield Line(f"{name}: update, model FLOPs utilisation", used)
     if real := (device.memory_stats() or {}).get("peak_bytes_in_use"):
         near, limit = abs(real - planned) <= MEMORY * real, f"planned {planned / 2**30:.1f}"
         yield Line(f"{name}: memory, GiB", f"{real / 2**30:.1f}", limit, near)
 
 
 def decoding(
-    name: str, device: Any, chip: Any, slots: int, prompt: int, tokens: int
+    name: str, mesh: Any, slots: int, prompt: int, tokens: int, console: rich.console.Console
 ) -> Iterator[Line]:
     """Speed of the embedded engine with all slots busy, and its share of the memory bandwidth."""
-    shape, mesh = SHAPES[name], sharding.make_mesh(1, 1, 1, [device])
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
-    prompts = random_rollout(shape.vocab_size, slots, prompt, 0).prompts
-    where = sharding.param_shardings(shapes, mesh)
-    with (
-        jax.set_mesh(mesh),
-        engines.Native(slots=slots).start(Policy(definition), mesh) as sampler,
-    ):
-        params = qwen2.init(shape, dtype=jnp.bfloat16, shardings=where)
-        sampler.push(params, 0)
-        sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens))
-        start = time.perf_counter()
-        sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens, seed=1))
-        seconds = time.perf_counter() - start
-    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
-    read = (local_bytes(params) + cache * (prompt + tokens / 2)) * tokens
+    shape = SHAPES[name]
+    subject = random_subject(shape, mesh, jnp.bfloat16, stored=jnp.bfloat16)
+    with generating(subject, mesh, slots, slots, prompt) as generate:
+        run = partial(generate, Sampling(max_tokens=tokens))
+        [seconds] = in_turn({name: run}, 1, console)[name]
     yield Line(f"{name}: decoding, tokens/s", f"{slots * tokens / seconds:,.0f}")
-    yield Line(f"{name}: decoding, share of bandwidth", f"{read / seconds / chip.bandwidth:.1%}")
+    if chip := _chip(mesh.devices.flat[0]):
+        cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
+        read = (local_bytes(subject.params) + cache * (prompt + tokens / 2)) * tokens
+        share = f"{read / seconds / chip.bandwidth:.1%}"
+        yield Line(f"{name}: decoding, share of bandwidth", share)
 
 
-def _chip(device: Any) -> machines.Chip:
-    """The data sheet of a device; measured rates if there is none."""
+def _chip(device: Any) -> machines.Chip | None:
+    """The data sheet of a device; None if there is none."""
     kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
-    for name, chip in machines.CHIPS.items():
-        if name in kind:
-            return chip
-    rate = flops.matmul_rate(jnp.bfloat16)
-    return replace(machines.CHIPS["h100"], flops=rate, bandwidth=_bandwidth())
-
-
-def _bandwidth() -> float:
-    """Bytes/s read by a sum over 256 MiB."""
-    x, total = jnp.ones(2**26, jnp.float32), jax.jit(jnp.sum)
-    total(x).block_until_ready()
-    start = time.perf_counter()
-    for _ in range(5):
-        total(x).block_until_ready()
-    return 5 * x.nbytes / (time.perf_counter() - start)
+    return next((chip for name, chip in machines.CHIPS.items() if name in kind), None)

@@ -1,36 +1,39 @@
 """Figures of arXiv:2505.12929 for a policy: which tokens its updates come from, which they move.
 
 Every figure is plain numbers for JSON, means over several batches since one batch tells little.
+An update "on some tokens" keeps their weights and sets the others' to 0, so that the gradients of
+bins add up to that of all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 
 from jaxrl_llm.config import Config, Scratch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers
-from jaxrl_llm.learning.batch import Batch
-from jaxrl_llm.learning.update import Credited
-from jaxrl_llm.models import activations
-from jaxrl_llm.research import probe, token_gradients, words
-from jaxrl_llm.research.probe import Moved, Probe
+from jaxrl_llm.learning.update import Credited, PolicyLogp, TrainState
+from jaxrl_llm.models import logprobs
+from jaxrl_llm.objectives import Objective, factors, partition, recipes
+from jaxrl_llm.research import token_gradients, words
 from jaxrl_llm.research.statistics import mean
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.knights_knaves.tiny import FILLERS
-from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training.parts import Parts, readable
 
 EDGES = (0.25, 0.5, 0.75)
 BINS = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
 GROUPS = ["chatter", "reasoning", "answer"]
+RESOLUTION = 1e-6  # log-probs that differ by less are the same in float32
 Say = Callable[[str], None]
 """is called with a line of progress"""
 
@@ -41,19 +44,20 @@ class Subject:
 
     config: Config
     parts: Parts
-    state: update.TrainState
+    state: TrainState
     reference: Any
     alpha: float
     eta: float
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The tokens of a batch in its layout, arrays `[M,m,R,C]`; integers are -1 on padding."""
 
     mask: np.ndarray
     logp: np.ndarray
     advantage: np.ndarray
+    bins: np.ndarray
+    """index in BINS"""
     group: np.ndarray
     """index in GROUPS"""
     response: np.ndarray
@@ -61,10 +65,43 @@ class Tokens:
     position: np.ndarray
     """index of the token in its response"""
 
-    @property
-    def bins(self) -> np.ndarray:
-        """`[M,m,R,C]`: index of each token in BINS; -1 on padding."""
-        return probe.by_probability(self.logp, self.mask, EDGES)
+
+class Moved(NamedTuple):
+    """What an update did: gradient norm of its first stage, way of the parameters, log-probs."""
+
+    grad_norm: float
+    distance: float
+    logp: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Updates to try on a batch, each on a copy of `state`.
+
+    `step` is the run's train step, `gradient(credited)` that of one stage, and
+    `score(params, inputs)` gives the log-probs after an update.
+    """
+
+    state: TrainState
+    step: Callable[[TrainState, Credited], tuple[TrainState, Any]]
+    gradient: Callable[[Credited], Any]
+    score: Callable[[Any, Any], jax.Array]
+
+    def by_optimizer(self, credited: Credited) -> Moved:
+        """The effect of one train step."""
+        state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
+        distance = optax.tree.norm(optax.tree.sub(state.params, self.state.params))
+        return self._moved(visits["grad_norm"][0], distance, state.params, credited)
+
+    def by_gradient(self, credited: Credited, rate: float) -> Moved:
+        """The effect of a gradient-descent step, `params - rate * gradient`."""
+        found = self.gradient(credited)
+        norm = optax.tree.norm(found)
+        stepped = jax.tree.map(lambda x, g: x - rate * g, self.state.params, found)
+        return self._moved(norm, rate * norm, stepped, credited)
+
+    def _moved(self, norm: Any, distance: Any, params: Any, credited: Credited) -> Moved:
+        return Moved(float(norm), float(distance), np.asarray(self.score(params, credited.inputs)))
 
 
 def measure(
@@ -76,32 +113,35 @@ def measure(
     are 0, as they are if each group's rewards are equal.
     """
     samples = draw(of, sampler, prompts, batches, seed)
-    programs = Programs(of, max(len(one.rollout.responses) for one in samples))
+    trial, credit = compiled(of, max(len(one.rollout.responses) for one in samples))
     each, seen = [], []
     for number, sample in enumerate(samples, 1):
         told = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
-        credited, there = programs.credited(sample, _groups(of, sample.rollout))
+        credited, there = credit(sample)
         if not np.any(there.advantage):
             raise UserError(
                 "all responses to each prompt earned the same, so there is nothing to learn from: "
                 "take more --prompts or another --seed"
             )
-        size = of.config.group_size
+        gradient = lambda batch: np.asarray(ravel_pytree(trial.gradient(batch))[0])
         each.append(
             {
-                "updates": updates(credited["plain"], there, programs, told),
-                "directions": directions(credited, there, programs.optimizer, told),
-                "sources": sources(credited, there, programs.gradient, size, told),
+                "updates": updates(credited["plain"], there, trial, told),
+                "directions": directions(credited, there, trial, told),
+                "sources": sources(credited, there, gradient, of.config.group_size, told),
             }
         )
         seen.append(there)
     spread = {"least": min, "most": max} if batches > 1 else {}
-    texts, scores = checked(of, samples)
     model = of.config.model
     patterns = words.categories(model.words if isinstance(model, Scratch) else ())
-    rewards = [reward for one in samples for reward in one.rewards]
+    texts, scores = checked(of, samples)
     return {
-        "sample": described(of, rewards, sum(int(one.mask.sum()) for one in seen)),
+        "sample": {
+            **described(samples),
+            "tokens": sum(int(one.mask.sum()) for one in seen),
+            "optimizer_steps_before": int(of.state.step),
+        },
         **over_batches(each, fmean),
         "single_tokens": _single_tokens(of, samples[0].rollout, seen[0], tokens, seed, say),
         "words": words.frequencies(texts, scores, patterns),
@@ -126,96 +166,160 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
     return samples
 
 
-class Programs:
-    """The programs to try on a batch: credit of each variant, updates, gradients; compiled once."""
+def compiled(
+    of: Subject, responses: int
+) -> tuple[Trial, Callable[[Answers], tuple[dict[str, Credited], Tokens]]]:
+    """What is tried on batches of up to so many responses; and the batch, by variant, of answers."""
+    tried = variants(of.config.objective, alpha=of.alpha, eta=of.eta)
+    plain, collate, params = tried["plain"], of.config.collate, of.state.params
+    share = responses / (of.config.prompts * of.config.group_size)
+    slices = max(1, round(collate.minibatches * collate.microbatches * share))  # as in training
+    collate = replace(collate, minibatches=1, microbatches=slices)
+    config = replace(of.config, collate=collate, objective=plain)
+    reference = params if of.reference is None else of.reference
+    reference = reference if plain.reads("ref_logp") else None
+    logp = of.parts.policy.logp(of.config.sampling.temperature)
+    training, score = of.parts.programs(config, of.state, reference), update.make_score(logp)
+    credit = {name: update.make_credit(one) for name, one in tried.items()}
 
-    def __init__(self, of: Subject, responses: int):
-        variants = probe.variants(of.config.objective, alpha=of.alpha, eta=of.eta)
-        plain, collate = variants["plain"], of.config.collate
-        share = responses / (of.config.prompts * of.config.group_size)
-        slices = max(1, round(collate.minibatches * collate.microbatches * share))  # as in training
-        collate = replace(collate, minibatches=1, microbatches=slices)
-        config = replace(of.config, collate=collate, objective=plain)
-        reference = of.state.params if of.reference is None else of.reference
-        reference = reference if plain.reads("ref_logp") else None
-        logp = of.parts.policy.logp(of.config.sampling.temperature)
-        self._credit = {name: update.make_credit(one) for name, one in variants.items()}
-        self._training = of.parts.programs(config, of.state, reference)
-        self._params = of.state.params
-        self._score = update.make_score(logp)
-        self.optimizer = Probe(of.state, self._training.update, self._score)
-        self.gradient = probe.make_gradient(logp, plain, self._params)
+    def credited(sample: Answers) -> tuple[dict[str, Credited], Tokens]:
+        batch, reward = training.batch(sample.rollout, sample.rewards)
+        scores, _ = training.score(params, batch)
+        found = {name: make(batch, reward, **scores) for name, make in credit.items()}
+        rows = np.asarray(batch.layout.in_rows)
+        mask = rows >= 0
+        response, position = np.divmod(rows, batch.mask.shape[1])
+        group, groups = np.full(rows.shape, -1), _groups(of, sample.rollout)
+        where = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
+        group[mask] = [GROUPS.index(groups[i][t]) for i, t in where]
+        now = np.asarray(score(params, batch.inputs))
+        return found, Tokens(
+            mask,
+            now,
+            np.asarray(found["plain"].advantage),
+            by_probability(now, mask, EDGES),
+            group,
+            np.where(mask, response, -1),
+            position,
+        )
 
-    def along(self, rate: float) -> Callable[[Credited], Moved]:
-        """A function that takes a gradient-descent step of this rate on a batch."""
-        return partial(probe.step_along, self._params, self.gradient, self._score, rate)
-
-    def credited(
-        self, sample: Answers, groups: Sequence[list[str]]
-    ) -> tuple[dict[str, Credited], Tokens]:
-        """The credited batch of each variant, and its tokens; `groups` as in `tokens_of`."""
-        batch, reward = self._training.batch(sample.rollout, sample.rewards)
-        scores, _ = self._training.score(self._params, batch)
-        credited = {name: credit(batch, reward, **scores) for name, credit in self._credit.items()}
-        plain = credited["plain"]
-        logp = self._score(self._params, plain.inputs)
-        return credited, tokens_of(batch, plain, logp, groups)
-
-
-def tokens_of(batch: Batch, credited: Credited, logp: Any, groups: Sequence[list[str]]) -> Tokens:
-    """The tokens of a batch; `groups` are the names in GROUPS of each response's tokens."""
-    rows = np.asarray(batch.layout.in_rows)
-    mask, width = rows >= 0, batch.mask.shape[1]
-    response, position = np.divmod(rows, width)
-    response, group = np.where(mask, response, -1), np.full(rows.shape, -1)
-    where = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
-    group[mask] = [GROUPS.index(groups[i][t]) for i, t in where]
-    return Tokens(mask, np.asarray(logp), np.asarray(credited.advantage), group, response, position)
+    gradient = make_gradient(logp, plain, params)
+    return Trial(of.state, training.update, gradient, score), credited
 
 
-def updates(plain: Credited, tokens: Tokens, programs: Programs, say: Say) -> dict[str, Any]:
+def make_gradient(
+    policy_logp: PolicyLogp, objective: Objective, params: Any
+) -> Callable[[Credited], Any]:
+    """A function that gives a train step's gradient, for one mini-batch and one stage."""
+
+    def keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del state, params
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    keeps = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep)
+    step = update.make_train_step(policy_logp, objective, keeps)
+    state = update.init_state(params, keeps)
+    return lambda credited: step(jax.tree.map(jnp.copy, state), credited)[0].opt_state
+
+
+def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Objective]:
+    """The objective without the paper's two methods, with each, and with both."""
+    methods = (factors.linear_in_probability,)
+    others = (f for f in objective.factors if getattr(f, "func", f) not in methods)
+    plain = replace(objective, factors=tuple(others), partition=partition.together)
+    tamed = partial(recipes.with_rare_tokens_tamed, plain)
+    return {
+        "plain": plain,
+        "reweighting": tamed(alpha=alpha, eta=0.0),
+        "Lopti": tamed(alpha=0.0, eta=eta),
+        "both": tamed(alpha=alpha, eta=eta),
+    }
+
+
+def only(credited: Credited, where: Any) -> Credited:
+    """The batch with the weights of tokens outside `where` set to 0; the others keep theirs."""
+    return credited._replace(weight=jnp.where(jnp.asarray(where)[None], credited.weight, 0.0))
+
+
+def by_probability(logp: np.ndarray, mask: np.ndarray, edges: Sequence[float]) -> np.ndarray:
+    """The bin of each token, -1 on padding; bin b is [edges[b - 1], edges[b]) in probability."""
+    return np.where(mask, np.searchsorted(np.log(edges), logp, side="right"), -1)
+
+
+def updates(plain: Credited, tokens: Tokens, trial: Trial, say: Say) -> dict[str, Any]:
     """Fig. 1: gradient norm of each bin, and how far an update on all tokens or one bin moves each.
 
     Updates are tried by the run's optimizer, and by plain gradient descent at the rate that makes
     the step on all tokens as long as the optimizer's.
     """
+    inside = {name: tokens.bins == b for b, name in enumerate(BINS)}
+    records = {
+        name: {
+            "name": name,
+            "tokens": int(here.sum()),
+            "share": float(here.sum()) / max(int(tokens.mask.sum()), 1),
+            "probability": mean(np.exp(tokens.logp[here])),
+            "advantage": mean(tokens.advantage[here]),
+            "advantage_size": mean(np.abs(tokens.advantage[here])),
+        }
+        for name, here in inside.items()
+    }
     say("update on all tokens")
-    whole, bins = programs.optimizer(plain), tokens.bins
-    rate = whole.distance / max(float(whole.grad_norm[0]), 1e-30)
-    records = probe.described(BINS, bins, tokens.logp, tokens.advantage)
+    whole = trial.by_optimizer(plain)
+    rate = whole.distance / max(whole.grad_norm, 1e-30)
     tried: dict[str, Any] = {}
-    for by, step in (("optimizer", programs.optimizer), ("gradient", programs.along(rate))):
+    for by, step in (
+        ("optimizer", trial.by_optimizer),
+        ("gradient", partial(trial.by_gradient, rate=rate)),
+    ):
         moved = {"all": whole if by == "optimizer" else step(plain)}
-        for b, name in enumerate(BINS):
-            if (bins == b).any():
+        for name, here in inside.items():
+            if here.any():
                 say(f"update on {name}, by the {by}")
-                moved[name] = step(probe.only(plain, bins == b))
-                records[b]["gradient_norm"] = float(moved[name].grad_norm[0])
+                moved[name] = step(only(plain, here))
+                records[name]["gradient_norm"] = moved[name].grad_norm
         sizes = {on: np.abs(after.logp - tokens.logp) for on, after in moved.items()}
         tried[by] = {
-            on: {"logp_size": [mean(size[bins == b]) for b in range(len(BINS))]}
+            on: {"logp_size": [mean(size[here]) for here in inside.values()]}
             for on, size in sizes.items()
         }
-    found = {"bins": records, "updates": tried}
-    return {"gradient_norm": float(whole.grad_norm[0]), "rate": rate, "probability": found}
+    found = {"bins": [*records.values()], "updates": tried}
+    return {"gradient_norm": whole.grad_norm, "rate": rate, "probability": found}
 
 
 def directions(
-    credited: Mapping[str, Credited], tokens: Tokens, optimizer: Probe, say: Say
+    credited: Mapping[str, Credited], tokens: Tokens, trial: Trial, say: Say
 ) -> dict[str, Any]:
     """Fig. 3: share of tokens that each variant's update moves in their advantage's direction."""
     found = {}
     for name, batch in credited.items():
         say(f"update by {name}")
-        after = optimizer(batch).logp
-        found[name] = probe.direction(tokens.bins, len(BINS), tokens.advantage, tokens.logp, after)
+        found[name] = direction(tokens, trial.by_optimizer(batch).logp)
     return {"probability": {"bins": BINS, "variants": found}}
+
+
+def direction(tokens: Tokens, after: np.ndarray) -> dict[str, list]:
+    """Of the tokens that moved, the share in their advantage's direction, by bin, then in all bins.
+
+    Also the number of tokens that moved, and the share of those with an advantage that did not.
+    """
+    up, moved = after > tokens.logp, np.abs(after - tokens.logp) > RESOLUTION
+    bins = [*(tokens.bins == b for b in range(len(BINS))), tokens.bins >= 0]
+    inside = [here & (tokens.advantage != 0) for here in bins]
+    good, bad = moved & (tokens.advantage > 0), moved & (tokens.advantage < 0)
+    return {
+        "rising": [mean(up[here & good]) for here in inside],
+        "falling": [mean(~up[here & bad]) for here in inside],
+        "good_tokens": [int((here & good).sum()) for here in inside],
+        "bad_tokens": [int((here & bad).sum()) for here in inside],
+        "unmoved": [mean(~moved[here]) for here in inside],
+    }
 
 
 def sources(
     credited: Mapping[str, Credited],
     tokens: Tokens,
-    gradient: Callable[[Credited], Any],
+    gradient: Callable[[Credited], np.ndarray],
     group_size: int,
     say: Say,
 ) -> dict[str, Any]:
@@ -231,37 +335,42 @@ def sources(
     for variant, batch in credited.items():
         stages = batch.weight.shape[0]
         for s in range(stages):
-            one = probe.stage(batch, s)
+            one = batch._replace(weight=batch.weight[s : s + 1])
             if not bool((one.weight > 0).any()):
                 continue  # a stage without tokens is no step
             say(f"gradients of the groups, {variant}")
             halves = {
-                name: [gradient(probe.only(one, here & half)) for half in (even, ~even)]
+                name: [gradient(only(one, here & half)) for half in (even, ~even)]
                 for name, here in inside.items()
             }
+            groups = {group: np.add(*both) for group, both in halves.items()}
+            whole = np.sum([*groups.values()], axis=0)
             name = variant + (f", stage {s + 1}" if stages > 1 else "")
-            out[name] = _sources_of(halves)
+            out[name] = {
+                "gradient_norm": norm(whole),
+                "agreement": cosine(*np.sum([*halves.values()], axis=0)),
+                "groups": {
+                    group: {
+                        "norm": norm(mine),
+                        "share": float(mine @ whole / (whole @ whole)) if whole.any() else None,
+                        "cosine": cosine(mine, whole - mine),
+                        "agreement": cosine(*halves[group]),
+                    }
+                    for group, mine in groups.items()
+                },
+            }
     return out
 
 
-def _sources_of(halves: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The record of a stage, from each group's gradients of even and of odd prompts."""
-    added = lambda trees: jax.tree.map(lambda *x: sum(x), *trees)
-    groups = {name: added(both) for name, both in halves.items()}
-    whole = added(groups.values())
-    return {
-        "gradient_norm": float(optax.tree.norm(whole)),
-        "agreement": probe.cosine(*(added(half) for half in zip(*halves.values(), strict=True))),
-        "groups": {
-            name: {
-                "norm": float(optax.tree.norm(mine)),
-                "share": probe.along(mine, whole),
-                "cosine": probe.cosine(mine, optax.tree.sub(whole, mine)),
-                "agreement": probe.cosine(*halves[name]),
-            }
-            for name, mine in groups.items()
-        },
-    }
+def norm(x: Any) -> float:
+    """The length of a vector."""
+    return float(np.linalg.norm(x))
+
+
+def cosine(x: Any, y: Any) -> float | None:
+    """The cosine of two gradients; None if one of them is 0."""
+    size = norm(x) * norm(y)
+    return float(x @ y / size) if size else None
 
 
 def _single_tokens(
@@ -272,8 +381,8 @@ def _single_tokens(
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
     definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
-    logits = partial(activations.logits, definition, temperature=temperature)
-    offsets = activations.no_offsets(definition, of.state.params, chosen.tokens.shape[1])
+    logits = partial(logprobs.next_logits, definition, temperature=temperature)
+    offsets = logprobs.no_offsets(of.parts.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 
@@ -288,26 +397,23 @@ def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
 
 def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[float]]:
     """The texts of responses that could be checked, and their scores."""
-    decode = of.parts.tokenizer.decode
-    both = [
-        (decode(response), reward)
+    known = [
+        (of.parts.tokenizer.decode(response), reward.score)
         for one in samples
         for response, reward in zip(one.rollout.responses, one.rewards, strict=True)
+        if reward.checked
     ]
-    known = [(text, reward.score) for text, reward in both if reward.checked]
     return [text for text, _ in known], [score for _, score in known]
 
 
-def described(of: Subject, rewards: Sequence[Reward], tokens: int) -> dict[str, Any]:
+def described(samples: Sequence[Answers]) -> dict[str, Any]:
     """Counts and means of the responses; means leave out unchecked ones."""
-    known = [reward for reward in rewards if reward.checked]
+    known, count = [r for one in samples for r in one.checked], sum(len(x.rewards) for x in samples)
     return {
-        "responses": len(rewards),
-        "tokens": tokens,
-        "unchecked": len(rewards) - len(known),
+        "responses": count,
+        "unchecked": count - len(known),
         "reward": mean(np.asarray([r.score for r in known])),
         "accuracy": mean(np.asarray([r.correct for r in known])),
-        "optimizer_steps_before": int(of.state.step),
     }
 
 

@@ -69,12 +69,16 @@ def _number(x: float | None) -> str:
 
 def draw(found: Found, folder: Path) -> None:
     """Writes {bins,single_tokens,directions,sources}.png, and words.png if words were counted."""
-    save(partial(_bins, found), folder / "bins.png")
-    save(partial(_single_tokens, found), folder / "single_tokens.png")
-    save(partial(_directions, found), folder / "directions.png")
-    save(partial(_sources, found), folder / "sources.png")
+    pictures = {
+        "bins": _bins,
+        "single_tokens": _single_tokens,
+        "directions": _directions,
+        "sources": _sources,
+    }
     if found["words"]:
-        save(partial(_words, found), folder / "words.png")
+        pictures["words"] = _words
+    for name, picture in pictures.items():
+        save(partial(picture, found), folder / f"{name}.png")
 
 
 def _bars(
@@ -167,21 +171,16 @@ def _directions(found: Found) -> Any:
     """Fig. 3: the share of tokens that an update moves as their advantage says."""
     figure, [axes] = sheet(1, 2, (11, 3.2))
     places = [*found["directions"]["probability"]["bins"], "all"]
+    tried = lambda of: of["directions"]["probability"]["variants"].items()
     for axis, key, title in (
         (axes[0], "rising", "advantage > 0: share that rises, of those that move"),
         (axes[1], "falling", "advantage < 0: share that falls, of those that move"),
     ):
-
-        def heights(of: Any, key: str = key) -> dict:
-            variants = of["directions"]["probability"]["variants"]
-            return {name: values[key] for name, values in variants.items()}
-
-        _bars(axis, places, found, heights)
+        _bars(axis, places, found, lambda of, key=key: {name: x[key] for name, x in tried(of)})
         axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
         axis.set_ylim(0, 1)
         axis.set_title(title)
-    handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=4, **LEGEND)
+    _legend(figure, axes)
     return figure
 
 
@@ -191,28 +190,30 @@ def _sources(found: Found) -> Any:
     places = [name.replace(", ", ",\n") for name in steps]
     figure, [axes] = sheet(1, 3, (15, 3.6))
 
-    def groups(of: Any, key: str) -> dict[str, list]:
-        return {
-            group: [of["sources"][step]["groups"][group][key] for step in steps]
-            for group in of["sources"]["tokens"]
-        }
-
-    def with_all(of: Any, key: str, of_all: str) -> dict[str, list]:
-        return groups(of, key) | {"all tokens": [of["sources"][step][of_all] for step in steps]}
+    def groups(of: Any, key: str, of_all: str = "") -> dict[str, list]:
+        """A figure of each group in all steps, and that of all tokens if it has one."""
+        parts = [of["sources"][step] for step in steps]
+        names = of["sources"]["tokens"]
+        bars = {group: [part["groups"][group][key] for part in parts] for group in names}
+        return bars | ({"all tokens": [part[of_all] for part in parts]} if of_all else {})
 
     def shares(of: Any) -> dict[str, list]:
         tokens = of["sources"]["tokens"]
         return {group: [tokens[group], *share] for group, share in groups(of, "share").items()}
 
-    _bars(axes[0], places, found, partial(with_all, key="norm", of_all="gradient_norm"))
+    _bars(axes[0], places, found, partial(groups, key="norm", of_all="gradient_norm"))
     _bars(axes[1], ["tokens", *places], found, shares)
-    _bars(axes[2], places, found, partial(with_all, key="agreement", of_all="agreement"))
+    _bars(axes[2], places, found, partial(groups, key="agreement", of_all="agreement"))
     axes[0].set_ylabel("norm of the gradient")
     axes[1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
     axes[2].set_ylabel("agreement: cosine of the gradients\nof every other prompt and the rest")
+    _legend(figure, axes)
+    return figure
+
+
+def _legend(figure: Any, axes: Any) -> None:
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=4, **LEGEND)
-    return figure
 
 
 def _words(found: Found) -> Any:

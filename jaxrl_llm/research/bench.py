@@ -34,7 +34,9 @@ from jaxrl_llm.training import terminal
 PEER = Path(__file__).with_name("peer.py")
 SMALL = qwen2.Shape(8192, 256, 704, 6, 4, 2, tied=True)
 REMAT = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-PLAIN, LOPTI = "plain GRPO", "Lopti (2 stages)"
+GRPO = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
+TWO_STAGES = replace(GRPO, partition=partial(partition.random, share=0.5))
+PLAIN, LOPTI, TORCH = "plain GRPO", "Lopti (2 stages)", "PyTorch with transformers"
 
 
 def update(
@@ -67,80 +69,62 @@ def update(
                  microbatches=microbatches, repeats=repeats, devices=devices)  # fmt: skip
     if rows % microbatches:
         raise UserError(f"{rows} rows do not divide into {microbatches} micro-batches")
-    dtype, console = _dtype(bfloat16), terminal.plain(soft_wrap=False)
+    console = terminal.plain(soft_wrap=False)
     if devices > 1:
         jax.config.update("jax_num_cpu_devices", devices)
     if devices > len(jax.devices()):
         raise UserError(f"--devices {devices}: this machine has {len(jax.devices())}")
     mesh = sharding.make_mesh(devices, 1, 1, jax.devices()[:devices])
-    sizes = (rows, prompt_length, response_length)
-    with _peer("update", model, peer_python, sizes) as peers, jax.set_mesh(mesh):
-        shape, definition, params = _policy(model, mesh, dtype)
-        length, tokens = prompt_length + response_length, rows * (prompt_length + response_length)
-        work = flops.update(shape, tokens=tokens, scored=rows * response_length, length=length)
-        rate = flops.matmul_rate(dtype)
+    length, sizes = prompt_length + response_length, (rows, prompt_length, response_length)
+    with _peer("update", model, peer_python, sizes) as peer, jax.set_mesh(mesh):
+        subject = _subject(model, mesh, bfloat16)
+        parameters = sum(x.size for x in jax.tree.leaves(subject.params))
+        work = flops.update(
+            subject.shape, tokens=rows * length, scored=rows * response_length, length=length
+        )
+        rate = flops.matmul_rate(subject.dtype)
         console.print(
-            f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters, {rows} x "
-            f"({prompt_length} + {response_length}) tokens, {jax.devices()[0].device_kind}, "
+            f"{parameters / 1e6:.1f}M parameters, {rows} x ({prompt_length} + {response_length}) "
+            f"tokens, {jax.devices()[0].device_kind}, "
             f"matmul {rate / 1e9:.0f} GFLOP/s, arithmetic of a step {work / 1e12:.2f} TFLOP"
         )
         collate = Collator(
             prompt_length, response_length, microbatches=microbatches, shards=devices
         )
-        batch = updates.place(collate(random_rollout(shape.vocab_size, *sizes)), mesh)
-        runs = _steps(definition, params, batch, rows)
-        del params  # the steps donate them
-        seconds = in_turn({**runs, **peers}, repeats, console)
-    table = rich.table.Table("", "seconds", "range", "tokens/s", "x floor", "x plain")
-    plain = np.median(seconds[PLAIN])
-    for name, values in seconds.items():
-        middle, whole = np.median(values), name in (PLAIN, LOPTI, *peers)
-        floor = (f"{tokens / middle:,.0f}", f"{middle * rate / work:.2f}") if whole else ("", "")
-        table.add_row(name, *_spread(values), *floor, f"{middle / plain:.2f}")
-    console.print(table)
+        trainer = Trainer(subject, mesh, collate, rows)
+        del subject  # the steps donate its parameters
+        steps = {PLAIN: trainer.steps(GRPO), LOPTI: trainer.steps(TWO_STAGES)}
+        seconds = in_turn({**steps, **_parts(trainer), **peer}, repeats, console)
+    plain, whole = np.median(seconds[PLAIN]), {*steps, *peer}
+    columns: Columns = {
+        "tokens/s": lambda name, s: f"{rows * length / s:,.0f}" if name in whole else "",
+        "x floor": lambda name, s: f"{s * rate / work:.2f}" if name in whole else "",
+        "x plain": lambda _, s: f"{s / plain:.2f}",
+    }
+    console.print(_table("", seconds, columns))
 
 
-def _steps(definition: Any, params: Any, batch: Any, rows: int) -> dict[str, Callable[[], Any]]:
-    """The programs to time, by name; the two train steps share one state, which each donates."""
-    policy = partial(logprobs.of_responses, definition)
-    score, optimizer = updates.make_score(policy), optimizers.adamw(1e-6)
-    reward = jnp.arange(float(rows))[None]
-    old = score(params, batch.inputs)
-    state = updates.init_state(params, optimizer)
-    where = jax.tree.map(lambda x: x.sharding, state)
-
-    def stepper(split: Any) -> Callable[[], Any]:
-        objective = Objective(
-            advantage=advantages.grpo, penalties=((1e-3, kl.k3),), partition=split
-        )
-        credited = updates.make_credit(objective)(batch, reward, old_logp=old, ref_logp=old)
-        step = updates.make_train_step(policy, objective, optimizer, shardings=where)
-
-        def run() -> Any:
-            nonlocal state
-            state, metrics = step(state, credited)
-            return state, metrics
-
-        return run
-
-    micro = jax.tree.map(lambda x: x[0, 0], batch.inputs)
-    model = lambda params: qwen2.nnx.merge(definition, params)
-    size = (*micro.index.shape, model(params).shape.hidden_size)
+def _parts(trainer: "Trainer") -> dict[str, Callable[[], Any]]:
+    """The parts of a train step, by name."""
+    batch = trainer.batch
+    micro, count = jax.tree.map(lambda x: x[0, 0], batch.inputs), batch.inputs.tokens.shape[1]
+    model = lambda params: qwen2.nnx.merge(trainer.definition, params)
+    size = (*micro.index.shape, model(trainer.state.params).shape.hidden_size)
     hidden = jax.random.normal(jax.random.key(0), size)
     layers = jax.jit(
         jax.grad(lambda p: model(p)(micro.tokens, micro.positions, micro.segments).sum())
     )
     scored = lambda h, w: logprobs.chunked(h, w, micro.target, micro.scored).logp.sum()
     head = jax.jit(jax.grad(scored, argnums=(0, 1)))
-    adam = jax.jit(lambda s: optimizer.update(s.params, s.opt_state, s.params, step=s.step)[1])
-    count = batch.inputs.tokens.shape[1]
+    move = trainer.optimizer.update
+    adam = jax.jit(lambda s: move(s.params, s.opt_state, s.params, step=s.step)[1])
     return {
-        PLAIN: stepper(partition.together),
-        LOPTI: stepper(partial(partition.random, share=0.5)),
-        "scoring (forward)": lambda: score(state.params, batch.inputs),
-        f"layers (1 of {count} micro-batches)": lambda: layers(state.params),
-        f"log-probs (1 of {count} micro-batches)": lambda: head(hidden, model(state.params).head),
-        "AdamW": lambda: adam(state),
+        "scoring (forward)": lambda: trainer.score(trainer.state.params, batch.inputs),
+        f"layers (1 of {count} micro-batches)": lambda: layers(trainer.state.params),
+        f"log-probs (1 of {count} micro-batches)": lambda: head(
+            hidden, model(trainer.state.params).head
+        ),
+        "AdamW": lambda: adam(trainer.state),
     }
 
 
@@ -170,15 +154,14 @@ def rollout(
     """
     at_least_one(sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens,
                  slots=slots, repeats=repeats)  # fmt: skip
-    dtype, console = _dtype(bfloat16), terminal.plain(soft_wrap=False)
+    console = terminal.plain(soft_wrap=False)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     sizes = (sequences, prompt_length, new_tokens)
-    with _peer("rollout", model, peer_python, sizes) as peers, jax.set_mesh(mesh):
-        shape, definition, params = _policy(model, mesh, dtype)
-        prompts = random_rollout(shape.vocab_size, *sizes).prompts
+    with _peer("rollout", model, peer_python, sizes) as peer, jax.set_mesh(mesh):
+        subject = _subject(model, mesh, bfloat16)
         length, total = prompt_length + new_tokens, sequences * new_tokens
-        work = flops.forward(shape, tokens=sequences * length, scored=total, length=length)
-        rate = flops.matmul_rate(dtype)
+        work = flops.forward(subject.shape, tokens=sequences * length, scored=total, length=length)
+        rate = flops.matmul_rate(subject.dtype)
         console.print(
             f"{sequences} x ({prompt_length} + {new_tokens}) tokens, {jax.devices()[0].device_kind}, matmul "
             f"{rate / 1e9:.0f} GFLOP/s: arithmetic alone allows {total * rate / work:,.0f} tokens/s"
@@ -188,21 +171,14 @@ def rollout(
             "temperature 1": Sampling(max_tokens=new_tokens),
             "top-p 0.95": Sampling(top_p=0.95, max_tokens=new_tokens),
         }
-        with engines.Native(slots=slots).start(Policy(definition), mesh) as sampler:
-            sampler.push(params, 0)
-
-            def generate(sampling: Sampling) -> int:
-                return len(sampler.generate(prompts, n=1, sampling=sampling).responses)
-
-            runs = {name: partial(generate, sampling) for name, sampling in kinds.items()}
-            seconds = in_turn({**runs, **peers}, repeats, console)
-    table = rich.table.Table("", "seconds", "range", "tokens/s", "x floor")
-    for name, values in seconds.items():
-        middle = np.median(values)
-        table.add_row(
-            name, *_spread(values), f"{total / middle:,.0f}", f"{middle * rate / work:.2f}"
-        )
-    console.print(table)
+        with generating(subject, mesh, slots, sequences, prompt_length) as generate:
+            ours = {name: partial(generate, sampling) for name, sampling in kinds.items()}
+            seconds = in_turn({**ours, **peer}, repeats, console)
+    columns: Columns = {
+        "tokens/s": lambda _, s: f"{total / s:,.0f}",
+        "x floor": lambda _, s: f"{s * rate / work:.2f}",
+    }
+    console.print(_table("", seconds, columns))
 
 
 def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
@@ -215,35 +191,75 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
     if not layers:
         raise UserError("--layers wants at least one depth")
     at_least_one(layers=min(layers), repeats=repeats)
-    console = terminal.plain(soft_wrap=False)
-    runs = {str(depth): _compiler(depth) for depth in layers}
-    seconds = in_turn(runs, repeats, console, warm=False)
+    console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
+    runs: dict[str, Callable[[], Any]] = {}
+    with jax.set_mesh(mesh):
+        for depth in layers:
+            subject = random_subject(replace(SMALL, num_layers=depth), mesh, jnp.float32)
+            trainer = Trainer(subject, mesh, Collator(128, 128), rows=4)
+            runs[str(depth)] = partial(trainer.compiled, TWO_STAGES, trainer.credited(TWO_STAGES))
+        seconds = in_turn(runs, repeats, console, warm=False)
     first = np.median(seconds[str(layers[0])])
-    table = rich.table.Table("layers", "seconds", "range", f"x {layers[0]} layers")
-    for depth, values in seconds.items():
-        table.add_row(depth, *_spread(values), f"{np.median(values) / first:.2f}")
-    console.print(table)
+    ratio: Columns = {f"x {layers[0]} layers": lambda _, s: f"{s / first:.2f}"}
+    console.print(_table("layers", seconds, ratio))
 
 
-def _compiler(depth: int) -> Callable[[], None]:
-    """A function that traces and compiles the train step of `depth` layers anew."""
-    definition, params = qwen2.graph(replace(SMALL, num_layers=depth))
-    policy, optimizer = partial(logprobs.of_responses, definition), optimizers.adamw()
-    split = partial(partition.random, share=0.5)
-    objective = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),), partition=split)
-    batch = Collator(128, 128)(random_rollout(SMALL.vocab_size, 4, 128, 128))
-    old = jax.ShapeDtypeStruct(batch.inputs.target.shape, jnp.float32)
-    reward = jax.ShapeDtypeStruct((1, 4), jnp.float32)
-    credit = updates.make_credit(objective)
-    credited = jax.eval_shape(partial(credit, batch), reward, old_logp=old, ref_logp=old)
-    count: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    state = updates.TrainState(params, jax.eval_shape(optimizer.init, params), count, count)
+class Subject(NamedTuple):
+    """The model to measure, and the precision that it computes in."""
 
-    def compile_step() -> None:
-        step: Any = updates.make_train_step(policy, objective, optimizer)
-        step.lower(state, credited).compile()
+    shape: qwen2.Shape
+    definition: Any
+    params: Any
+    dtype: Any
 
-    return compile_step
+
+class Trainer:
+    """Train steps on one batch of random tokens; they share a state, which each donates."""
+
+    def __init__(
+        self, subject: Subject, mesh: Any, collate: Collator, rows: int, rate: float = 1e-6
+    ):
+        sizes = (rows, collate.prompt_length, collate.response_length)
+        self.definition, self.optimizer = subject.definition, optimizers.adamw(rate)
+        self.policy = partial(logprobs.of_responses, subject.definition)
+        self.score = updates.make_score(self.policy)
+        self.batch = updates.place(collate(random_rollout(subject.shape.vocab_size, *sizes)), mesh)
+        self.old_logp = self.score(subject.params, self.batch.inputs)
+        reward = np.random.default_rng(0).normal(size=(1, rows)).astype(np.float32)
+        self.reward = sharding.replicated(reward, mesh)
+        self.state = updates.init_state(subject.params, self.optimizer)
+
+    def credited(self, objective: Objective) -> updates.Credited:
+        """The batch with the credit of an objective; the policy is its own reference."""
+        old = self.old_logp
+        return updates.make_credit(objective)(self.batch, self.reward, old_logp=old, ref_logp=old)
+
+    def compiled(self, objective: Objective, credited: updates.Credited) -> Any:
+        """The train step of an objective, traced and compiled anew."""
+        where = jax.tree.map(lambda x: x.sharding, self.state)
+        step: Any = updates.make_train_step(self.policy, objective, self.optimizer, shardings=where)
+        return step.lower(self.state, credited).compile()
+
+    def step(self, compiled: Any, credited: updates.Credited) -> Any:
+        """Makes the next step of the shared state by a compiled one; state and metrics."""
+        self.state, metrics = compiled(self.state, credited)
+        return self.state, metrics
+
+    def steps(self, objective: Objective) -> Callable[[], Any]:
+        """A function that makes the next step by an objective."""
+        credited = self.credited(objective)
+        return partial(self.step, self.compiled(objective, credited), credited)
+
+
+@contextmanager
+def generating(
+    subject: Subject, mesh: Any, slots: int, sequences: int, prompt: int
+) -> Iterator[Callable[[Sampling], Rollout]]:
+    """A function that answers `sequences` random prompts with the embedded engine."""
+    prompts = random_rollout(subject.shape.vocab_size, sequences, prompt, 0).prompts
+    with engines.Native(slots=slots).start(Policy(subject.definition), mesh) as sampler:
+        sampler.push(subject.params, 0)
+        yield lambda sampling: sampler.generate(prompts, n=1, sampling=sampling)
 
 
 def at_least_one(**counts: int) -> None:
@@ -260,6 +276,27 @@ def random_rollout(vocab: int, rows: int, prompt: int, response: int) -> Rollout
     return Rollout(prompts, responses, [[0.0] * response] * rows)
 
 
+def random_subject(
+    shape: qwen2.Shape, mesh: Any, dtype: Any, *, stored: Any = jnp.float32, **compute: Any
+) -> Subject:
+    """A model of random parameters, which are of the dtype `stored`."""
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, **compute))
+    where = sharding.param_shardings(shapes, mesh)
+    return Subject(shape, definition, qwen2.init(shape, dtype=stored, shardings=where), dtype)
+
+
+def _subject(model: str | None, mesh: Any, bfloat16: bool) -> Subject:
+    """A pretrained model, or a small random one."""
+    dtype: Any = jnp.bfloat16 if bfloat16 else jnp.float32
+    if model is None:
+        return random_subject(SMALL, mesh, dtype, remat=REMAT)
+    folder = hf.resolve(model)
+    shape = hf.load_shape(folder)
+    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
+    where = sharding.param_shardings(shapes, mesh)
+    return Subject(shape, definition, hf.load(folder, shape, where, jnp.float32), dtype)
+
+
 def in_turn(
     runs: Mapping[str, Callable[[], Any]],
     repeats: int,
@@ -274,27 +311,32 @@ def in_turn(
             for name, run in runs.items():
                 status.update(f"round {repeat} of {repeats}: {name}" if repeat else f"first {name}")
                 start = time.perf_counter()
-                jax.block_until_ready(run())
+                result = run()
+                jax.block_until_ready(result)
                 if repeat:
                     seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-class _Peer(NamedTuple):
-    process: subprocess.Popen[str]
+Columns = Mapping[str, Callable[[str, float], str]]
+"""the cell of a program, by its name and median of seconds"""
 
-    def __call__(self) -> None:
-        print("step", file=self.process.stdin, flush=True)
-        if next(iter(self.process.stdout or ()), "").strip() != "done":
-            code = self.process.wait()
-            raise UserError(f"the peer stopped (exit {code}): its message stands above")
+
+def _table(title: str, seconds: Mapping[str, list[float]], columns: Columns) -> rich.table.Table:
+    """A row for each program: median and range of its seconds, and the columns."""
+    table = rich.table.Table(title, "seconds", "range", *columns)
+    for name, values in seconds.items():
+        middle = float(np.median(values))
+        cells = [cell(name, middle) for cell in columns.values()]
+        table.add_row(name, f"{middle:.3f}", f"{min(values):.3f} - {max(values):.3f}", *cells)
+    return table
 
 
 @contextmanager
 def _peer(
     kind: str, model: str | None, python: Path | None, sizes: tuple[int, ...]
-) -> Iterator[dict[str, _Peer]]:
-    """The peer (peer.py) in a process of its own; none without an interpreter."""
+) -> Iterator[dict[str, Callable[[], None]]]:
+    """The work of the peer (peer.py), by its name, in a process; none without an interpreter."""
     if python is None:
         yield {}
         return
@@ -306,25 +348,12 @@ def _peer(
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)  # noqa: S603
     except OSError as error:
         raise UserError(f"--peer-python {python}: {error.strerror}") from error
+
+    def work() -> None:
+        print("step", file=process.stdin, flush=True)
+        if next(iter(process.stdout or ()), "").strip() != "done":
+            code = process.wait()
+            raise UserError(f"the peer stopped (exit {code}): its message stands above")
+
     with process:  # closes its input, which ends it, and waits
-        yield {"PyTorch with transformers": _Peer(process)}
-
-
-def _policy(model: str | None, mesh: Any, dtype: Any) -> tuple[qwen2.Shape, Any, Any]:
-    """Shape, definition and parameters of a model, or of a small random one."""
-    folder = hf.resolve(model) if model else None
-    shape = hf.load_shape(folder) if folder else SMALL
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
-    where = sharding.param_shardings(shapes, mesh)
-    if folder:
-        return shape, definition, hf.load(folder, shape, where, jnp.float32)
-    return shape, definition, qwen2.init(shape, shardings=where)
-
-
-def _dtype(bfloat16: bool) -> Any:
-    return jnp.bfloat16 if bfloat16 else jnp.float32
-
-
-def _spread(values: list[float]) -> tuple[str, str]:
-    """The median, and the range, as texts."""
-    return f"{np.median(values):.3f}", f"{min(values):.3f} - {max(values):.3f}"
+        yield {TORCH: work}

@@ -1,24 +1,182 @@
-"""Makes the runs of a study that are not finished yet, and reports on the finished ones."""
+"""Makes the runs of a study that are not finished yet, and reports on the finished ones.
 
+OUT/runs/NAME      the folder of each run and warm start; those of finished runs may be deleted
+OUT/logs/NAME.log  what it printed
+OUT/results.json   outcomes of finished runs, and earlier ones of other seeds or flags
+OUT/threads        cores of each run: another number would change the order of sums
+"""
+
+import inspect
+import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import rich.console
 
 import jaxrl_llm
-from jaxrl_llm import storage
+from jaxrl_llm import config as configs
+from jaxrl_llm import storage, userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.research import fleet, study_report
-from jaxrl_llm.research import grid as grids
-from jaxrl_llm.research.grid import Grid
-from jaxrl_llm.research.study import Outcome, Planned, results
-from jaxrl_llm.training import journal, terminal
-from jaxrl_llm.training.leaving import UNFINISHED
+from jaxrl_llm.research import pool, study_report
+from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
+from jaxrl_llm.training import journal, record, terminal
+from jaxrl_llm.training.leaving import UNFINISHED, Stop, stoppable
+
+GRACE = 75.0  # seconds from a signal to the end: the runs have 60
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A study, its config file and folder; `name` and `text` are title and text of its report."""
+
+    study: Study
+    name: str
+    text: str
+    config: Path
+    out: Path
+    seeds: Sequence[int] = ()
+
+    @cached_property
+    def make(self) -> Callable[..., configs.Config]:
+        """The config's function."""
+        return configs.load(self.config)
+
+    @cached_property
+    def warm_starts(self) -> dict[str, Run | None]:
+        """The warm start of each run, by the run's name; None where the config has none.
+
+        Builds every config, so that wrong flags are found before anything starts.
+        """
+        found: dict[str, Run | None] = {}
+        for run in self.runs:
+            made = configs.build(self.make, self.config, **run.flags)
+            found[run.name] = self.study.warm_start(run) if made.warm_start else None
+        shared = {warm.name: warm for warm in found.values() if warm}
+        for warm in shared.values():
+            configs.build(self.make, self.config, **warm.flags)
+        if len(found.keys() | shared) < len(self.runs) + len(shared):
+            raise UserError(
+                f"{self.name}: two variants or panels, or one and a warm start, "
+                "have names that make the same folder"
+            )
+        return found
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All runs of the chosen seeds."""
+        return self.study.runs(self.seeds)
+
+    def folder(self, run: Run) -> Path:
+        """The folder of a run or warm start."""
+        return self.out / "runs" / run.name
+
+    def settings(self, run: Run) -> dict[str, Any]:
+        """All flags of a run, defaults included, as JSON."""
+        bound = inspect.signature(self.make).bind(**run.flags)
+        bound.apply_defaults()
+        return record.plain(bound.arguments)
+
+    def finished(self, run: Run) -> bool:
+        """Whether a run has been tested, which is the last thing that it does."""
+        return any("test/accuracy" in r for r in journal.read(self.folder(run)))
+
+    def outcome(self, run: Run) -> Outcome:
+        """The outcome of a finished run; a UserError if its flags are not the study's."""
+        there = self.require_same_flags(run)
+        began = there["sessions"][:1]
+        made = {"flags": there["flags"]} | {k: s[k] for s in began for k in ("at", "versions")}
+        return outcome(run, journal.read(self.folder(run)), made)
+
+    def require_same_flags(self, run: Run) -> record.Run:
+        """The record of the run in its folder; a UserError if its flags are not the study's."""
+        there = record.read(self.folder(run))
+        _require_equal(str(self.folder(run)), there["flags"], self.settings(run))
+        return there
+
+    def require_same(self, run: Run) -> None:
+        """Raises a UserError if its folder was made with other flags, or by files changed since."""
+        where = self.folder(run)
+        if not (where / record.NAME).exists():
+            return
+        if changed := record.changed(where, self.require_same_flags(run), self.config):
+            raise UserError(
+                f"{changed[0]} has changed since {where} was made: "
+                f"put it back as it was ({changed[1]}), or choose another --out"
+            )
+
+    def command(self, run: Run, data: str | None = None) -> list[str]:
+        """Arguments of `jaxrl-llm` that make the run, from its warm start if it has one."""
+        words = ["train", str(self.config), *as_words(self.make, run.flags)]
+        words += ["--out", str(self.folder(run))]
+        if warm := self.warm_starts.get(run.name):
+            words += ["--from", str(self.folder(warm).absolute() if data else self.folder(warm))]
+        return words + (["--resume", "auto", "--data", data] if data else [])
+
+    def recorded(self) -> dict[str, Outcome]:
+        """The outcomes in results.json by name, including those of other seeds or flags."""
+        path = self.out / "results.json"
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(path.read_text())
+            return {one["name"]: one for one in found["runs"] + found["others"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read: move it away, or --out elsewhere") from error
+
+    def kept(self, *, whole: bool) -> dict[str, Outcome]:
+        """Outcomes in results.json of runs whose folders were deleted, by name.
+
+        Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
+        is taken; with `whole` none either unless results.json has them all.
+        """
+        found, recorded = {}, self.recorded()
+        for run in self.runs:
+            one, wanted = recorded.get(run.name), record.plain(vars(run))
+            if one is not None and {name: one[name] for name in wanted} == wanted:
+                source = f"{run.name} of {self.out / 'results.json'}"
+                _require_equal(source, one["made"].get("flags", {}), self.settings(run))
+                found[run.name] = one
+        left_out = {
+            (run.panel, run.seed)
+            for run in self.runs
+            if self.folder(run).exists() or (whole and run.name not in found)
+        }
+        return {n: one for n, one in found.items() if (one["panel"], one["seed"]) not in left_out}
+
+
+def as_words(make: Callable[..., configs.Config], flags: Mapping[str, Any]) -> list[str]:
+    """Flags of a config's function as words of the command line."""
+    words, hints = list[str](), get_type_hints(make)
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool) and hints.get(name, bool) is bool:
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"--{flag}", *map(str, values)]
+    return words
+
+
+def load(file: Path, out: Path | None, seeds: Sequence[int]) -> Grid:
+    """The grid of a study file; a UserError if it defines no valid `study`."""
+    module = userfile.run(file, "study")
+    study = userfile.member(module, "study", f"study file {file}")
+    if not isinstance(study, Study):
+        raise UserError(f"{file}: study is a {type(study).__name__}, not a Study")
+    config = Path(os.path.relpath((file.parent / study.config).resolve()))
+    out = out or Path("runs") / "studies" / file.stem
+    grid = Grid(study, file.stem, (module.__doc__ or "").strip(), config, out, seeds)
+    if not grid.warm_starts:
+        raise UserError(f"{file}: the study has no runs")
+    return grid
 
 
 def run(
@@ -38,18 +196,18 @@ def run(
         )
     if out is not None and storage.is_url(out):
         raise UserError(f"--out {out}: a study's folder lies in a file system")
-    grid, console = grids.load(file, None if out is None else Path(out), seeds), terminal.console()
-    kept, states = grid.kept(whole=not report), dict[str, str]()
+    grid, console = load(file, None if out is None else Path(out), seeds), terminal.console()
+    kept, codes, stop = grid.kept(whole=not report), dict[str, int | None](), Stop()
     if not report:
-        workers = jobs or max(1, len(fleet.available()) // threads)
-        with _alone(grid.out, threads):
-            states = _make(grid, kept, workers, threads, data, console)
+        workers = jobs or max(1, len(pool.available()) // threads)
+        with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
+            codes = _make(grid, kept, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}
     _report(grid, kept | done, console)
-    if {fleet.WAITING, fleet.STOPPED} & {*states.values()}:
+    if stop.asked and any(code != 0 for code in codes.values()):
         console.print(f"stopped and saved in {grid.out}; the same command goes on")
         raise SystemExit(UNFINISHED)
-    if failed := [name for name, state in states.items() if state == fleet.FAILED]:
+    if failed := [name for name, code in codes.items() if code != 0]:
         log = grid.out / "logs" / f"{failed[0]}.log"
         raise UserError(f"{len(failed)} runs failed; the first one, {failed[0]}, says why in {log}")
 
@@ -60,47 +218,54 @@ def _make(
     workers: int,
     threads: int,
     data: str,
+    stop: Stop,
     console: rich.console.Console,
-) -> dict[str, str]:
-    """Makes the runs that are neither finished nor kept; the last state of each."""
-    jobs: dict[str, fleet.Job] = {}
-
-    def add(run: Planned, origin: Planned | None) -> None:
+) -> dict[str, int | None]:
+    """Makes the runs that are neither finished nor kept, warm starts first; their exit codes."""
+    wanted = [run for run in grid.runs if run.name not in kept]
+    left = [run for run in wanted if not grid.finished(run)]
+    origins = {run.name: warm for run in left if (warm := grid.warm_starts[run.name])}
+    warm = {one.name: one for one in origins.values() if not grid.finished(one)}
+    for run in [*origins.values(), *wanted]:
         grid.require_same(run)
-        if run.name in jobs or grid.finished(run):
-            return
-        begun = grid.folder(origin).absolute() if origin else None
-        words = [*grid.command(run, begun), *grids.resume_flags(grid.folder(run))]
-        command = [sys.executable, "-P", "-m", "jaxrl_llm.cli", *words, "--data", data]
-        after = origin.name if origin and origin.name in jobs else ""
-        log = grid.out / "logs" / f"{run.name}.log"
-        jobs[run.name] = fleet.Job(run.name, command, log, after)
 
-    for run in grid.runs:
-        if run.name not in kept:
-            warm = grid.warm_start(run)
-            if warm and not grid.finished(run):
-                add(warm, None)
-            add(run, warm)
-
-    def say(name: str, state: str) -> None:
+    def say(name: str, code: int | None) -> None:
         scores = [r for r in journal.read(grid.out / "runs" / name) if "eval/accuracy" in r]
-        last = scores[-1:] if state != fleet.RUNNING else []
+        last = scores[-1:] if code is not None else []
         score = "".join(f", {100 * r['eval/accuracy']:.1f}% at step {r['step']}" for r in last)
+        state = {None: "running", 0: "done"}.get(
+            code, "stopped" if stop.asked or code == UNFINISHED else "failed"
+        )
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 
+    def make(runs: Sequence[Run]) -> dict[str, int | None]:
+        program = [sys.executable, "-P", "-m", "jaxrl_llm.cli"]
+        return pool.run(
+            {run.name: [*program, *grid.command(run, data)] for run in runs},
+            grid.out / "logs",
+            workers=workers,
+            threads=threads,
+            environment=_environment(grid.out),
+            stop=stop,
+            say=say,
+        )
+
+    console.print(
+        f"{len(warm) + len(left)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"
+    )
+    return make([*warm.values()]) | make(left)  # a run without its warm start fails, and says so
+
+
+def _environment(out: Path) -> dict[str, str]:
+    """Variables of the runs' processes: our package, and what is compiled is kept for the next."""
     package = str(Path(jaxrl_llm.__file__).parents[1])  # may be another than the installed one
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str((grid.out / "compiled").absolute()),
+    paths = filter(None, (package, os.environ.get("PYTHONPATH")))
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str((out / "compiled").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    environment = {name: value for name, value in environment.items() if name not in os.environ}
-    paths = filter(None, (package, os.environ.get("PYTHONPATH")))
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    console.print(
-        f"{len(jobs)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"
-    )
-    return fleet.run([*jobs.values()], workers, threads, environment, say)
+    known = {name: os.environ.get(name, value) for name, value in cache.items()}
+    return {**known, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.Console) -> None:
@@ -109,13 +274,7 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
     if not done:
         console.print(f"no run in {grid.out} is finished yet")
         return
-    commands = dict[str, None]()  # in order, each once
-    for run in done[:2]:
-        warm = grid.warm_start(run)
-        steps = [grid.command(warm)] if warm else []
-        steps.append(grid.command(run, grid.folder(warm) if warm else None))
-        commands |= dict.fromkeys("jaxrl-llm " + shlex.join(words) for words in steps)
-    others = [one for name, one in grid.recorded().items() if name not in outcomes]
+    steps = [one for one in (grid.warm_starts[done[0].name], *done[:2]) if one]
     found = results(
         grid.study,
         [outcomes[run.name] for run in done],
@@ -123,8 +282,8 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
         text=grid.text,
         state=f"{len(done)} of {len(grid.runs)} runs are finished; cores a run: {_threads(grid.out)}.",
         config=str(grid.config),
-        commands=[*commands],
-        others=others,
+        commands=["jaxrl-llm " + shlex.join(grid.command(one)) for one in steps],
+        others=[one for name, one in grid.recorded().items() if name not in outcomes],
     )
     console.print(study_report.write(found, grid.out), highlight=False)
     console.print(f"written to {grid.out / 'results.md'}, results.json, and pictures beside them")
@@ -152,3 +311,11 @@ def _threads(out: Path) -> int | None:
         raise UserError(
             f"{path} cannot be read: write into it how many cores each run there has had"
         ) from error
+
+
+def _require_equal(source: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in now.items():
+        if there.get(name, value) != value:
+            raise UserError(
+                f"{source} was made with {name} = {there[name]}, the study says {value}: choose another --out"
+            )

@@ -27,58 +27,8 @@ LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Study:
-    """A grid of runs, panels x variants x seeds: each is a call of the `config()` of a config file.
-
-    `config` is a path relative to the study's file, or that file itself. Parameters are set by
-    `flags` (of all runs), then by the panel's, the variant's, then `seed`. Variants are compared to
-    `baseline` within panel and seed. Runs of a seed with equal flags in `warm` share a warm start.
-    `level`: "steps_to_level" counts steps until this share of the baseline's gain is reached.
-    """
-
-    config: str
-    variants: Mapping[str, Flags]
-    baseline: str
-    panels: Mapping[str, Flags] = field(default_factory=lambda: {"": {}})
-    flags: Flags = field(default_factory=dict)
-    warm: tuple[str, ...] = ()
-    seeds: Sequence[int] = range(8)
-    level: float = 0.5
-
-    def __post_init__(self):
-        if self.baseline not in self.variants:
-            raise UserError(f"study: the baseline {self.baseline!r} is none of {[*self.variants]}")
-        for name, flags in self.variants.items():
-            if unequal := {*flags} & {*self.warm}:
-                raise UserError(
-                    f"study: variant {name!r} sets {unequal.pop()!r}, on which the shared warm start depends: "
-                    "set it in a panel"
-                )
-
-    def runs(self, seeds: Sequence[int] = ()) -> list["Planned"]:
-        """All runs, seed after seed, so that a stopped study has complete seeds."""
-        every = itertools.product(dict.fromkeys(seeds or self.seeds), self.panels, self.variants)
-        return [
-            Planned(
-                panel,
-                variant,
-                seed,
-                {**self.flags, **self.panels[panel], **self.variants[variant], "seed": seed},
-            )
-            for seed, panel, variant in every
-        ]
-
-    def warm_start(self, run: "Planned") -> "Planned":
-        """The run that makes this one's warm start, with `steps` 0: no reinforcement."""
-        flags = {**self.flags, **self.panels[run.panel]}
-        known = {name: flags[name] for name in self.warm if name in flags}
-        label = " ".join(["warm", *(f"{name} {value}" for name, value in known.items())])
-        return Planned("", label, run.seed, {**known, "steps": 0, "seed": run.seed})
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One run of a study, and the flags that make it."""
+class Run:
+    """One run of a study, or a warm start of some, and the flags that make it."""
 
     panel: str
     variant: str
@@ -92,7 +42,61 @@ class Planned:
         return re.sub(r"[^\w.+]+", "-", words).strip("-").lower()
 
 
-def outcome(run: Planned, records: Sequence[Mapping[str, Any]], made: Flags) -> Outcome:
+@dataclass(frozen=True)
+class Study:
+    """A grid of runs, panels x variants x seeds: each is a call of the `config()` of a config file.
+
+    `config` is a path relative to the study's file, or that file itself. Parameters are set by
+    `flags` (of all runs), then by the panel's, the variant's, then `seed`. Variants are compared to
+    `baseline` within panel and seed, and all of these begin with one warm start, which has the
+    flags of the study and the panel. Panels share it too where `warm` names the only flags on which
+    it depends. `level`: "steps_to_level" counts steps until this share of the baseline's gain is
+    reached.
+    """
+
+    config: str
+    variants: Mapping[str, Flags]
+    baseline: str
+    panels: Mapping[str, Flags] = field(default_factory=lambda: {"": {}})
+    flags: Flags = field(default_factory=dict)
+    warm: tuple[str, ...] | None = None
+    seeds: Sequence[int] = range(8)
+    level: float = 0.5
+
+    def __post_init__(self):
+        if self.baseline not in self.variants:
+            raise UserError(f"study: the baseline {self.baseline!r} is none of {[*self.variants]}")
+        for name, flags in self.variants.items():
+            if unequal := {*flags} & {*(self.warm or ())}:
+                raise UserError(
+                    f"study: variant {name!r} sets {unequal.pop()!r}, on which the shared warm start depends: "
+                    "set it in a panel"
+                )
+
+    def runs(self, seeds: Sequence[int] = ()) -> list[Run]:
+        """All runs, seed after seed, so that a stopped study has complete seeds."""
+        every = itertools.product(dict.fromkeys(seeds or self.seeds), self.panels, self.variants)
+        return [
+            Run(
+                panel,
+                variant,
+                seed,
+                {**self.flags, **self.panels[panel], **self.variants[variant], "seed": seed},
+            )
+            for seed, panel, variant in every
+        ]
+
+    def warm_start(self, run: Run) -> Run:
+        """The run that makes this one's warm start, with `steps` 0: no reinforcement."""
+        flags = {**self.flags, **self.panels[run.panel]}
+        if self.warm is None:
+            return Run(run.panel, "warm", run.seed, {**flags, "steps": 0, "seed": run.seed})
+        known = {name: flags[name] for name in self.warm if name in flags}
+        label = " ".join(["warm", *(f"{name} {value}" for name, value in known.items())])
+        return Run("", label, run.seed, {**known, "steps": 0, "seed": run.seed})
+
+
+def outcome(run: Run, records: Sequence[Mapping[str, Any]], made: Flags) -> Outcome:
     """The outcome of a finished run, from its records in metrics.jsonl."""
     ours = [r for r in records if r["phase"] == REINFORCE]
     steps = [r for r in ours if "reward" in r]
@@ -140,28 +144,31 @@ def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outc
 
 
 def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """An entry for each panel, variant and figure: mean over seeds, paired difference to baseline.
+    """An entry for each panel, figure and variant: mean over seeds, paired difference to baseline.
 
-    `holm` of a difference is its p-value, corrected for the other variants of its panel.
+    `holm` of a difference is its p-value, corrected for the other variants of its panel; `seeds`
+    are the differences of the single seeds.
     """
-    values: dict[tuple[str, str, str], dict[int, float]] = {}
+    cells: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for one in outcomes:
-        for name, value in one["figures"].items():
-            cell = values.setdefault((one["panel"], one["variant"], name), {})
-            cell[one["seed"]] = value
-    entries, p_values = [], dict[tuple[str, str], dict[str, float]]()
-    for (panel, variant, name), by_seed in values.items():
-        entry = {"panel": panel, "variant": variant, "figure": name, "difference": None}
-        entry |= asdict(statistics.estimate([*by_seed.values()]))
-        base = {} if variant == study.baseline else values.get((panel, study.baseline, name), {})
-        if apart := statistics.differences(by_seed, base):
-            entry["difference"] = asdict(statistics.estimate(apart))
-            if (p := statistics.p_value(apart)) is not None:
-                p_values.setdefault((panel, name), {})[variant] = p
-        entries.append(entry)
-    corrected = {group: statistics.holm(found) for group, found in p_values.items()}
-    for entry in entries:
-        if entry["difference"]:
-            of_variants = corrected.get((entry["panel"], entry["figure"]), {})
-            entry["difference"]["holm"] = of_variants.get(entry["variant"])
+        for figure, value in one["figures"].items():
+            variants = cells.setdefault((one["panel"], figure), {})
+            variants.setdefault(one["variant"], {})[one["seed"]] = value
+    entries = []
+    for (panel, figure), variants in cells.items():
+        base = variants.get(study.baseline, {})
+        apart = {
+            variant: found
+            for variant, values in variants.items()
+            if variant != study.baseline and (found := statistics.differences(values, base))
+        }
+        p_values = {variant: statistics.p_value(values) for variant, values in apart.items()}
+        holm = statistics.holm({name: p for name, p in p_values.items() if p is not None})
+        for variant, values in variants.items():
+            entry = {"panel": panel, "variant": variant, "figure": figure, "difference": None}
+            entry |= asdict(statistics.estimate([*values.values()]))
+            if seeds := apart.get(variant):
+                found = asdict(statistics.estimate(seeds))
+                entry["difference"] = {**found, "holm": holm.get(variant), "seeds": seeds}
+            entries.append(entry)
     return entries

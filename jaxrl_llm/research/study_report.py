@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import storage
-from jaxrl_llm.research.statistics import FEW, differences, estimate
+from jaxrl_llm.research.statistics import FEW, estimate
 from jaxrl_llm.training.curves import COLOURS, save, sheet
 
 Results = Mapping[str, Any]
@@ -56,27 +56,26 @@ def markdown(results: Results) -> str:
     for panel in _panels(results):
         columns = [n for n in COLUMNS if any((panel, v, n) in entries for v in study["variants"])]
         parts += [f"## {panel}"] if panel else []
-        parts.append(_table(entries, panel, [*study["variants"]], columns))
+        titles = [title for name in columns for title in (COLUMNS[name][0], "Δ")]
+        lines = [
+            "| variant | seeds | " + " | ".join(titles) + " |",
+            "|---" * (2 + len(titles)) + "|",
+        ]
+        for variant in study["variants"]:
+            found = {name: entries.get((panel, variant, name)) for name in columns}
+            seeds = max((entry["n"] for entry in found.values() if entry), default=0)
+            cells = [variant, str(seeds)]
+            for name, entry in found.items():
+                _, scale, digits = COLUMNS[name]
+                cells.append(_cell(entry, scale, f".{digits}f", seeds))
+                cells.append(_cell(entry and entry["difference"], scale, f"+.{digits}f", seeds))
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
     parts.append(READING.format(baseline=study["baseline"], level=study["level"]))
     parts += ["![curves](curves.png)", "![differences](differences.png)"]
     parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")
     parts.append("\n".join(f"    {command}" for command in results["commands"]))
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _table(entries: Mapping[Any, Any], panel: str, variants: list[str], columns: list[str]) -> str:
-    titles = [title for name in columns for title in (COLUMNS[name][0], "Δ")]
-    lines = ["| variant | seeds | " + " | ".join(titles) + " |", "|---" * (2 + len(titles)) + "|"]
-    for variant in variants:
-        found = [entries.get((panel, variant, name)) for name in columns]
-        seeds = max((entry["n"] for entry in found if entry), default=0)
-        cells = []
-        for name, entry in zip(columns, found, strict=True):
-            _, scale, digits = COLUMNS[name]
-            cells.append(_cell(entry, scale, f".{digits}f", seeds))
-            cells.append(_cell(entry and entry["difference"], scale, f"+.{digits}f", seeds))
-        lines.append(f"| {variant} | {seeds} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: int) -> str:
@@ -102,9 +101,11 @@ def _curves(results: Results) -> Any:
         for axis, panel in zip(row, panels, strict=True):
             axis.sharey(row[0])
             for number, variant in enumerate(results["study"]["variants"]):
-                mine = [run["curves"][kind] for run in _runs(results, panel, variant)]
-                if mine:
-                    colour = COLOURS[number % len(COLOURS)]
+                runs = [
+                    r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)
+                ]
+                if runs:
+                    colour, mine = COLOURS[number % len(COLOURS)], [r["curves"][kind] for r in runs]
                     banded = variant == baseline and len(mine) >= FEW
                     lines[variant] = _mean_curve(axis, mine, colour, banded=banded)
             axis.set_title(panel if kind == "sampled" else "")
@@ -142,16 +143,13 @@ def _differences(results: Results) -> Any:
     entries = _entries(results)
     for row, (name, title) in zip(axes, DIFFERENCES.items(), strict=True):
         for axis, panel in zip(row, panels, strict=True):
-            of = lambda variant, panel=panel, name=name: {
-                run["seed"]: run["figures"][name] for run in _runs(results, panel, variant)
-            }
             axis.sharex(row[0])
             axis.axvline(0.0, color="grey", linewidth=1)
             for y, variant in enumerate(variants):
-                entry = entries.get((panel, variant, name))
-                if entry is None or (apart := entry["difference"]) is None:
+                apart = entries.get((panel, variant, name), {}).get("difference")
+                if apart is None:
                     continue
-                seeds = [100 * one for one in differences(of(variant), of(baseline))]
+                seeds = [100 * one for one in apart["seeds"]]
                 axis.plot(seeds, [y] * len(seeds), "|", color=COLOURS[0], ms=7, alpha=0.6)
                 axis.plot(100 * apart["mean"], y, "o", color=COLOURS[0], ms=5)
                 if apart["n"] >= FEW:
@@ -178,7 +176,3 @@ def _panels(results: Results) -> list[str]:
     """The panels that have finished runs, in the study's order."""
     made = {run["panel"] for run in results["runs"]}
     return [panel for panel in results["study"]["panels"] if panel in made]
-
-
-def _runs(results: Results, panel: str, variant: str) -> list[Mapping[str, Any]]:
-    return [r for r in results["runs"] if (r["panel"], r["variant"]) == (panel, variant)]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.activations import Offsets
+from jaxrl_llm.models.logprobs import Offsets
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.rollouts.sampler import Rollout
 

@@ -1,6 +1,6 @@
 """One token from each row of logits: truncation without sorting, noise fixed by the request."""
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,38 +9,25 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 BLOCK = 256  # tokens in a block of the vocabulary
 
 
-class Ways(NamedTuple):
-    """Which kinds of drawing are used: bools known at compile time, or arrays on the device."""
-
-    greedy: bool | Bool[Array, ""]
-    top_k: bool | Bool[Array, ""]
-    top_p: bool | Bool[Array, ""]
-
-
 def token(
     logits: Float[Array, "S V"],
     identity: UInt32[Array, "S I"],
     *,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    top_k: Int[Array, ""],
-    ways: Ways | None = None,
+    temperature: Float[Array, ""] | None = None,
+    top_p: Float[Array, ""] | None = None,
+    top_k: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
     """Tokens, and their log softmax(logits / temperature) before any truncation.
 
-    A row's noise depends on its `identity` alone; temperature 0 is argmax of the logits. `ways`
-    None derives them from the settings, on the device.
+    A row's noise depends on its `identity` alone. Without a temperature it is the argmax.
     """
-    ways = ways or Ways(temperature == 0, top_k > 0, top_p < 1)
-    logits = logits / jnp.where(ways.greedy, 1.0, temperature)
-    top = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - top)
-
-    def sampled():
-        return categorical(truncate(weights, top_p, top_k, ways), identity)
-
-    chosen = _either(ways.greedy, lambda: _argmax(logits), sampled)
-    at = jnp.take_along_axis(logits - top, chosen[:, None], -1)[:, 0]
+    greedy = temperature is None
+    scaled = logits if greedy else logits / temperature
+    shifted = scaled - scaled.max(-1, keepdims=True)
+    weights = jnp.exp(shifted)
+    sampled = lambda: categorical(truncate(weights, top_p, top_k), identity)
+    chosen = _argmax(logits) if greedy else sampled()
+    at = jnp.take_along_axis(shifted, chosen[:, None], -1)[:, 0]
     return chosen, at - jnp.log(weights.sum(-1))
 
 
@@ -60,35 +47,26 @@ def categorical(weights: Float[Array, "S V"], identity: UInt32[Array, "S I"]) ->
 
 def truncate(
     weights: Float[Array, "S V"],
-    top_p: Float[Array, ""],
-    top_k: Int[Array, ""],
-    ways: Ways | None = None,
+    top_p: Float[Array, ""] | None,
+    top_k: Int[Array, ""] | None,
 ) -> Float[Array, "S V"]:
     """Weights of the top k, and of these the fewest with the share `top_p` of their sum; else 0.
 
     Ties with the smallest weight that is kept are kept too.
     """
-    ways = ways or Ways(False, top_k > 0, top_p < 1)
-    size = lambda kept: kept.sum(-1, keepdims=True)
-    held = lambda kept: jnp.where(kept, weights, 0.0).sum(-1, keepdims=True)
-
-    def keep(enough):
-        return jnp.where(weights >= _largest(weights, enough), weights, 0.0)
-
-    weights = _either(ways.top_k, lambda: keep(lambda kept: size(kept) >= top_k), lambda: weights)
-    goal = top_p * weights.sum(-1, keepdims=True)
-    return _either(ways.top_p, lambda: keep(lambda kept: held(kept) >= goal), lambda: weights)
+    if top_k is not None:
+        weights = _fewest(weights, lambda kept: kept.sum(-1, keepdims=True) >= top_k)
+    if top_p is not None:
+        goal = top_p * weights.sum(-1, keepdims=True)
+        share = lambda kept: jnp.where(kept, weights, 0.0).sum(-1, keepdims=True)
+        weights = _fewest(weights, lambda kept: share(kept) >= goal)
+    return weights
 
 
-def _either(way, yes, no):
-    """One of two functions: chosen now if `way` is a bool, else on the device."""
-    if isinstance(way, bool):
-        return yes() if way else no()
-    return jax.lax.cond(way, yes, no)
-
-
-def _largest(weights, enough) -> Float[Array, "S 1"]:
-    """The largest threshold t at which `enough(weights >= t)`, found bit by bit.
+def _fewest(
+    weights: Float[Array, "S V"], enough: Callable[[Bool[Array, "S V"]], Bool[Array, "S 1"]]
+):
+    """The largest weights of each row that are `enough`, else 0: a threshold found bit by bit.
 
     Floats that are not negative are ordered like their bit patterns, so 31 passes find it exactly.
     """
@@ -99,7 +77,8 @@ def _largest(weights, enough) -> Float[Array, "S 1"]:
         return jnp.where(enough(kept), trial, bits)
 
     bits = jax.lax.fori_loop(0, 31, set_bit, jnp.zeros((weights.shape[0], 1), jnp.int32))
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    threshold = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(weights >= threshold, weights, 0.0)
 
 
 def _key(identity: UInt32[Array, "I"]):

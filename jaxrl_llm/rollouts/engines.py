@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.rollouts.model import Model
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
 
@@ -33,7 +33,7 @@ class Engine(Protocol):
 
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
@@ -61,26 +61,23 @@ class Native:
     def __post_init__(self):
         at_least(1, "engine", self, "slots", "prefill_prompts", "block")
 
-    @contextmanager
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
-    ) -> Iterator[Sampler]:
-        """A sampler that reads the trainer's own parameters where it can, else a copy of them."""
-        del folder
-        yield self.sampler(model, mesh, check)
+    ) -> AbstractContextManager[NativeSampler]:
+        """A sampler that reads the trainer's own parameters where it can, else a copy of them.
 
-    def sampler(
-        self, model: Model, mesh: Mesh, check: Callable[[], None] = lambda: None
-    ) -> NativeSampler:
-        """The same without a `with` block: it has no weights before a push, needs no closing."""
+        It needs no closing: what the `with` block gives may be kept.
+        """
+        del folder
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
-        return NativeSampler(
+        sampler = NativeSampler(
             decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
         )
+        return nullcontext(sampler)
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Vllm:
     @contextmanager
     def start(
         self,
-        model: Model,
+        model: Policy,
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,

@@ -1,8 +1,10 @@
 """The interface of engines: a sampler takes token ids and returns a `Rollout`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from jaxrl_llm.errors import UserError
 
@@ -75,3 +77,14 @@ class Sampler(Protocol):
     def release(self) -> None:
         """Frees the trainer's memory that weights take; push before the next `generate`."""
         ...
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A server's config.json and tensors, and the trainer's log-probs to verify it by."""
+
+    def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
+
+    def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
+
+    def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxrl_llm.models.sharding import AXES, constrain, on_each_device
 from jaxrl_llm.rollouts import draw
 from jaxrl_llm.rollouts.sampler import Sampling
 
@@ -31,12 +32,12 @@ class Slots(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`Sampling` as arrays."""
+    """`Sampling` as arrays; None, which is another program, where it does nothing."""
 
     seed: UInt32[Array, ""]
-    temperature: Float[Array, ""]
-    top_p: Float[Array, ""]
-    top_k: Int[Array, ""]
+    temperature: Float[Array, ""] | None
+    top_p: Float[Array, ""] | None
+    top_k: Int[Array, ""] | None
     stop: Int[Array, "E"]
 
 
@@ -50,19 +51,19 @@ def idle_slots(slots: int, limit: int) -> Slots:
 
 def rules_of(sampling: Sampling) -> Rules:
     """Host arrays of these settings."""
-    numbers: Any = {
+    rules: Any = {
         "seed": np.uint32(sampling.seed),
-        "temperature": np.float32(sampling.temperature),
-        "top_p": np.float32(sampling.top_p),
-        "top_k": np.int32(sampling.top_k),
+        "temperature": np.float32(sampling.temperature) if sampling.temperature else None,
+        "top_p": np.float32(sampling.top_p) if sampling.top_p < 1 else None,
+        "top_k": np.int32(sampling.top_k) if sampling.top_k else None,
         "stop": np.asarray(sampling.stop or (-1,), np.int32),  # -1 is no token
     }
-    return Rules(**numbers)
+    return Rules(**rules)
 
 
-def ways_of(sampling: Sampling) -> draw.Ways:
-    """Which kinds of drawing these settings use."""
-    return draw.Ways(sampling.temperature == 0, sampling.top_k > 0, sampling.top_p < 1)
+def program(decode, stride: int):
+    """`run`, jitted; it takes over the memory of cache and slots."""
+    return jax.jit(partial(run, decode, stride=stride), donate_argnums=(1, 2))
 
 
 def run(
@@ -75,7 +76,6 @@ def run(
     steps: Int[Array, ""],
     *,
     stride: int = 1,
-    ways: draw.Ways | None = None,
 ):
     """Decodes until `quota` more slots are done, all are, or `steps` are over.
 
@@ -92,36 +92,27 @@ def run(
         cache, slots = carry
         position = jnp.where(slots.done, 0, slots.position)
         logits, cache = decode(params, cache, slots.last, position)
-        return cache, record(slots, rules, logits, ways)
+        return cache, record(slots, rules, logits)
 
-    def stretch(carry):
+    def several(carry):
         now, step = carry[:2], carry[2]
         now = advance(0, now) if stride == 1 else jax.lax.fori_loop(0, stride, advance, now)
         return *now, step + stride
 
-    start = cache, _by_slot(slots, spread=True), jnp.zeros((), jnp.int32)
-    cache, slots, step = jax.lax.while_loop(going, stretch, start)
-    return cache, _by_slot(slots, spread=False), step
+    shard = lambda *spec: jax.tree.map(lambda x: constrain(x, *spec), slots)
+    start = cache, shard(AXES), jnp.zeros((), jnp.int32)
+    cache, slots, step = jax.lax.while_loop(going, several, start)
+    return cache, shard(), step
 
 
-def program(decode, stride: int):
-    """`run`, jitted: cache and slots are donated, `ways` are static."""
-    return jax.jit(
-        partial(run, decode, stride=stride), static_argnames="ways", donate_argnums=(1, 2)
-    )
-
-
-def record(
-    slots: Slots, rules: Rules, logits: Float[Array, "S V"], ways: draw.Ways | None = None
-) -> Slots:
+def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
     """Draws the next token of every slot, and stores it where the slot is live."""
     seed = jnp.broadcast_to(rules.seed, slots.prompt.shape)
     identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
     how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
-    token, logp = _on_its_device(partial(draw.token, **how, ways=ways), logits, identity)
+    token, logp = _by_row(partial(draw.token, **how))(logits, identity)
     limit = slots.tokens.shape[1]
     column = jnp.where(slots.done, limit, slots.count)  # `limit` is out of range: no write
-    write = partial(_on_its_device, _put)
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
     return slots._replace(
@@ -130,8 +121,8 @@ def record(
         count=count,
         done=slots.done | stops | (count == limit),
         stopped=slots.stopped | stops,
-        tokens=write(slots.tokens, column, token),
-        logps=write(slots.logps, column, logp),
+        tokens=_by_row(_put)(slots.tokens, column, token),
+        logps=_by_row(_put)(slots.logps, column, logp),
     )
 
 
@@ -140,18 +131,6 @@ def _put(rows, column, value):
     return rows.at[jnp.arange(len(rows)), column].set(value, mode="drop")
 
 
-def _on_its_device(function, *rows):
-    """A function of rows, applied on the device that holds them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function(*rows)
-    spec = P(mesh.axis_names)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)(*rows)
-
-
-def _by_slot(slots: Slots, *, spread: bool) -> Slots:
-    """Slots sharded over all devices of the mesh, or replicated."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return slots
-    return jax.lax.with_sharding_constraint(slots, P(mesh.axis_names) if spread else P())
+def _by_row(function):
+    """A function of rows, applied on the device that has them."""
+    return on_each_device(function, P(AXES), P(AXES))

@@ -29,6 +29,26 @@ _TEXT = tfds.features.Text()
 _TEXTS = tfds.features.Sequence(_TEXT)
 
 
+class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Writes `rows(split)` with the `FEATURES`."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    FEATURES: ClassVar[dict[str, Any]]
+
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = tfds.features.FeaturesDict(self.FEATURES)
+        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
+
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        return {split: self._generate_examples(split) for split in SPLITS}
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        return enumerate(self.rows(split))
+
+
 @dataclasses.dataclass(eq=False)
 class KnightsKnavesConfig(tfds.core.BuilderConfig):
     """A builder's config with the recipe of its puzzles."""
@@ -36,98 +56,71 @@ class KnightsKnavesConfig(tfds.core.BuilderConfig):
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
 
 
-def knights_knaves_config(recipe: Recipe) -> KnightsKnavesConfig:
-    """A recipe's config, named after all settings so that no other recipe's files are reused."""
-    people = "_".join(map(str, recipe.people))
-    sizes = f"train{recipe.train}-test{recipe.test}-seed{recipe.seed}"
-    return KnightsKnavesConfig(name=f"people{people}-depth{recipe.depth}-{sizes}", recipe=recipe)
-
-
-class KnightsKnavesBuilder(tfds.core.GeneratorBasedBuilder):
+class KnightsKnavesBuilder(_Builder):
     """Generated Knights and Knaves puzzles: `people2` to `people8`, and `mixed`."""
 
     name = "knights_knaves"
-    VERSION = tfds.core.Version("1.0.0")
     BUILDER_CONFIGS: ClassVar = [
         *(KnightsKnavesConfig(name=f"people{n}", recipe=Recipe((n,))) for n in range(2, 9)),
         KnightsKnavesConfig(name="mixed", recipe=Recipe(tuple(range(2, 9)))),
     ]
+    FEATURES: ClassVar = {
+        "names": _TEXTS,
+        "statements": _TEXTS,
+        "solution": tfds.features.Sequence(tfds.features.Scalar(dtype=np.bool_)),
+        "question": _TEXT,
+    }
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {
-                "names": _TEXTS,
-                "statements": _TEXTS,
-                "solution": tfds.features.Sequence(tfds.features.Scalar(dtype=np.bool_)),
-                "question": _TEXT,
-            }
-        )
-        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
         assert isinstance(self.builder_config, KnightsKnavesConfig)
-        recipe = self.builder_config.recipe
-        return {split: self._generate_examples(generate(recipe, split)) for split in SPLITS}
-
-    def _generate_examples(self, puzzles: Iterator[Puzzle]) -> Iterator[tuple[int, dict[str, Any]]]:
-        return enumerate(map(_encode_puzzle, puzzles))
+        for puzzle in generate(self.builder_config.recipe, split):
+            statements = [repr(to_nested(statement)) for statement in puzzle.statements]
+            yield {**vars(puzzle), "statements": statements}
 
 
-def _encode_puzzle(puzzle: Puzzle) -> dict[str, Any]:
-    statements = [repr(to_nested(statement)) for statement in puzzle.statements]
-    return {**vars(puzzle), "statements": statements}
-
-
-def _decode_puzzle(row: dict[str, Any]) -> Puzzle:
-    return Puzzle(
-        names=tuple(name.decode() for name in row["names"]),
-        statements=tuple(from_nested(literal_eval(text.decode())) for text in row["statements"]),
-        solution=tuple(map(bool, row["solution"])),
-        question=row["question"].decode(),
-    )
-
-
-class MathBuilder(tfds.core.GeneratorBasedBuilder):
+class MathBuilder(_Builder):
     """Math problems with their answers; the config's name is a digest of the problems given."""
 
     name = "math_problems"
-    VERSION = tfds.core.Version("1.0.0")
+    FEATURES: ClassVar = {"question": _TEXT, "truths": _TEXTS}
 
     def __init__(self, train: "Sequence[Problem]", test: "Sequence[Problem]", **kwargs: Any):
         self._problems = {"train": train, "test": test}
         digest = blake2b(repr(self._problems).encode(), digest_size=8).hexdigest()
         super().__init__(config=tfds.core.BuilderConfig(name=digest), **kwargs)
 
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict({"question": _TEXT, "truths": _TEXTS})
-        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-        return {split: self._generate_examples(rows) for split, rows in self._problems.items()}
-
-    def _generate_examples(
-        self, problems: "Sequence[Problem]"
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        return enumerate(map(vars, problems))
-
-
-def _decode_problem(row: dict[str, Any]) -> "Problem":
-    from jaxrl_llm.tasks.math.records import Problem
-
-    return Problem(row["question"].decode(), tuple(text.decode() for text in row["truths"]))
+    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+        return map(vars, self._problems[split])
 
 
 def knights_knaves(recipe: Recipe, data_dir: str | Path) -> Splits[Puzzle]:
     """The train and test puzzles of a recipe, built under `data_dir` unless they exist there."""
-    config = knights_knaves_config(recipe)
-    return _prepared(lambda: KnightsKnavesBuilder(config=config, data_dir=data_dir), _decode_puzzle)
+    people = "_".join(map(str, recipe.people))
+    sizes = f"train{recipe.train}-test{recipe.test}-seed{recipe.seed}"
+    name = f"people{people}-depth{recipe.depth}-{sizes}"  # all settings: no two recipes share files
+    config = KnightsKnavesConfig(name=name, recipe=recipe)
+
+    def decode(row: dict[str, Any]) -> Puzzle:
+        return Puzzle(
+            names=tuple(name.decode() for name in row["names"]),
+            statements=tuple(from_nested(literal_eval(t.decode())) for t in row["statements"]),
+            solution=tuple(map(bool, row["solution"])),
+            question=row["question"].decode(),
+        )
+
+    return _prepared(lambda: KnightsKnavesBuilder(config=config, data_dir=data_dir), decode)
 
 
 def math_problems(
     train: "Sequence[Problem]", test: "Sequence[Problem]", data_dir: str | Path
 ) -> "Splits[Problem]":
     """The train and test problems, written under `data_dir` unless they are there."""
-    return _prepared(lambda: MathBuilder(train, test, data_dir=data_dir), _decode_problem)
+    from jaxrl_llm.tasks.math.records import Problem
+
+    def decode(row: dict[str, Any]) -> Problem:
+        return Problem(row["question"].decode(), tuple(text.decode() for text in row["truths"]))
+
+    return _prepared(lambda: MathBuilder(train, test, data_dir=data_dir), decode)
 
 
 def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) -> Splits[E]:
@@ -135,8 +128,9 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
     with _quiet_tfds():
         try:
             builder = make()
-            if _half(builder.data_path):  # copied from a bucket during an upload to it
-                shutil.rmtree(builder.data_path)
+            folder = builder.data_path
+            if folder.exists() and not (folder / "dataset_info.json").exists():
+                shutil.rmtree(folder)  # copied from a bucket during an upload to it
                 builder = make()
             builder.download_and_prepare(file_format="array_record")
         except OSError as error:
@@ -145,11 +139,6 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
         builder = make()  # reads the files that are there now, whichever process built them
         sources = [builder.as_data_source(split=split) for split in SPLITS]
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
-
-
-def _half(folder: Any) -> bool:
-    """Whether a data set lacks the file that is copied last; builds rename a finished folder."""
-    return folder.exists() and not (folder / "dataset_info.json").exists()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,9 @@
 
 import logging
 import math
+import queue
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +12,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks import deadline
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Reward:
 
 
 UNCHECKED = Reward(0.0, False, checked=False)
+_Call = Callable[[], Reward]
+_Outcome = Reward | BaseException
 
 
 class Task(Protocol[E]):
@@ -87,18 +91,6 @@ class Mapped(Generic[E]):
         return (self[index] for index in range(len(self)))
 
 
-@dataclass(frozen=True)
-class Scored:
-    """The rewards of a batch, in the order of its responses."""
-
-    rewards: tuple[Reward, ...]
-
-    @property
-    def failures(self) -> int:
-        """The number of unchecked responses."""
-        return sum(not reward.checked for reward in self.rewards)
-
-
 def score_responses(
     task: Task[E],
     examples: Sequence[E],
@@ -106,28 +98,93 @@ def score_responses(
     *,
     threads: int = 1,
     seconds: float = 300.0,
-) -> Scored:
+) -> list[Reward]:
     """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
 
-    With one thread a late reward is interrupted. With several it goes on in the background; an
-    endless regular expression, which keeps the GIL, blocks all else. A task's UserError is raised.
+    With one thread (the main one) a late reward is interrupted. With several it is given up and
+    goes on in the background; an endless regular expression, which keeps the GIL, blocks all else.
+    A task's UserError is raised.
     """
-    if len(examples) != len(responses):
-        raise ValueError(f"{len(examples)} examples for {len(responses)} responses")
 
-    def call(example: E, response: str) -> Callable[[], Reward]:
+    def call(example: E, response: str) -> _Call:
         return lambda: _plain(task.reward(example, response))
 
-    def settled(outcome: Reward | Exception) -> Reward:
-        if isinstance(outcome, UserError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            logger.warning("%s: reward failed, response left unchecked: %r", task.name, outcome)
-            return UNCHECKED
-        return outcome
+    def settled(outcome: _Outcome) -> Reward:
+        if isinstance(outcome, Reward):
+            return outcome
+        if isinstance(outcome, SystemExit):  # must not look like a run that is finished
+            outcome = RuntimeError(f"it called exit({outcome.code})")
+        if isinstance(outcome, UserError) or not isinstance(outcome, Exception):
+            raise outcome  # KeyboardInterrupt and the like are for the caller
+        logger.warning("%s: reward failed, response left unchecked: %r", task.name, outcome)
+        return UNCHECKED
 
     calls = [call(e, r) for e, r in zip(examples, responses, strict=True)]
-    return Scored(tuple(map(settled, deadline.outcomes(calls, seconds, threads))))
+    if threads == 1 and threading.current_thread() is threading.main_thread():
+        return [settled(_interrupted(one, seconds)) for one in calls]
+    return list(map(settled, _in_threads(calls, seconds, threads)))
+
+
+class _OutOfTimeError(BaseException):
+    """Raised within a function whose time is over; no Exception, so that little code catches it."""
+
+
+def _late(seconds: float) -> TimeoutError:
+    return TimeoutError(f"no result after {seconds:g} s")
+
+
+def _interrupted(call: _Call, seconds: float) -> _Outcome:
+    """What the call returns or raises; SIGALRM interrupts it, even an endless regular expression."""
+
+    def interrupt(*_: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if caught
+            return call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _OutOfTimeError:
+        return _late(seconds)
+    except BaseException as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have come before the first one
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_threads(calls: Sequence[_Call], seconds: float, threads: int) -> list[_Outcome]:
+    """What the calls return or raise, `threads` at a time.
+
+    Each has a daemon thread of its own, which is left behind if it is late.
+    """
+    outcomes: dict[int, _Outcome] = {}
+    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    for item in (*range(len(calls)), *[None] * threads):
+        waiting.put(item)
+
+    def attempt(call: _Call, found: list[_Outcome]) -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    def work() -> None:
+        while (index := waiting.get()) is not None:
+            found: list[_Outcome] = []
+            one = threading.Thread(target=attempt, args=(calls[index], found), daemon=True)
+            one.start()
+            one.join(seconds)
+            outcomes[index] = found[0] if found else _late(seconds)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return [outcomes[i] for i in range(len(calls))]
 
 
 def _plain(reward: Reward) -> Reward:

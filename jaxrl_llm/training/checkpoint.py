@@ -5,12 +5,10 @@ cut short, not a flipped bit. A damaged checkpoint is renamed, but only after an
 errors that may have other causes (disk, memory, another optimizer) change nothing.
 """
 
-import errno
 import logging
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import cached_property
@@ -21,14 +19,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
-from jaxrl_llm.errors import Leaving, UserError, causes
-from jaxrl_llm.errors import first_line as first_line_of
+from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import checksum, describe, same_form
+from jaxrl_llm.training.leaving import in_background
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-FOLDERS = ("checkpoints", "initial")  # folders of a run that hold checkpoints
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
 WRITTEN = 1200  # seconds that a process waits at most for the writes of others
 # errors with other causes than damage
@@ -37,7 +34,7 @@ _PASSING = re.compile(
     "Input/output error|Permission denied|Too many open files|Stale file handle|No space left",
     re.IGNORECASE,
 )
-_MISSING = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)  # damage
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # OSErrors that are damage
 
 
 class DamageError(Exception):
@@ -61,19 +58,18 @@ class Checkpoints:
     ):
         self.folder, self._keep, self._regular, self._best = folder, keep, regular, best
         self._under_way: Future[None] | None = None
+        # each host has a mirror of its own: the first process writes for all
+        self._gathers = distributed.count() > 1 and not storage.shared(folder)
 
     @cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
-        who = _writers(self.folder)
-        return ocp.AsyncCheckpointer(
-            _handler(who), timeout_secs=WRITTEN, multiprocessing_options=who
-        )
+        everyone = range(1 if self._gathers else distributed.count())
+        return _checkpointer(ocp.AsyncCheckpointer, everyone, timeout_secs=WRITTEN)
 
     @cached_property
     def _reader(self) -> ocp.Checkpointer:
         """Of this process alone: if it finds damage, no other waits in a barrier of orbax."""
-        who = _alone()
-        return ocp.Checkpointer(_handler(who), multiprocessing_options=who)
+        return _checkpointer(ocp.Checkpointer, [distributed.index()])
 
     def __enter__(self) -> Self:
         return self
@@ -112,43 +108,36 @@ class Checkpoints:
         `note` has to fit into JSON. Errors of the previous save are raised here, or by `wait`.
         """
         self.wait()
-        where = self.folder / str(step)
-        if distributed.first() and where.exists():
-            raise UserError(
-                f"{where} is there already: it was written by another run; move it away"
-            )
         note = {**note, "arrays": describe(state)}
         note["sum"] = checksum(note)
-        if _gathers(self.folder):
+        if self._gathers:
             state = jax.tree.map(sharding.on_first_host, state)
-        if distributed.first():
-            self._require_room(state)
+            if not distributed.first():
+                return
+        where = self.folder / str(step)
         items = {ARRAYS: ocp.args.PyTreeSave(state), NOTE: ocp.args.JsonSave(note)}
-        if distributed.first() or not _gathers(self.folder):
-            try:
-                self._writer.save(where.absolute(), args=ocp.args.Composite(**items))
-            except (OSError, ValueError, RuntimeError) as error:
-                raise self._cannot_write(error) from error
-            self._under_way = in_background(lambda: self._finish(where))
+        try:
+            self._writer.save(where.absolute(), args=ocp.args.Composite(**items))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._cannot_write(error) from error
+        self._under_way = in_background(lambda: self._finish(where))
 
     def replace(self, step: int, state: Any) -> None:
         """Saves in place of an existing checkpoint; returns when it is on disk."""
         if distributed.first():
             storage.remove(self.folder / str(step))
-        elif _gathers(self.folder):  # this host's copy, pulled earlier
+        elif self._gathers:  # this host's copy, pulled earlier
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
         distributed.agree("")  # a barrier: nobody writes before it is removed
         self.save(step, state, {})
         self.wait()
 
     def _finish(self, where: Path) -> None:
-        """Ends a save: syncs the files to disk, pushes the run's records, then the checkpoint."""
+        """Ends a save: syncs its files to disk, and pushes the run, what marks it whole last."""
         self._writer.wait_until_finished()
         if distributed.first():
             storage.sync_tree(where)
-            storage.sync(self.folder)
-            storage.push(self.folder.parent, but=FOLDERS)
-            storage.push(where)
+            storage.push(self.folder.parent)
 
     def wait(self) -> None:
         """Returns when the last save is on disk, and prunes; a UserError if it failed."""
@@ -206,36 +195,41 @@ class Checkpoints:
         return state
 
     def first_whole(
-        self, steps: Iterable[int], read: Callable[[int], T], *, rename: bool = False
-    ) -> tuple[int, T]:
-        """The first of these steps that can be read, and `read(step)`; the same in all processes.
+        self, read: Callable[[int], T], *, prefer: int | None = None, rename: bool = False
+    ) -> tuple[int, T] | None:
+        """`(step, read(step))` of the newest step that can be read; the same in all processes.
 
-        With `rename` damaged ones are renamed once another was read: if none can be, the cause is
-        hardly in the files. Raises a UserError if none can be read.
+        `prefer` is tried first. With `rename` damaged ones are renamed once another was read: if
+        none can be, the cause is hardly in the files. None without any checkpoint; a UserError if
+        none can be read.
         """
         damaged: dict[int, str] = {}
-        for step in distributed.from_first(lambda: [*steps]):
+        prefer, steps = distributed.from_first(lambda: (prefer, self.steps[::-1]))
+        if not steps:
+            return None
+        for step in steps if prefer is None else [prefer, *steps]:
+            if step in damaged:
+                continue
             try:
                 found = read(step)
             except DamageError as error:
-                damaged[step] = first_line(error)
+                damaged[step] = reason(error)
                 continue
-            for other, reason in damaged.items():
-                logger.warning("checkpoint %d is damaged (%s): %d is taken", other, reason, step)
+            for other, why in damaged.items():
+                logger.warning("checkpoint %d is damaged (%s): %d is taken", other, why, step)
                 if rename and distributed.first():
                     self._rename(other)
             return step, found
-        said = "; ".join(f"checkpoint {step}: {reason}" for step, reason in damaged.items())
+        said = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise UserError(
-            f"{self.folder} holds no checkpoint that can be read{f' ({said})' if said else ''}; nothing was "
-            "changed: repair it, or start anew with another --out"
+            f"{self.folder} holds no checkpoint that can be read ({said}); nothing was changed: repair it, "
+            "or start anew with another --out"
         )
 
     def _rename(self, step: int) -> None:
         """Moves a damaged checkpoint aside, so that its step can be saved again."""
-        number = 0
-        while (aside := self.folder / f"damaged-{step}-{number}").exists():
-            number += 1
+        number = len([*self.folder.glob(f"damaged-{step}-*")])
+        aside = self.folder / f"damaged-{step}-{number}"
         (self.folder / str(step)).rename(aside)
         storage.push(aside)
         storage.remove(self.folder / str(step))
@@ -249,89 +243,55 @@ class Checkpoints:
         except Exception as error:  # a damaged file raises almost anything
             if _may_pass(error):
                 raise UserError(
-                    f"cannot read checkpoint {step} of {self.folder} ({first_line(error)}), which may be no "
+                    f"cannot read checkpoint {step} of {self.folder} ({reason(error)}), which may be no "
                     "fault of the files: nothing was changed, try again"
                 ) from error
-            fault = first_line(error)
+            fault = reason(error)
         if faults := [*filter(None, distributed.agree(fault))]:
             raise DamageError(faults[0])
         return found
 
-    def _require_room(self, state: Any) -> None:
-        """A UserError before writing: orbax reports a full disk late, and in many lines."""
-        needed = 1.1 * sum(x.nbytes for x in jax.tree.leaves(state))
-        if (free := shutil.disk_usage(self.folder).free) < needed:
-            said = f"{needed / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
-            raise self._cannot_write(OSError(said))
-
     def _cannot_write(self, error: BaseException) -> UserError:
         last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"
         return UserError(
-            f"cannot write a checkpoint to {self.folder}: {first_line(error)} ({last}): make room or permit "
+            f"cannot write a checkpoint to {self.folder}: {reason(error)} ({last}): make room or permit "
             "writing, then go on with --resume"
         )
 
 
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """A future of `work()`, run in a daemon thread: one of a pool would keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def first_line(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """One line of the innermost cause: the libraries wrap OSErrors in their own errors."""
     *_, innermost = causes(error)
-    line = first_line_of(innermost)
+    line = first_line(innermost)
     return "another process has not written its part" if "Barrier timed out" in line else line
 
 
-def _gathers(folder: Path) -> bool:
-    """Whether the first process writes for all, because each host has a mirror of its own."""
-    return distributed.count() > 1 and not storage.shared(folder)
-
-
-def _writers(folder: Path) -> ocp.options.MultiprocessingOptions:
-    """The processes that write together; named, or orbax runs its barriers on the devices."""
-    if distributed.count() == 1 or _gathers(folder):
-        return _alone()
-    everyone = {*range(distributed.count())}
-    return ocp.options.MultiprocessingOptions(active_processes=everyone)
-
-
-def _alone() -> ocp.options.MultiprocessingOptions:
-    if distributed.count() == 1:
-        return ocp.options.MultiprocessingOptions()
-    me = distributed.index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"alone-{me}"
+def _checkpointer(kind: Callable[..., T], processes: Iterable[int], **options: Any) -> T:
+    """Orbax's checkpointer for these processes; named, or it runs its barriers on the devices."""
+    first, *others = processes
+    who = ocp.options.MultiprocessingOptions(
+        primary_host=first,
+        active_processes={first, *others},
+        barrier_sync_key_prefix=None if others else f"alone-{first}",
     )
-
-
-def _handler(who: ocp.options.MultiprocessingOptions) -> ocp.CompositeCheckpointHandler:
     for name in ("absl", "asyncio"):  # they log errors that are raised here too
         logging.getLogger(name).setLevel(logging.CRITICAL)
     _silence_tasks_of_orbax()
-    handlers = {
-        ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=who),
-        NOTE: ocp.JsonCheckpointHandler(multiprocessing_options=who),
-    }
-    options = ocp.CompositeOptions(multiprocessing_options=who)
-    return ocp.CompositeCheckpointHandler(composite_options=options, **handlers)
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=who),
+        **{
+            ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=who),
+            NOTE: ocp.JsonCheckpointHandler(multiprocessing_options=who),
+        },
+    )
+    return kind(handler, multiprocessing_options=who, **options)
 
 
 def _may_pass(error: BaseException) -> bool:
     """Whether the error may come from disk, network or memory instead of damaged files."""
     return any(
         isinstance(cause, MemoryError)
-        or (isinstance(cause, OSError) and cause.errno not in _MISSING)
+        or (isinstance(cause, OSError) and not isinstance(cause, _ABSENT))
         or _PASSING.search(str(cause)) is not None
         for cause in causes(error, implicit=True)
     )
@@ -340,14 +300,12 @@ def _may_pass(error: BaseException) -> bool:
 def _silence_tasks_of_orbax() -> None:
     """Hides tracebacks of tasks that orbax abandoned after an error: hundreds of lines."""
     before, orbax = sys.unraisablehook, str(Path(ocp.__file__).parent)
-    if getattr(before, "silences_orbax", False):
-        return
 
-    def report(found: Any) -> None:
+    def silenced(found: Any) -> None:
         code = getattr(found.object, "cr_code", None)
         of_orbax = code is not None and code.co_filename.startswith(orbax)
         if not of_orbax and str(found.exc_value) != "Event loop is closed":
             before(found)
 
-    report.silences_orbax = True  # pyright: ignore[reportFunctionMemberAccess]
-    sys.unraisablehook = report
+    if getattr(before, "__name__", "") != silenced.__name__:
+        sys.unraisablehook = silenced

@@ -26,14 +26,13 @@ def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
 
 def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
     """A UserError for the first array whose dtype or shape is not that of `like`."""
-    wanted = {name: form[:2] for name, form in describe(like, values=False).items()}
-    there = {name: form[:2] for name, form in saved.items()}
-    for name in sorted(there.keys() | wanted.keys()):
-        if there.get(name) != wanted.get(name):
-            has, wants = (
-                f"{form[1]} {form[0]}" if form else "no such array"
-                for form in (there.get(name), wanted.get(name))
-            )
+    wanted = describe(like, values=False)
+    for name in sorted(saved.keys() | wanted.keys()):
+        has, wants = (
+            " ".join(map(str, forms[name][1::-1])) if name in forms else "no such array"
+            for forms in (saved, wanted)
+        )
+        if has != wants:
             raise UserError(
                 f"{what} is of another model or optimizer: {name} is {has} there and {wants} here; "
                 f"nothing was changed: resume with the config and flags that the run was started with"

@@ -10,11 +10,13 @@ lock                   names the process that writes to the folder
 """
 
 import json
+import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,18 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import distributed, storage, userfile
+from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
-from jaxrl_llm.training.checkpoint import ARRAYS, FOLDERS, Checkpoints, DamageError, first_line
+from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
-CHECKPOINTS, INITIAL = FOLDERS
+CHECKPOINTS, INITIAL = "checkpoints", "initial"
 WILD = "[]*?\\"  # orbax takes a path with these for a pattern, and misses its own files
 MODEL, FILES = "model", "files"
 SHARED = 60.0  # seconds within which all processes must see files of the first
@@ -41,7 +43,7 @@ SHARED = 60.0  # seconds within which all processes must see files of the first
 
 def at(where: str | Path) -> Path:
     """The local folder of a run by path or URL; from a bucket without arrays of checkpoints."""
-    return storage.local(where, but=(ARRAYS,))
+    return storage.local(where, but=ARRAYS)
 
 
 def resumable(folder: Path) -> bool:
@@ -53,55 +55,47 @@ def resumable(folder: Path) -> bool:
 def opened(
     folder: Path, parts: Parts, source: Source | None, *, resume: bool, origin: Path | None = None
 ) -> Iterator[None]:
-    """Starts or resumes the run in the folder, with this run as its only writer for the block.
+    """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
-    The first process writes. Raises a UserError if the folder holds another run or, without
-    `resume`, any other content, or if processes see different folders.
+    Raises a UserError if the folder holds another run or, without `resume`, any other content.
     """
-    with ExitStack() as stack:
-        if distributed.first():
-            if resume and not resumable(folder):
-                raise UserError(
-                    f"{folder} holds no run to resume: leave --resume out, or check --out"
-                )
-            if wild := sorted({*WILD} & {*str(folder.absolute())}):
-                raise UserError(
-                    f"{folder}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
-                )
-            if not resume:
-                _require_new(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(storage.locked(folder))
-            at(storage.spoken(folder))  # pull again: another may have written until now
-            if resume:
-                run = record.continued(folder, record.read(folder), source, origin)
-                _require_model(folder, parts)
-                record.write(folder, run)
-            else:
-                _require_new(folder)
-                _start(folder, parts, source, origin)
-            store(folder)
-        expected = distributed.from_first(lambda: record.identity(folder))
-        if not distributed.first():
-            if not storage.shared(folder):  # may be another run's, pulled before
-                (folder / record.NAME).unlink(missing_ok=True)
-            until = time.monotonic() + SHARED
-            while (found := record.identity(at(storage.spoken(folder)))) != expected:
-                if found is not None or time.monotonic() > until:
-                    raise UserError(
-                        f"{folder} is another folder here: --out has to be storage that all processes see"
-                    )
-                time.sleep(1.0)
+    if resume and not resumable(folder):
+        raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
+    if wild := sorted({*WILD} & {*str(folder.absolute())}):
+        raise UserError(
+            f"{folder}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
+        )
+    if not resume:
+        _require_new(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage.locked(folder):
+        at(storage.spoken(folder))  # pull again: another may have written until now
+        if resume:
+            run = record.continued(folder, record.read(folder), source, origin)
+            _require_model(folder, parts)
+            record.write(folder, run)
+        else:
+            _require_new(folder)
+            _start(folder, parts, source, origin)
+        storage.push(folder)
         try:
             yield
         finally:
-            if distributed.first():
-                store(folder)
+            storage.push(folder)
 
 
-def store(folder: Path) -> None:
-    """Pushes all but checkpoints, which are pushed when they are complete."""
-    storage.push(folder, but=FOLDERS)
+def wait_for(folder: Path, identity: str | None) -> None:
+    """Returns when this process sees the run that the first has opened, by its id.
+
+    Raises a UserError if the folder is another here, or still empty after a minute.
+    """
+    until = time.monotonic() + SHARED
+    while (found := record.identity(at(storage.spoken(folder)))) != identity:
+        if (storage.shared(folder) and found is not None) or time.monotonic() > until:
+            raise UserError(
+                f"{folder} is another folder here: --out has to be storage that all processes see"
+            )
+        time.sleep(1.0)
 
 
 def _require_new(folder: Path) -> None:
@@ -124,14 +118,17 @@ def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | Non
     run = record.new(source, origin)
     (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
-    described = json.dumps(hf.hf_config(parts.shape, "float32"), indent=2) + "\n"
-    storage.write(folder / MODEL / "config.json", described)
-    ends = json.dumps({"eos_token_id": [*parts.tokenizer.stops]}, indent=2) + "\n"
-    storage.write(folder / MODEL / "generation_config.json", ends)
+    described = {
+        "config.json": hf.hf_config(parts.shape, "float32"),
+        "generation_config.json": {"eos_token_id": [*parts.tokenizer.stops]},
+    }
+    for name, content in described.items():
+        storage.write(folder / MODEL / name, json.dumps(content, indent=2) + "\n")
     if source is not None:
         (folder / FILES).mkdir(exist_ok=True)
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
-            storage.copy(Path(original), folder / copy)
+            mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
+            storage.write(folder / copy, Path(original).read_bytes(), mode=mode)
     sums = {name: record.file_checksum(folder / name) for name in record.files_of(run)}
     record.write(folder, run | {"sums": sums})
 
@@ -194,22 +191,19 @@ def reopen(folder: Path) -> Config:
 
 
 def checkpoints(
-    folder: Path, keep: int | None = None, regular: Callable[[int], bool] = lambda step: True
+    folder: Path,
+    keep: int | None = None,
+    regular: Callable[[int], bool] = lambda step: True,
+    records: Callable[[], list[journal.Record]] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a run; the best has the highest validation accuracy, the later of equals.
-
-    Never the best: the policy from before reinforcement, and a step saved only because of a stop.
-    """
-
-    def best(steps: list[int]) -> int | None:
-        known, highest, fit = journal.scores(journal.read(folder)), -1.0, {}
-        for step in sorted(known)[1:]:
-            if regular(step) or known[step] > highest:
-                fit[step] = known[step]
-            highest = max(highest, known[step])
-        return max((s for s in steps if s in fit), key=lambda s: (fit[s], s), default=None)
-
-    return Checkpoints(folder / CHECKPOINTS, keep, regular=regular, best=best)
+    """The checkpoints of a run; the best is chosen by its `records`, read if they are not given."""
+    known = records or (lambda: journal.read(folder))
+    return Checkpoints(
+        folder / CHECKPOINTS,
+        keep,
+        regular=regular,
+        best=lambda steps: journal.best(known(), steps, regular),
+    )
 
 
 def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
@@ -250,9 +244,8 @@ def reference(folder: Path, parts: Parts, config: Config) -> Any:
 def initial(folder: Path, parts: Parts) -> Any:
     """The parameters that reinforcement began with; None if none were saved."""
     there = Checkpoints(folder / INITIAL)
-    if not (steps := distributed.from_first(lambda: there.steps)):
-        return None
-    return there.first_whole(steps, lambda step: there.restore(step, parts.like))[1]
+    found = there.first_whole(lambda step: there.restore(step, parts.like))
+    return found and found[1]
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
@@ -281,5 +274,5 @@ def _restored(
         others = [s for s in steps if s != chosen]
         advice = f"try --step with one of {others}" if others else "there is no other"
         raise UserError(
-            f"checkpoint {chosen} of {folder} is damaged ({first_line(error)}): {advice}"
+            f"checkpoint {chosen} of {folder} is damaged ({reason(error)}): {advice}"
         ) from error

@@ -1,23 +1,28 @@
 """The records of a run: metrics.jsonl, TensorBoard, Weights & Biases, samples, the terminal."""
 
-import importlib.util
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from io import FileIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
 import rich.console
-import rich.progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
-from jaxrl_llm import distributed, storage
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.training import alarms
 
@@ -45,52 +50,74 @@ def scores(records: list[Record]) -> dict[int, float]:
     return {r["step"]: r[name] for r in records if r["phase"] == REINFORCE and name in r}
 
 
-class Journal:
-    """Writes the records of a run; only the first process writes, all processes have `records`.
+def best(
+    records: list[Record], steps: list[int], regular: Callable[[int], bool] = lambda step: True
+) -> int | None:
+    """Of these steps the one of the highest validation accuracy, the later of equals; or None.
 
-    `records` are those of the run so far; call `close` only when the run is complete.
+    Never the best: the policy from before reinforcement, and a step saved only because of a stop.
+    """
+    known, highest, fit = scores(records), -1.0, {}
+    for step in sorted(known)[1:]:
+        if regular(step) or known[step] > highest:
+            fit[step] = known[step]
+        highest = max(highest, known[step])
+    return max((s for s in steps if s in fit), key=lambda s: (fit[s], s), default=None)
+
+
+class Journal:
+    """Writes the records of a run; processes other than the writer only keep them in `records`.
+
+    `records` are those of the run so far, of the writer's folder. Leaving the block without an
+    error ends the run at Weights & Biases, too.
     """
 
-    def __init__(self, folder: Path, console: rich.console.Console):
-        self.folder, self.console = folder, console
-        self.records: list[Record] = []
-        self._writes, self._open = distributed.first(), ExitStack()
+    def __init__(
+        self,
+        folder: Path,
+        console: rich.console.Console,
+        records: list[Record] | None = None,
+        *,
+        writes: bool = True,
+    ):
+        self.folder, self.console, self._writes = folder, console, writes
+        self.records = read(folder) if records is None else records
+        self._board: _Board | None = None
         self._wandb: Any = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # the error that ends the run is raised already
-            self._open.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._board:
+            self._board.close()
+            self._board = None
+        if kind is None:
+            self.sync()
+            self._log(lambda: self._wandb.finish())
 
     def start(self, after: int) -> None:
         """Opens the files; drops records of steps after `after` (-1: all records)."""
-        known = distributed.from_first(lambda: read(self.folder))
-        self.records = [r for r in known if r["step"] <= after]
+        known, self.records = self.records, [r for r in self.records if r["step"] <= after]
         if not self._writes:
             return
         there = {r["step"] for r in self.records}
         if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
-            self.say(
-                f"{len(lost)} steps have no record in {self.folder / METRICS}, the first is step {lost[0]}"
-            )
-        path = self.folder / METRICS
-        storage.write(path, b"".join(map(_line, self.records)))
-        self._file = self._open.enter_context(path.open("ab", buffering=0))
+            self.say(f"{len(lost)} steps have no record in {METRICS}, the first is step {lost[0]}")
+        storage.write(self.folder / METRICS, b"".join(map(_line, self.records)))
         self._board = _Board(self.folder / "tensorboard", after + 1 if known else None)
-        self._open.callback(self._board.close)
         self._wandb = self._start_wandb()
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
         """Adds a record of a step: to the files, TensorBoard and Weights & Biases."""
         values = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
         record = {"step": step, "phase": phase, **values}
-        if self._writes:
+        if self._board:
             named = {f"{phase}/{name}": value for name, value in values.items()}
             self._board.add(step, named)
             # after TensorBoard: a step that failed there is recorded again
-            _append(self._file, _line(record))
+            with (self.folder / METRICS).open("ab") as file:
+                file.write(_line(record))
             self._log(lambda: self._wandb.log(named, step=step))
         self.records.append(record)
 
@@ -102,11 +129,11 @@ class Journal:
     def sync(self) -> None:
         """Syncs the records to disk, so that no checkpoint saved after this is ahead of them."""
         if self._writes:
-            os.fsync(self._file.fileno())
+            storage.sync(self.folder / METRICS)
 
     def say(self, text: Any) -> None:
         """Prints a line or a table on the terminal."""
-        self.console.print(storage.spoken(text) if isinstance(text, str) else text)
+        self.console.print(text)
 
     def samples(self, step: int, entries: list[tuple[str, str, str]]) -> None:
         """Writes responses for people to samples/step-N.md: (prompt, response, remark) each."""
@@ -119,13 +146,6 @@ class Journal:
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
         storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
-
-    def close(self) -> None:
-        """Syncs and closes everything, at the end of a run."""
-        if self._writes:
-            self.sync()
-            self._open.close()
-            self._log(lambda: self._wandb.finish())
 
     def _log(self, call: Callable[[], Any]) -> None:
         """Calls Weights & Biases, whose errors never end a run."""
@@ -141,19 +161,18 @@ class Journal:
         """The run at Weights & Biases, resumed by its id; None unless the variable asks for it."""
         if os.environ.get(WANDB, "0") in ("", "0"):
             return None
-        if importlib.util.find_spec("wandb") is None:
-            raise UserError(f"{WANDB} asks for Weights & Biases: pip install wandb")
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        name = self.folder.absolute().name
         identity = json.loads((self.folder / "run.json").read_bytes())["id"]
+        name = self.folder.absolute().name
         try:
+            import wandb  # pyright: ignore[reportMissingImports]
+
             return wandb.init(
                 project="jaxrl_llm", name=name, dir=self.folder, id=identity, resume="allow"
             )
         except Exception as error:  # as in `_log`; but a run that has not begun may end
             raise UserError(
-                f"Weights & Biases does not start ({first_line(error)}): log in to it, or leave {WANDB} out"
+                f"Weights & Biases does not start ({first_line(error)}): pip install wandb, log in to it, or "
+                f"leave {WANDB} out"
             ) from error
 
 
@@ -182,17 +201,16 @@ class Recorder:
         mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
         self._records = [r for r in journal.records if mine(r)]
         self._before = len(self._records)
-        self._held: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
-        self._progress = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=12),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("left"),
-            rich.progress.TimeRemainingColumn(),
-            rich.progress.TextColumn(
-                "{task.fields[figures]}", table_column=Column(no_wrap=True, ratio=1)
-            ),
+        self._pending: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
+        figures = Column(no_wrap=True, ratio=1)
+        self._progress = Progress(
+            "{task.description}",
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            "left",
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}", table_column=figures),
             console=journal.console,
             expand=True,
         )
@@ -210,13 +228,13 @@ class Recorder:
 
     def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
         """Sets the step that `flush` records; `figures()` may wait for the devices."""
-        self._held = step, figures
+        self._pending = step, figures
 
     def flush(self) -> None:
         """Records the step given to `hold`, if there is one, and prints new alarms."""
-        if self._held is None:
+        if self._pending is None:
             return
-        (step, figures), self._held = self._held, None
+        (step, figures), self._pending = self._pending, None
         values = figures()
         self._records.append({name: float(value) for name, value in values.items()})
         found = alarms.alarms(self._records)
@@ -252,20 +270,17 @@ class _Board:
     def __init__(self, folder: Path, purge: int | None):
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"))
+        self.close = self._writer.close
         if purge is not None:  # makes TensorBoard drop later steps
             start = _event.SessionLog(status=_event.SessionLog.START)
-            self._write(_event.Event(step=purge, session_log=start))
+            self._write(step=purge, session_log=start)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         points = [_summary.Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
-        self._write(_event.Event(step=step, summary=_summary.Summary(value=points)))
+        self._write(step=step, summary=_summary.Summary(value=points))
 
-    def close(self) -> None:
-        self._writer.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._writer.write_event(event)
+    def _write(self, **event: Any) -> None:
+        self._writer.write_event(_event.Event(wall_time=time.time(), **event))
         self._writer.flush()
 
 
@@ -280,18 +295,6 @@ def _parsed(line: bytes) -> Record | None:
         return None
     whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "phase" in found
     return found if whole else None
-
-
-def _append(file: FileIO, line: bytes) -> None:
-    """Writes the whole line, or nothing of it."""
-    size = os.fstat(file.fileno()).st_size
-    try:
-        written = 0
-        while written < len(line):
-            written += file.write(line[written:])
-    except OSError:
-        file.truncate(size)
-        raise
 
 
 def _quoted(text: str) -> str:

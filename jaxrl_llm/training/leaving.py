@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 from jaxrl_llm.errors import Leaving, UserError
 
+T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
 LEAST, FACTOR = 600.0, 10.0  # seconds without progress, and times the longest so far
@@ -144,6 +146,20 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
         stop._bell = -1
         os.close(write)
         watch.join()
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """A future of `work()`, run in a daemon thread: one of a pool would keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:

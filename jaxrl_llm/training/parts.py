@@ -15,7 +15,7 @@ from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, qwen2, sharding, tokenizer
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.policy import Policy, pretrained
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -89,9 +89,7 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     """
     if isinstance(config.model, Pretrained):
         name = config.model.name
-        source = hf.resolve(storage.local(name) if storage.is_url(name) else name)
-        shape = hf.load_shape(source)
-        words = tokenizer.load(source, hf.stop_tokens(source, shape.vocab_size))
+        source, shape, words = pretrained(storage.local(name) if storage.is_url(name) else name)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, scores
+from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
-from jaxrl_llm.training.record import Source
+from jaxrl_llm.training.record import Source, identity
 from jaxrl_llm.training.stream import Cursor
 
 
@@ -65,13 +66,25 @@ def train(
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
     try:
-        with (
-            folders.opened(folder, made, source, resume=resuming, origin=begun),
-            jax.set_mesh(made.mesh),
-            folders.checkpoints(folder, config.keep_checkpoints, config.saves) as checkpoints,
-            Journal(folder, console) as journal,
-            config.engine.start(made.policy, made.mesh, folder, stop.check) as sampler,
-        ):
+        with ExitStack() as stack:
+            if distributed.first():
+                stack.enter_context(
+                    folders.opened(folder, made, source, resume=resuming, origin=begun)
+                )
+            folders.wait_for(folder, distributed.from_first(lambda: identity(folder)))
+            stack.enter_context(jax.set_mesh(made.mesh))
+            known = distributed.from_first(lambda: read(folder))
+            journal = stack.enter_context(
+                Journal(folder, console, known, writes=distributed.first())
+            )
+            checkpoints = stack.enter_context(
+                folders.checkpoints(
+                    folder, config.keep_checkpoints, config.saves, lambda: journal.records
+                )
+            )
+            sampler = stack.enter_context(
+                config.engine.start(made.policy, made.mesh, folder, stop.check)
+            )
             initial = Checkpoints(folder / folders.INITIAL)
             if distributed.first():
                 checkpoints.clean()
@@ -112,9 +125,8 @@ def train(
             tested = None
             if journal.find("test/accuracy", first + config.steps, REINFORCE) is None:
                 tested = _test(config, made, divided, sampler, journal, checkpoints, stop)
-            journal.close()
             if distributed.first():
-                _summarise(config, folder, tested, checkpoints.best is not None, journal)
+                _summarise(config, folder, tested, checkpoints.best, journal)
     except Leaving:
         known = folders.checkpoints(folder).steps
         saved = f"stopped and saved in {storage.spoken(folder)}; go on with --resume"
@@ -155,11 +167,9 @@ def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | No
         cursor = Cursor(note["data"], ahead)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
-    if not distributed.from_first(lambda: checkpoints.steps):
-        return None
-    found = checkpoints.first_whole(checkpoints.steps[::-1], read, rename=True)[1]
+    found = checkpoints.first_whole(read, rename=True)
     checkpoints.prune()  # its writer may have ended before that
-    return found
+    return found and found[1]
 
 
 def _noted(cursor: Cursor) -> dict[str, Any]:
@@ -202,9 +212,10 @@ def _test(
     stop: Stop,
 ) -> tuple[int, Result]:
     """Tests the best checkpoint (else the newest) on the test set, which is read only here."""
-    best = [] if checkpoints.best is None else [checkpoints.best]
     read = lambda step: checkpoints.restore(step, made.like, part="params")
-    step, params = checkpoints.first_whole([*best, *checkpoints.steps[::-1]], read)
+    found = checkpoints.first_whole(read, prefer=checkpoints.best)
+    assert found is not None  # the last step was saved
+    step, params = found
     sampler.push(params, step)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
@@ -255,7 +266,7 @@ def _summarise(
     config: Config,
     folder: Path,
     tested: tuple[int, Result] | None,
-    chosen: bool,
+    best: int | None,
     journal: Journal,
 ) -> None:
     """Draws the curves; prints the test table, validation accuracy and further commands."""
@@ -267,7 +278,7 @@ def _summarise(
         journal.say(f"nothing was left to do in {where}")
         return
     step, result = tested
-    which = "the best on the validation examples" if chosen else "the last"
+    which = "the best on the validation examples" if step == best else "the newest"
     title = f"test accuracy in percent (95% interval) of step {step}, {which}"
     journal.say(tables.accuracies(title, {"": result}, config.evaluation.by))
     journal.say(_progress(scores(journal.records), step))

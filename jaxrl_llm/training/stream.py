@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.training.checkpoint import in_background
+from jaxrl_llm.training.leaving import in_background
 
 E = TypeVar("E")
 

@@ -1,5 +1,6 @@
 """What can happen to a run: each fault starts it, does its worst at a random moment, and says when that was."""
 
+import contextlib
 import errno
 import random
 import signal
@@ -16,6 +17,7 @@ from tests.training.process import steady
 
 NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9
+OFTEN = (1, 3, FOREVER)
 SHORT = ("--patience", "8")
 Act = Callable[[Scene, random.Random, Undisturbed], str]
 Backup = dict[Path, bytes]
@@ -54,7 +56,7 @@ def killed_twice(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     return f"{first}; {signalled(signal.SIGKILL, 1, scene, draw, whole)}"
 
 
-def held(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+def paused(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The trainer stands still for a while."""
     scene.start()
     moment, seconds = scene.wait_for(draw, whole), draw.uniform(0.5, 4.0)
@@ -86,8 +88,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     after = whole.operation(draw)
     seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
     scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
-    end = time.monotonic() + 3 * whole.seconds + 30
-    scene.until(lambda: time.monotonic() > end)
+    scene.until(within=3 * whole.seconds + 30)
     stuck = ", SIGTERM" if scene.status is None else ""
     scene.signal(signal.SIGTERM)
     return f"operation {after} by {seconds / 3600:+.1f} h{stuck}"
@@ -145,7 +146,7 @@ def cut(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
     path, content = files[-1], files[-1].read_bytes()
     at = draw.randrange(len(content))
     path.write_bytes(content[:at])
-    return f"{path.relative_to(scene.out)} at {at} of {len(content)}", {path: content}
+    return f"{path.name} at {at} of {len(content)}", {path: content}
 
 
 def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
@@ -156,7 +157,7 @@ def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
     content = path.read_bytes()
     at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
     path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
-    return f"{path.relative_to(scene.out)} byte {at} bit {bit}", {path: content}
+    return f"{path.name} byte {at} bit {bit}", {path: content}
 
 
 # The trainer's own server.
@@ -166,16 +167,11 @@ def _pids(scene: Scene, keeper: bool) -> list[int]:
     """The keeper's number, or those of the server's processes."""
     found = []
     for pid in scene.processes():
-        try:
+        with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if (
-            pid != scene.pid
-            and (b"serverside.py" in words) == keeper
-            and b"tests.chaos.nursery" not in words
-        ):
-            found.append(pid)
+            ours = pid == scene.pid or b"tests.chaos.nursery" in words
+            if not ours and (b"serverside.py" in words) == keeper:
+                found.append(pid)
     return found
 
 
@@ -213,20 +209,16 @@ def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str
 
 
 def lied_to(
-    kinds: tuple[str, ...],
-    fault: Callable,
-    counts: tuple[int, ...],
-    scene: Scene,
-    draw: random.Random,
-    whole: Undisturbed,
-) -> str:
+    kinds: tuple[str, ...], fault: proxy.Lie, counts: tuple[int, ...],
+    scene: Scene, draw: random.Random, whole: Undisturbed,
+) -> str:  # fmt: skip
     """Requests meet a fault."""
     assert scene.proxy
     kind = draw.choice(kinds)
     first, count = draw.randrange(whole.calls[kind]), draw.choice(counts)
     scene.proxy.lay(kind, first, count, fault)
     scene.start(flags=SHORT if count == FOREVER else ())
-    scene.until(lambda: False)
+    scene.until()
     met, _ = scene.proxy.met, scene.proxy.lift()
     return f"{kind} {first} of {whole.calls[kind]}, {met} met"
 
@@ -240,7 +232,7 @@ def away(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     if seconds < FOREVER:
         time.sleep(seconds)
     else:
-        scene.until(lambda: False)
+        scene.until()
     scene.proxy.listen()
     return f"{moment} for {'good' if seconds == FOREVER else f'{seconds:g} s'}"
 
@@ -255,60 +247,34 @@ def replaced(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     return f"{moment}, now {label}"
 
 
-def _lies() -> dict[str, Fault]:
-    once, always = (1,), (1, 3, FOREVER)
-    kinds = (proxy.ROLLOUT, proxy.EVALUATION, proxy.PROBE, proxy.LABEL, proxy.RELOAD)
-    completions = (proxy.ROLLOUT, proxy.EVALUATION)
-    made = {
-        "server hangs": (kinds, proxy.hang, (1, FOREVER)),
-        "server drips": (kinds, proxy.drip, (1, FOREVER)),
-        "server hangs up": (kinds, proxy.reset, always),
-        "server answers 404": (kinds, proxy.not_found, always),
-        "server answers 500": (kinds, proxy.internal, always),
-        "server answers nonsense": (kinds, proxy.nonsense, always),
-        "answer cut short": (kinds, proxy.torn, always),
-        "answer of 1 GB": (kinds, proxy.huge, (1, 3)),
-        "tokens of no vocabulary": (completions, proxy.strange_tokens, always),
-        "other tokens": ((proxy.ROLLOUT,), proxy.other_tokens, (1, FOREVER)),
-        "too few tokens": (completions, proxy.fewer_tokens, always),
-        "log-probs that are none": (completions, proxy.nan_logps, always),
-        "other log-probs": ((proxy.ROLLOUT,), proxy.other_logps, (1, FOREVER)),
-        "other log-probs for the proof": ((proxy.PROBE,), proxy.other_scores, (1, FOREVER)),
-        "no choices": (completions, proxy.no_choices, always),
-        "old weights, new label": ((proxy.RELOAD,), proxy.swallowed, once),
-        "label of another": ((proxy.LABEL,), proxy.old_label, once),
-    }
-    return {
-        name: Fault(SERVED, partial(lied_to, kinds, fault, counts))
-        for name, (kinds, fault, counts) in made.items()
-    }
-
-
-def _signals() -> dict[str, Fault]:
-    made = {
-        "kill -9": (signal.SIGKILL, 1),
-        "SIGTERM": (signal.SIGTERM, 1),
-        "SIGINT": (signal.SIGINT, 1),
-        "SIGINT twice": (signal.SIGINT, 2),
-        "SIGHUP": (signal.SIGHUP, 1),
-        "SIGUSR1": (signal.SIGUSR1, 1),
-        "SIGQUIT": (signal.SIGQUIT, 1),
-    }
-    return {name: Fault(NATIVE, partial(signalled, *how)) for name, how in made.items()}
-
-
-def _damages() -> dict[str, Fault]:
-    made: dict[str, Fault] = {}
-    for kind in ("checkpoint", "note", "initial policy", "journal", "record", "sources"):
-        for how, damage in (("cut", cut), ("flipped", flipped)):
-            made[f"{kind} {how}"] = Fault(NATIVE, killed_late, partial(damage, kind))
-    return made
-
+LIES: dict[str, tuple[tuple[str, ...], proxy.Lie, tuple[int, ...]]] = {
+    "server hangs": (proxy.REQUESTS, proxy.hang, (1, FOREVER)),
+    "server drips": (proxy.REQUESTS, proxy.drip, (1, FOREVER)),
+    "server hangs up": (proxy.REQUESTS, proxy.reset, OFTEN),
+    "server answers 404": (proxy.REQUESTS, proxy.not_found, OFTEN),
+    "server answers 500": (proxy.REQUESTS, proxy.internal, OFTEN),
+    "server answers nonsense": (proxy.REQUESTS, proxy.nonsense, OFTEN),
+    "answer cut short": (proxy.REQUESTS, proxy.torn, OFTEN),
+    "answer of 1 GB": (proxy.REQUESTS, proxy.huge, (1, 3)),
+    "tokens of no vocabulary": (proxy.COMPLETIONS, proxy.strange_tokens, OFTEN),
+    "other tokens": ((proxy.ROLLOUT,), proxy.other_tokens, (1, FOREVER)),
+    "too few tokens": (proxy.COMPLETIONS, proxy.fewer_tokens, OFTEN),
+    "log-probs that are none": (proxy.COMPLETIONS, proxy.nan_logps, OFTEN),
+    "other log-probs": ((proxy.ROLLOUT,), proxy.other_logps, (1, FOREVER)),
+    "other log-probs for the proof": ((proxy.PROBE,), proxy.other_scores, (1, FOREVER)),
+    "no choices": (proxy.COMPLETIONS, proxy.no_choices, OFTEN),
+    "old weights, new label": ((proxy.RELOAD,), proxy.swallowed, (1,)),
+    "label of another": ((proxy.LABEL,), proxy.old_label, (1,)),
+}
+DAMAGED = ("checkpoint", "note", "initial policy", "journal", "record", "sources")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGQUIT")
 
 FAULTS: dict[str, Fault] = {
-    **_signals(),
+    "kill -9": Fault(NATIVE, partial(signalled, signal.SIGKILL, 1)),
+    **{name: Fault(NATIVE, partial(signalled, signal.Signals[name], 1)) for name in SIGNALS},
+    "SIGINT twice": Fault(NATIVE, partial(signalled, signal.SIGINT, 2)),
     "kill -9 twice": Fault(NATIVE, killed_twice),
-    "stands still": Fault(NATIVE, held),
+    "stands still": Fault(NATIVE, paused),
     "second trainer": Fault(NATIVE, joined),
     "clock jumps": Fault(NATIVE, jumped),
     "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),
@@ -316,7 +282,8 @@ FAULTS: dict[str, Fault] = {
     "disk error": Fault(NATIVE, partial(failing, errno.EIO, FOREVER)),
     "disk error once": Fault(NATIVE, partial(failing, errno.EIO, 1)),
     "killed while writing": Fault(NATIVE, torn_off),
-    **_damages(),
+    **{f"{kind} cut": Fault(NATIVE, killed_late, partial(cut, kind)) for kind in DAMAGED},
+    **{f"{kind} flipped": Fault(NATIVE, killed_late, partial(flipped, kind)) for kind in DAMAGED},
     "SIGTERM beside a server": Fault(OWN, partial(signalled, signal.SIGTERM, 1)),
     "kill -9 beside a server": Fault(OWN, partial(signalled, signal.SIGKILL, 1)),
     "server killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "server")),
@@ -329,5 +296,5 @@ FAULTS: dict[str, Fault] = {
     "server away": Fault(SERVED, away),
     "another trainer at the server": Fault(SERVED, replaced),
     "kill -9 beside a server elsewhere": Fault(SERVED, partial(signalled, signal.SIGKILL, 1)),
-    **_lies(),
+    **{name: Fault(SERVED, partial(lied_to, *how)) for name, how in LIES.items()},
 }

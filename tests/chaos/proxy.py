@@ -1,7 +1,7 @@
 """Between a trainer and its server: passes requests on, and does to some of them what networks and servers do.
 
-A fault is a function (answer, handler) -> None: it gets the server's answer, (status, bytes), unsent, and the
-handler to send something else by. `Proxy.lay(path, first, count, fault)` has it meet `count` requests of a
+A lie is a function (answer, handler) -> None: it gets the server's answer, (status, bytes), unsent, and the
+handler to send something else by. `Proxy.lay(kind, first, count, lie)` has it meet `count` requests of a
 kind from the `first` on.
 """
 
@@ -14,50 +14,51 @@ from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from tests.rollouts.fake_vllm import UnixServer
 
 Answer = tuple[int, bytes]
+Lie = Callable[[Answer, Any], None]
 ROLLOUT, EVALUATION, PROBE = "rollout", "evaluation", "probe"  # kinds of completions
 RELOAD, LABEL = "/collective_rpc", "/weight_info"
+COMPLETIONS = (ROLLOUT, EVALUATION)
+REQUESTS = (*COMPLETIONS, PROBE, LABEL, RELOAD)
 LONG = 40.0  # seconds, more than any answer may take
 HUGE = 2**30
 
 
 class Proxy:
-    """Listens at `path` for the server at `upstream` (a URL)."""
+    """Listens at `path` for the server at the Unix socket `upstream`."""
 
-    def __init__(self, path: Path, upstream: str, key: str):
-        self.path, self.upstream, self.key = path, upstream, key
+    def __init__(self, path: Path, upstream: Path, key: str):
+        self.path, self.key = path, key
         self.calls: Counter[str] = Counter()
         self.met = 0
-        self._laid: tuple[str, int, int, Callable] | None = None
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
+        self._laid: tuple[str, int, int, Lie] | None = None
+        self._lock, self._open = threading.Lock(), set[socket.socket]()
+        transport = httpx.HTTPTransport(uds=str(upstream))
+        self._server = httpx.Client(transport=transport, timeout=600.0, base_url="http://localhost")
         self.listen()
 
-    def lay(self, path: str, first: int, count: int, fault: Callable) -> None:
-        """From now on the count of a path's requests begins anew."""
+    def lay(self, kind: str, first: int, count: int, lie: Lie) -> None:
+        """From now on the count of a kind's requests begins anew."""
         with self._lock:
             self.calls.clear()
-            self._laid, self.met = (path, first, count, fault), 0
+            self._laid, self.met = (kind, first, count, lie), 0
 
     def lift(self) -> None:
-        """No more faults."""
+        """No more lies."""
         self._laid = None
 
     def listen(self) -> None:
         """Opens the socket."""
         self.path.unlink(missing_ok=True)
-        proxy = self
-
-        class Handler(_Handler):
-            owner = proxy
-
         UnixServer.daemon_threads = True
-        self._http = UnixServer(str(self.path), Handler)
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._http = UnixServer(str(self.path), handler)
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def vanish(self) -> None:
@@ -72,34 +73,26 @@ class Proxy:
     def relabel(self, label: str) -> None:
         """Does what another trainer at the server would do last."""
         sent = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        body = json.dumps({"new_version": label}).encode()
-        asked(self.upstream, "POST", "/update_weight_version", body, sent)
+        self.ask("POST", "/update_weight_version", json.dumps({"new_version": label}), sent)
 
-    def fault_for(self, path: str) -> Callable | None:
-        """The fault that this request meets."""
+    def lie_for(self, kind: str) -> Lie | None:
+        """The lie that this request meets."""
         with self._lock:
-            number = self.calls[path]
-            self.calls[path] += 1
-            if self._laid is None:
-                return None
-            where, first, count, fault = self._laid
-            if path != where or not first <= number < first + count:
+            number = self.calls[kind]
+            self.calls[kind] += 1
+            where, first, count, lie = self._laid or ("", 0, 0, plain)
+            if kind != where or not first <= number < first + count:
                 return None
             self.met += 1
-            return fault
+            return lie
 
-
-def asked(url: str, method: str, path: str, content: bytes | None, headers: dict) -> Answer:
-    """The answer of the server at a Unix socket; OSError if there is none."""
-    transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
-    try:
-        with httpx.Client(transport=transport, timeout=600.0) as client:
-            reply = client.request(
-                method, f"http://localhost{path}", content=content, headers=headers
-            )
+    def ask(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> Answer:
+        """The answer of the server; OSError if there is none."""
+        try:
+            reply = self._server.request(method, path, content=body, headers=headers)
             return reply.status_code, reply.content
-    except httpx.HTTPError as error:
-        raise ConnectionError(str(error)) from error
+        except httpx.HTTPError as error:
+            raise ConnectionError(str(error)) from error
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -129,23 +122,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._pass_on(self.rfile.read(size).decode())
 
     def _pass_on(self, body):
-        path = self.path.split("?")[0]
-        if path == "/v1/completions":
+        kind = self.path.split("?")[0]
+        if kind == "/v1/completions":
             asked = json.loads(body)
             sampled = ROLLOUT if asked["temperature"] else EVALUATION
-            path = PROBE if "prompt_logprobs" in asked else sampled
-        fault = self.owner.fault_for(path)
+            kind = PROBE if "prompt_logprobs" in asked else sampled
+        lie, names = self.owner.lie_for(kind), ("Content-Type", "Authorization")
+        sent = {name: self.headers[name] for name in names if self.headers[name]}
         try:
-            answer = (200, b"{}") if fault is swallowed else self._ask(body)
+            answer = (200, b"{}")
+            if lie is not swallowed:
+                answer = self.owner.ask(self.command, self.path, body, sent)
             with contextlib.suppress(OSError):
-                (fault or plain)(answer, self)
+                (lie or plain)(answer, self)
         except OSError:
             self.close_connection = True
-
-    def _ask(self, body) -> Answer:
-        names = ("Content-Type", "Authorization")
-        sent = {name: self.headers[name] for name in names if self.headers[name]}
-        return asked(self.owner.upstream, self.command, self.path, body, sent)
 
     def send(self, status: int, content: bytes, length: int | None = None) -> None:
         self.send_response(status)
@@ -162,9 +153,9 @@ def plain(answer: Answer, handler: _Handler) -> None:
     handler.send(*answer)
 
 
-swallowed = lambda answer, handler: handler.send(
-    *answer
-)  # never reaches the server, who would load
+def swallowed(answer: Answer, handler: _Handler) -> None:
+    """Never reaches the server, who would load."""
+    handler.send(*answer)
 
 
 def hang(answer: Answer, handler: _Handler) -> None:
@@ -184,16 +175,13 @@ def reset(answer: Answer, handler: _Handler) -> None:
     handler.hang_up()
 
 
-def not_found(answer: Answer, handler: _Handler) -> None:
-    handler.send(404, b'{"message": "no such thing"}')
+def _instead(status: int, content: bytes) -> Lie:
+    return lambda answer, handler: handler.send(status, content)
 
 
-def internal(answer: Answer, handler: _Handler) -> None:
-    handler.send(500, b'{"message": "EngineDeadError"}')
-
-
-def nonsense(answer: Answer, handler: _Handler) -> None:
-    handler.send(200, b"<html>\x00\xff it works </html>")
+not_found = _instead(404, b'{"message": "no such thing"}')
+internal = _instead(500, b'{"message": "EngineDeadError"}')
+nonsense = _instead(200, b"<html>\x00\xff it works </html>")
 
 
 def torn(answer: Answer, handler: _Handler) -> None:
@@ -209,44 +197,38 @@ def huge(answer: Answer, handler: _Handler) -> None:
     handler.close_connection = True
 
 
-def _altered(change: Callable[[dict], None]) -> Callable:
-    def fault(answer: Answer, handler: _Handler) -> None:
+def _altered(change: Callable[[dict], object]) -> Lie:
+    def lie(answer: Answer, handler: _Handler) -> None:
         status, content = answer
-        try:
-            found = json.loads(content)
-            change(found)
-        except (ValueError, KeyError, IndexError):
-            pass
-        else:
+        if status == 200:
+            change(found := json.loads(content))
             content = json.dumps(found).encode()
         handler.send(status, content)
 
-    return fault
+    return lie
 
 
-def _choice(name: str, change: Callable) -> Callable:
+def _choice(*names: str, change: Callable) -> Lie:
     def altered(found: dict) -> None:
-        choice = found["choices"][0]
-        if name == "logprobs":
-            logps = choice["logprobs"]["token_logprobs"]
-            choice["logprobs"]["token_logprobs"] = change(logps)
-        else:
-            choice[name] = change(choice[name])
+        *path, last = names
+        inside = found["choices"][0]
+        for name in path:
+            inside = inside[name]
+        inside[last] = change(inside[last])
 
     return _altered(altered)
 
 
-strange_tokens = _choice("token_ids", lambda tokens: [*tokens[:-1], 10**6])
-other_tokens = _choice("token_ids", lambda tokens: [2 + (token * 7 + 3) % 60 for token in tokens])
-fewer_tokens = _choice("token_ids", lambda tokens: tokens[:-1])
-nan_logps = _choice("logprobs", lambda logps: [float("nan"), *logps[1:]])
-other_logps = _choice("logprobs", lambda logps: [logp - 0.5 for logp in logps])
-other_scores = _choice(
-    "prompt_logprobs",
-    lambda entries: [
-        entry and {token: {"logprob": value["logprob"] - 0.5} for token, value in entry.items()}
-        for entry in entries
-    ],
-)
+def _lower(entry):
+    return entry and {token: {"logprob": v["logprob"] - 0.5} for token, v in entry.items()}
+
+
+LOGPS = ("logprobs", "token_logprobs")
+strange_tokens = _choice("token_ids", change=lambda tokens: [*tokens[:-1], 10**6])
+other_tokens = _choice("token_ids", change=lambda tokens: [2 + (t * 7 + 3) % 60 for t in tokens])
+fewer_tokens = _choice("token_ids", change=lambda tokens: tokens[:-1])
+nan_logps = _choice(*LOGPS, change=lambda logps: [float("nan"), *logps[1:]])
+other_logps = _choice(*LOGPS, change=lambda logps: [logp - 0.5 for logp in logps])
+other_scores = _choice("prompt_logprobs", change=lambda entries: [*map(_lower, entries)])
 no_choices = _altered(lambda found: found.update(choices=[]))
 old_label = _altered(lambda found: found.update(weight_version="deadbeef-1"))

@@ -1,7 +1,6 @@
-"""One run under faults: its folder, its processes, its server; started, disturbed, resumed, compared."""
+"""A process of a run under faults: its folder, its server; started, disturbed, resumed, compared."""
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -17,11 +16,10 @@ from typing import Any
 from jaxrl_llm.training import journal
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.chaos.proxy import Proxy
-from tests.processes import kill
+from tests.processes import QUICKLY, kill
+from tests.training.process import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "chaos" / "small.py"
-POLL = 0.02
 MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
 MARK = "CHAOS_TRIAL"
 LEADER = (
@@ -40,50 +38,37 @@ class Nursery:
         shim = scratch / "shim.so"
         source = Path(__file__).with_name("shim.c")
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-        environment = (
-            os.environ
-            | environment
-            | {
-                "LD_PRELOAD": str(shim),
-                "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "XLA_FLAGS": "--xla_backend_optimization_level=0",  # half the time of compiling
-                "JAXRL_WANDB": "0",
-            }
-        )
+        ours = {
+            "LD_PRELOAD": str(shim),
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": QUICKLY,
+            "JAXRL_WANDB": "0",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.nursery"],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, env=os.environ | environment | ours, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self._answer()
+        self._ask({"poll": 0})  # it has imported everything
 
     def start(self, **request: Any) -> int:
-        return self._ask({"start": request})["pid"]
+        return self._ask({"start": request})
 
     def status(self, pid: int) -> int | None:
-        return self._ask({"poll": pid})["status"]
+        return self._ask({"poll": pid})
 
     def close(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the nursery has ended")
-        return json.loads(line)
+        return json.loads(self._process.stdout.readline())
 
 
 @dataclass(frozen=True)
@@ -112,12 +97,12 @@ class Undisturbed:
 
 @dataclass
 class Scene:
-    """A run with one engine; `flags` are its config's."""
+    """A process of a run with one engine; `flags` are its config's."""
 
     nursery: Nursery
     folder: Path
-    flags: list[str]
-    bound: float
+    flags: list[str] = field(default_factory=list)
+    bound: float = 240.0
     environment: dict[str, str] = field(default_factory=dict)
     proxy: Proxy | None = None
     config: Path = CONFIG
@@ -128,26 +113,29 @@ class Scene:
     def __post_init__(self):
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.out = self.folder / "run"
-
-    # The run
+        self.out: Path | str = self.folder / "run"
 
     def start(self, *arm: int, flags: tuple[str, ...] = ()) -> None:
         """Starts the run, or resumes it; `arm` is what shim.c is to do."""
         self.started += 1
         self.flags += flags
+        where = ["--out", str(self.out), "--resume", "auto"]
+        own = {MARK: str(self.folder), "CHAOS_COUNT": str(self.folder / "count")}
         self.pid = self.nursery.start(
-            arguments=["train", str(self.config), "--out", str(self.out), "--resume", "auto",
-                       *self.flags],
-            log=str(self.log), moments=str(self._moments),
-            environment={MARK: str(self.folder), "CHAOS_COUNT": str(self.folder / "count"),
-                         **self.environment},
+            arguments=["train", str(self.config), *where, *self.flags],
+            log=str(self.log),
+            moments=str(self._moments),
+            environment=own | self.environment,
             arm=[str(self.out), *(arm or (-1, -1, 0, -1, 0))],
-        )  # fmt: skip
+        )
 
     @property
     def log(self) -> Path:
         return self.folder / f"log-{self.started}"
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @property
     def _moments(self) -> Path:
@@ -179,42 +167,40 @@ class Scene:
         name = "begin" if place < 0 else undisturbed.moments[place]
         return f"{name} {undisturbed.moments[: place + 1].count(name)} +{delay:.2f} s"
 
-    def until(self, condition) -> None:
+    def until(self, condition=lambda: False, within: float = 0.0) -> None:
         """Until that holds or the run ends."""
-        end = time.monotonic() + self.bound
+        end = time.monotonic() + (within or self.bound)
         while not condition() and self.status is None and time.monotonic() < end:
-            time.sleep(POLL)
+            time.sleep(0.02)
 
-    def end(self) -> str:
+    def end(self, within: float = 0.0) -> str:
         """How the run ended: completed, stopped, killed or a line; a Finding for anything else."""
-        wait_for_ends([self], self.bound)
-        return self.outcome()
-
-    def outcome(self) -> str:
-        """How a run that has ended did so."""
-        status = self.status
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        self.until(within=within)
+        if self.status is None:
+            self.signal(signal.SIGUSR2)
+            time.sleep(1.0)
+            where = self.said.partition("Current thread")[2]
+            self.kill_all()
+            raise Finding(f"hang: {self.folder.name} does not end: {where}")
+        status, text = self.status, self.said
         if "Traceback" in text or "Fatal Python" in text:
             raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
         lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
         if status in (0, UNFINISHED):
             return "stopped" if status or lines else "completed"
-        if status in (1, 2) and len(lines) == 1:
-            return "a line"
-        if status == 130 and signal.SIGINT in self.told:
-            return "killed"
-        if status == -signal.SIGABRT and LEADER in text:
+        if (status in (1, 2) and len(lines) == 1) or (status == -signal.SIGABRT and LEADER in text):
             return "a line"
         at_once = status in (-signal.SIGKILL, -signal.SIGQUIT)
         before_or_after = {"data", "end"} & {*self.moments()} != {"data"}
-        if status and -status in self.told and (at_once or before_or_after):
+        ended_by = -status if status < 0 else signal.SIGINT if status == 130 else 0
+        if ended_by in self.told and (at_once or status == 130 or before_or_after):
             return "killed"  # before a run and after it other signals end it too, as they do any program
         raise Finding(f"traceback: exit code {status} of {self.folder.name}, said {text[-500:]!r}")
 
     def line(self) -> str:
         """What the run said at its end."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return next((x[len("jaxrl-llm: ") :] for x in lines if x.startswith("jaxrl-llm: ")), "")
+        start = "jaxrl-llm: "
+        return next((x[len(start) :] for x in self.said.splitlines() if x.startswith(start)), "")
 
     def processes(self) -> list[int]:
         """Those that were started in this scene and still live."""
@@ -231,35 +217,17 @@ class Scene:
         kill(self.processes())
         if self.pid:
             self.signal(signal.SIGKILL)
-            self.until(lambda: False)
+            self.until()
 
-    def left(self, seconds: float = 25.0) -> str:
-        """What is left besides the folder, after so long at the most."""
+    def require_none_left(self, seconds: float = 25.0) -> None:
+        """A Finding if a process is left after so long."""
         end = time.monotonic() + seconds
         while found := self.processes():
             if time.monotonic() > end:
                 names = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in found]
                 self.kill_all()
-                return f"processes are left: {names}"
+                raise Finding(f"processes are left: {names}")
             time.sleep(0.1)
-        return ""
-
-    def record(self) -> Record:
-        """What the run has left."""
-        return recorded(self.out)
-
-
-def wait_for_ends(scenes: list[Scene], within: float) -> None:
-    """Returns when the runs have ended; a Finding that says where one is if that takes longer."""
-    until = time.monotonic() + within
-    while running := [one for one in scenes if one.status is None]:
-        if time.monotonic() > until:
-            running[0].signal(signal.SIGUSR2)
-            time.sleep(1.0)
-            where = running[0].log.read_text(errors="replace").partition("Current thread")[2]
-            running[0].kill_all()
-            raise Finding(f"hang: {running[0].folder.name}, no end within {within:g} s: {where}")
-        time.sleep(POLL)
 
 
 def recorded(out: Path) -> Record:
@@ -267,21 +235,17 @@ def recorded(out: Path) -> Record:
     newest = checkpoints(out)[-1]
     note = json.loads((newest / "note" / "metadata").read_bytes())
     samples = {p.name: p.read_text() for p in sorted((out / "samples").glob("step*"))}
-    return Record(metrics(out), {newest.name: note}, samples)
+    metrics = [
+        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
+        for record in journal.read(out)
+    ]
+    return Record(metrics, {newest.name: note}, samples)
 
 
 def checkpoints(out: Path) -> list[Path]:
     """The folders of a run's checkpoints, the newest last."""
     there = [p for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
     return sorted(there, key=lambda p: int(p.name))
-
-
-def metrics(out: Path) -> list[dict[str, Any]]:
-    """The records of a run without what is measured."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
-        for record in journal.read(out)
-    ]
 
 
 def difference(found: Record, whole: Record) -> str:
@@ -296,8 +260,3 @@ def difference(found: Record, whole: Record) -> str:
         return f"undetected: {len(other)} other figures, first {other[0]}"
     names = [name for name in ("newest", "samples") if getattr(found, name) != getattr(whole, name)]
     return f"undetected: other {names[0]}" if names else ""
-
-
-def digest(text: str) -> int:
-    """A number of a text, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

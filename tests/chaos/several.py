@@ -21,20 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm import storage
-from tests.chaos.__main__ import table
 from tests.chaos.faults import FOREVER
-from tests.chaos.scene import (
-    Finding,
-    Nursery,
-    Record,
-    Scene,
-    Undisturbed,
-    difference,
-    digest,
-    recorded,
-    wait_for_ends,
-)  # fmt: skip
-from tests.chaos.trial import RESUMES, Trial
+from tests.chaos.scene import Finding, Nursery, Record, Scene, Undisturbed, difference, recorded
+from tests.chaos.trial import RESUMES, Trial, report
 from tests.training import s3
 from tests.training.conftest import forget
 from tests.training.process import port
@@ -45,9 +34,6 @@ SLACK = 30.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
-KILLED, TOLD, STILL, OFFLINE = "kill -9", "SIGTERM", "stands still", "network cut"
-FULL, FULL_ONCE = "disk full", "disk full once"
-FOLDER, BUCKET = (KILLED, TOLD, FULL, KILLED, TOLD, STILL, FULL_ONCE), (KILLED, TOLD, OFFLINE)
 
 
 @dataclass
@@ -62,6 +48,7 @@ class Job:
         """Starts all, or resumes them; `arm` is what shim.c is to do to one."""
         where = f"127.0.0.1:{port()}"
         for i, one in enumerate(self.members):
+            one.told = ()
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             one.start(*(arm if i == victim else ()))
 
@@ -72,8 +59,14 @@ class Job:
 
     def ends(self, within: float, but: int | None = None) -> list[str]:
         """How each has ended but one; a Finding if some do not within so many seconds."""
-        wait_for_ends([one for i, one in enumerate(self.members) if i != but], within)
-        return ["" if i == but else one.outcome() for i, one in enumerate(self.members)]
+        until = time.monotonic() + within
+        left = lambda: max(0.1, until - time.monotonic())
+        return [one.end(left()) for i, one in enumerate(self.members) if i != but]
+
+    def line(self, but: int | None = None) -> str:
+        """What the first of them, but one, has said at its end."""
+        lines = [one.line() for i, one in enumerate(self.members) if i != but]
+        return next(filter(None, lines), "")
 
     def record(self) -> tuple[Record, set[str]]:
         """What the run has left, and the names of that, its checkpoints among them."""
@@ -83,13 +76,13 @@ class Job:
         names = {"/".join(parts[: 1 + (parts[0] == "checkpoints")]) for parts in found}
         return recorded(here), names - {storage.LOCK}
 
-    def left(self, finished: bool) -> str:
-        """What is left besides the run: processes, or after one that ended well the copy of a bucket."""
+    def require_none_left(self, finished: bool) -> None:
+        """A Finding if processes are left, or after a job that ended well the copy of a bucket."""
         for one in self.members:
-            if found := one.left():
-                return found
+            one.require_none_left()
         copies = [p for one in self.members for p in one.folder.glob(f"{storage.PREFIX}*")]
-        return f"copies are left: {copies}" if finished and copies else ""
+        if finished and copies:
+            raise Finding(f"copies are left: {copies}")
 
     def close(self, *, keep: bool = False) -> None:
         """Ends what still runs, and removes the run, unless somebody wants to look at it."""
@@ -105,62 +98,26 @@ class Stage:
     def __init__(self, scratch: Path, processes: int, wire: s3.Wire | None = None):
         self.scratch, self.processes, self.wire = scratch.absolute(), processes, wire
         self.nursery = Nursery(self.scratch, JAX_NUM_CPU_DEVICES=str(DEVICES // processes))
-        whole = self.job("whole", in_bucket=False)
-        start = time.monotonic()
+        whole, start = self.job("whole", in_bucket=False), time.monotonic()
         whole.start()
         if (ends := whole.ends(600.0)) != ["completed"] * processes:
-            raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].log.read_text()}")
+            raise SystemExit(f"the undisturbed job: {ends}: {whole.members[0].said}")
         seconds, (record, self.names) = time.monotonic() - start, whole.record()
         self.whole = [
             Undisturbed(record, seconds, one.moments(), one.operations) for one in whole.members
         ]
-        moments = [len(one.moments) for one in self.whole]
-        print(
-            f"undisturbed: {seconds:.1f} s, moments of each {moments}, operations on files "
-            f"{[one.operations for one in self.whole]}",
-            flush=True,
-        )
+        print(f"undisturbed: {seconds:.1f} s, {self.whole[0].operations} operations", flush=True)
         whole.close()
 
     def job(self, name: str, *, in_bucket: bool = True) -> Job:
         """A job in a folder of that name, or in the bucket, if there is one."""
-        folder, bucket = self.scratch / name, in_bucket and self.wire is not None
-        out = f"s3://{s3.BUCKET}/{name}" if bucket else str(folder / "run")
-        members = [Scene(self.nursery, folder / str(i), [], 240.0) for i in range(self.processes)]
+        folder, wire = self.scratch / name, self.wire if in_bucket else None
+        out = f"s3://{s3.BUCKET}/{name}" if wire else str(folder / "run")
+        members = [Scene(self.nursery, folder / str(i)) for i in range(self.processes)]
         for one in members:
-            one.out = out if bucket else Path(out)
-            one.environment = {"TMPDIR": str(one.folder)}
-            if bucket and self.wire:
-                one.environment |= s3.credentials(self.wire.port)
-        return Job(members, out, self.wire if bucket else None)
-
-    def close(self) -> None:
-        """Ends them."""
-        self.nursery.close()
-
-
-def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
-    """One fault, from the start of its job to the comparison."""
-    kinds = (only,) if only else FOLDER if stage.wire is None else BUCKET
-    kind, victim = kinds[seed // stage.processes % len(kinds)], seed % stage.processes
-    draw, job = random.Random(digest(f"several {stage.processes} {seed}")), stage.job(f"t{seed}")
-    one = Trial(f"{kind}, process {victim}", seed, "", "finding", "", "", 0.0)
-    start = time.monotonic()
-    try:
-        if kind in (FULL, FULL_ONCE):
-            one.moment, ends = full(job, victim, kind, draw, stage.whole[victim])
-        else:
-            job.start()
-            one.moment = job.members[victim].wait_for(draw, stage.whole[victim])
-            ends = ACTS[kind](job, victim)
-        one.said = said(job, victim)
-        one.end = settled(stage, job, ends)
-    except Finding as found:
-        one.finding = str(found)
-    finally:
-        job.close(keep=bool(one.finding))
-    one.seconds = time.monotonic() - start
-    return one
+            one.out, one.environment = out, {"TMPDIR": str(one.folder)}
+            one.environment |= s3.credentials(wire.port) if wire else {}
+        return Job(members, out, wire)
 
 
 def killed(job: Job, victim: int) -> list[str]:
@@ -187,16 +144,6 @@ def still(job: Job, victim: int) -> list[str]:
     return job.ends(LOST + SLACK)
 
 
-def full(
-    job: Job, victim: int, kind: str, draw: random.Random, whole: Undisturbed
-) -> tuple[str, list[str]]:
-    """From a random operation on, or for one, there is no room for what a process writes."""
-    first = whole.operation(draw)
-    last = first if kind == FULL_ONCE else FOREVER
-    job.start(victim, (first, last, errno.ENOSPC, -1, 0))
-    return f"operation {first}", job.ends(3 * whole.seconds + 60 + LOST + SLACK)
-
-
 def offline(job: Job, victim: int) -> list[str]:
     """Nobody reaches the bucket for a while."""
     del victim
@@ -208,30 +155,54 @@ def offline(job: Job, victim: int) -> list[str]:
 
 
 ACTS: dict[str, Callable[[Job, int], list[str]]] = {
-    KILLED: killed, TOLD: told, STILL: still, OFFLINE: offline,
+    "kill -9": killed, "SIGTERM": told, "stands still": still, "network cut": offline,
 }  # fmt: skip
+# operations on files for which there is no room, from a random one on
+FULL = {"disk full": FOREVER, "disk full once": 0}
+FOLDER = ("kill -9", "SIGTERM", "disk full", "kill -9", "SIGTERM", "stands still", "disk full once")
+BUCKET = ("kill -9", "SIGTERM", "network cut")
 
 
-def said(job: Job, victim: int) -> str:
-    """What the first of the others has said at its end."""
-    lines = [one.line() for i, one in enumerate(job.members) if i != victim]
-    return next(filter(None, lines), "")
+def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
+    """One fault, from the start of its job to the comparison."""
+    kinds = (only,) if only else BUCKET if stage.wire else FOLDER
+    kind, victim = kinds[seed // stage.processes % len(kinds)], seed % stage.processes
+    draw, job = random.Random(f"several {stage.processes} {seed}"), stage.job(f"t{seed}")
+    command = f"tests.chaos.several --processes {stage.processes}"
+    command += (" --bucket" if stage.wire else "") + (f" --only '{only}'" if only else "")
+    one, whole = Trial(f"{kind}, process {victim}", seed, command), stage.whole[victim]
+    start = time.monotonic()
+    try:
+        if kind in FULL:
+            first = whole.operation(draw)
+            one.moment = f"operation {first}"
+            job.start(victim, (first, first + FULL[kind], errno.ENOSPC, -1, 0))
+            ends = job.ends(3 * whole.seconds + 60 + LOST + SLACK)
+        else:
+            job.start()
+            one.moment = job.members[victim].wait_for(draw, whole)
+            ends = ACTS[kind](job, victim)
+        one.said = job.line(but=victim)
+        one.end = settled(stage, job, ends)
+    except Finding as found:
+        one.finding = str(found)
+    finally:
+        job.close(keep=bool(one.finding))
+    one.seconds = time.monotonic() - start
+    return one
 
 
 def settled(stage: Stage, job: Job, ends: list[str]) -> str:
     """Restarts all until the run is complete, and compares it; how it ended, in a word or two."""
     first = " and ".join(dict.fromkeys(sorted(ends)))
-    for one in job.members:
-        one.told = ()
     for _ in range(RESUMES):
-        if left := job.left(finished={*ends} <= {"completed", "stopped"}):
-            raise Finding(left)
+        job.require_none_left(finished={*ends} <= {"completed", "stopped"})
         if {*ends} == {"completed"}:
             break
         job.start()
         ends = job.ends(300.0)
         if "a line" in ends:
-            raise Finding(f"not resumed: {said(job, -1)}")
+            raise Finding(f"not resumed: {job.line()}")
     record, names = job.record()
     if differs := difference(record, stage.whole[0].record):
         raise Finding(differs)
@@ -241,7 +212,7 @@ def settled(stage: Stage, job: Job, ends: list[str]) -> str:
 
 
 def main() -> None:
-    """Runs faults, prints a line each and a table at the end; exits with 1 if there were findings."""
+    """Runs faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2, help="of a job: 1, 2 or 4")
     parser.add_argument("--count", type=int, default=20, help="faults")
@@ -249,27 +220,19 @@ def main() -> None:
     parser.add_argument(
         "--bucket", action="store_true", help="the run lies in one, on this machine"
     )
-    parser.add_argument("--only", choices=[*ACTS, FULL, FULL_ONCE], help="a kind of fault")
+    parser.add_argument("--only", choices=[*ACTS, *FULL], help="a kind of fault")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
-    scratch, done = Path(tempfile.mkdtemp(prefix="several-")), []
+    scratch = Path(tempfile.mkdtemp(prefix="several-"))
     with s3.served() if given.bucket else contextlib.nullcontext() as port:
         wire = None if port is None else s3.Wire(port)
-        os.environ.update({} if wire is None else s3.credentials(wire.port))
+        os.environ.update(s3.credentials(wire.port) if wire else {})
         stage = Stage(scratch, given.processes, wire)
+        seeds = range(given.seed, given.seed + given.count)
         try:
-            for seed in range(given.seed, given.seed + given.count):
-                done.append(one := trial(stage, seed, given.only))
-                how = f"--processes {given.processes}{' --bucket' if given.bucket else ''}"
-                how += f" --only '{given.only}'" if given.only else ""
-                print(one.line(f"tests.chaos.several {how} --seed {seed} --count 1"), flush=True)
+            report((trial(stage, seed, given.only) for seed in seeds), scratch)
         finally:
-            stage.close()
-            print(table(done), flush=True)
-    found = any(one.finding for one in done)
-    if not found:
-        shutil.rmtree(scratch, ignore_errors=True)
-    sys.exit(1 if found else 0)
+            stage.nursery.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/types.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -63,77 +62,42 @@ static int half(int mine) {  // a write that is to be torn
     return mine && code == -1 && at >= 0 && atomic_load(&count) == at;
 }
 
-ssize_t write(int fd, const void *data, size_t size) {
-    REAL(write);
-    int mine = named(fd);
-    if (half(mine)) real(fd, data, size / 2);
-    return fails(mine) ? -1 : real(fd, data, size);
-}
+#define WRITE(name, offset, ...) \
+    ssize_t name(int fd, const void *data, size_t size __VA_ARGS__) { \
+        REAL(name); \
+        int mine = named(fd); \
+        if (half(mine)) real(fd, data, size / 2 offset); \
+        return fails(mine) ? -1 : real(fd, data, size offset); \
+    }
+#define COMMA ,
+WRITE(write, )
+WRITE(pwrite, COMMA from, , off_t from)
+WRITE(pwrite64, COMMA from, , off64_t from)
 
-ssize_t pwrite(int fd, const void *data, size_t size, off_t from) {
-    REAL(pwrite);
-    int mine = named(fd);
-    if (half(mine)) real(fd, data, size / 2, from);
-    return fails(mine) ? -1 : real(fd, data, size, from);
-}
+#define CALL(type, name, mine, given, ...) \
+    type name(__VA_ARGS__) { \
+        REAL(name); \
+        return fails(mine) ? -1 : real given; \
+    }
+CALL(ssize_t, writev, named(fd), (fd, pieces, many), int fd, const struct iovec *pieces, int many)
+CALL(int, fsync, named(fd), (fd), int fd)
+CALL(int, fdatasync, named(fd), (fd), int fd)
+CALL(int, rename, inside(old), (old, new), const char *old, const char *new)
+CALL(int, renameat, inside(old), (a, old, b, new), int a, const char *old, int b, const char *new)
+CALL(int, mkdir, inside(path), (path, mode), const char *path, mode_t mode)
 
-ssize_t pwrite64(int fd, const void *data, size_t size, off64_t from) {
-    REAL(pwrite64);
-    int mine = named(fd);
-    if (half(mine)) real(fd, data, size / 2, from);
-    return fails(mine) ? -1 : real(fd, data, size, from);
-}
-
-ssize_t writev(int fd, const struct iovec *pieces, int many) {
-    REAL(writev);
-    return fails(named(fd)) ? -1 : real(fd, pieces, many);
-}
-
-int fsync(int fd) {
-    REAL(fsync);
-    return fails(named(fd)) ? -1 : real(fd);
-}
-
-int fdatasync(int fd) {
-    REAL(fdatasync);
-    return fails(named(fd)) ? -1 : real(fd);
-}
-
-int rename(const char *old, const char *new) {
-    REAL(rename);
-    return fails(inside(old)) ? -1 : real(old, new);
-}
-
-int renameat(int a, const char *old, int b, const char *new) {
-    REAL(renameat);
-    return fails(inside(old)) ? -1 : real(a, old, b, new);
-}
-
-int mkdir(const char *path, mode_t mode) {
-    REAL(mkdir);
-    return fails(inside(path)) ? -1 : real(path, mode);
-}
-
-#define OPEN(name) \
-    int name(const char *path, int flags, ...) { \
+#define OPEN(name, at, ...) \
+    int name(__VA_ARGS__ const char *path, int flags, ...) { \
         REAL(name); \
         va_list rest; \
         va_start(rest, flags); \
         int mode = va_arg(rest, int); \
         va_end(rest); \
-        return fails(flags & O_CREAT && inside(path)) ? -1 : real(path, flags, mode); \
+        return fails(flags & O_CREAT && inside(path)) ? -1 : real(at path, flags, mode); \
     }
-OPEN(open)
-OPEN(open64)
-
-int openat(int at, const char *path, int flags, ...) {
-    REAL(openat);
-    va_list rest;
-    va_start(rest, flags);
-    int mode = va_arg(rest, int);
-    va_end(rest);
-    return fails(flags & O_CREAT && inside(path)) ? -1 : real(at, path, flags, mode);
-}
+OPEN(open, )
+OPEN(open64, )
+OPEN(openat, dir COMMA, int dir, )
 
 int clock_gettime(clockid_t which, struct timespec *now) {
     REAL(clock_gettime);

@@ -5,15 +5,17 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.faults import FAULTS, NATIVE, OWN, Backup
 from tests.chaos.proxy import Proxy
-from tests.chaos.scene import ROOT, Finding, Nursery, Scene, Undisturbed, difference, digest
-from tests.chaos.serving import Serving
+from tests.chaos.scene import ROOT, Finding, Nursery, Scene, Undisturbed, difference, recorded
+from tests.chaos.standin import Standin
 
 RESUMES = 4
+KEY = "chaos-key"
 
 
 @dataclass
@@ -22,57 +24,81 @@ class Trial:
 
     kind: str
     seed: int
-    moment: str
-    end: str
-    said: str
-    finding: str
-    seconds: float
+    command: str = ""
+    moment: str = ""
+    end: str = "finding"
+    said: str = ""
+    finding: str = ""
+    seconds: float = 0.0
 
-    def line(self, command: str = "") -> str:
+    def line(self) -> str:
         """For people; a finding names the command that makes it again."""
         text = f"seed {self.seed}  {self.kind}  [{self.moment}]  {self.end}  {self.seconds:.0f} s"
         if self.said:
             text += f"  ({self.said[:160]})"
         if self.finding:
-            command = command or f"tests.chaos --only '{self.kind}' --seed {self.seed} --count 1"
-            text += f"\n  FINDING {self.finding}\n  again: python -m {command}"
+            again = self.command or f"tests.chaos --only '{self.kind}'"
+            again = f"python -m {again} --seed {self.seed} --count 1"
+            text += f"\n  FINDING {self.finding}\n  again: {again}"
         return text
+
+
+def report(trials: Iterable[Trial], scratch: Path) -> None:
+    """Prints a line each and a table at the end; exits with 1, and keeps the runs, after findings."""
+    done: list[Trial] = []
+    try:
+        for one in trials:
+            done.append(one)
+            print(one.line(), flush=True)
+    finally:
+        print(table(done), flush=True)
+        if not (found := any(one.finding for one in done)):
+            shutil.rmtree(scratch, ignore_errors=True)
+    sys.exit(1 if found else 0)
+
+
+def table(trials: list[Trial]) -> str:
+    """How many faults of each kind ended how."""
+    ends = list(dict.fromkeys(one.end for one in trials))
+    rows = ["| fault | " + " | ".join(ends) + " |", "|---" * (len(ends) + 1) + "|"]
+    for kind in dict.fromkeys(one.kind for one in trials):
+        counts = [sum(t.kind == kind and t.end == end for t in trials) for end in ends]
+        rows.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
+    seconds = sum(one.seconds for one in trials)
+    return "\n".join([*rows, f"{len(trials)} faults in {seconds:.0f} s, {time.strftime('%F')}"])
 
 
 class Stage:
     """What trials share: the process that runs are forked from, a server, the undisturbed runs."""
 
-    def __init__(self, scratch: Path, vllm: str | None, bound: float):
+    def __init__(self, scratch: Path, bound: float = 240.0):
         self.scratch, self.bound = scratch.absolute(), bound
-        self.vllm = vllm
         self.nursery = Nursery(self.scratch)
-        self._serving: Serving | None = None
+        self._server: Standin | None = None
         self._whole: dict[str, Undisturbed] = {}
 
     def close(self) -> None:
         """Ends them."""
-        if self._serving:
-            self._serving.close()
+        if self._server:
+            self._server.die()
         self.nursery.close()
 
     def scene(self, engine: str, name: str) -> Scene:
         """A run of an engine, in a folder of that name."""
         folder = self.scratch / name
-        made = Scene(self.nursery, folder, [], self.bound)
+        made = Scene(self.nursery, folder, bound=self.bound)
         if engine == NATIVE:
             return made
         (folder / "m").mkdir()
         made.flags = ["--memory", str(folder / "m")]
-        if self.vllm:
-            made.flags += ["--patience", "300", "--timeout", "20"]
         if engine == OWN:
-            made.flags += ["--python", self.vllm or str(self._standin())]
+            made.flags += ["--python", str(self._python())]
             return made
-        if self._serving is None:
-            self._serving = Serving(self.scratch, self.vllm)
-        made.proxy = Proxy(folder / "p.sock", self._serving.url, self._serving.key)
+        socket = self.scratch / "s.sock"
+        self._server = self._server or Standin(path=socket, key=KEY)
+        made.proxy = Proxy(folder / "p.sock", socket, KEY)
         made.flags += ["--servers", f"unix://{made.proxy.path}"]
-        made.environment["VLLM_API_KEY"] = self._serving.key
+        made.environment["VLLM_API_KEY"] = KEY
         return made
 
     def whole(self, engine: str) -> Undisturbed:
@@ -85,26 +111,24 @@ class Stage:
         return self._whole[engine]
 
     def _undisturbed(self, engine: str, name: str) -> Undisturbed:
-        scene = self.scene(engine, name)
-        start = time.monotonic()
+        scene, start = self.scene(engine, name), time.monotonic()
         scene.start()
         if (end := scene.end()) != "completed":
-            raise SystemExit(f"the undisturbed run ({engine}): {end}: {scene.log.read_text()}")
+            raise SystemExit(f"the undisturbed run ({engine}): {end}: {scene.said}")
         seconds = time.monotonic() - start
-        if left := scene.left():
-            raise SystemExit(f"the undisturbed run ({engine}): {left}")
-        operations = scene.operations
+        scene.require_none_left()
         calls = dict(scene.proxy.calls) if scene.proxy else {}
-        made = Undisturbed(scene.record(), seconds, scene.moments(), operations, calls)
+        record, moments = recorded(scene.folder / "run"), scene.moments()
+        made = Undisturbed(record, seconds, moments, scene.operations, calls)
         _clear(scene)
         print(
-            f"undisturbed ({engine}): {seconds:.1f} s, {len(made.moments)} moments, "
-            f"{operations} operations on files, {len(made.record.metrics)} records",
+            f"undisturbed ({engine}): {seconds:.1f} s, {len(moments)} moments, "
+            f"{made.operations} operations on files, {len(record.metrics)} records",
             flush=True,
         )
         return made
 
-    def _standin(self) -> Path:
+    def _python(self) -> Path:
         """What takes the place of vLLM's Python."""
         path = self.scratch / "standin"
         python = shlex.join([f"PYTHONPATH={ROOT}", "OPENBLAS_NUM_THREADS=1", sys.executable])
@@ -115,16 +139,15 @@ class Stage:
 
 def trial(stage: Stage, kind: str, seed: int) -> Trial:
     """One fault, from the start of its run to the comparison."""
-    fault, draw = FAULTS[kind], random.Random(digest(f"{kind} {seed}"))
+    fault, draw = FAULTS[kind], random.Random(f"{kind} {seed}")
     whole = stage.whole(fault.engine)
     scene = stage.scene(fault.engine, f"t{seed}")
-    start, one = time.monotonic(), Trial(kind, seed, "", "finding", "", "", 0.0)
+    start, one = time.monotonic(), Trial(kind, seed)
     try:
         one.moment = fault.act(scene, draw, whole)
         end, backup = scene.end(), {}
         one.said = scene.line()
-        if left := scene.left():
-            raise Finding(left)
+        scene.require_none_left()
         if fault.damage is not None:
             words, backup = fault.damage(scene, draw)
             one.moment += f", {words}"
@@ -155,15 +178,14 @@ def _settled(scene: Scene, whole: Undisturbed, end: str, backup: Backup, one: Tr
             first, backup = "refused", {}
     if end != "completed":
         raise Finding(f"not complete after {RESUMES} resumes: {end}")
-    found = scene.record()
+    found = recorded(scene.folder / "run")
     if differs := difference(found, whole.record):
         # metrics.jsonl and run.json have no checksums; the state is the same all the same
         unsure = first == "damaged" and one.kind.startswith(("journal", "record"))
         if not unsure or any(whole.record.newest.get(k, v) != v for k, v in found.newest.items()):
             raise Finding(differs)
         first = "other records"
-    if left := scene.left():
-        raise Finding(left)
+    scene.require_none_left()
     return first if first in ("completed", "refused", "other records") else f"{first}, resumed"
 
 

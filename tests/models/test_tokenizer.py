@@ -1,15 +1,13 @@
 """What grades a response sees all of it but the token that ends it."""
 
-import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from jaxrl_llm.models import hf, qwen2
+from jaxrl_llm.models import hf
 from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
 from tests import tiny
 
@@ -108,21 +106,9 @@ def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
     assert load(tmp_path).encode("ab a b") == made.encode("ab a b")
 
 
-def test_the_stops_of_a_pretrained_model_reach_the_sampler(tmp_path):
-    from jaxrl_llm.config import Pretrained
-    from jaxrl_llm.training.parts import parts as make_parts
-    from tests import test_configs
-
+def test_a_folder_says_which_tokens_end_a_response(tmp_path):
     shape = tiny.shape(vocab_size=64)
-    WORDS.save(tmp_path / "words")
-    described = hf.hf_config(shape, "float32")
-    (tmp_path / "words" / "config.json").write_text(json.dumps(described))
-    hf.export(qwen2.init(shape), shape, tmp_path / "model", source=tmp_path / "words")
-    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
-    config = test_configs.load("kk_tiny").config()
-    task = SimpleNamespace(name="none", train=[1], test=[2], prompt=str, reward=int)
-    config = dataclasses.replace(
-        config, model=Pretrained(str(tmp_path / "model")), task=lambda folder: task
-    )
-    parts = make_parts(config, tmp_path)
-    assert parts.sampling(config).stop == (1, 4)
+    WORDS.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf.hf_config(shape, "float32")))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
+    assert load(tmp_path).stops == (1, 4)

@@ -17,7 +17,7 @@ from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import qwen2, sharding
-from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning import machines, report, search, share_of_a_gpu
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
 from jaxrl_llm.planning.programs import Step
@@ -57,7 +57,7 @@ def test_slots_are_planned_as_the_engine_has_them():
     step = Step(config, config.model.shape, sharding.make_mesh(), 2**34)
     sampler = NativeSampler(step.decoder, slots=13, prefill_prompts=3)
     assert (step.engine.slots, step.engine.prefill_prompts) == (16, 8)
-    assert (sampler.slots, sampler.together) == (16, 8)
+    assert (sampler.slots, sampler.prefill_prompts) == (16, 8)
 
 
 def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_jax_takes_as_much_of_a_gpu_as_a_plan_counts_on(monkeypatch):
     for given in ((), *((name,) for name in names)):
         for name in names:
             monkeypatch.setenv(name, "0.5" if name in given else "")
-        assert machines.share_of_a_gpu() == (0.5 if given else 0.94)
+        assert share_of_a_gpu() == (0.5 if given else 0.94)
         main(["--help"])
         assert os.environ[names[0]] == ("" if names[1] in given else "0.5" if given else "0.94")
         assert os.environ[names[1]] == ("0.5" if names[1] in given else "")
@@ -165,20 +165,17 @@ def test_layouts_divide_evenly_where_any_does(devices):
     assert layouts
     rows = config.prompts * config.group_size // config.collate.minibatches
     for layout in layouts:
-        assert layout.tensor * layout.fsdp * layout.data == devices
-        assert config.model.shape.num_heads % layout.tensor == 0
-        assert devices != 8 or rows % (layout.microbatches * layout.fsdp * layout.data) == 0
-        assert layout.of(config).mesh == Mesh(layout.data, layout.fsdp, layout.tensor)
+        mesh, micro = layout.mesh, layout.collate.microbatches
+        assert mesh.tensor * mesh.fsdp * mesh.data == devices
+        assert config.model.shape.num_heads % mesh.tensor == 0
+        assert devices != 8 or rows % (micro * mesh.fsdp * mesh.data) == 0
 
 
 def test_weights_that_are_gathered_over_the_network_take_longer():
     config = quick.config()
-    shape, micro = config.model.shape, config.collate.microbatches
-    within = search.Layout(1, 4, 2, micro, True)
-    across = search.Layout(1, 8, 1, micro, True)
-    offloaded = search.Layout(1, 4, 2, micro, True, "both")
-    assert offloaded.of(config).offload == "both"
-    times = [search.estimate(x, config, shape, TOY) for x in (within, offloaded, across)]
+    within = replace(config, mesh=Mesh(2, 4, 1))
+    layouts = within, replace(within, offload="both"), replace(config, mesh=Mesh(1, 8, 1))
+    times = [search.estimate(layout, config.model.shape, TOY) for layout in layouts]
     assert times[2] > 5 * times[0] < 5 * times[1]
 
 

@@ -1,13 +1,14 @@
 """`analyze` on a run, words of reasoning, and what is wrong in a line."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import rich.console
 
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.research import analysis, analysis_report, words
+from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
 
@@ -80,8 +81,8 @@ def test_an_optimizer_may_begin_anew(run, found, tmp_path):
 
 
 def test_what_is_unchecked_counts_for_nothing():
-    of = SimpleNamespace(state=SimpleNamespace(step=3))
-    found = analysis.described(of, [Reward(1.0, True), Reward(0.0, False), UNCHECKED], 9)  # pyright: ignore[reportArgumentType]
+    rewards = [Reward(1.0, True), Reward(0.0, False), UNCHECKED]
+    found = analysis.described([Answers([], Rollout([], [], []), rewards)])
     assert (found["responses"], found["unchecked"]) == (3, 1)
     assert found["reward"] == found["accuracy"] == 0.5
 

@@ -1,17 +1,21 @@
 """Studies: every study file, what is left to do of one, and what is read out of its runs."""
 
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 
 from jaxrl_llm import config, userfile
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.research import fleet, grid, study_report
-from jaxrl_llm.research.study import Planned, Study
+from jaxrl_llm.research import pool, runner, study_report
+from jaxrl_llm.research.study import Study
 from jaxrl_llm.training import journal, record
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,14 +46,13 @@ def test_every_study_builds_every_config(path):
         made, warm = (make(**r.flags) for r in (run, study.warm_start(run)))
         assert made.seed == warm.seed == 5
         assert warm.steps == 0
-        grid._require_same_beginning(run, made, warm)
 
 
 def test_the_example_of_the_page_is_a_study(tmp_path):
     _, example, _ = re.split(r"```(?:python)?\n", (ROOT / "docs" / "studies.md").read_text())
     path = tmp_path / "example.py"
     path.write_text(example.replace("../kk_tiny.py", str(ROOT / "configs" / "kk_tiny.py")))
-    made = grid.load(path, None, (0,))
+    made = runner.load(path, None, (0,))
     assert len(made.runs) == 4
     assert made.text == "Does Lopti help, with both algorithms?"
 
@@ -67,6 +70,10 @@ def test_warm_starts_are_shared_where_they_are_the_same():
     assert [run.seed for run in study.runs()] == [0] * 6 + [1] * 6
     warm = {study.warm_start(run).name for run in study.runs()}
     assert warm == {f"warm-size-{size}-seed{seed}" for size in (1, 2) for seed in (0, 1)}
+    apart = Study("c.py", {"a": {}, "b": {"k": 1}}, "a", panels, {"k": 2}, seeds=(0,))
+    warm = [apart.warm_start(run) for run in apart.runs()]
+    assert [one.name for one in warm] == [f"{panel}-warm-seed0" for panel in "ppqqrr"]
+    assert warm[1].flags == {"k": 2, "size": 1, "algo": "x", "steps": 0, "seed": 0}
 
 
 # The resume logic, with runs whose records are written by hand.
@@ -86,19 +93,19 @@ def out(tmp_path):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """The jobs that the command would start, by name."""
+    """The commands that `study` would run, by name."""
 
     def run(*arguments):
-        caught = []
+        caught = {}
 
-        def catch(jobs, *_):
-            caught.extend(jobs)
-            return {job.name: fleet.DONE for job in jobs}
+        def catch(commands, *_, **__):
+            caught.update(commands)
+            return dict.fromkeys(commands, 0)
 
         with monkeypatch.context() as patch:
-            patch.setattr(fleet, "run", catch)
+            patch.setattr(pool, "run", catch)
             main(["study", *map(str, arguments)])
-        return {job.name: job for job in caught}
+        return caught
 
     return run
 
@@ -123,7 +130,7 @@ def made(where, **known):
     record.write(where, {"version": record.VERSION, "id": "a", "from_id": None, **nothing, **known})
 
 
-def fake(out, name, accuracies, *, warm=2, flags=None):
+def fake(out, name, accuracies, *, tested=True, warm=2, flags=None):
     """The folder of a run that was evaluated at every step, from 0 on; half as many sampled answers are right."""
     where = out / "runs" / name
     where.mkdir(parents=True)
@@ -135,9 +142,11 @@ def fake(out, name, accuracies, *, warm=2, flags=None):
         records.append({"eval/accuracy": accuracy})
         for written in records[-2:]:
             written.update({"step": warm + step, "phase": "reinforce", "time/step": 1.0})
+    if tested:
+        records.append({**records[-1], "test/accuracy": 0.5})
+        del records[-1]["eval/accuracy"]
     (where / journal.METRICS).write_text("".join(json.dumps(r) + "\n" for r in records))
     made(where, flags=flags or {})
-    (where / "checkpoints" / str(warm + len(accuracies) - 1)).mkdir(parents=True)
     return where
 
 
@@ -146,43 +155,46 @@ def results(out):
 
 
 def test_a_new_study_makes_everything_warm_starts_first(small, out, planned, capsys):
-    jobs = planned(small, "--out", out, "--seeds", "0", "1", "1")
-    plain, lopti = (["plain-seed0", "plain-seed1"], ["lopti-seed0", "lopti-seed1"])
-    assert [*jobs] == [name for seed in zip(WARM, plain, lopti, strict=True) for name in seed]
-    assert [job.after for job in jobs.values()] == ["", WARM[0], WARM[0], "", WARM[1], WARM[1]]
-    words = " ".join(jobs["lopti-seed1"].command)
+    commands = planned(small, "--out", out, "--seeds", "0", "1", "1")
+    left = [f"{variant}-seed{seed}" for seed in (0, 1) for variant in ("plain", "lopti")]
+    assert [*commands] == [*WARM, *left]
+    words = " ".join(commands["lopti-seed1"])
     assert "--steps 2 --warm-steps 2 --eta 0.5 --seed 1" in words
     assert f"--from {out}/runs/{WARM[1]}" in words
-    assert "--resume" not in words
-    assert "--steps 0" in " ".join(jobs[WARM[0]].command)
+    assert "--resume auto" in words
+    assert "--steps 0" in " ".join(commands[WARM[0]])
     assert "no run in" in capsys.readouterr().out
 
 
 def test_a_study_goes_on_with_what_is_left(small, out, planned):
     fake(out, WARM[0], [0.1])
     fake(out, "plain-seed0", [0.1, 0.2, 0.3])
-    fake(out, "lopti-seed0", [0.1, 0.2])
-    nothing = out / "runs" / "plain-seed1"
-    (nothing / "model").mkdir(parents=True)  # killed before its first checkpoint
-    made(nothing)
-    jobs = planned(small, "--out", out)
-    assert [*jobs] == ["lopti-seed0", WARM[1], "plain-seed1", "lopti-seed1"]
-    assert jobs["lopti-seed0"].after == ""
-    assert [name for name, job in jobs.items() if "--resume" in job.command] == ["lopti-seed0"]
-    assert not nothing.exists()
+    fake(out, "lopti-seed0", [0.1, 0.2], tested=False)
+    commands = planned(small, "--out", out)
+    assert [*commands] == [WARM[1], "lopti-seed0", "plain-seed1", "lopti-seed1"]
+    fake(out, "lopti-seed1", [0.1, 0.2, 0.3])
+    shutil.rmtree(out / "runs" / WARM[0])  # lopti of seed 0 begins with it
+    assert [*planned(small, "--out", out)] == [*WARM, "lopti-seed0", "plain-seed1"]
 
 
-def test_a_finished_run_may_lose_its_checkpoints_no_other_loses_anything(
-    small, out, planned, refused
-):
-    done, half = fake(out, "plain-seed0", [0.1, 0.2, 0.3]), fake(out, "lopti-seed0", [0.1, 0.2])
-    for where in (done, half):
-        shutil.rmtree(where / "checkpoints")
-    assert f"{half} has lost its checkpoints before it was finished" in refused(small, "--out", out)
-    assert (half / journal.METRICS).exists()
-    half.rename(out / "away")
-    assert [*planned(small, "--out", out)][:2] == [WARM[0], "lopti-seed0"]
-    assert (done / journal.METRICS).exists()
+@pytest.mark.slow
+def test_a_study_is_made_stopped_and_finished(small, tmp_path):
+    """By real runs: a signal while the first ones are on, then the same command."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jaxrl_llm.cli", "study", str(small), "--out", "out"]
+    command += ["--seeds", "0", "--jobs", "1", "--data", "data"]
+    study = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    until = time.monotonic() + 120
+    while not (tmp_path / "out" / "runs" / "plain-seed0" / "metrics.jsonl").exists():
+        assert study.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    study.terminate()
+    assert study.wait() == 75
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 runs are finished" in done.stdout
+    assert {run["variant"] for run in results(tmp_path / "out")["runs"]} == {"plain", "Lopti"}
 
 
 def test_runs_of_other_flags_or_cores_are_not_mixed_in(small, out, refused, planned):
@@ -199,8 +211,7 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out
     (where / "files").mkdir()
     for file in (loaded, where / "files" / "0-loaded.py"):
         file.write_text("RATE = 1")
-    files = {str(loaded): "files/0-loaded.py"}
-    made(where, files=files)
+    made(where, files={str(loaded): "files/0-loaded.py"})
     shutil.copy(QUICK, where / "config.py")
     assert "plain-seed0" not in planned(small, "--out", out)
     loaded.write_text("RATE = 2")
@@ -209,55 +220,6 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out
     said = refused(small, "--out", out)
     assert "quick.py has changed since" in said
     assert f"put it back as it was ({where}/config.py)" in said
-
-
-def test_a_flag_that_changes_the_warm_start_has_to_be_named(tmp_path, out, refused):
-    """Else all begin with the warm start of the default, and nothing says so."""
-    asked = SMALL.replace("tests/training/quick.py", "configs/kk_tiny.py")
-    for flags, warm in (
-        ('"warm_steps": 60, "people": 4', '"warm_steps",'),
-        ('"warm_steps": 60, "careless": 0.0', '"warm_steps",'),
-        ('"warm_steps": 60', ""),
-    ):
-        file = tmp_path / "tiny.py"
-        text = asked.replace('"warm_steps": 2', flags).replace('("warm_steps",)', f"({warm})")
-        file.write_text(text)
-        assert "name the flag that changes it in warm" in refused(file, "--out", out), flags
-    assert not out.exists()
-
-
-def test_so_has_one_that_is_bound_in_a_function(tmp_path, small, out, planned, refused):
-    """Optimizers are functions, and tasks may be: what they close over tells."""
-    mine = tmp_path / "mine.py"
-    mine.write_text("""from dataclasses import replace
-from jaxrl_llm.config import Config
-from jaxrl_llm.learning import optimizers
-from tests.training.quick import config as quick
-import optax
-
-def config(
-    steps: int = 2, warm_rate: float = 1e-3, hint: str = "", peak: float = 0.0, many: int = 2, seed: int = 0
-) -> Config:
-    made = quick(steps=steps, seed=seed)
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, 2, 4) if peak else warm_rate
-    collate = replace(made.warm_start.collate, microbatches=many)
-    warm = replace(made.warm_start, optimizer=optimizers.adamw(rate), collate=collate)
-    return replace(made, warm_start=warm, task=lambda folder: (made.task(folder), hint)[0])
-""")
-    written = lambda flags, warm=(): (
-        f"""from jaxrl_llm.research.study import Study
-study = Study(
-    config={str(mine)!r}, variants={{"a": {{}}, "b": {{"steps": 3}}}}, baseline="a", warm={warm}, flags={flags}
-)
-"""
-    )
-    for flags in ({"warm_rate": 3e-3}, {"hint": "x"}, {"peak": 3e-3}):
-        small.write_text(written(flags))
-        assert "name the flag that changes it in warm" in refused(small, "--out", out)
-    small.write_text(written(flags, tuple(flags)))
-    planned(small, "--out", out)
-    small.write_text(written({"many": 1}))  # how it is computed, not what
-    planned(small, "--out", tmp_path / "many")
 
 
 def test_what_is_wrong_is_found_before_anything_starts(small, out, refused):
@@ -292,11 +254,12 @@ def test_the_folder_is_of_one_study_at_a_time_and_a_stop_is_told(small, out, mon
     """As a run that is stopped, so that what starts things again does not take it for done."""
     seen = []
 
-    def stopped(jobs, *_):
+    def stopped(commands, *_, stop, **__):
         seen.append(refused(small, "--out", out))
-        return {job.name: fleet.STOPPED for job in jobs}
+        stop.ask()
+        return dict.fromkeys(commands)
 
-    monkeypatch.setattr(fleet, "run", stopped)
+    monkeypatch.setattr(pool, "run", stopped)
     with pytest.raises(SystemExit) as left:
         main(["study", str(small), "--out", str(out)])
     assert left.value.code == 75
@@ -307,7 +270,7 @@ def test_the_report_reads_the_runs(small, out, capsys):
     fake(out, "plain-seed0", [0.1, 0.2, 0.4])
     fake(out, "lopti-seed0", [0.1, 0.4, 0.4])
     fake(out, "plain-seed1", [0.2, 0.3, 0.5])
-    fake(out, "lopti-seed1", [0.2, 0.7])
+    fake(out, "lopti-seed1", [0.2, 0.7], tested=False)
     main(["study", str(small), "--out", str(out), "--report"])
     text = capsys.readouterr().out
     assert "3 of 4 runs are finished" in text
@@ -316,6 +279,7 @@ def test_the_report_reads_the_runs(small, out, capsys):
     plain, lopti = (entries[v, "greedy"] for v in ("plain", "Lopti"))
     assert (plain["n"], plain["mean"]) == (2, pytest.approx(0.35))  # 0.3 and 0.4
     one = {"n": 1, "mean": pytest.approx(0.1), "low": None, "high": None, "holm": None}
+    one["seeds"] = [pytest.approx(0.1)]
     assert lopti["difference"] == one
     assert entries["plain", "sampled"]["mean"] == pytest.approx(0.175)  # 0.1, 0.2 and 0.15, 0.25
     # Plain, seed 0: from 0.1 to 0.15 in the mean, half of it after 1.25 steps; Lopti begins above that.
@@ -392,12 +356,13 @@ def test_flags_may_be_paths_and_several_words(small, tmp_path, out, planned):
     shutil.rmtree(out / "runs")
     assert [*planned(small, "--out", out, "--seeds", "0")] == []
 
-    flags = {"layers": (1, 2), "fast": False, "rate": 0.1, "packed": True, "quick": False}
-    mine.write_text(
-        "def config(layers: tuple[int, ...] = (), fast: bool = True, rate: float = 0.0, "
-        "packed: bool | None = None, quick=True): ..."
-    )
-    made = grid.Grid(Study("c.py", {"a": {}}, "a"), "", "", mine, tmp_path)
-    words = made.command(Planned("", "a", 0, flags))
-    expected = ["--layers", "1", "2", "--no-fast", "--rate", "0.1", "--packed", "True"]
-    assert words[2:11] == [*expected, "--no-quick"]
+
+def test_flags_are_words_of_the_command_line():
+    def make(
+        layers: tuple[int, ...] = (), fast: bool = True, packed: bool | None = None, quick=True
+    ):
+        del layers, fast, packed, quick
+
+    flags = {"layers": (1, 2), "fast": False, "rate_of": 0.1, "packed": True, "quick": False}
+    expected = "--layers 1 2 --no-fast --rate-of 0.1 --packed True --no-quick"
+    assert " ".join(runner.as_words(make, flags)) == expected  # pyright: ignore[reportArgumentType]

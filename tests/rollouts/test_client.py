@@ -1,11 +1,13 @@
-"""Addresses, and servers that drip, flood, lie, or are somebody else's: each is cut, and costs little memory."""
+"""Addresses, keys, and servers that drip, flood, lie, or are somebody else's: each costs a line, and no memory."""
 
 import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.vllm import client
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Server, address, is_private, run
 from tests.rollouts.fake_vllm import Fake, completion
 
@@ -73,14 +76,6 @@ JSON = b'{"weight_version": "a-1"}'
 
 
 @contextlib.contextmanager
-def connected(server):
-    try:
-        yield server
-    finally:
-        run(server.close())
-
-
-@contextlib.contextmanager
 def answering(pieces, pause=0.0):
     """A server that reads a request and sends these pieces, however many, one after the other."""
     ended = threading.Event()
@@ -122,34 +117,28 @@ def answering(pieces, pause=0.0):
     ],
 )
 def test_a_drip_does_not_outlast_the_deadline(pieces):
-    with (
-        answering(pieces, pause=0.02) as url,
-        connected(Server(url, timeout=0.3)) as server,
-    ):
+    with answering(pieces, pause=0.02) as url:
         start = time.monotonic()
         with pytest.raises(NoAnswer):
-            run(server.label())
+            run(Server(url, timeout=0.3).label())
         assert time.monotonic() - start < 10
 
 
 def test_a_request_that_is_not_read_ends_too():
     with socket.create_server(("127.0.0.1", 0), backlog=4) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with connected(Server(url, timeout=0.3)) as server:
-            start = time.monotonic()
-            with pytest.raises(NoAnswer, match=r"[Tt]ime"):
-                run(server.post("/v1/completions", {"prompt": "x" * (32 * MEGABYTES)}))
-            assert time.monotonic() - start < 30
+        start, body = time.monotonic(), {"prompt": "x" * (32 * MEGABYTES)}
+        with pytest.raises(NoAnswer, match="time"):
+            run(Server(url, timeout=0.3).post("/v1/completions", body))
+        assert time.monotonic() - start < 30
 
 
 def test_long_responses_have_more_time():
     """Two seconds for eight tokens are no timeout of 0.5 s and a quarter of a second each."""
-    with (
-        Fake(seconds=1.5) as fake,
-        connected(Server(fake.url, "key", timeout=0.5)) as server,
-    ):
+    with Fake(seconds=1.5) as fake:
+        server = Server(fake.url, "key", timeout=0.5)
         assert len(run(server.complete([1], Sampling(max_tokens=8), 0, 50)).tokens) == 8
-        with pytest.raises(NoAnswer, match=r"[Tt]ime"):
+        with pytest.raises(NoAnswer, match="time"):
             run(server.complete([1], Sampling(max_tokens=1), 0, 50))
 
 
@@ -171,10 +160,10 @@ BLOCK = b"[" * MEGABYTES
     ],
 )
 def test_a_flood_costs_no_memory(pieces):
-    with answering(pieces) as url, connected(Server(url, timeout=20)) as server:
+    with answering(pieces) as url:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(NoAnswer):
-            run(server.label())
+            run(Server(url, timeout=20).label())
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
@@ -210,13 +199,15 @@ def answered(**changes):
     ],
 )  # fmt: skip
 def test_a_lie_is_no_answer(content):
-    with (
-        Fake(fault=lambda *_: (200, content)) as fake,
-        connected(Server(fake.url, "key")) as server,
-    ):
-        with pytest.raises(NoAnswer) as said:
-            run(server.complete([1], SAMPLING, 0, 50))
-        assert len(str(said.value)) < 500
+    complete = lambda server: server.complete([1], SAMPLING, 0, 50)
+    assert len(no_answer(200, content, complete)) < 500
+
+
+def no_answer(status, content, ask=Server.label):
+    """What is said of it."""
+    with Fake(fault=lambda *_: (status, content)) as fake, pytest.raises(NoAnswer) as said:
+        run(ask(Server(fake.url, "key")))
+    return str(said.value)
 
 
 @pytest.mark.parametrize(
@@ -229,23 +220,15 @@ def test_a_lie_is_no_answer(content):
     ],
 )  # fmt: skip
 def test_a_lie_about_a_score_is_no_answer(entries):
-    with (
-        Fake(fault=lambda *_: (200, answered(prompt_logprobs=entries))) as fake,
-        connected(Server(fake.url, "key")) as server,
-        pytest.raises(NoAnswer, match="scored a prompt without its log-probs"),
-    ):
-        run(server.score([1, 2]))
+    content = answered(prompt_logprobs=entries)
+    said = no_answer(200, content, lambda server: server.score([1, 2]))
+    assert "scored a prompt without its log-probs" in said
 
 
 @pytest.mark.parametrize("label", [b"null", b"3", b'["a"]'])
 def test_a_label_is_text(label):
-    content = b'{"weight_version": %s}' % label
-    with (
-        Fake(fault=lambda *_: (200, content)) as fake,
-        connected(Server(fake.url, "key")) as server,
-        pytest.raises(NoAnswer, match="does not say which weights"),
-    ):
-        run(server.label())
+    said = no_answer(200, b'{"weight_version": %s}' % label)
+    assert "does not say which weights" in said
 
 
 @pytest.mark.parametrize(
@@ -259,25 +242,23 @@ def test_a_label_is_text(label):
         b"a \xff b" + b"x" * 10_000,
     ],
 )
-def test_a_message_is_one_short_line_that_a_terminal_can_show(content):
-    with (
-        Fake(fault=lambda *_: (500, content)) as fake,
-        connected(Server(fake.url, "key")) as server,
-    ):
-        with pytest.raises(NoAnswer, match=r"status 500: .*a .* b") as said:
-            run(server.label())
-        assert str(said.value).isprintable()
-        assert len(str(said.value)) < 500
+def test_what_is_said_is_one_short_line_that_a_terminal_can_show(content):
+    said = no_answer(500, content)
+    assert re.search(r"status 500: .*a .* b", said)
+    assert said.isprintable()
+    assert len(said) < 500
 
 
 @pytest.mark.parametrize("status", [404, 408, 429, 500, 502, 503, 504, 302, 204])
 def test_what_a_load_balancer_says_is_no_answer(status):
-    with (
-        Fake(fault=lambda *_: (status, b"<html>not here</html>")) as fake,
-        connected(Server(fake.url, "key")) as server,
-        pytest.raises(NoAnswer),
-    ):
-        run(server.label())
+    assert no_answer(status, b"<html>not here</html>")
+
+
+def test_nobody_listens():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(NoAnswer, match="ConnectError"):
+            run(Server(f"http://127.0.0.1:{taken.getsockname()[1]}").label())
 
 
 LISTENER = """
@@ -310,3 +291,48 @@ def taken(path):
             run(server.label())
         other.kill()
         assert other.stdout.read() == ""
+
+
+def test_a_key_is_written_for_its_owner_alone(tmp_path):
+    path = tmp_path / "key"
+    client.write_key("secret", path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert client.read_key(path) == "secret"
+    with pytest.raises(FileExistsError):
+        client.write_key("other", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [
+        (b"secret", 0o644, "not yours alone: chmod 600"),
+        (b"", 0o600, "holds no key"),
+        (b"a\nb", 0o600, "more than letters, digits and signs on one line"),
+        ("clé".encode(), 0o600, "more than letters"),
+        (b"\xff", 0o600, "more than letters"),
+        (None, 0o600, "no key in .*: No such file"),
+    ],
+)
+def test_a_key_file_that_will_not_do(tmp_path, content, mode, says):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+    with pytest.raises(UserError, match=says):
+        client.read_key(path)
+
+
+def test_a_fifo_for_a_key_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "key", 0o600)
+    with pytest.raises(UserError, match="holds no key"):
+        client.read_key(tmp_path / "key")
+
+
+def test_without_a_file_the_key_is_the_environments(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert client.read_key(None) == ""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert client.read_key(None) == "secret"
+    monkeypatch.setenv("VLLM_API_KEY", "a\r\nX: y")
+    with pytest.raises(UserError, match="the key in VLLM_API_KEY holds more than"):
+        client.read_key(None)

@@ -18,7 +18,7 @@ from jaxrl_llm.models.policy import mesh_of_copies
 from jaxrl_llm.planning.machines import compiling_for, machine
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.rollouts.slots import idle_slots, rules_of, ways_of
+from jaxrl_llm.rollouts.slots import idle_slots, rules_of
 from tests import tiny
 
 SHAPE = tiny.shape(hidden_size=256, num_heads=4, vocab_size=1000)
@@ -50,15 +50,13 @@ def program(name: str, share: int = 1) -> str:
         trained = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
                                shapes, sharding.param_shardings(shapes, mesh))  # fmt: skip
         params = decoder.weights_like(trained)
-        empty = jax.eval_shape(lambda params: decoder.empty(params, SLOTS, COLUMNS), params)
+        empty = jax.eval_shape(lambda: decoder.empty(SLOTS, COLUMNS))
         cache = placed(empty, decoder.mesh, P(sharding.BATCH, "tensor"))
         slots, rules, number = (
             placed(tree, decoder.mesh, P())
             for tree in (idle_slots(SLOTS, RESPONSE), rules_of(sampling), np.int32(0))
         )
-        lowered = engine._run.lower(
-            params, cache, slots, rules, number, number, ways=ways_of(sampling)
-        )
+        lowered = engine._run.lower(params, cache, slots, rules, number, number)
         return str(lowered.compile().as_text())
 
 

@@ -1,11 +1,15 @@
 """One token from logits: the right distribution, the right truncation, noise that belongs to the request."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm.rollouts import draw
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.slots import rules_of
 
 SETTINGS = ((0.5, 0), (0.9, 0), (1.0, 1), (1.0, 7), (0.8, 12), (0.3, 3), (1.0, 1000), (1e-6, 0))
 
@@ -24,7 +28,8 @@ def numpy_kept(probability, top_p, top_k):
 def test_truncation_is_that_of_a_sort(top_p, top_k):
     logits = np.random.default_rng(0).normal(0, 3, (32, 101)).astype(np.float32)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    out = jax.jit(draw.truncate)(weights, jnp.float32(top_p), jnp.int32(top_k))
+    rules = rules_of(Sampling(top_p=top_p, top_k=top_k))
+    out = jax.jit(draw.truncate)(weights, rules.top_p, rules.top_k)
     probability = weights.astype(np.float64)
     kept = np.stack([numpy_kept(row / row.sum(), top_p, top_k) for row in probability])
     assert np.array_equal(out, np.where(kept, weights, 0))
@@ -32,19 +37,16 @@ def test_truncation_is_that_of_a_sort(top_p, top_k):
 
 def test_ties_with_the_last_one_stay():
     weights = jnp.asarray([[1.0, 0.5, 0.5, 0.5, 0.1]])
-    kept = draw.truncate(weights, jnp.float32(1.0), jnp.int32(2))
+    kept = draw.truncate(weights, None, jnp.int32(2))
     assert np.array_equal(kept, [[1.0, 0.5, 0.5, 0.5, 0.0]])
 
 
-def draws(logits, rows, *, temperature=1.0, top_p=1.0, top_k=0, seed=0):
-    identity = np.stack([np.full(rows, seed), np.arange(rows)], 1).astype(np.uint32)
-    return jax.jit(draw.token)(
-        np.broadcast_to(logits, (rows, len(logits))),
-        identity,
-        temperature=jnp.float32(temperature),
-        top_p=jnp.float32(top_p),
-        top_k=jnp.int32(top_k),
-    )
+def draws(logits, rows, **how):
+    """Tokens and log-probs of as many rows of these logits."""
+    identity = np.stack([np.zeros(rows), np.arange(rows)], 1).astype(np.uint32)
+    rules = rules_of(Sampling(**how))._asdict()
+    how = {name: rules[name] for name in ("temperature", "top_p", "top_k")}
+    return jax.jit(draw.token)(np.broadcast_to(logits, (rows, len(logits))), identity, **how)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,8 @@ def test_noise_belongs_to_the_identity():
     """A row moved elsewhere draws the same token; another seed draws others."""
     logits = np.random.default_rng(2).normal(0, 1, (50, 40)).astype(np.float32)
     identity = np.random.default_rng(3).integers(0, 2**32, (50, 3), np.uint32)
-    rules = {"temperature": jnp.float32(1), "top_p": jnp.float32(1), "top_k": jnp.int32(0)}
-    token = lambda logits, identity: np.asarray(jax.jit(draw.token)(logits, identity, **rules)[0])
+    draw_one = partial(jax.jit(draw.token), temperature=jnp.float32(1))
+    token = lambda logits, identity: np.asarray(draw_one(logits, identity)[0])
     move = np.random.default_rng(4).permutation(50)
     base = token(logits, identity)
     assert np.array_equal(token(logits[move], identity[move]), base[move])

@@ -11,7 +11,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm.client import Server, run
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
-from jaxrl_llm.rollouts.vllm.sync import WeightSync, write_folder
+from jaxrl_llm.rollouts.vllm.sync import WeightSync
 from tests.rollouts.fake_vllm import Fake, completion
 
 VOCABULARY, WIDTH = 512, 64
@@ -108,14 +108,6 @@ def moved(weights, size, seed=1):
     return new
 
 
-def test_rounding_is_larger_than_the_steps_that_are_to_be_seen():
-    probes = probe_sequences(VOCABULARY)
-    exact, rounded = (
-        np.concatenate(logps_of(model(), probes, how)) for how in (lambda x: x, bfloat16)
-    )
-    assert np.abs(exact - rounded).mean() > 0.005
-
-
 @pytest.mark.parametrize("size", [1e-4, 3e-4, 1e-3, 1e-2, 0.1])
 def test_old_weights_are_seen_at_the_first_sync(fake, tmp_path, size):
     made = sampler_of(fake, tmp_path)
@@ -130,18 +122,18 @@ def test_new_weights_are_no_cause_for_alarm(fake, tmp_path, size):
     made, weights = sampler_of(fake, tmp_path), model()
     for version in range(12):
         made.push(weights, version)
-        assert made.report.difference < 0.3
+        assert made.sync["sync/difference"] < 0.3
         weights = moved(weights, size, seed=version)
-    assert 0 < made.report.changed <= 1
+    assert 0 < made.sync["sync/changed"] <= 1
 
 
 def test_weights_that_stay_are_no_cause_for_alarm(fake, tmp_path):
     made = sampler_of(fake, tmp_path)
     made.push(model(), 1)
-    assert made.report.changed == 1.0
+    assert made.sync["sync/changed"] == 1.0
     fake.deaf = True
     made.push(model(), 2)
-    assert made.report.changed == 0.0
+    assert made.sync["sync/changed"] == 0.0
 
 
 def test_a_step_within_the_rounding_is_no_cause_for_alarm(fake, tmp_path):
@@ -150,73 +142,34 @@ def test_a_step_within_the_rounding_is_no_cause_for_alarm(fake, tmp_path):
     weights = {name: bfloat16(value) for name, value in model().items()}
     made.push(weights, 1)
     made.push({name: value * np.float32(1 + 1e-5) for name, value in weights.items()}, 2)
-    assert made.report.changed == 0.0
-
-
-def test_the_changed_are_counted(tmp_path):
-    config = CONFIG | {"dtype": "float32"}
-    weights = {"a": np.arange(90, dtype=np.float32), "b": np.zeros(10, np.float32)}
-    write_folder(weights.items(), config, tmp_path / "one")
-    weights["a"][[3, 50]] += 1
-    share = write_folder(weights.items(), config, tmp_path / "two", tmp_path / "one").changed
-    assert 0.02 <= share <= 0.04  # the header is counted too
-    more = weights | {"c": np.zeros(1, np.float32)}
-    assert write_folder(more.items(), config, tmp_path / "3", tmp_path / "two").changed == 1
+    assert made.sync["sync/changed"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("logp", "config", "says"),
     [
         (-1.5, {}, "still computes with the old weights"),
+        (-1.5001, {"dtype": "bfloat16"}, "still computes with the old weights"),
         (-1.0, {"tie_word_embeddings": True}, "stale LM head"),
         (-1.0, {"dtype": "bfloat16"}, "rounding of bfloat16"),
         (-1.0, {}, "a part of the old weights"),
-        (float("nan"), {}, "differ from the trainer's by up to inf"),
+        (float("nan"), {}, "differ from the trainer's by up to nan"),
     ],
 )
 def test_the_likely_cause_is_named(logp, config, says):
     """The trainer says -2 now, both said -1.5 before; the server says `logp`."""
 
-    class Constant:
-        url, logp = "a server", -1.5
-
-        async def label(self):
-            return "a-3"
+    class Constant(Server):
+        logp = -1.5
 
         async def score(self, tokens):
             return [self.logp] * (len(tokens) - 1)
 
-    server, proof = Constant(), Proof(TOLERANCE["float32"])
-    sequences = probe_sequences(50)
+    server, proof = Constant("http://a"), Proof(TOLERANCE["float32"])
     config = CONFIG | {"vocab_size": 50, "dtype": "float32"} | config
-    for ours, theirs in ((-1.5, -1.5), (-2.0, logp)):
-        server.logp = theirs
-        proof.expect([np.full(len(s) - 1, ours) for s in sequences], config, 1.0)
-        if theirs is logp and ours == -2.0:
-            with pytest.raises(UserError, match=says):
-                run(proof(server, "a-3"))  # pyright: ignore[reportArgumentType]
-        else:
-            assert run(proof(server, "a-3")) == 0.0  # pyright: ignore[reportArgumentType]
-
-
-class Still:
-    """A server whose answers hardly move."""
-
-    url, logp = "a server", -1.0
-
-    async def label(self):
-        return "a"
-
-    async def score(self, tokens):
-        return [self.logp] * (len(tokens) - 1)
-
-
-def test_answers_that_hardly_move_are_of_old_weights():
-    server, proof = Still(), Proof(1.0)
-    probes = probe_sequences(CONFIG["vocab_size"])
-    proof.expect([np.full(len(s) - 1, -1.0) for s in probes], CONFIG, 1.0)
-    run(proof(server, "a"))
-    server.logp = -1.0001
-    proof.expect([np.full(len(s) - 1, -1.5) for s in probes], CONFIG, 1.0)
-    with pytest.raises(UserError, match="still computes with the old weights"):
-        run(proof(server, "a"))
+    proof.expect([np.full(23, -1.5)] * 4, config, 1.0)
+    assert run(proof(server)) == 0.0
+    server.logp = logp
+    proof.expect([np.full(23, -2.0)] * 4, config, 1.0)
+    with pytest.raises(UserError, match=says):
+        run(proof(server))

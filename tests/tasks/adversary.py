@@ -5,15 +5,12 @@ published truth in five equivalent ways and a wrong one, on a quiet machine and 
 """
 
 import argparse
-import os
 import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from jaxrl_llm.tasks.math.expression import UnreadableError, parse
 from jaxrl_llm.tasks.math.grade import split
@@ -51,16 +48,13 @@ def _decimal(truth: str) -> str | None:
         return None
     if number is None or number.denominator == 1:
         return None
-    sign, digits = (
-        "-" * (number < 0),
-        number.denominator.bit_length(),
-    )  # enough, if there are enough
+    digits = number.denominator.bit_length()  # enough, if any number of digits is
     if (number * 10**digits).denominator > 1:
         return None
     while (number * 10 ** (digits - 1)).denominator == 1:
         digits -= 1
     whole, rest = divmod(abs(int(number * 10**digits)), 10**digits)
-    return f"{sign}{whole}.{rest:0{digits}d}"
+    return f"{'-' * (number < 0)}{whole}.{rest:0{digits}d}"
 
 
 def _plain(truth: str) -> bool:
@@ -156,44 +150,24 @@ def verdicts(
     return out
 
 
-def cpu_seconds(checker: AnswerChecker) -> float:
-    """The CPU time of this process and of the checker's workers with their children."""
-    total = time.process_time()
-    for process in checker._processes:
-        times = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-        total += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def report(count: int, seed: int, checker: AnswerChecker, *, names: int = 20) -> list[tuple]:
+def report(count: int, seed: int, checker: AnswerChecker) -> list[tuple]:
     """Prints the figures of one pass, and returns its verdicts."""
-    start = cpu_seconds(checker)
     accepted, unchecked = wrongly_accepted(count, seed, checker)
-    seconds = cpu_seconds(checker) - start
-    print(
-        f"math: {count} wrong answers, {len(accepted)} accepted, {unchecked} unchecked, "
-        f"{count / seconds:.0f}/s and core"
-    )
-    for case in accepted[:names]:
+    print(f"math: {count} wrong answers, {len(accepted)} accepted, {unchecked} unchecked")
+    for case in accepted[:20]:
         print("  accepted:", case[0], case[1].truths, case[2])
-    start = cpu_seconds(checker)
-    taken = [trick for trick, reward in wrong_puzzles(count, seed) if reward.correct]
-    seconds = cpu_seconds(checker) - start
-    print(
-        f"puzzles: {count} wrong responses, {len(taken)} accepted {set(taken)}, {count / seconds:.0f}/s and core"
-    )
-    start = cpu_seconds(checker)
+    taken = {trick for trick, reward in wrong_puzzles(count, seed) if reward.correct}
+    print(f"puzzles: {count} wrong responses, accepted: {taken or 'none'}")
     graded = verdicts(published(), checker)
-    seconds = cpu_seconds(checker) - start
     right = [g for g in graded if g[2]]
-    found = sum(g[3].correct for g in right)
+    refused = [g for g in right if not g[3].correct]
     wrong = [g for g in graded if not g[2] and g[3].correct]
     print(
-        f"published: {found} of {len(right)} right answers accepted ({100 * found / len(right):.2f}%), "
+        f"published: {len(right) - len(refused)} of {len(right)} right answers accepted, "
         f"{len(wrong)} of {len(graded) - len(right)} wrong ones, "
-        f"{sum(not g[3].checked for g in graded)} unchecked, {len(graded) / seconds:.0f}/s and core"
+        f"{sum(not g[3].checked for g in graded)} unchecked"
     )
-    for truth, text, _, _ in [g for g in right if not g[3].correct][:names] + wrong[:names]:
+    for truth, text, _, _ in refused[:20] + wrong[:20]:
         print("  mistaken:", repr(truth), repr(text))
     return [(case[0], case[1].truths, case[2]) for case in accepted] + graded
 

@@ -86,8 +86,8 @@ def test_a_build_that_another_has_finished_meanwhile_is_opened(tmp_path):
             builders.math_problems(PROBLEMS, PROBLEMS, tmp_path)
         return builder
 
-    train, _ = builders._prepared(late, builders._decode_problem)
-    assert sorted(p.question for p in train) == sorted(p.question for p in PROBLEMS)
+    train, _ = builders._prepared(late, lambda row: row["question"].decode())
+    assert sorted(train) == sorted(p.question for p in PROBLEMS)
 
 
 def test_configs_cover_each_number_of_people_and_the_mix():

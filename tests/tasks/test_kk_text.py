@@ -2,7 +2,6 @@
 
 import re
 from itertools import product
-from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from jaxrl_llm.tasks.knights_knaves import english as kk_english
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
 from jaxrl_llm.tasks.knights_knaves.logic import Compound, Connective, Is, Not
-from jaxrl_llm.tasks.knights_knaves.task import parse_answer, reward
+from jaxrl_llm.tasks.knights_knaves.task import reward
 from tests.tasks.brute import holds, puzzles_strategy, statements_strategy
 
 PEOPLE = range(2, 9)
@@ -20,18 +19,6 @@ PEOPLE = range(2, 9)
 
 def drawn(people, depth=2, count=15):
     return list(generate(Recipe((people,), depth, count, 1), "train"))
-
-
-@pytest.mark.parametrize("people", PEOPLE)
-def test_demonstrations_are_right_and_well_formed(people):
-    for puzzle in drawn(people):
-        told = kk_tiny.retell(puzzle)
-        english, tiny = kk_english.demonstration(puzzle), kk_tiny.demonstration(told)
-        assert reward(puzzle.names, puzzle.solution, english).score == 3
-        assert reward(told.names, told.solution, tiny).score == 3
-        assert (
-            parse_answer("<answer>" + english.split("<answer>")[1], puzzle.names) == puzzle.solution
-        )
 
 
 @pytest.mark.parametrize("people", PEOPLE)
@@ -129,12 +116,6 @@ def test_tiny_words_are_all_in_the_vocabulary():
     }
     assert used == set(vocabulary)
     assert len(set(vocabulary)) == len(vocabulary) <= 60
-
-
-def test_tiny_texts_of_three_people_and_flat_statements_are_short():
-    told = [kk_tiny.retell(puzzle) for puzzle in drawn(3, depth=1, count=200)]
-    assert mean(len(kk_tiny.prompt(puzzle).split()) for puzzle in told) < 26
-    assert mean(len(kk_tiny.demonstration(puzzle).split()) for puzzle in told) < 43
 
 
 def test_tiny_guesses_can_be_given_but_must_reach_the_solution():

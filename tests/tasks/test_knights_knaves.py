@@ -25,7 +25,6 @@ from tests.tasks.brute import brute_form
 
 NAMES = ("Ida", "Ola", "Tor")
 ROLES = (True, False, True)
-SCORES = {3.0, -0.5, -1.0, -3.0}
 
 
 def respond(roles):
@@ -75,15 +74,6 @@ def test_scores_of_near_misses(response, score):
     assert reward(NAMES, ROLES, response).score == score
 
 
-@given(
-    st.text()
-    | st.text(alphabet="<>/thinkaswer kgve Ida")
-    | st.binary().map(lambda b: b.decode("latin-1"))
-)
-def test_any_text_gets_one_of_the_four_scores(text):
-    assert reward(NAMES, ROLES, text).score in SCORES
-
-
 @given(st.permutations(["<think>", "</think>", "<answer>", "</answer>"]))
 def test_well_formed_means_in_order(tags):
     expected = tags == ["<think>", "</think>", "<answer>", "</answer>"]
@@ -92,9 +82,9 @@ def test_well_formed_means_in_order(tags):
 
 @pytest.mark.parametrize("build", [english, tiny])
 def test_task_demonstrates_what_it_rewards(build):
-    splits = [list(generate(Recipe((2, 3), 1, 20, 10), split)) for split in ("train", "test")]
-    task = build(*splits)
-    assert (len(task.train), len(task.test)) == (20, 10)
+    recipe = Recipe(tuple(range(2, 9)), 2, 70, 14)
+    task = build(*(list(generate(recipe, split)) for split in ("train", "test")))
+    assert (len(task.train), len(task.test)) == (70, 14)
     for example in [*task.train, *task.test]:
         prompt, response = task.prompt(example), task.demonstration(example)
         assert prompt.endswith("<think>")
@@ -138,13 +128,8 @@ def test_published_train_puzzles_that_are_test_puzzles_renamed_are_left_out(publ
 
 def row(**change):
     statements = "(('telling-truth', 1), ('<=>', ('lying', 0), ('telling-truth', 0)))"
-    puzzle = {
-        "quiz": "?",
-        "names": ["A", "B"],
-        "statements": statements,
-        "solution": [False, False],
-    }
-    return puzzle | change
+    puzzle = {"quiz": "?", "names": ["A", "B"], "statements": statements}
+    return puzzle | {"solution": [False, False]} | change
 
 
 def write(path, *rows):

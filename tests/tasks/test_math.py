@@ -33,9 +33,7 @@ def task(checker):
         (r"</think> \boxed{\left\{ x \right.}", r"\left\{ x \right."),
         (r"</think> \boxed{\}}", r"\}"),
         (r"</think> \boxed{}", ""),
-        (r"</think> \boxed{\boxed{5}}", "5"),
-        (r"</think> \boxed{4} \boxed{ \boxed{\boxed{5}} }", "5"),
-        ("</think> " + r"\boxed{" * 20 + "5" + "}" * 20, r"\boxed{" * 11 + "5" + "}" * 11),
+        (r"</think> \boxed{4} \boxed{\boxed{5}}", r"\boxed{5}"),
         (r"</think> \boxed{\boxed{5} is wrong}", r"\boxed{5} is wrong"),
         (r"</think> \boxed{x=\boxed{5}}", r"x=\boxed{5}"),
         (r"</think> \boxed{4} \boxed{5", None),
@@ -54,8 +52,8 @@ def test_the_last_box_after_the_first_thought_is_the_answer(response, answer):
 def test_reward_is_one_for_an_equivalent_answer(task, caplog):
     responses = [r"so </think> \boxed{0.5}", r"so </think> \boxed{2}", r"so \boxed{0.5}"]
     scored = score_responses(task, [PROBLEM] * 3, responses, threads=2)
-    assert [(r.score, r.correct) for r in scored.rewards] == [(1, True), (0, False), (0, False)]
-    assert scored.failures == 0
+    assert [(r.score, r.correct) for r in scored] == [(1, True), (0, False), (0, False)]
+    assert all(reward.checked for reward in scored)
     assert not caplog.records
 
 
@@ -72,7 +70,7 @@ def test_a_comparison_that_hangs_is_left_unchecked_and_harms_no_other(caplog):
     with AnswerChecker(workers=1, seconds=0.02) as checker:
         reward = MathTask([hard], [hard], checker).reward(hard, answer)
         assert (reward.score, reward.correct, reward.checked) == (0, False, False)
-        assert "not checked (timeout)" in caplog.text
+        assert "not checked" in caplog.text
         assert checker.check("1", "1.0") is Verdict.EQUAL
 
 
@@ -83,18 +81,18 @@ def test_a_worker_that_dies_or_stops_is_replaced_and_asked_again(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.tasks.math.worker._WALL", 2)
     with AnswerChecker(workers=1, seconds=0.5) as pool:
         for fatal in (signal.SIGKILL, signal.SIGSTOP):
-            (process,) = pool._processes
+            process = pool._workers[0].process
             os.kill(process.pid, fatal)
             assert pool.check(*ALGEBRA) is Verdict.EQUAL
             assert process.poll() is not None
-        (process,) = pool._processes
+        process = pool._workers[0].process
     assert process.poll() is not None
     pool.close()  # once more does no harm
 
 
 def test_without_any_worker_check_says_so_and_a_later_one_starts_it_again(monkeypatch):
     with AnswerChecker(workers=1) as pool:
-        (process,) = pool._processes
+        process = pool._workers[0].process
         os.kill(process.pid, signal.SIGKILL)
         with monkeypatch.context() as broken:
             broken.setattr("jaxrl_llm.tasks.math.worker.sys.executable", "/no/python")
@@ -109,13 +107,13 @@ def test_without_any_worker_check_says_so_and_a_later_one_starts_it_again(monkey
 def test_time_that_passes_without_work_is_not_counted():
     """A worker that the machine does not let run for twice its seconds still decides."""
     with AnswerChecker(workers=1, seconds=0.5) as pool, ThreadPoolExecutor(1) as threads:
-        (process,) = pool._processes
+        process = pool._workers[0].process
         os.kill(process.pid, signal.SIGSTOP)
         verdict = threads.submit(pool.check, *ALGEBRA)
         time.sleep(1.5)
         os.kill(process.pid, signal.SIGCONT)
         assert verdict.result(60) is Verdict.EQUAL
-        assert pool._processes == {process}
+        assert pool._workers[0].process is process
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -124,7 +122,7 @@ def test_workers_inherit_neither_secrets_nor_files_nor_jax(monkeypatch, tmp_path
     with (tmp_path / "open").open("w") as open_file:
         os.set_inheritable(open_file.fileno(), True)
         with AnswerChecker(workers=1) as pool:
-            (process,) = pool._processes
+            process = pool._workers[0].process
             proc = Path(f"/proc/{process.pid}")
             assert b"secret" not in (proc / "environ").read_bytes()
             assert str(tmp_path / "open") not in [os.readlink(fd) for fd in (proc / "fd").iterdir()]

@@ -46,15 +46,6 @@ def test_two_turns_are_read_from_a_list(tmp_path):
     path = tmp_path / "p.json"
     path.write_text(json.dumps([turns, PLAIN_ROW]))
     assert from_file(path) == [Problem("q", ("7",))] * 2
-    for text, message in [
-        ("{}", "holds a dict, not a list"),
-        ("[", "not JSON"),
-        ("[[]]", r"row 0 \(list\): no problem found"),
-        (json.dumps([turns[:1]]), r"row 0 \(list\): no problem found"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            from_file(path)
 
 
 def test_a_line_ends_at_a_newline_alone(tmp_path):
@@ -62,13 +53,6 @@ def test_a_line_ends_at_a_newline_alone(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\r\n", newline="")
     assert from_file(path) == [Problem("a\u2028b\x85c", ("7",))]
-
-
-def test_a_question_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"problem": {"text": "q"}, "answer": "7"}))
-    with pytest.raises(UserError, match="a question is a text or a chat"):
-        from_file(path)
 
 
 def test_an_answer_of_several_parts_needs_them_all(tmp_path):
@@ -91,24 +75,40 @@ def test_other_columns_are_read_by_a_function(tmp_path):
     assert read == [Problem("q", ("7",))]
 
 
-def test_unreadable_data_is_a_one_line_error(tmp_path, monkeypatch):
-    path = tmp_path / "p.jsonl"
-    for text, message in [
-        ('{"problem": "q", "answer": 1}\n{"problem"', "line 2: not JSON"),
-        ('{"text": "q"}', r"row 0 \(text\): no problem found"),
-        ('["q"]', r"row 0 \(list\): no problem found"),
-        ("", "holds no problems"),
-    ]:
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            from_file(path)
+def of(**row):
+    return json.dumps({"problem": "q", "answer": "7"} | row)
+
+
+CHAT_OF_PARTS = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", '{"problem": "q", "answer": 1}\n{"problem"', "line 2: not JSON"),
+        ("p.jsonl", '{"text": "q"}', r"row 0 \(text\): no problem found"),
+        ("p.jsonl", '["q"]', r"row 0 \(list\): no problem found"),
+        ("p.jsonl", "", "holds no problems"),
+        ("p.jsonl", of(problem={"text": "q"}), "a question is a text"),
+        ("p.jsonl", of(problem=CHAT_OF_PARTS), "a question is a text"),
+        *(("p.jsonl", of(answer=empty), "row 0 .*at least one truth")
+          for empty in ("", " ", [], "['']")),
+        *(("p.jsonl", of(answer=odd), "row 0")
+          for odd in (float("nan"), {"a": 1}, [float("nan")], "\ud83d")),
+        ("p.json", "{}", "holds a dict, not a list"),
+        ("p.json", "[", "not JSON"),
+        ("p.json", "[[]]", r"row 0 \(list\): no problem found"),
+        ("p.json", '[[{"from": "human", "value": "q"}]]', r"row 0 \(list\): no problem found"),
+        ("p.parquet", "no parquet", "cannot read"),
+        ("p.py", "", "ends in none of"),
+    ],
+)  # fmt: skip
+def test_unreadable_data_is_a_one_line_error(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        from_file(tmp_path / name)
     with pytest.raises(UserError, match="cannot read"):
         from_file(tmp_path / "missing.jsonl")
-    (tmp_path / "p.parquet").write_text("no parquet")
-    with pytest.raises(UserError, match="cannot read"):
-        from_file(tmp_path / "p.parquet")
-    with pytest.raises(UserError, match="ends in none of"):
-        from_file(tmp_path / "p.py")
 
 
 def test_a_data_set_that_is_not_there_is_a_one_line_error(tmp_path, monkeypatch):
@@ -139,13 +139,6 @@ def test_a_data_set_that_is_not_there_is_a_one_line_error(tmp_path, monkeypatch)
 )
 def test_a_stored_truth_is_one_or_a_printed_list_of_several(stored, expected):
     assert truths(stored) == expected
-
-
-@pytest.mark.parametrize("stored", ["", " ", [], "['']"])
-def test_a_row_without_a_truth_is_an_error(tmp_path, stored):
-    (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "q", "answer": stored}))
-    with pytest.raises(UserError, match=r"row 0 .*at least one truth"):
-        from_file(tmp_path / "p.jsonl")
 
 
 def test_truths_that_are_one_text_are_an_error():
@@ -182,24 +175,9 @@ def test_held_out_questions_are_left_out_of_training():
 )
 def test_held_out_questions_are_known_with_any_instruction(asked):
     question = "Convert the point $(0,3)$ in rectangular coordinates to polar coordinates."
-    other = "Convert the point $(0,4)$ in rectangular coordinates to polar coordinates."
+    other = question.replace("3", "4")
     train = [Problem(asked.format(q), ("1",)) for q in (question, other)]
     assert without(train, [Problem(question, ("1",))]) == train[1:]
-
-
-@pytest.mark.parametrize("answer", ["NaN", '{"a": 1}', "[NaN]", '"\\ud83d"'])
-def test_what_is_no_answer_is_refused(answer, tmp_path):
-    (tmp_path / "p.jsonl").write_text(f'{{"problem": "q", "answer": {answer}}}\n')
-    with pytest.raises(UserError, match="row 0"):
-        from_file(tmp_path / "p.jsonl")
-
-
-def test_a_chat_of_parts_is_no_question(tmp_path):
-    row = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
-           "reward_model": {"ground_truth": "1"}}  # fmt: skip
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match="a question is a text"):
-        from_file(tmp_path / "p.jsonl")
 
 
 def test_published_problems_are_read_and_can_be_kept_apart():

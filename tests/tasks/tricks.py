@@ -8,6 +8,7 @@ from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
 from jaxrl_llm.tasks.knights_knaves.task import reward as kk_reward
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.task import Reward
+from tests.tasks.answers import pairs
 
 Case = tuple[str, Problem, str]  # what it tries, the problem, the boxed answer
 WIDE = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
@@ -94,31 +95,8 @@ def integer_tricks(n: int, rng: random.Random) -> dict[str, str]:
     }
 
 
-SYMBOLIC = [
-    (r"2\sqrt{3}", r"\sqrt3+\sqrt3"), (r"2\sqrt{3}", r"\sqrt{2}\sqrt{6}"), (r"2\sqrt{3}", "3.46410161513775458"),
-    (r"2\sqrt{3}", r"2\sqrt{2+1}"), (r"2\sqrt{3}", r"2\sqrt{3}+10^{-40}"), (r"2\sqrt{3}", r"\int_0^2\sqrt3"),
-    (r"1+\sqrt{3}", r"\sqrt{4+2\sqrt{3}}"), (r"7\pi", r"3\pi+4\pi"), (r"7\pi", "21.991148575128552"),
-    (r"7\pi", r"\int_0^7 \pi dx"), (r"x^2+x", r"\int (2x+1) dx"), ("7x", "3x+4x"), ("7x", "7y"), ("7x", "7X"),
-    ("x+1", r"\frac{x^2+x}{x}"), ("x^2", r"x\cdot x"), (r"\frac{\pi}{6}", r"\arcsin\frac12"), ("(1,2)", "(2,1)"),
-    ("(1,2)", "[1,2]"), ("(1,2]", "[1,2)"), ("(1,2)", "(1,1+1)"), ("1,2", "1,2,3"), (r"\{1,2\}", "(1,2)"),
-    ("(1,23)", "(123)"), ("101_2", "101_3"), ("101_2", "5"), ("101_2", "12_3"), ("101_2", "1001_2"),
-    (r"50\%", "0.5"), (r"50\%", r"\frac12"), ("0.5", r"50\%"), (r"50\%", r"5000\%"), ("x=5", "y=5"),
-    (r"90^\circ", r"\frac{\pi}{2}"), (r"\text{even}", "not even"), (r"\text{even}", "even or odd"),
-    (r"\text{east}", "west"), ("C", "A, B, C"), ("C", r"\text{not C}"), ("5 \\text{ cm}", "5 \\text{ m}"),
-    ("8:30 \\text{ p.m.}", "8:30 \\text{ a.m.}"), ("y=2x+3", "y=3x+2"), ("x<3", "x>3"), (r"x \le 3", "x<3"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 1+1 \end{pmatrix}"),
-    (r"\ln 6", r"\ln 2+\ln 3"), (r"\ln 6", r"\int_1^6\frac1x dx"), ("6-5i", "6+5i"), (r"\frac13", "0.3333333"),
-    ("1024", "2^{10}"), ("2^{10}", r"2^5\cdot 2^5"), ("2^{10}", "1000"), (r"3\times 10^8", r"3\times 10^7"),
-    (r"8\sqrt2", r"\sqrt{50}+\sqrt{18}"), ("1+2i", r"\frac{5}{1-2i}"), ("x^5", "x^2x^3"), ("x^5", "x^7x^{-2}"),
-    ("1e4", "10^5"), ("4.5e33", r"4.5\times10^{32}"), ("15,450", r"\{15,540\}"), ("15,450", "(15,450)"),
-    ("x>2", r"[2,\infty)"), ("x=1, y=2", "(2,1)"), (r"\cos 20^\circ", r"\cos 20"),
-    (r"\frac{3}{7}", r"3\div 7\cdot 1"), (r"\frac{3}{7}", r"1-\frac47"), (r"\frac{3}{7}", r"3\cdot 7^{-1}"),
-]  # fmt: skip
-
-
 def wrong_math(count: int, seed: int) -> Iterator[Case]:
-    """Wrong answers to integer truths by every trick in turn, and to other truths from a list."""
+    """Wrong answers to integer truths by every trick in turn, and those of the tables."""
     rng = random.Random(seed)
     made = 0
     while True:
@@ -129,7 +107,7 @@ def wrong_math(count: int, seed: int) -> Iterator[Case]:
             for trick, text in integer_tricks(n, rng).items()
             if len(text) < 3000
         ]
-        cases += [("list of forms", Problem("?", (t,)), a) for t, a in SYMBOLIC]
+        cases += [("table", Problem("?", (t,)), a) for t, a, right in pairs() if not right]
         for case in cases:
             if made == count:
                 return

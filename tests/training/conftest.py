@@ -1,5 +1,6 @@
 """Fixtures of the tests that run the program."""
 
+import fcntl
 import os
 import re
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from jaxrl_llm import storage
+from tests.processes import QUICKLY
 from tests.training import s3
 from tests.training.process import finished
 
@@ -18,20 +20,37 @@ def _what_cannot_be_raised_is_reported(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """Processes of a user: one device, and compilations shared between them (and kept, where the caller says)."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR")
-        or str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | cache
+def shared(tmp_path_factory):
+    """A folder that all workers of a session see."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
-def whole(environment, tmp_path_factory):
-    """The folder of a run that nothing has disturbed."""
-    return finished(environment, tmp_path_factory.mktemp("whole") / "run")
+def environment(shared, request):
+    """Processes with one device and compilations shared between them (kept, where the caller says).
+
+    In the slow tier they are compiled as users have them.
+    """
+    slow = request.config.option.markexpr == "slow"
+    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        or str(shared / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "" if slow else QUICKLY,
+    }
+
+
+@pytest.fixture(scope="session")
+def whole(environment, shared):
+    """The folder of a run that nothing has disturbed, made by the worker that needs it first."""
+    made = shared / "whole-is-made"
+    with (shared / "whole-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            finished(environment, shared / "whole" / "run")
+            made.touch()
+    return shared / "whole" / "run"
 
 
 @pytest.fixture(scope="session")

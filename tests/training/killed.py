@@ -12,15 +12,12 @@ import time
 from jaxrl_llm import storage
 from jaxrl_llm.cli import main as cli
 from jaxrl_llm.learning import update
-from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.training import checkpoint, run
+from jaxrl_llm.training import checkpoint
 
 MOMENTS = {
-    "rollout": (NativeSampler, "generate"),
     "update": (update, "place"),
     "save": (checkpoint.Checkpoints, "save"),
     "push": (storage, "push"),
-    "evaluation": (run, "evaluate"),
 }
 
 

@@ -45,6 +45,9 @@ def test_each_alarm(records, kind):
         steps(3) + steps(3, entropy=0.11),
         steps(3) + steps(3, updates=0, entropy=0.0),  # of an empty batch
         steps(1, entropy=0.01) + steps(9),
+        steps(4, even_groups=1.0),  # a few steps are none
+        steps(2) + steps(3, entropy=0.01),
+        steps(1, unchecked_share=0.1),
     ],
 )
 def test_no_false_alarm(records):
@@ -62,9 +65,3 @@ def test_when_to_stop():
     assert "jaxrl-llm export RUN FOLDER --step N" in said
     assert reason_to_stop(steps(1) + skipped[1:], 0.5) == ""
     assert reason_to_stop(steps(3, updates=0), 0.5) == ""  # nothing was tried
-
-
-def test_a_few_steps_are_no_alarm():
-    assert alarms(steps(4, even_groups=1.0)) == {}
-    assert alarms(steps(2) + steps(3, entropy=0.01)) == {}
-    assert alarms(steps(1, unchecked_share=0.1)) == {}

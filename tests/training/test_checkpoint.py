@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import checkpoint, fingerprint
-from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
+from jaxrl_llm.training.checkpoint import Checkpoints
 from tests.training.process import contents, steady
 
 
@@ -55,7 +55,7 @@ def saved(folder, *steps, **how):
 
 def newest(there, like=None, **how):
     read = lambda step: (there.restore(step, like or state()), there.note(step)["at"])
-    return there.first_whole(there.steps[::-1], read, **how)
+    return there.first_whole(read, **how)
 
 
 @pytest.fixture
@@ -189,21 +189,6 @@ def test_every_way_to_damage_a_checkpoint_is_survived(three, tmp_path, caplog):
     assert {4, 6} == set(seen)
 
 
-def test_a_note_that_was_altered_is_damage(three):
-    path = next((three / "6" / "note").glob("metadata"))
-    whole = path.read_text()
-    for one, other in (
-        ('"at": 6', '"at": 5'),
-        ('"at"', '"ad"'),
-        ('"arrays"', '"arrows"'),
-        ('"sum"', '"sun"'),
-    ):
-        path.write_text(whole.replace(one, other))
-        assert path.read_text() != whole
-        with pytest.raises(DamageError):
-            Checkpoints(three).note(6)
-
-
 def test_a_fingerprint_sees_every_bit_and_every_exchange():
     rng = np.random.default_rng(0)
     array = rng.normal(size=(3, 40, 5)).astype(np.float32)
@@ -253,7 +238,7 @@ def test_the_newest_the_best_and_the_last_regular_ones_stay(tmp_path, steps, how
 def test_a_step_that_is_there_is_not_saved_again_but_may_be_replaced(three):
     before = contents(three)
     with Checkpoints(three) as there:
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="already exists"):
             there.save(4, state(5), {})
         assert contents(three) == before
         there.replace(4, state(5))
@@ -281,15 +266,6 @@ def test_one_that_is_half_removed_is_none(three, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Checkpoints(three, keep=2).prune()
     assert Checkpoints(three).steps == [4, 6]
-
-
-def test_a_full_disk_is_a_line_before_anything_is_written(three, monkeypatch):
-    before = contents(three)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
-    said = r"cannot write .* 0.0 MB free \(the last whole one is step 6"
-    with Checkpoints(three) as there, pytest.raises(UserError, match=said):
-        there.save(8, state(8), {})
-    assert contents(three) == before
 
 
 @pytest.mark.parametrize(

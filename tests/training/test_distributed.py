@@ -14,6 +14,7 @@ import pytest
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.leaving import UNFINISHED, Stop
+from tests.processes import QUICKLY
 from tests.training.process import ROOT, metrics, port
 
 SMALL = "tests/chaos/small.py"
@@ -74,7 +75,7 @@ class Job:
 @pytest.fixture(scope="module")
 def environment(environment):
     """Compiled anew: the collectives of CPU programs that are read from a cache may overtake one another."""
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": QUICKLY, "JAX_PLATFORMS": "cpu"}
     return environment | flags | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
@@ -277,7 +278,7 @@ def job(monkeypatch):
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({}, "process 0 on a has not been heard of for 5 s"),
+        ({}, "process 0 on a has not been heard of for 2 s"),
         ({"ended/0": "disk full"}, "process 0 on a has ended: disk full"),
     ],
 )
@@ -286,7 +287,7 @@ def test_an_error_of_another_is_not_told_as_ones_own(job, there, said):
     job.store.update(there)
     kind = ValueError if there else jax.errors.JaxRuntimeError  # as programs on CPUs raise them
     error = kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
-    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=5.0):
+    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=2.0):
         raise UserError("cannot write a checkpoint") from error
     assert job.said[0] == said
 

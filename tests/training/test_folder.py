@@ -285,25 +285,3 @@ def test_a_warm_start_has_to_be_there_and_to_fit(begun, made):
         folder.require_warm_start(begun, parts(quick.config(hidden=16), "."), 4)
     with pytest.raises(UserError, match="is not the folder of a run"):
         folder.require_warm_start(begun / "nowhere", made, 4)
-
-
-# The best checkpoint.
-
-
-@pytest.mark.parametrize(
-    ("scores", "steps", "best"),
-    [
-        ({4: 0.9, 7: 0.5, 10: 0.2}, (4, 7, 10), 7),  # the policy it began with is no candidate
-        ({4: 0.0, 7: 0.0, 10: 0.0}, (4, 7, 10), 10),  # the later of equals
-        ({4: 0.0, 7: 0.5, 10: 0.2}, (4, 10), 10),  # of those that are there
-        ({4: 0.0, 7: 0.5, 11: 0.5}, (4, 7, 11), 7),  # 11 was saved on the way out only
-        ({4: 0.0, 7: 0.5, 11: 0.6}, (4, 7, 11), 11),  # which would have been saved anyhow
-        ({4: 0.0}, (4, 10), None),
-    ],
-)
-def test_the_best_is_that_of_the_highest_accuracy(tmp_path, scores, steps, best):
-    records = [{"step": s, "phase": "reinforce", "eval/accuracy": a} for s, a in scores.items()]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    for step in steps:
-        written(tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA")
-    assert folder.checkpoints(tmp_path, regular=lambda step: step != 11).best == best

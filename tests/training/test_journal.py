@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 import types
 
@@ -27,7 +28,7 @@ def opened(tmp_path):
 
     yield start
     for made in began:
-        made.__exit__()
+        made.__exit__(KeyError)
 
 
 def steps(folder):
@@ -50,7 +51,7 @@ def test_a_resume_forgets_what_is_later(tmp_path, opened):
     made = opened()
     for step in (1, 2, 3):
         made.record(step, "x", {})
-    made.close()
+    made.__exit__(None)
     made = opened(after=2)
     made.record(3, "y", {})
     assert [(r["step"], r["phase"]) for r in journal.read(tmp_path)] == [
@@ -103,15 +104,22 @@ class Full:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("room", [0, 10])
-def test_a_full_disk_tears_no_record(tmp_path, opened, room):
+def test_a_full_disk_is_an_error_and_a_resume_forgets_what_it_tore(tmp_path, opened):
     made = opened()
     made.record(1, "x", {"loss": 0.5})
-    before = (tmp_path / METRICS).read_bytes()
-    made._file = Full(made._file, room)
-    with pytest.raises(OSError, match="No space left"):
-        made.record(2, "x", {"loss": 0.5})
-    assert (tmp_path / METRICS).read_bytes() == before
+    size = (tmp_path / METRICS).stat().st_size
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 10},) * 2)"
+    code = (
+        f"{limit}; import io, pathlib, rich.console; from jaxrl_llm.training import journal; "
+        f"made = journal.Journal(pathlib.Path({str(tmp_path)!r}), rich.console.Console()); "
+        "made._board = type('Board', (), {'add': print, 'close': print}); made.record(2, 'x', {})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert (tmp_path / METRICS).stat().st_size == size + 10
+    assert steps(tmp_path) == [1]
+    opened(after=1).record(2, "x", {})
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_full_disk_for_tensorboard_is_an_error_and_no_record(tmp_path, opened):
@@ -135,20 +143,36 @@ def events(folder):
 def test_tensorboard_reads_what_is_written_and_forgets_what_a_resume_does(tmp_path, opened):
     made = opened()
     made.record(3, "x", {"loss": 0.5, "count": 2})
-    made.close()
+    made.__exit__(None)
     values = {v.tag: (e.step, v.simple_value) for e in events(tmp_path) for v in e.summary.value}
     assert values == {"x/loss": (3, 0.5), "x/count": (3, 2.0)}
     assert [e for e in events(tmp_path) if e.HasField("session_log")] == []
-    opened(after=2).close()
+    opened(after=2)
     assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [3]
 
 
 def test_tensorboard_forgets_all_where_a_run_starts_over(tmp_path, opened):
     made = opened()
     made.record(1, "x", {"loss": 0.5})
-    made.close()
-    opened(after=-1).close()
+    made.__exit__(None)
+    opened(after=-1)
     assert [e.step for e in events(tmp_path) if e.HasField("session_log")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("scores", "steps", "best"),
+    [
+        ({4: 0.9, 7: 0.5, 10: 0.2}, (4, 7, 10), 7),  # the policy it began with is no candidate
+        ({4: 0.0, 7: 0.0, 10: 0.0}, (4, 7, 10), 10),  # the later of equals
+        ({4: 0.0, 7: 0.5, 10: 0.2}, (4, 10), 10),  # of those that are there
+        ({4: 0.0, 7: 0.5, 11: 0.5}, (4, 7, 11), 7),  # 11 was saved on the way out only
+        ({4: 0.0, 7: 0.5, 11: 0.6}, (4, 7, 11), 11),  # which would have been saved anyhow
+        ({4: 0.0}, (4, 10), None),
+    ],
+)
+def test_the_best_is_that_of_the_highest_accuracy(scores, steps, best):
+    records = [{"step": s, "phase": REINFORCE, "eval/accuracy": a} for s, a in scores.items()]
+    assert journal.best(records, [*steps], lambda step: step != 11) == best
 
 
 @pytest.fixture
@@ -182,7 +206,7 @@ def test_weights_and_biases_never_ends_a_run(opened, wandb, call, tmp_path, capl
     made = opened()
     made.record(1, "x", {})
     made.record(2, "x", {})
-    made.close()
+    made.__exit__(None)
     assert steps(tmp_path) == [1, 2]
     assert caplog.text.count("Weights & Biases is left out from here on: api_key") == 1
 

@@ -2,14 +2,10 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
@@ -19,7 +15,6 @@ from jaxrl_llm.training import folder, journal
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.training.conftest import forget
-from tests.training.killed import MOMENTS
 from tests.training.process import QUICK, ROOT, contents, fails, finished, metrics, train
 from tests.training.test_leaving import on_terminal, piped
 from tests.training.test_storage import objects
@@ -40,13 +35,6 @@ def resumed(environment, out, *flags, **how):
     return done
 
 
-def checkpoints(out):
-    return [
-        path.name
-        for path in sorted((out / "checkpoints").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    ]
-
-
 def test_a_killed_run_goes_on_bit_for_bit(environment, whole, tmp_path):
     killed(environment, tmp_path / "run", "save", 3, 0.02)
     done = resumed(environment, tmp_path / "run")
@@ -56,55 +44,8 @@ def test_a_killed_run_goes_on_bit_for_bit(environment, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_random_moments(seed, environment, whole, tmp_path):
-    draw, out = random.Random(seed), tmp_path / "run"
-    killed(environment, out, draw.choice([*MOMENTS]), draw.randint(1, 4), draw.uniform(0, 0.2))
-    resumed(environment, out)
-    assert metrics(out) == metrics(whole)
-
-
-@pytest.mark.slow
 def test_what_waits_in_the_memory_of_the_host_changes_no_number(environment, whole, tmp_path):
     killed(environment, tmp_path / "run", "save", 3, 0.02, "--offload", "both")
-    resumed(environment, tmp_path / "run")
-    assert metrics(tmp_path / "run") == metrics(whole)
-
-
-def test_sigterm_saves_and_a_damaged_checkpoint_falls_back(environment, whole, tmp_path):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "jaxrl_llm.cli", "train", QUICK, "--out", str(out)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as running:
-        while len(metrics(out)) < 8:
-            assert running.poll() is None
-            time.sleep(0.01)
-        running.terminate()
-        try:
-            said, _ = running.communicate(timeout=300)
-        finally:
-            running.kill()
-    assert running.returncode == UNFINISHED
-    assert "stopped and saved in" in said
-    newest = out / "checkpoints" / checkpoints(out)[-1]
-    largest = max(newest.rglob("d/*"), key=lambda p: p.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-    assert f"checkpoint {newest.name} is damaged" in resumed(environment, out).stderr
-    assert metrics(out) == metrics(whole)
-
-
-@pytest.mark.slow
-def test_a_full_disk_during_a_save_keeps_the_last_checkpoint(environment, whole, tmp_path):
-    """A limit on the size of a file stands for a full disk: both make a write fail."""
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2)"
-    program = ("-c", f"import resource; from jaxrl_llm.cli.main import main; {limit}; main()")
-    done = train(environment, tmp_path / "run", program=program)
-    assert done.returncode == 2
-    assert "\njaxrl-llm: cannot write " in "\n" + done.stderr
-    assert done.stderr.count("\n") == 1
     resumed(environment, tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(whole)
 
@@ -250,24 +191,6 @@ def test_a_run_in_a_bucket_is_the_same_through_a_kill(environment, whole, url):
     assert {name.split("/")[1] for name in names if name.startswith("initial/")} == {"4"}
     assert any(name.startswith("tensorboard/events") for name in names)
     assert not any(".orbax-" in name or name == storage.LOCK for name in names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [4, 30])
-def test_a_network_that_is_cut_costs_nothing_but_time(environment, whole, url, wire, seconds):
-    wire.cut_at(f"PUT /{url.partition('//')[2]}/checkpoints/2/state".encode())
-
-    def mend():
-        wire.met.wait()
-        time.sleep(seconds)
-        wire.mend()
-
-    threading.Thread(target=mend, daemon=True).start()
-    done = train(users(environment), url)
-    assert done.returncode == 0, done.stderr
-    assert wire.met.is_set()
-    assert "Traceback" not in done.stderr
-    assert recorded(url) == metrics(whole)
 
 
 @pytest.mark.slow

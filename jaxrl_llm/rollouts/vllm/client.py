@@ -1,20 +1,22 @@
-"""Requests to one vLLM server over HTTP: token ids in, token ids and log-probs out.
+"""Requests to a vLLM server over HTTP, and the checks of what it answers.
 
-Every request may be repeated: a completion depends on its seed, the others set a state. A request
-has a deadline, its answer a size limit; an incomplete or malformed answer raises NoAnswer.
+Every request may be repeated: a completion depends on its seed, the others set a state. Each has a
+connection of its own, a deadline and a limit on the size of the answer.
 """
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import json
 import os
-import re
 import ssl
 import stat
 import threading
+import time
 import urllib.parse
-from collections.abc import AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,9 +31,8 @@ TOKEN_SECONDS = 0.25  # allowed per token, for the slowest server worth waiting 
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # size limit of an answer, and more for each token
 LOGPS = -1e9, 1e-3  # a log-prob outside is an error; above 0 only by rounding
 SOCKET_PATH = 107  # bytes, the kernel's limit
-LEAVE = 5.0  # seconds for cancelled requests to end
-# uvicorn closes idle connections after 5 seconds; closing them earlier here avoids the race
-LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+REST = 0.5  # seconds before a server that has failed is asked again
+CHECK_SECONDS = 0.5  # between two looks at whether work is still wanted
 
 T = TypeVar("T")
 
@@ -55,20 +56,20 @@ class Response(NamedTuple):
 class Server:
     """A server at `url`; an answer may take `timeout` seconds and TOKEN_SECONDS more per token.
 
-    All its requests belong to one event loop at a time. They raise NoAnswer where repeating may
-    help, else a UserError.
+    Requests raise NoAnswer where repeating may help, else a UserError.
     """
 
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
         self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
-        self._address = address(self.url)
-        self._client: httpx.AsyncClient | None = None
+        parts = address(self.url)
+        self._socket = Path(parts.path) if parts.scheme == "unix" else None
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else False
 
     async def complete(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
     ) -> Response:
         """One response to a prompt; its tokens must be below `vocabulary`."""
-        asks = _tokens_only(prompt) | {
+        body = _tokens_only(prompt) | {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -78,13 +79,13 @@ class Server:
             "stop_token_ids": list(sampling.stop),
             "ignore_eos": True,  # only `stop_token_ids` end a response
         }
-        answer = await self.post("/v1/completions", asks, tokens=len(prompt) + sampling.max_tokens)
+        answer = await self.post("/v1/completions", body, tokens=len(prompt) + sampling.max_tokens)
         return read_response(answer, sampling, vocabulary)
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of each token but the first."""
-        asks = _tokens_only(tokens) | {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self.post("/v1/completions", asks, tokens=len(tokens))
+        body = _tokens_only(tokens) | {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self.post("/v1/completions", body, tokens=len(tokens))
         try:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             pairs = zip(entries, tokens[1:], strict=True)
@@ -94,43 +95,39 @@ class Server:
 
     async def label(self) -> str | None:
         """The label of its weights; None if none was set since the server started."""
-        label = (await self.get("/weight_info")).get("weight_version")
+        label = (await self.request("GET", "/weight_info")).get("weight_version")
         if not isinstance(label, str):
             raise NoAnswer("it does not say which weights it serves")
-        return None if label in ("", UNLABELLED) else _one_line(label, 100)
-
-    async def get(self, path: str) -> dict[str, Any]:
-        """The JSON answer to a GET."""
-        return await self._exchange("GET", path, None, 0)
+        return None if label in ("", UNLABELLED) else _one_line(label)
 
     async def post(
         self, path: str, body: dict[str, Any] | None = None, tokens: int = 0
     ) -> dict[str, Any]:
         """The JSON answer to a POST of `body`; `tokens` extends its deadline and size limit."""
         content = None if body is None else json.dumps(body).encode()
-        return await self._exchange("POST", path, content, tokens)
+        return await self.request("POST", path, content, tokens)
 
-    async def put(self, path: str, content: AsyncIterable[bytes]) -> dict[str, Any]:
-        """The JSON answer to a PUT of `content`."""
-        return await self._exchange("PUT", path, content, 0)
-
-    async def close(self) -> None:
-        """Closes its connections; the next request opens new ones."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
-
-    async def _exchange(
-        self, method: str, path: str, content: bytes | AsyncIterable[bytes] | None, tokens: int
+    async def request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | AsyncIterable[bytes] | None = None,
+        tokens: int = 0,
     ) -> dict[str, Any]:
-        client = self._client = self._client or self._new_client()
+        """The JSON answer to a request; it goes to `url` alone, by no proxy and no redirect."""
         limit, received = ANSWER_BYTES + TOKEN_BYTES * tokens, bytearray()
-        base = "http://localhost" if self._address.scheme == "unix" else self.url
+        base = self.url if self._socket is None else "http://localhost"
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        uds = None if self._socket is None else str(self._socket)
+        transport = httpx.AsyncHTTPTransport(uds=uds, verify=self._tls)
         self._refuse_strangers()
         try:
             async with (
                 asyncio.timeout(self.timeout + TOKEN_SECONDS * tokens),
-                client.stream(method, base + path, content=content) as reply,
+                httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client,  # noqa: S113
+                client.stream(method, base + path, content=content, headers=headers) as reply,
             ):
                 async for piece in reply.aiter_raw():
                     received += piece
@@ -142,27 +139,14 @@ class Server:
             raise NoAnswer(_one_line(f"{type(error).__name__}: {error}")) from error
         return self._read(path, reply.status_code, bytes(received))
 
-    def _new_client(self) -> httpx.AsyncClient:
-        """Without proxies, redirects and httpx timeouts: a request goes to `url` alone."""
-        unix = self._address.path if self._address.scheme == "unix" else None
-        secure = self._address.scheme == "https"
-        transport = httpx.AsyncHTTPTransport(
-            uds=unix, limits=LIMITS, verify=ssl.create_default_context() if secure else False
-        )
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        return httpx.AsyncClient(
-            transport=transport, headers=headers, timeout=httpx.Timeout(None), trust_env=False
-        )
-
     def _refuse_strangers(self) -> None:
         """A UserError, before the key is sent, if another user owns the socket."""
-        path = Path(self._address.path)
-        if self._address.scheme != "unix" or not path.is_socket():
-            return
-        if (owner := path.stat().st_uid) not in (0, os.geteuid()):
-            raise UserError(f"user {owner} listens on {path}, and not you: its place was taken")
+        if self._socket is not None and self._socket.is_socket():
+            owner = self._socket.stat().st_uid
+            if owner not in (0, os.geteuid()):
+                raise UserError(
+                    f"user {owner} listens on {self._socket}, and not you: its place was taken"
+                )
 
     def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
         if status in (401, 403):
@@ -173,9 +157,9 @@ class Server:
                 f"and --served-model-name {MODEL}, or use a newer vLLM"
             )
         if 400 <= status < 500 and status not in (408, 429):
-            raise UserError(f"{self.url}{path} refused a request: {_message(content)}")
+            raise UserError(f"{self.url}{path} refused a request: {_one_line(content)}")
         if status != 200:
-            raise NoAnswer(f"status {status}: {_message(content)}")
+            raise NoAnswer(f"status {status}: {_one_line(content)}")
         try:
             answer = json.loads(content) if content else {}
         except (ValueError, RecursionError) as error:
@@ -213,16 +197,81 @@ def _tokens_only(tokens: Sequence[int]) -> dict[str, Any]:
     return {"model": MODEL, "prompt": [int(token) for token in tokens], **ids}
 
 
-def _message(content: bytes) -> str:
-    """The message in an error's JSON, else its beginning."""
-    text = content[: 2**12].decode(errors="replace")
-    found = re.search(r'"(?:message|error)":\s*"((?:[^"\\]|\\.)*)"', text)
-    return _one_line(found[1] if found else text)
+def _one_line(said: str | bytes) -> str:
+    """The beginning, on a line that is safe to print: a server may send anything."""
+    text = said[:1000].decode(errors="replace") if isinstance(said, bytes) else said
+    return "".join(c if c.isprintable() else " " for c in text[:300]).strip()
 
 
-def _one_line(text: str, length: int = 300) -> str:
-    """One line that is safe to print: a server may send anything."""
-    return "".join(c if c.isprintable() else " " for c in text[:length]).strip()
+# Asking again, and several at a time.
+
+
+class Patience:
+    """Who gets no answer asks again; a UserError once all `servers` have failed for `seconds`.
+
+    That is counted for each from its first failure since it last `answered`. `retries` is how often
+    something was asked again.
+    """
+
+    def __init__(self, servers: Sequence[Server], seconds: float):
+        self.seconds, self.retries = seconds, 0
+        self.servers = servers
+        self._failing_since: dict[Server, float] = {}
+
+    def answered(self, server: Server) -> None:
+        """Notes that a server does what it is asked for."""
+        self._failing_since.pop(server, None)
+
+    def failing(self, server: Server) -> bool:
+        """Whether it has failed since it last answered."""
+        return server in self._failing_since
+
+    async def persist(self, server: Server, attempt: Callable[[Server], Awaitable[T]]) -> T:
+        """The result of `attempt(server)`, repeated on NoAnswer."""
+        while True:
+            try:
+                return await attempt(server)
+            except NoAnswer as error:
+                self.retries += 1
+                now, since = time.monotonic(), self._failing_since
+                since.setdefault(server, now)
+                if all(now - since.get(x, now) > self.seconds for x in self.servers):
+                    raise UserError(
+                        f"{server.url} has failed for {self.seconds:g} s, last by: {error} (its log may say more)"
+                    ) from error
+            await asyncio.sleep(REST)
+
+
+@contextlib.asynccontextmanager
+async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose first error comes out by itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904 (its own cause stays)
+
+
+def run(work: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
+    """The result of `work`; an exception from `check`, called now and then, or Ctrl-C ends it."""
+    future = asyncio.run_coroutine_threadsafe(work, _background())
+    try:
+        while not futures.wait([future], CHECK_SECONDS).done:
+            check()
+        return future.result()
+    finally:
+        future.cancel()
+
+
+@functools.cache
+def _background() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own: the caller's may run one already, as in a notebook."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
+    return loop
+
+
+# Addresses and keys.
 
 
 def address(url: str) -> urllib.parse.SplitResult:
@@ -269,6 +318,7 @@ def read_key(path: Path | None) -> str:
     where, key = str(path or "VLLM_API_KEY"), os.environ.get("VLLM_API_KEY", "")
     if path is not None:
         try:
+            # O_NONBLOCK: a pipe in its place would be waited for
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 found = os.fstat(file.fileno())
                 content = file.read(1000) if stat.S_ISREG(found.st_mode) else b""
@@ -281,41 +331,3 @@ def read_key(path: Path | None) -> str:
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"the key in {where} holds more than letters, digits and signs on one line")
     return key
-
-
-@functools.cache
-def background() -> asyncio.AbstractEventLoop:
-    """The event loop of all servers of this process, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
-    return loop
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` on the background loop; an interrupt (Ctrl-C) cancels it."""
-    over = threading.Event()
-
-    async def noted() -> T:
-        try:
-            return await work
-        finally:
-            over.set()
-
-    future = asyncio.run_coroutine_threadsafe(noted(), background())
-    try:
-        return future.result()
-    except BaseException:
-        if future.cancel():
-            over.wait(LEAVE)
-        raise
-
-
-async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results of all; the first error cancels the others."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

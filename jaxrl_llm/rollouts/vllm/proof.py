@@ -1,9 +1,9 @@
 """Proof that a server computes with the weights that it was given.
 
 HTTP 200 proves nothing: some backends keep part of the old weights and report no error. So after
-every sync each server's log-probs of a few fixed sequences are compared with the trainer's, and
-with its own before the sync. In bfloat16 server and trainer differ by far more than a step changes,
-but the server's own answers must have moved.
+every load a server's log-probs of a few fixed sequences are compared with the trainer's, and with
+its own before. In bfloat16 server and trainer differ by far more than a step changes, but the
+server's own answers must have moved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a soun
 PROBES = (4, 24)  # sequences, and tokens of each
 SEEN = 1e-5  # share of the weights whose change must alter some bit of the answers
 
-Logps = Sequence[np.ndarray]
-
 
 class Proof:
     """Compares servers with the trainer; a difference above `tolerance` (nats) is a UserError."""
@@ -27,63 +25,48 @@ class Proof:
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
         self._config: Mapping[str, Any] = {}
-        self._expected: Logps | None = None
-        self._before: Logps | None = None
-        self._answers: dict[str, Logps] = {}
-        self._earlier: dict[str, Logps] = {}
         self._changed = 0.0
+        # log-probs of all probes, `[N]`: the trainer's and the servers', with these weights and
+        # with those before
+        self._expected = self._expected_before = np.zeros(0)
+        self._answers: dict[str, np.ndarray] = {}
+        self._answers_before: dict[str, np.ndarray] = {}
 
-    def expect(self, logps: Logps, config: Mapping[str, Any], changed: float) -> None:
+    def expect(self, logps: Sequence[np.ndarray], config: Mapping[str, Any], changed: float):
         """Sets the trainer's log-probs with new weights, a share `changed` of which differ."""
-        self._before, self._expected = self._expected, logps
-        self._earlier, self._answers = self._answers, {}
+        self._expected_before, self._expected = self._expected, np.concatenate(logps)
+        self._answers_before, self._answers = self._answers, {}
         self._config, self._changed = config, changed
 
-    async def __call__(self, server: Server, label: str) -> float:
-        """The largest difference between a server, which must have this label, and the trainer."""
-        assert self._expected is not None
-        if (found := await server.label()) != label:
-            raise UserError(
-                f"{server.url} serves the weights {found} after a sync of {label}: is somebody else using it?"
-            )
-        got = [
-            np.asarray(await server.score(x)) for x in probe_sequences(self._config["vocab_size"])
-        ]
-        difference, stale = _largest(got, self._expected), self._stale(server, got)
+    async def __call__(self, server: Server) -> float:
+        """The largest difference between a server's log-probs and the trainer's."""
+        sequences = probe_sequences(self._config["vocab_size"])
+        got = np.concatenate([await server.score(x) for x in sequences])
+        difference = float(np.abs(got - self._expected).max())
+        stale = self._stale(server, got)
         if stale or not difference <= self.tolerance:
             raise UserError(
-                f"{server.url} answered the sync of {label} with success, but its log-probs differ from "
-                f"the trainer's by up to {difference:.3g} (tolerance {self.tolerance:g}): "
+                f"{server.url} loaded new weights with success, but its log-probs differ from the "
+                f"trainer's by up to {difference:.3g} (tolerance {self.tolerance:g}): "
                 f"{_cause(stale, difference, self._config)}"
             )
         self._answers[server.url] = got
         return difference
 
-    def _stale(self, server: Server, got: Logps) -> bool:
+    def _stale(self, server: Server, got: np.ndarray) -> bool:
         """Whether its answers did not move at all, or barely while the trainer's clearly did."""
-        earlier = self._earlier.get(server.url)
-        if earlier is None or self._before is None or self._expected is None:
+        if (before := self._answers_before.get(server.url)) is None:
             return False
-        moved, should = _mean(got, earlier), _mean(self._expected, self._before)
+        moved = np.abs(got - before).mean()
+        should = np.abs(self._expected - self._expected_before).mean()
         if moved == 0 and self._changed >= SEEN:
             return True
-        return 2 * moved < should and 2 * should > _mean(got, self._expected)
+        return 2 * moved < should and 2 * should > np.abs(got - self._expected).mean()
 
 
 def probe_sequences(vocab_size: int) -> list[list[int]]:
     """Fixed sequences of tokens from the whole vocabulary."""
-    rng = np.random.default_rng(0)
-    return rng.integers(0, vocab_size, PROBES).tolist()
-
-
-def _largest(a: Logps, b: Logps) -> float:
-    """The largest absolute difference; infinite if there is a NaN."""
-    difference = np.abs(np.concatenate(list(a)) - np.concatenate(list(b))).max()
-    return float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf))
-
-
-def _mean(a: Logps, b: Logps) -> float:
-    return float(np.abs(np.concatenate(list(a)) - np.concatenate(list(b))).mean())
+    return np.random.default_rng(0).integers(0, vocab_size, PROBES).tolist()
 
 
 def _cause(stale: bool, difference: float, config: Mapping[str, Any]) -> str:

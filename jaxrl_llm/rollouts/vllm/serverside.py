@@ -1,14 +1,13 @@
 """Code that runs beside and in a vLLM server, not in the trainer: standard library only.
 
-The keeper, a process between trainer and server (`python serverside.py PARENT FOLDER COMMAND...`),
-ends the server and all its processes however the trainer ends, kill -9 included: vLLM's engine and
-workers would live on and hold the GPU's memory. In the server, the guard is middleware: vLLM asks
-for its key under /v1 only, and would load weights for anybody. Behind the guard, the receiver takes
-weights that come over the network.
+The keeper (`python serverside.py PARENT ROOT SOCKET COMMAND...`) is a process that runs the server,
+again when it ends, and ends with the trainer, kill -9 included: vLLM's engine and workers would
+live on and hold the GPU's memory. In the server, the guard is middleware: vLLM asks for its key
+under /v1 only, and would load weights for anybody. Behind the guard, the receiver takes weights
+that come over the network.
 """
 
 import contextlib
-import errno
 import hmac
 import json
 import os
@@ -17,6 +16,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,46 +24,75 @@ import urllib.parse
 import zlib
 
 GRACE = 10.0  # seconds for a server to end by itself
-POLL = 0.2
-HEIR = "trap '' TERM INT HUP; read _; kill -9 0"  # its input ends when the keeper does
+POLL = 0.5
+HEALTH_SECONDS = 5.0  # for an answer of /health
+SILENCE = 120.0  # seconds without one, after the first
+STARTS = 3  # that end without an answer, before the keeper gives up
+# A shell in the server's group kills that when the keeper, which holds its input, is killed.
+ENDING_WITH_KEEPER = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec "$@" 3<&-'
 
 
-def keep(parent, folder, command):
-    """Runs a command until it ends, standard input closes, or the parent ends; then ends its group.
+def keep(parent, root, path, command):
+    """Runs a server until standard input closes or the parent ends; then deletes `root` if it has.
 
-    (The parent is checked too because its forks may hold the input open.) If the parent is gone,
-    the folder is deleted. If this process is killed itself, a shell in the group, which waits for
-    that alone, kills the rest.
+    (The parent is looked at too because its forks may hold the input open.) A server that ends, or
+    no longer answers at the socket `path`, is started again. It gives up after STARTS.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # may go to a whole job; the trainer decides
-    heir = subprocess.Popen(["/bin/sh", "-c", HEIR], stdin=subprocess.PIPE)  # noqa: S603
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603
-    while server.poll() is None and os.getppid() == parent:
-        if select.select([sys.stdin], [], [], POLL)[0]:
-            break
-    os.killpg(0, signal.SIGTERM)
-    # The last process to end frees vLLM's shared memory (400 MB), so all get time to do so.
+    unanswered = 0
+    while unanswered < STARTS:
+        pathlib.Path(path).unlink(missing_ok=True)
+        shell = ["/bin/sh", "-c", ENDING_WITH_KEEPER, "sh"]
+        server = subprocess.Popen(  # noqa: S603
+            [*shell, *command],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        answered = None
+        while server.poll() is None:
+            if os.getppid() != parent or select.select([sys.stdin], [], [], POLL)[0]:
+                end(server)
+                if os.getppid() != parent:
+                    shutil.rmtree(root, ignore_errors=True)
+                return
+            if healthy(path):
+                answered = time.monotonic()
+            elif answered is not None and time.monotonic() - answered > SILENCE:
+                break
+        end(server)
+        unanswered = unanswered + 1 if answered is None else 0
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"vLLM at {path} ended (status {server.returncode})", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def healthy(path):
+    """Whether a server answers at a socket."""
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(HEALTH_SECONDS)
+            link.connect(path)
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return link.recv(12).endswith(b" 200")
+    except OSError:
+        return False
+
+
+def end(server):
+    """Ends a server and its group.
+
+    The last process to end frees vLLM's shared memory (400 MB), so all get time to do so.
+    """
     deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and not living() <= {os.getpid(), heir.pid}:
-        server.poll()
-        time.sleep(POLL)
-    if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # whoever is left of the group, and this process
-
-
-def living():
-    """The process ids of this group that are alive, as far as /proc tells."""
-    found = set()
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # it has just ended: no file, or an empty one
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == os.getpgrp() and state != "Z":
-                found.add(int(path.parent.name))
-    return found
+    with server, contextlib.suppress(ProcessLookupError):  # nobody is left of the group
+        os.killpg(server.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            server.poll()
+            os.killpg(server.pid, 0)
+            time.sleep(0.05)
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 class Guard:
@@ -86,15 +115,11 @@ class Guard:
             await answer(send, 401, {"error": "Unauthorized"})
 
 
-class Refused(Exception):  # noqa: N818
-    """A request that would fail again if repeated."""
-
-
 class Receiver:
     """An ASGI application that stores weights in a folder of its host, only the newest.
 
-        POST /weights/find {"name", "path", "sizes"} -> {"path": where they are read here, or null}
-        PUT /weights/file?name=&file= with bytes -> {"checksum": crc32 of the bytes}
+        GET /weights/find?name=&path= -> {"path": where they are read here, "files": those there}
+        PUT /weights/file?name=&file=&checksum= with bytes; kept if that is their crc32
 
     Each may be repeated; only a piece of a file is in memory at a time.
     """
@@ -104,68 +129,52 @@ class Receiver:
 
     async def __call__(self, scope, receive, send):
         """Answers one request."""
+        status, said = 200, {}
         try:
-            if scope["path"].endswith("/file"):
-                query = dict(urllib.parse.parse_qsl(scope["query_string"].decode()))
-                said = {"checksum": await self._write(query, pieces(receive))}
-            else:
-                body = b"".join([piece async for piece in pieces(receive, limit=2**20)])
-                said = {"path": self._find(json.loads(body))}
-            status = 200
-        except (Refused, KeyError, ValueError) as error:
+            asked = dict(urllib.parse.parse_qsl(scope["query_string"].decode()))
+            if not re.fullmatch(r"[\w-]{1,100}", asked["name"]):
+                raise ValueError("no name of weights")
+            if scope["path"] == "/weights/find":
+                said = self._find(asked["name"], pathlib.Path(asked["path"]))
+            elif not await self._write(receive, **asked):
+                status, said = 500, {"error": "a file arrived otherwise than it was sent"}
+        except (KeyError, TypeError, ValueError) as error:
             status, said = 400, {"error": f"not a request for weights: {error}"}
         except OSError as error:
-            status = 413 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 500
-            said = {"error": f"{self.folder} on the server's host: {error.strerror}"}
+            status, said = 400, {"error": f"{self.folder} on its host: {error.strerror}"}
         await answer(send, status, said)
 
-    def _find(self, asked):
-        """The trainer's folder if this host sees it, else a copy, ours or of a server beside us."""
-        whole, partial = self._folders(asked["name"])
-        if partial.is_dir() and asked["sizes"] == {
-            path.name: path.stat().st_size for path in partial.iterdir()
-        }:
-            partial.rename(whole)
-        copies = self.folder.parent.glob(f"*{self.folder.suffix}/{whole.name}")
-        for folder in (pathlib.Path(asked["path"]), *sorted(copies)):
-            if os.access(folder / "config.json", os.R_OK):
-                return str(folder)
-        return None
+    def _find(self, name, theirs):
+        """The trainer's folder if this host sees it, else a copy here, complete or not."""
+        folder = theirs if os.access(theirs / "config.json", os.R_OK) else self._copy(name)
+        files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return {"path": str(folder), "files": files}
 
-    async def _write(self, asked, body):
-        """Writes a file and returns its crc32; new weights delete the old ones first."""
-        if not re.fullmatch(r"config\.json|model-\d{5}\.safetensors", asked["file"]):
-            raise Refused("no such file in a folder of weights")
-        _, partial = self._folders(asked["name"])
-        if not partial.is_dir():
+    def _copy(self, name):
+        """The folder of a copy: that of a server beside this one if it has begun with it."""
+        copies = self.folder.parent.glob(f"*{self.folder.suffix}/{name}")
+        return next(iter(sorted(copies)), self.folder / name)
+
+    async def _write(self, receive, name, file, checksum):
+        """Whether the file was whole, and is kept; new weights delete the old ones first."""
+        if not re.fullmatch(r"config\.json|model-\d{5}\.safetensors", file):
+            raise ValueError("no such file in a folder of weights")
+        folder, found, more = self._copy(name), 0, True
+        if not folder.is_dir():
             shutil.rmtree(self.folder, ignore_errors=True)
-            partial.mkdir(0o700, parents=True)
-        checksum = 0
-        with (partial / asked["file"]).open("wb") as file:
-            async for piece in body:
-                checksum = zlib.crc32(piece, checksum)
-                file.write(piece)
-        return checksum
-
-    def _folders(self, name):
-        """The folder of complete weights of this name, and of those still arriving."""
-        if not re.fullmatch(r"[\w-]{1,100}", name):
-            raise Refused("no name of weights")
-        return self.folder / name, self.folder / f"partial-{name}"
-
-
-async def pieces(receive, limit=None):
-    """The body of a request, piece by piece; Refused beyond `limit` bytes."""
-    more, size = True, 0
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused("the trainer went away")
-        more, piece = message.get("more_body", False), message.get("body", b"")
-        size += len(piece)
-        if limit is not None and size > limit:
-            raise Refused("too long")
-        yield piece
+            folder.mkdir(0o700, parents=True)
+        with (folder / f"{file}.partial").open("wb") as partial:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                more, piece = message.get("more_body", False), message.get("body", b"")
+                found = zlib.crc32(piece, found)
+                partial.write(piece)
+        if found != int(checksum):
+            return False
+        os.replace(partial.name, folder / file)
+        return True
 
 
 async def answer(send, status, content):
@@ -176,4 +185,4 @@ async def answer(send, status, content):
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    keep(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -1,33 +1,22 @@
-"""A vLLM server as a child process: started, watched, restarted with the newest weights, ended.
+"""A vLLM server beside the trainer: how it is started, and by whom it is kept running.
 
 It listens on a Unix socket in a private folder: a port could be taken or seen by other users.
 """
 
-import asyncio
-import contextlib
 import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm import serverside
-from jaxrl_llm.rollouts.vllm.client import MODEL, NoAnswer, Server, run
+from jaxrl_llm.rollouts.vllm.client import MODEL, Server
 
-POLL = 0.5  # seconds
-HEALTH_SECONDS = 5.0  # for an answer of /health
-SILENCE = 120.0  # seconds without such an answer, after the first one
-START_SECONDS = 1800.0  # until the first one
-STARTS = 3  # in a row that end without an answer, before a UserError
-ENDS = 20  # in a row after less than HEALTHY seconds of answers, before a UserError
-HEALTHY = 3600.0  # seconds
 # Names passed on from the trainer's environment; the rest may hold secrets.
 ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|XDG_(CACHE|CONFIG)_HOME"
@@ -86,19 +75,17 @@ class Launch:
 
 
 class Sidecar:
-    """One supervised server; `root` holds its weights, and is deleted if the trainer dies.
+    """A server and the process that keeps it running (serverside.py).
 
-    Nothing runs before the first `serve`. `healthy` is whether it answers, `restarts` how often it
-    has ended.
+    Nothing runs before the first `serve`. `root` is the folder of its socket and its weights, and
+    is deleted if the trainer dies.
     """
 
     def __init__(self, launch: Launch, root: Path, timeout: float = 600.0):
         self.launch, self.root = launch, root
         self.server = Server(launch.url, launch.key, timeout)
-        self.healthy, self.restarts = False, 0
-        self._health = Server(launch.url, launch.key, HEALTH_SECONDS)
-        self._weights = Path()
-        self._supervisor: asyncio.Task | None = None
+        self._newest = launch.socket.with_suffix(".newest")
+        self._keeper: subprocess.Popen | None = None
         if shutil.which(launch.python) is None:
             raise UserError(
                 f"no Python at {launch.python}: make an environment with vLLM by launch/sidecar.sh and "
@@ -111,101 +98,52 @@ class Sidecar:
         These have no label: whoever uses the server loads and labels the weights it wants.
         """
         self.check()
-        self._weights = folder
-
-        async def start() -> asyncio.Task:
-            return asyncio.create_task(self._supervise())
-
-        self._supervisor = self._supervisor or run(start())
+        link = self._newest.with_suffix(".next")
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+        link.replace(self._newest)
+        self._keeper = self._keeper or self._start()
 
     def check(self) -> None:
-        """A UserError if the server cannot be kept running."""
-        if self._supervisor is not None and self._supervisor.done():
-            self._supervisor.result()
+        """A UserError if the server could not be kept running."""
+        status = None if self._keeper is None else self._keeper.poll()
+        if status is None:
+            return
+        if status >= 0:
+            raise UserError(
+                f"vLLM ended {serverside.STARTS} times before it answered; the end of {self.launch.log}: "
+                f"{_last_error(self.launch.log)}"
+            )
+        self.stop()  # it was killed
+        self._keeper = self._start()
 
     def stop(self) -> None:
         """Ends the server and all its processes."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            try:
+                keeper.communicate(timeout=3 * serverside.GRACE)  # closes its input
+            except subprocess.TimeoutExpired:
+                keeper.kill()
+                keeper.wait()
 
-        async def stopped(supervisor: asyncio.Task) -> None:
-            supervisor.cancel()
-            await asyncio.wait([supervisor])
-
-        supervisor, self._supervisor = self._supervisor, None
-        if supervisor is not None:
-            run(stopped(supervisor))
-
-    async def _supervise(self) -> None:
-        """Runs the server again whenever it ends; a UserError if it ends too often."""
-        ends = unanswered = 0
+    def _start(self) -> subprocess.Popen:
         try:
-            while ends < ENDS and unanswered < STARTS:
-                seconds = await self._run_once()
-                unanswered = 0 if seconds else unanswered + 1
-                ends = 0 if seconds > HEALTHY else ends + 1
-                self.restarts += 1
+            plugins = self.root / "plugins"
+            plugins.mkdir(exist_ok=True)
+            shutil.copy(serverside.__file__, plugins)
+            self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+            keeper = [sys.executable, "-IS", serverside.__file__, str(os.getpid()), str(self.root)]
+            with self.launch.log.open("ab") as log:
+                return subprocess.Popen(  # noqa: S603
+                    [*keeper, str(self.launch.socket), *self.launch.command(self._newest)],
+                    env=self.launch.variables(plugins),
+                    stdin=subprocess.PIPE,
+                    stdout=log,  # and its messages go where the trainer's do
+                    start_new_session=True,
+                )
         except OSError as error:
-            raise UserError(f"vLLM at {self.launch.url} cannot be kept running: {error}") from error
-        often = f"{STARTS} times before it answered" if unanswered else f"{ENDS} times in a row"
-        raise UserError(
-            f"vLLM ended {often}; the end of {self.launch.log}: {_last_error(self.launch.log)}"
-        )
-
-    async def _run_once(self) -> float:
-        """One process from start to end; seconds from its first to its last answer (0: none)."""
-        process = self._start(self._weights)
-        answered = time.monotonic()
-        first = None
-        try:
-            while not _ended(process):
-                with contextlib.suppress(NoAnswer):
-                    await self._health.get("/health")
-                    answered = time.monotonic()
-                    first = first or answered
-                    self.healthy = True
-                if time.monotonic() - answered > (SILENCE if first else START_SECONDS):
-                    break
-                await asyncio.sleep(POLL)
-        finally:
-            self.healthy = False
-            await self._health.close()
-            await _end(process)
-        return answered - first + 1e-9 if first else 0.0  # a single answer is not 0
-
-    def _start(self, folder: Path) -> subprocess.Popen:
-        plugins = self.root / "plugins"
-        plugins.mkdir(exist_ok=True)
-        shutil.copy(serverside.__file__, plugins)
-        # if an older server still lives, nobody can reach it by this path any more
-        self.launch.socket.unlink(missing_ok=True)
-        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
-        keeper = [sys.executable, "-IS", serverside.__file__, str(os.getpid()), str(self.root)]
-        with self.launch.log.open("ab") as log:
-            return subprocess.Popen(  # noqa: S603
-                [*keeper, *self.launch.command(folder)],
-                env=self.launch.variables(plugins),
-                stdin=subprocess.PIPE,  # closing it tells the keeper to end
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-
-def _ended(process: subprocess.Popen) -> bool:
-    """Whether it has; it stays a zombie, so that its process and group ids are not reused."""
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, how) is not None
-
-
-async def _end(process: subprocess.Popen) -> None:
-    """Ends a keeper, which ends the server; then kills all that is left of the group."""
-    assert process.stdin is not None
-    process.stdin.close()
-    deadline = time.monotonic() + 3 * serverside.GRACE
-    while not _ended(process) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            raise UserError(f"vLLM at {self.launch.url} cannot be started: {error}") from error
 
 
 def _last_error(log: Path) -> str:

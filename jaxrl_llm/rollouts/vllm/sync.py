@@ -1,32 +1,22 @@
 """New weights to running servers.
 
 A folder in memory-backed storage is written first, while the servers go on with the old one; then
-each is paused, loads it, clears its prefix cache, resumes and gets the new label. A server whose
-host does not see the folder is sent its files. HTTP 200 proves nothing, so every sync is followed
-by a proof (proof.py).
+each loads it and proves that (proof.py). A server whose host does not see the folder is sent its
+files. Another way to bring weights over, such as a LoRA adapter, is another `load`.
 """
 
 import asyncio
 import errno
-import itertools
 import json
 import os
 import shutil
 import time
 import urllib.parse
 import zlib
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,37 +24,31 @@ import safetensors
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server, together
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
 
 SHARD_BYTES = 2**28  # of a file of weights
 PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
 COMPARED = 2**22  # numbers compared at a time
-RETRY = 0.5  # seconds between attempts
 
-T = TypeVar("T")
 Tensors = Iterable[tuple[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Report:
-    """The cost of a sync: bytes, and seconds of each phase; `gather` brings tensors to the host.
+class Written:
+    """What was written: bytes, and seconds; `gather` is bringing the tensors to the host.
 
-    `difference` is the proof's largest, in nats; `changed` is the share of numbers that differ from
-    the previous sync (1 at the first).
+    `changed` is the share of numbers that differ from the folder before (1 at the first).
     """
 
-    bytes: int = 0
-    changed: float = 1.0
-    gather: float = 0.0
-    write: float = 0.0
-    reload: float = 0.0
-    probe: float = 0.0
-    difference: float = 0.0
+    bytes: int
+    changed: float
+    gather: float
+    write: float
 
 
 @dataclass
 class WeightSync:
-    """Brings tensors into servers through model folders under `root`; only the newest is kept.
+    """Folders of weights under `root`, of which servers load the newest.
 
     `publish(folder)` is called before any server loads a folder, for code that restarts servers.
     `check` raises if the servers will not come back; `patience` is how many seconds to wait for
@@ -78,73 +62,49 @@ class WeightSync:
     remote: bool = False
     _serial: int = 0
     _newest: Path = Path()
+    _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def write(self, tensors: Tensors, config: Mapping[str, Any]) -> Report:
+    def write(self, tensors: Tensors, config: Mapping[str, Any]) -> Written:
         """Writes the folder that servers load from now on."""
         self._serial += 1
         folder = self.root / f"weights-{self._serial:06d}"
-        report = write_folder(tensors, config, folder, before=self._newest)
+        written = write_folder(tensors, config, folder, before=self._newest)
         self._newest = folder
         self.publish(folder)
-        return report
+        return written
 
-    async def load(self, servers: Sequence[Server], label: str) -> None:
-        """Has all servers load the newest folder at the same time, then deletes the others."""
-        failure = f"did not load the weights {label}"
-        for server in servers if self.remote else ():  # in turn: servers of one host share a copy
-            await self.persist(server, failure, self._path_at)
-        await together(*(self.persist(x, failure, self.reload, label) for x in servers))
-        for old in self.root.glob("weights-*"):
-            if old != self._newest:
-                shutil.rmtree(old)
+    def delete_old(self) -> None:
+        """Deletes all folders but the newest."""
+        for folder in self.root.glob("weights-*"):
+            if folder != self._newest:
+                shutil.rmtree(folder)
 
-    async def reload(self, server: Server, label: str) -> None:
-        """Brings the newest weights into a server, in one attempt."""
-        await load(server, await self._path_at(server), label)
-
-    async def persist(
-        self, server: Server, failure: str, attempt: Callable[..., Awaitable[T]], *args: Any
-    ) -> T:
-        """The result of `attempt(server, *args)`, repeated on NoAnswer; then a UserError."""
-        deadline = time.monotonic() + self.patience
-        while True:
-            try:
-                return await attempt(server, *args)
-            except NoAnswer as error:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{server.url} {failure} within {self.patience:g} s ({error}): look into its log"
-                    ) from error
-                await asyncio.sleep(RETRY)
-
-    async def _path_at(self, server: Server) -> str:
-        """The path of the newest weights for a server; sent to its host if that sees none."""
-        folder = self._newest
+    async def newest_for(self, server: Server) -> str:
+        """Where a server reads the newest weights; sends to its host what is not there yet."""
+        folder, name = self._newest, f"{self._newest.parent.name}-{self._newest.name}"
         if not self.remote:
             return str(folder)
-        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        name = f"{folder.parent.name}-{folder.name}"
-        asks = {"path": str(folder), "name": name, "sizes": sizes}
-        try:
-            found = (await server.post("/weights/find", asks)).get("path")
-        except NoRoute:  # not started by `Sidecar`: its owner must make the folder visible to it
-            return str(folder)
-        if found is None:
-            for file in sizes:
-                failure = f"did not take {file} of the weights"
-                await self.persist(server, failure, send_file, folder / file, name)
-            found = (await server.post("/weights/find", asks)).get("path")
-        if not isinstance(found, str):
-            raise NoAnswer("a part of the weights has not come to its host")
-        return found
+        query = urllib.parse.urlencode({"name": name, "path": folder})
+        async with self._sending:  # one at a time: servers of one host share a copy
+            try:
+                found = await server.request("GET", f"/weights/find?{query}")
+            except NoRoute:  # not started by us: its owner must make the folder visible to it
+                return str(folder)
+            if not isinstance(found.get("path"), str) or not isinstance(found.get("files"), list):
+                raise NoAnswer("it does not say where it reads weights")
+            for path in sorted(folder.iterdir()):
+                if path.name not in found["files"]:
+                    await send_file(server, path, name)
+        return found["path"]
 
 
-async def load(server: Server, folder: str, label: str) -> None:
-    """One server: pause, reload, clear the prefix cache, resume, label.
+async def load(
+    server: Server, folder: str, label: str, prove: Callable[[Server], Awaitable[float]]
+) -> float:
+    """Has a server load a folder, then gives it the label; the result of `prove`.
 
     Meanwhile it has the label `loading(label)`, with which no response counts, and by which a load
-    of another trainer is noticed.
+    of another trainer is noticed. So a server with the label itself has been proved.
     """
     await server.post("/pause?mode=abort")
     await server.post("/update_weight_version", {"new_version": loading(label)})
@@ -152,6 +112,8 @@ async def load(server: Server, folder: str, label: str) -> None:
     await server.post("/collective_rpc", reload)
     if (await server.post("/reset_prefix_cache")).get("success") is not True:
         raise NoAnswer("its prefix cache was not cleared")
+    await server.post("/resume")
+    difference = await prove(server)
     meanwhile = await server.label()
     if meanwhile is None:
         raise NoAnswer("it has started again")
@@ -160,8 +122,8 @@ async def load(server: Server, folder: str, label: str) -> None:
             f"{server.url} was given the weights {meanwhile} by somebody else while it loaded {label}: "
             "one trainer a server"
         )
-    await server.post("/resume")
     await server.post("/update_weight_version", {"new_version": label})
+    return difference
 
 
 def loading(label: str) -> str:
@@ -170,54 +132,46 @@ def loading(label: str) -> str:
 
 
 async def send_file(server: Server, path: Path, name: str) -> None:
-    """Sends a file of the weights `name` to a server's host; NoAnswer if it arrives altered.
+    """Sends a file of the weights `name` to a server's host, which keeps it if it arrives whole.
 
     Plain http and proxies protect nothing from end to end, and in bfloat16 the proof would not
     notice a single altered number: hence a checksum.
     """
-    checksum = 0
+
+    content = np.memmap(path, mode="r")
 
     async def pieces() -> AsyncIterator[bytes]:
-        nonlocal checksum
-        with path.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                checksum = zlib.crc32(piece, checksum)
-                yield piece
+        for start in range(0, len(content), PIECE_BYTES):
+            yield content[start : start + PIECE_BYTES].tobytes()
 
-    query = urllib.parse.urlencode({"name": name, "file": path.name})
-    if (await server.put(f"/weights/file?{query}", pieces())).get("checksum") != checksum:
-        raise NoAnswer("a file of weights arrived otherwise than it was sent")
+    checksum = await asyncio.to_thread(zlib.crc32, content.data)
+    query = urllib.parse.urlencode({"name": name, "file": path.name, "checksum": checksum})
+    await server.request("PUT", f"/weights/file?{query}", pieces())
 
 
 def write_folder(
     tensors: Tensors, config: Mapping[str, Any], folder: Path, before: Path | None = None
-) -> Report:
-    """Writes a Hugging Face model folder, complete or not at all, in the dtype of `config`.
+) -> Written:
+    """Writes a Hugging Face model folder, in the dtype of `config`; a UserError leaves nothing.
 
-    `Report.changed` is counted against the folder `before`, that of the previous sync.
+    `Written.changed` is counted against the folder `before`.
     """
-    partial = folder.with_name(f"partial-{folder.name}")
     start, dtype = time.monotonic(), jnp.dtype(config["dtype"])
-    size, changed, gather = 0, 0, 0.0
+    size, changed, write = 0, 0, 0.0
     try:
         if folder.parent.lstat().st_uid != os.geteuid():  # another user has replaced it
             raise PermissionError(errno.EPERM, "it belongs to another user", str(folder.parent))
-        partial.mkdir(mode=0o700)
-        (partial / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-        shards = _shards(tensors, dtype)
-        for i in itertools.count():
+        folder.mkdir(mode=0o700)
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+        for i, shard in enumerate(_shards(tensors, dtype)):
             began = time.monotonic()
-            shard = next(shards, None)
-            gather += time.monotonic() - began
-            if shard is None:
-                break
-            path = partial / f"model-{i:05d}.safetensors"
+            path = folder / f"model-{i:05d}.safetensors"
             safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
             size += sum(array.nbytes for array in shard.values())
             changed += _changed(path, before and before / path.name, dtype.itemsize)
-        partial.rename(folder)
+            write += time.monotonic() - began
     except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         full = os.strerror(errno.ENOSPC) in str(error)
         raise UserError(
             f"cannot write the weights to {folder.parent}: {error} after {size / 1e6:,.1f} MB; "
@@ -225,7 +179,7 @@ def write_folder(
             + (": make room there (twice the model), or choose another folder" if full else "")
         ) from error
     share = min(1.0, changed * dtype.itemsize / max(1, size))
-    return Report(size, share, gather, write=time.monotonic() - start - gather)
+    return Written(size, share, gather=time.monotonic() - start - write, write=write)
 
 
 def _shards(tensors: Tensors, dtype: np.dtype) -> Iterator[dict[str, np.ndarray]]:

@@ -11,8 +11,8 @@ from jaxrl_llm.tasks.knights_knaves.logic import (
     Puzzle,
     Roles,
     Statement,
+    assignments,
     consistent_table,
-    knight_table,
 )
 
 # fmt: off
@@ -66,11 +66,10 @@ def claim(statement: Statement, names: Sequence[str]) -> str:
 
 def _operand(statement: Statement, names: Sequence[str]) -> str:
     text = claim(statement, names)
-    return text if isinstance(statement, Is) or _plain_denial(statement) else f"({text})"
-
-
-def _plain_denial(statement: Statement) -> bool:
-    return isinstance(statement, Not) and isinstance(statement.of, Is)
+    match statement:
+        case Is() | Not(Is()):
+            return text
+    return f"({text})"
 
 
 def question(names: Sequence[str], statements: Sequence[Statement], rng: Random) -> str:
@@ -118,10 +117,9 @@ def _search(puzzle: Puzzle, roles: Roles) -> Generator[str, None, bool]:
 def contradicted(statements: Sequence[Statement], roles: Roles) -> int | None:
     """The first person whose statement contradicts their role, whatever the roles not yet given."""
     people = len(statements)
-    full = (1 << (1 << people)) - 1
-    open_cases = full  # a bit for each assignment that agrees with `roles` (see `logic`)
-    for person, knight in enumerate(roles):
-        open_cases &= knight_table(person, people) ^ (0 if knight else full)
+    open_cases = sum(  # a bit for each assignment that agrees with `roles`, as in a truth table
+        1 << case for case, full in enumerate(assignments(people)) if full[: len(roles)] == roles
+    )
     for speaker in range(len(roles)):
         if not consistent_table(speaker, statements[speaker], people) & open_cases:
             return speaker

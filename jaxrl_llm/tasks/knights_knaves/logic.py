@@ -79,15 +79,13 @@ def truth_table(statement: Statement, people: int) -> int:
             return truth_table(of, people) ^ full
         case Compound(connective, left, right):
             a, b = truth_table(left, people), truth_table(right, people)
-            match connective:
-                case Connective.AND:
-                    return a & b
-                case Connective.OR:
-                    return a | b
-                case Connective.IMPLIES:
-                    return (a ^ full) | b
-                case Connective.IFF:
-                    return a ^ b ^ full
+            values = {
+                Connective.AND: a & b,
+                Connective.OR: a | b,
+                Connective.IMPLIES: (a ^ full) | b,
+                Connective.IFF: a ^ b ^ full,
+            }
+            return values[connective]
 
 
 def consistent_table(speaker: int, statement: Statement, people: int) -> int:
@@ -97,23 +95,15 @@ def consistent_table(speaker: int, statement: Statement, people: int) -> int:
 
 
 def solutions(statements: Sequence[Statement]) -> list[Roles]:
-    """Every assignment in which knights' statements are true and knaves' false; tries all."""
+    """Every assignment in which knights' statements are true and knaves' false; tries all.
+
+    IndexError if a statement is about somebody who makes none.
+    """
     people = len(statements)
     table = (1 << (1 << people)) - 1
     for speaker, statement in enumerate(statements):
         table &= consistent_table(speaker, statement, people)
     return [roles for a, roles in enumerate(assignments(people)) if table >> a & 1]
-
-
-def highest_person(statement: Statement) -> int:
-    """The largest index of a person whom the statement mentions."""
-    match statement:
-        case Is(person, _):
-            return person
-        case Not(of):
-            return highest_person(of)
-        case Compound(_, left, right):
-            return max(highest_person(left), highest_person(right))
 
 
 def canonical_key(statements: Sequence[Statement]) -> str:

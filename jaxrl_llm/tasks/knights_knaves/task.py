@@ -18,7 +18,6 @@ from jaxrl_llm.tasks.knights_knaves.logic import (
     Roles,
     canonical_key,
     from_nested,
-    highest_person,
     solutions,
 )
 from jaxrl_llm.tasks.task import Mapped, Reward, Source
@@ -133,9 +132,11 @@ def _published(row: dict[str, Any], where: str) -> Puzzle:
         raise UserError(
             f"{where}: {len(statements)} statements by {len(names)} people; 2 to 8 are needed"
         )
-    if max(map(highest_person, statements)) >= len(names):
-        raise UserError(f"{where}: a statement is about somebody who is not in the puzzle")
-    if solutions(statements) != [solution]:
+    try:
+        found = solutions(statements)
+    except IndexError as error:
+        raise UserError(f"{where}: a statement is about somebody not in the puzzle") from error
+    if found != [solution]:
         raise UserError(f"{where}: {solution} is not the only solution of its statements")
     return Puzzle(names, statements, solution, row["quiz"])
 

@@ -3,38 +3,41 @@ r"""Parses a scalar answer in LaTeX into a small tree.
 Nothing but rational numbers of bounded size is evaluated, so no text can make it slow.
 """
 
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp"
-_GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma "
-    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega"
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp".split()  # noqa: SIM905
 )
-FUNCTIONS = frozenset(_FUNCTIONS.split())
-GREEK = frozenset(_GREEK.split())
+GREEK = (
+    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|kappa|lambda|mu|nu|xi|rho|sigma|"
+    "tau|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega"
+)
 CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
-_COMMANDS = FUNCTIONS | GREEK | {"pi", "infty", "frac", "sqrt", "binom", "lfloor", "lceil"}
-_ARITHMETIC = frozenset({"number", "scientific", "negative", "sum", "product", "quotient", "power"})
-_SIGN = re.compile(r"\s*(\\[A-Za-z]+|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|[-+*/^_!|(){}\[\]]|$)")
-_SUBSCRIPT = re.compile(r"\{([A-Za-z0-9]+)\}|([A-Za-z0-9])(?![0-9])")
-_APPLIED = re.compile(r"\s*\(\s*(-?\d+|[a-z])\s*\)")  # I(0), f(x): a name, not a product
-_SCIENTIFIC = re.compile(
-    r"(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*"
-    r"(?:\{\s*([+-]?\d{1,3})\s*\}|(\d))(?!\s*[\^!.\d])"
-    r"|(\d+(?:\.\d+)?)[eE](\d{1,3})(?![\w.^!])|(\d+\.\d+)[eE]([+-]\d{1,3})(?![\w.^!])"
-)
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}")
-_MIXED = re.compile(
-    r"(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)(?!\d))(?!\s*[\^!])"
-    r"|(\d+)\s+(\d+)\s*/\s*(\d+)(?!\s*[\^!.\d])"
-)
 _DEPTH = 40  # the most nested groups
 _BITS = 1 << 14  # the most in a computed number
 _DIGITS = 1000  # the most in a written number
+_SYMBOL = rf"([A-Za-z]|\\(?:{GREEK}|pi|infty)(?![A-Za-z]))"
+_SUBSCRIPT = r"_(?:\{([A-Za-z0-9]+)\}|([A-Za-z0-9])(?![0-9]))"
+_APPLIED = r"\(\s*(-?\d+|[a-z])\s*\)"  # I(0), f(x): a name, not a product
+_FUNCTION = "|".join(sorted(FUNCTIONS))
+_COMMAND = rf"\\({_FUNCTION}|frac|binom|sqrt|lfloor|lceil)(?![A-Za-z])"
+_BEGINS = rf"[({{\[]|{_SYMBOL}|{_COMMAND}"  # a factor that needs no multiplication sign before it
+_RAISED = re.compile(r"(?<=[A-Za-z)}])\s*\d+(?:\.\d+)?\s*\^")  # nor does the number of n2^{n-1}
+_NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
+_SCIENTIFIC = (  # 3e-5 is a printed number, 3e5 too, 3e a product
+    rf"{_NUMBER}(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{{\s*([+-]?\d{{1,3}})\s*\}}|(\d))(?!\s*[\^!.\d])"
+    r"|[eE]([+-]?\d{1,3})(?![\w.^!]))"
+)
+_REPEATING = r"(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}"
+_MIXED = (
+    r"(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d)(?!\d))(?!\s*[\^!])"
+    r"|(\d+)\s+(\d+)\s*/\s*(\d+)(?!\s*[\^!.\d])"
+)
 
 
 class UnreadableError(Exception):
@@ -67,9 +70,14 @@ class Node:
         """The exact value; None if it is not a rational number, or has too many bits."""
         if isinstance(self.value, Fraction):
             return self.value
-        known = [arg.rational for arg in self.args] if self.op in _ARITHMETIC else [None]
-        result = None if None in known else _result(self.op, [v for v in known if v is not None])
-        return None if result is None or _bits(result) > _BITS else result
+        if self.op not in _ARITHMETIC:
+            return None
+        result = Fraction(0) if self.op == "negative" else self.args[0].rational
+        for arg in self.args if self.op == "negative" else self.args[1:]:
+            if result is None or arg.rational is None:
+                return None
+            result = _ARITHMETIC[self.op](result, arg.rational)
+        return result
 
     @property
     def literal(self) -> bool:
@@ -92,194 +100,165 @@ def number(value: int | Fraction) -> Node:
     return Node("number", (), Fraction(value))
 
 
-def _result(op: str, known: list[Fraction]) -> Fraction | None:
-    if op == "negative":
-        return -known[0]
-    if op in ("sum", "product"):
-        result = Fraction(op == "product")
-        for part in known:
-            result = result + part if op == "sum" else result * part
-            if _bits(result) > _BITS:
-                return None
-        return result
-    left, right = known
-    if op == "quotient":
-        return left / right if right else None
-    if right.denominator != 1 or abs(right) * _bits(left) > _BITS or (left == 0 and right <= 0):
-        return None
-    return left ** int(right)
-
-
 def _bits(number: Fraction) -> int:
     return number.numerator.bit_length() + number.denominator.bit_length()
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    undefined = exponent.denominator != 1 or (base == 0 and exponent <= 0)
+    return None if undefined or abs(exponent) * _bits(base) > _BITS else base ** int(exponent)
+
+
+def _bounded(operation: Callable[..., Fraction | None]) -> Callable[..., Fraction | None]:
+    def result(left: Fraction, right: Fraction) -> Fraction | None:
+        found = operation(left, right)
+        return None if found is None or _bits(found) > _BITS else found
+
+    return result
+
+
+_ARITHMETIC = {
+    "negative": _bounded(operator.sub),
+    "sum": _bounded(operator.add),
+    "product": _bounded(operator.mul),
+    "quotient": _bounded(lambda left, right: left / right if right else None),
+    "power": _bounded(_power),
+}
 
 
 def parse(text: str) -> Node:
     """The tree of the whole text; UnreadableError if it is not one expression."""
     reader = _Reader(text)
     node = reader.sum(0)
-    if reader.sign:
-        raise UnreadableError(f"{reader.sign!r} is left over")
+    if not reader.find("$"):
+        raise reader.error("more than an expression")
     return node
 
 
 class _Reader:
-    """Recursive descent with one token (`sign`) of lookahead; `depth` bounds the recursion."""
+    """Recursive descent over the text; `depth` bounds the recursion."""
 
     def __init__(self, text: str):
-        self._text, self._end, self.sign = text, 0, ""
-        self._advance()
+        self._text, self._at = text, 0
 
-    def _advance(self, end: int | None = None) -> str:
-        """Returns the current token and reads the next, from `end` or where this one ends."""
-        taken, match = self.sign, _SIGN.match(self._text, self._end if end is None else end)
-        if match is None:
-            raise UnreadableError(f"{self._text[self._end : self._end + 10]!r}")
-        self._begin, self._end, self.sign = match.start(1), match.end(), match[1]
-        return taken
+    def error(self, message: str) -> UnreadableError:
+        return UnreadableError(f"{message}: {self._text[self._at : self._at + 10]!r}")
 
-    def _take(self, pattern: re.Pattern[str], start: int) -> list[str] | None:
-        """The groups of a pattern at `start`, which is moved past; None if it does not match."""
-        match = pattern.match(self._text, start)
+    def find(self, pattern: str) -> re.Match[str] | None:
+        """What comes next, if it is this."""
+        return re.compile(rf"\s*(?:{pattern})").match(self._text, self._at)
+
+    def _groups(self, pattern: str) -> list[str]:
+        """The groups of what comes next, which is moved past; none if it is not this."""
+        match = self.find(pattern)
         if match is None:
-            return None
-        self._advance(match.end())
-        return [text for text in match.groups() if text is not None]
+            return []
+        self._at = match.end()
+        return [group for group in match.groups() if group is not None]
+
+    def _take(self, pattern: str) -> str:
+        """The text of what comes next, which is moved past; "" if it is not this."""
+        return "".join(self._groups(f"({pattern})")[:1])
 
     def sum(self, depth: int) -> Node:
-        terms = [self._signed(depth)]
-        while self.sign in ("+", "-"):
-            terms.append(self._signed(depth))
+        terms: list[Node] = []
+        while not terms or self.find("[+-]"):
+            negative = self._take("[+-]") == "-"
+            term = self._product(depth)
+            terms.append(Node("negative", (term,)) if negative else term)
         return _joined("sum", terms)
-
-    def _signed(self, depth: int) -> Node:
-        negative = self.sign in ("+", "-") and self._advance() == "-"
-        term = self._product(depth)
-        return Node("negative", (term,)) if negative else term
 
     def _product(self, depth: int) -> Node:
         factors = [self._power(depth)]
-        while depth < _DEPTH:
-            if self.sign in ("\\cdot", "\\times", "*"):
-                self._advance()
-                factors.append(self._power(depth))
-            elif self.sign in ("/", "\\div"):
-                self._advance()
-                factors = [Node("quotient", (_joined("product", factors), self._power(depth)))]
+        while True:
+            if self._take(r"/|\\div(?![A-Za-z])"):
                 depth += 1
-            elif self._starts_factor():
+                factors = [Node("quotient", (_joined("product", factors), self._power(depth)))]
+            elif self._take(r"\*|\\(?:cdot|times)(?![A-Za-z])") or self._factor_begins():
                 factors.append(self._power(depth))
             else:
                 return _joined("product", factors)
-        raise UnreadableError("nested too deeply")
 
-    def _starts_factor(self) -> bool:
-        """Whether a factor follows without a multiplication sign; numbers only as in `n2^{n-1}`."""
-        sign = self.sign
-        if sign[:1].isdigit():
-            before, after = self._text[: self._begin].rstrip(), self._text[self._end :].lstrip()
-            return after[:1] == "^" and (before[-1:].isalpha() or before[-1:] in (")", "}"))
-        return sign in ("(", "{", "[") or sign.isalpha() or sign[1:] in _COMMANDS
+    def _factor_begins(self) -> bool:
+        return bool(self.find(_BEGINS) or _RAISED.match(self._text, self._at))
 
     def _power(self, depth: int) -> Node:
         node = self._atom(depth)
-        for sign, op in (("!", "factorial"), ("\\degree", "degree")):
-            if self.sign == sign:
-                self._advance()
-                node = Node(op, (node,))
-        if self.sign == "^":
-            self._advance()
+        for sign, op in (("!", "factorial"), (r"\\degree(?![A-Za-z])", "degree")):
+            node = Node(op, (node,)) if self._take(sign) else node
+        if self._take(r"\^"):
             node = Node("power", (node, self._argument(depth + 1)))
         return node
 
     def _argument(self, depth: int, *, more: bool = False) -> Node:
         """An argument of `^`, `\\frac`, `\\sqrt`: a group or a character; `more` may follow it."""
-        if self.sign[:1].isdigit():
-            if not more and len(self.sign) > 1:
-                raise UnreadableError("an argument of several digits needs braces")
-            digit = self.sign[0]
-            self._advance(self._begin + 1)
+        if digit := self._take(r"\d"):
+            if not more and re.match(r"[\d.]", self._text[self._at :]):
+                raise self.error("an argument of several digits needs braces")
             return number(int(digit))
-        if self.sign != "{" and not self.sign.isalpha() and self.sign[1:] not in _COMMANDS:
-            raise UnreadableError(f"{self.sign!r} is no argument")
+        if not self.find(rf"\{{|{_SYMBOL}|{_COMMAND}"):
+            raise self.error("no argument")
         return self._atom(depth)
 
     def _group(self, closing: str, depth: int) -> Node:
-        self._advance()
         node = self.sum(depth + 1)
-        if self._advance() != closing:
-            raise UnreadableError(f"{closing!r} is missing")
+        if not self._take(closing):
+            raise self.error(f"no {closing}")
         return node
 
     def _atom(self, depth: int) -> Node:
-        sign = self.sign
         if depth > _DEPTH:
-            raise UnreadableError("nested too deeply")
-        if sign[:1].isdigit() or sign[:1] == ".":
+            raise self.error("nested too deeply")
+        if self.find(r"\.?\d"):
             return self._number()
-        if sign in ("(", "{"):
-            return self._group({"(": ")", "{": "}"}[sign], depth)
-        if sign == "[" and (node := self._group("]", depth)).op == "sum":
-            return node  # [x] may be the floor of x
-        if sign == "|":
-            return Node("absolute", (self._group("|", depth),))
-        if sign.isalpha() or sign[1:] in GREEK or sign in CONSTANTS:
-            return self._symbol()
-        if sign[1:] in ("lfloor", "lceil"):
-            return Node(sign[1:], (self._group("\\r" + sign[2:], depth),))
-        if sign[1:] in _COMMANDS:
-            return self._command(self._advance()[1:], depth + 1)
-        raise UnreadableError(f"{sign!r} begins no expression")
+        if opening := self._take(r"[({|\[]"):
+            node = self._group({"(": r"\)", "{": r"\}", "|": r"\|", "[": r"\]"}[opening], depth)
+            if opening == "[" and node.op != "sum":
+                raise self.error("[x] may be the floor of x")
+            return Node("absolute", (node,)) if opening == "|" else node
+        if name := self._take(_SYMBOL):
+            name += "".join(f"_{index}" for index in self._groups(_SUBSCRIPT))
+            if name[0].isupper() or name[0] in "fgh":
+                name += "".join(f"({argument})" for argument in self._groups(_APPLIED))
+            return Node("symbol", (), name)
+        if command := self._groups(_COMMAND):
+            return self._command(command[0], depth + 1)
+        raise self.error("no expression")
 
     def _number(self) -> Node:
-        start = self._begin
-        if found := self._take(_SCIENTIFIC, start):
+        if found := self._groups(_SCIENTIFIC):
             return Node("scientific", (), Fraction(found[0]) * Fraction(10) ** int(found[1]))
-        if found := self._take(_REPEATING, start):
+        if found := self._groups(_REPEATING):
             whole, fixed, cycle = found
             repeated = Fraction(int(cycle), 10 ** len(cycle) - 1)
             return number(int(whole or 0) + (int(fixed or 0) + repeated) / 10 ** len(fixed))
-        if found := self._take(_MIXED, start):
-            if int(found[1]) >= int(found[2]) or max(map(len, found)) > _DIGITS:
-                raise UnreadableError("not a mixed number")
-            return number(int(found[0]) + Fraction(int(found[1]), int(found[2])))
-        if len(self.sign) > _DIGITS:
-            raise UnreadableError("a number of too many digits")
-        return number(Fraction(self._advance()))
-
-    def _symbol(self) -> Node:
-        name = self._advance()
-        if self.sign == "_":
-            found = self._take(_SUBSCRIPT, self._end)
-            if found is None:
-                raise UnreadableError("a subscript that is no name")
-            name += "_" + found[0]
-        if name[0].isupper() or name[0] in "fgh":
-            applied = self._take(_APPLIED, self._begin)
-            name += f"({applied[0]})" if applied else ""
-        return Node("symbol", (), name)
+        found = self._groups(_MIXED) or self._groups(_NUMBER)
+        if max(map(len, found)) > _DIGITS:
+            raise self.error("a number of too many digits")
+        if len(found) == 1:
+            return number(Fraction(found[0]))
+        whole, above, below = map(int, found)
+        if above >= below:
+            raise self.error("not a mixed number")
+        return number(whole + Fraction(above, below))
 
     def _command(self, name: str, depth: int) -> Node:
         if name in ("frac", "binom"):
             upper = self._argument(depth, more=True)
             return Node("quotient" if name == "frac" else name, (upper, self._argument(depth)))
+        if name in ("lfloor", "lceil"):
+            return Node(name, (self._group(rf"\\r{name[1:]}", depth),))
         if name == "sqrt":
-            index = self._group("]", depth) if self.sign == "[" else number(2)
-            inner = self._group(")", depth) if self.sign == "(" else self._argument(depth)
+            index = self._group(r"\]", depth) if self._take(r"\[") else number(2)
+            inner = self._group(r"\)", depth) if self._take(r"\(") else self._argument(depth)
             return Node("root", (inner, index))
-        base: tuple[Node, ...] = ()
-        exponent = None
-        if name == "log" and self.sign == "_":
-            self._advance()
-            base = (self._argument(depth, more=True),)
-        if self.sign == "^":
-            self._advance()
-            exponent = self._argument(depth, more=True)
-        if self.sign == "(":
-            inner = self._group(")", depth)
+        base = (self._argument(depth, more=True),) if name == "log" and self._take("_") else ()
+        exponent = self._argument(depth, more=True) if self._take(r"\^") else None
+        if self._take(r"\("):
+            inner = self._group(r"\)", depth)
         else:
             factors = [self._power(depth)]
-            while self._starts_factor() and self.sign != "(" and self.sign[1:] not in FUNCTIONS:
+            while self._factor_begins() and not self.find(rf"\(|\\(?:{_FUNCTION})"):
                 factors.append(self._power(depth))
             inner = _joined("product", factors)
         if exponent is not None and exponent.rational == -1 and "arc" + name in FUNCTIONS:

@@ -18,7 +18,6 @@ from jaxrl_llm.tasks.math.expression import (
     GREEK,
     Node,
     UnreadableError,
-    number,
     parse,
 )
 
@@ -32,63 +31,44 @@ _SIGNS = str.maketrans({
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ",
     "∈": r"\in ", "°": r"\degree ", "²": "^2", "³": "^3", "\u00a0": " ", "’": "'",
 })  # fmt: skip
+_COMPARED = {
+    "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠",
+    "neq": "≠", "lt": "<", "gt": ">",
+}  # fmt: skip
 _END = "(?![A-Za-z])"  # the end of a LaTeX command
 _SPELLINGS = [  # applied in this order: later ones rely on earlier ones
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (rf"\\[dtc]?(frac|binom){_END}", r"\\\1"),
         (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
-        (r"\{\s*\\(?:rm|bf|it|sf)\s+([^{}]*)\}", r"\\text{\1}"),
-        (rf"\{{([^{{}}]*)\\over{_END}([^{{}}]*)\}}", r"\\frac{\1}{\2}"),
         (r"\\(?:[mh]box|text[a-z]+|math(?:rm|bf|it|sf)|boldsymbol|bm|operatorname)(?=\s*\{)", r"\\text"),
         (rf"\\text\s*\{{\s*({'|'.join(sorted(FUNCTIONS))})\s*\}}", r"\\\1 "),
-        (r"_\s*\{\s*\\text\s*\{\s*(?:base\s*)?(\w*)\s*\}\s*(\d*)\s*\}", r"_{\1\2}"),
-        (r"\\text\s*\{\s*([0-9A-F]+)\s*\}(?=\s*_)", r"\1"),
-        (rf"\\text\s*\{{\s*([:,])\s*\}}|\{{(:)\}}|\\colon{_END}", lambda m: m[1] or ":"),
+        (rf"\\text\s*\{{\s*([:,])\s*\}}|\{{([:,])\}}|\\colon{_END}", lambda m: m[1] or m[2] or ":"),
         (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits){_END}", ""),
         (rf"\\[lr]?vert{_END}", "|"),
-        (r"(?<=\d)(?:\{,\}|,\\!\s?|\\,)(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)\\,(?=\d{3}(?!\d))", ""),
         (rf"\\(?:emptyset|varnothing){_END}", r"\\{\\}"),
         (r"(?<=\.)(\d*)\\(?:bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\1\\overline{\2\3}"),
-        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)\\!\s?", ""),
         (rf"(?<!\\)\\[,;: ]|\\q?quad{_END}|~", " "),
-        (r"(?<![A-Za-z])([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
-        (r"(?<=\d)\s*\^\s*\{?\s*(\\text\s*\{\s*(?:th|st|nd|rd)\s*\})\s*\}?", r"\1"),
         (rf"\^\s*(?:\{{\s*\\(?:circ|degree)\s*\}}|\\(?:circ|degree){_END})", r"\\degree "),
-        (r"\\degree\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF]))\s*$", r"\\text{degree\1\2}"),
-        (r"\\mu\s*\\text\s*\{\s*(?=[a-z])", r"\\text{u"),
-        (r"(?<=[\d}])\s*\\Omega\s*$", r"\\text{ ohm}"),
         (r"\\mathbb\s*\{\s*R\s*\}", r"(-\\infty,\\infty)"),
-        (rf"\\(?:leqslant|leq|le){_END}", "≤"),
-        (rf"\\(?:geqslant|geq|ge){_END}", "≥"),
-        (rf"\\(?:neq|ne){_END}|\\not\s*=", "≠"),
-        (rf"\\lt{_END}", "<"),
-        (rf"\\gt{_END}", ">"),
-        (r"(?<![\\A-Za-z])(sqrt|pi|sin|cos|tan|cot|ln|log|infty)(?![A-Za-z])", r"\\\1 "),
+        (rf"\\not\s*=|\\({'|'.join(_COMPARED)}){_END}", lambda m: _COMPARED[m[1] or "ne"]),
         (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ","),
         (r"\\?%|\\text\s*\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s(?:percent|pct)(?![A-Za-z])", r"\\%"),
     )
 ]  # fmt: skip
-_ROUNDED = re.compile(r"([^=]*\d[^=]*)\\approx ?-?\d+(?:\.\d+)?(?: ?\\text ?\{[^{}]*\})? ?")
 _THOUSANDS = re.compile(r"(?:[^,]*=)?[^,=\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d].*)?")
 _PAIRS = re.compile(r"\d{1,3}(,[1-9]\d{2})+")
-_EULER_OR_TEN = re.compile(r"(?<![\w.])(\d+)[eE]([+-]\d{1,3})(?![\w.^!])")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
-_PHRASE = r"\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}"  # text without arithmetic
-_LABEL = rf"[A-Za-z]{{1,3}}|\\(?:{'|'.join(GREEK)}|ell|hbar|max|min|gcd|lcm)|{_PHRASE}"
-_NAME = rf"(?:m?\s*\\angle\s*)?(?:{_LABEL})(?:_\{{?\w+\}}?)?'*(?:\(-?\w{{1,3}}\))?"
-_NAMES = re.compile(
-    rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})*\s*\)"
-    r"|\|\s*[A-Z]{2}\s*\||\\overline\s*\{\s*[A-Z]{2}\s*\}|\[[A-Z]{3,5}\]"
+_NAME = re.compile(  # the left side of an equation that names its value: no arithmetic, no function
+    rf"(?:\\(?:{GREEK}|angle|overline|ell|hbar|max|min|gcd|lcm){_END}|\(-?\d{{1,3}}\)"
+    r"|_(?:\{\w+\}|[A-Za-z0-9])|\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}|[A-Za-z(),|\[\]{}' ])+"
 )
 _MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.+)")
-_BASED = re.compile(
-    r"\(?\s*(\d[0-9A-Fa-f]*|[A-F][0-9A-F]+)\s*\)?_\s*(?:\{\s*\(?\s*(\w+)\s*\)?\s*\}|(\d))"
-)
-_DIGITS = "two three four five six seven eight nine"
-_BASES = {word: str(n) for n, word in enumerate(_DIGITS.split(), 2)}
+_BASED = re.compile(r"\(?\s*(\d[0-9A-F]*|[A-F][0-9A-F]+)\s*\)?_\s*(?:\{\s*\(?(\d+)\)?\s*\}|(\d))")
 _MATRIX = re.compile(
     r"\\begin\s*\{([pb](?:small)?)matrix\}(.*)\\end\s*\{\1matrix\}|"
     r"[(\[]\s*\\begin\s*\{array\}\s*\{[lcr ]*\}(.*)\\end\s*\{array\}\s*[)\]]"
@@ -101,13 +81,11 @@ _FORMULAS = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _UNIT = re.compile(
     r"(.+?)\s*((?:\\text\s*\{(?:[^{}]|\{[^{}]*\})*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?\s*(?:/|\\cdot)?\s*)+)"
 )
-_BARE_UNIT = re.compile(r"(.*[\d)}])\s*([A-Za-z]{2,}(?:\^\{?[23]\}?)?)")
-_WITHOUT_TEXT = "cm mm km in ft mi kg inches feet meters miles students units degrees am pm cents"
-_BARE = frozenset(_WITHOUT_TEXT.split())
-_SCALES = {
-    "dozen": 12, "hundred": 100, "thousand": 10**3, "M": 10**6, "million": 10**6, "billion": 10**9,
-    "trillion": 10**12,
-}  # fmt: skip
+_BARE_UNIT = re.compile(  # written without \text
+    r"(.*[\d)}])\s*((?:cm|mm|km|in|ft|mi|kg|inches|feet|meters|miles|students|units|degrees|[ap]\.?m|cents)"
+    r"(?:\^\{?[23]\}?)?)",
+    re.IGNORECASE,
+)
 _SYMBOLS = frozenset("msghlNJWVACFTKL")  # units of one letter; other letters may be variables
 _SYNONYMS = (  # spellings of a unit that become one
     (r"sq(?:uare)? (\w+)", r"\1^2"), (r"cu(?:bic)? (\w+)", r"\1^3"), (r"\binch(es)?\b", "in"),
@@ -126,8 +104,9 @@ _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     fewer greater least most than under above below between through repeating isn neg
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
-_DENIED = "not no non never nor neither wrong false incorrect except unless neg isn minus half"
-_DENIALS = frozenset(_DENIED.split())  # in a name, they say that its value is not the answer
+_DENIALS = _NO_UNITS & {  # in a name, they say that its value is not the answer
+    *"not no non never wrong false incorrect except neg isn minus half".split()  # noqa: SIM905
+}
 
 
 @dataclass(frozen=True)
@@ -152,6 +131,11 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
     )
 
 
+def _readings(text: str) -> list[str]:
+    """The text; as two numbers too if it may be those, as `15,450`."""
+    return [text, text.replace(",", ", ")] if _PAIRS.fullmatch(text.strip()) else [text]
+
+
 def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
     percent = _in_percent(given) and not _in_percent(true)
     if percent and not re.search("percent|%", question, re.IGNORECASE):
@@ -161,12 +145,6 @@ def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
     if any(_bare(node).key in asked for node in computed):
         return False
     return equal(true, given, engine)
-
-
-def _readings(text: str) -> list[str]:
-    """The text and its other meanings: `15,450` as two numbers, `3e-5` as a printed number."""
-    other = text.replace(",", ", ") if _PAIRS.fullmatch(text.strip()) else text
-    return [*dict.fromkeys((text, _EULER_OR_TEN.sub(r"\1 \\times 10^{\2}", other)))]
 
 
 def _in_percent(form: Form) -> bool:
@@ -214,8 +192,7 @@ def spelled(text: str) -> str:
     text = re.sub(r"(?<!\\)(?:\$|\\[()\[\]])", "", re.sub(r"\s+", " ", text))
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    rounded = _ROUNDED.fullmatch(text)
-    return _stripped(rounded[1] if rounded else text)
+    return _stripped(text)
 
 
 def _stripped(text: str) -> str:
@@ -274,14 +251,9 @@ def _read(text: str, depth: int = 0) -> Form:
         if (form := kind(text, depth + 1)) is not None:
             return form
     if based := _BASED.fullmatch(text):
-        base = (based[2] or based[3]).casefold()
-        return Form(f"{based[1].upper()} in base {_BASES.get(base, base)}")
+        return Form(f"{based[1]} in base {based[2] or based[3]}")
     inside, unit = _unit_split(text)
-    node = parse(_without_thousands(inside))
-    scale, _, left = unit.partition(" ")
-    if scale in _SCALES and node.literal and node.rational is not None:
-        return Form("scalar", node=number(_SCALES[scale] * node.rational), unit=left)
-    return Form("scalar", node=node, unit=unit)
+    return Form("scalar", node=parse(_without_thousands(inside)), unit=unit)
 
 
 def _list(text: str, depth: int) -> Form | None:
@@ -308,7 +280,7 @@ def _relation(text: str, depth: int) -> Form | None:
     sides = [side.strip() for side in _RELATIONS.split(text)]
     if len(sides) == 1:
         return None
-    if len(sides) == 3 and sides[1] == "=" and _NAMES.fullmatch(sides[0]):
+    if len(sides) == 3 and sides[1] == "=" and _NAME.fullmatch(sides[0]):
         right = _read(sides[2], depth)
         if right.name or _DENIALS & {*re.findall("[a-z]+", sides[0])}:
             raise UnreadableError("what it is not, or a name for what has one")
@@ -354,12 +326,12 @@ def _unit_split(text: str) -> tuple[str, str]:
         if text.endswith(ending) and not turned:
             return text[: -len(ending)].strip(), unit
     match = _UNIT.fullmatch(text) or _BARE_UNIT.fullmatch(text)
-    if match is None or (match.re is _BARE_UNIT and match[2].rstrip("^{}23").lower() not in _BARE):
+    if match is None:
         return text, ""
-    unit = " ".join(re.sub(r"[{}.]|\\cdot|\\text", " ", match[2]).replace(" ^ ", "^").split())
+    unit = " ".join(re.sub(r"[{}]|\\cdot|\\text", " ", match[2]).replace(".", "").split())
     unit = re.sub(r"\s*\^\s*", "^", unit)
     unit = unit if len(unit) == 1 else unit.lower()
-    for pattern, name in _SYNONYMS if unit not in _SCALES else ():
+    for pattern, name in _SYNONYMS:
         unit = re.sub(pattern, name, unit)
     return match[1], unit
 
@@ -386,14 +358,16 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
         return False
     if truth.name and answer.name and truth.name != answer.name:
         return False
-    if answer.unit not in ("", truth.unit) and not (not truth.unit and _is_unit(answer.unit)):
+    units = {truth.unit, answer.unit}
+    if len(units) > 1 and not ("" in units and _is_unit(truth.unit or answer.unit)):
         return False
     if truth.node is not None and answer.node is not None:
         if answer.unit == "degree" != truth.unit and "\\pi" in truth.node.symbols:
             return False
         return _equal_nodes(truth.node, answer.node, engine)
-    named = len(truth.parts) > 1 and _told_apart(truth) and not any(p.name for p in answer.parts)
-    if named or truth.kind not in ("set", "union", "relation ="):
+    named = {part.name for part in truth.parts} - {""}  # x=1, y=2 keeps its order if not named
+    in_order = len(named) == len(truth.parts) > 1 and not any(p.name for p in answer.parts)
+    if in_order or truth.kind not in ("set", "union", "relation ="):
         return all(equal(t, a, engine) for t, a in zip(truth.parts, answer.parts, strict=True))
     left = list(answer.parts)
     for part in truth.parts:
@@ -405,24 +379,12 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
 
 
 def _alike(form: Form, other: Form) -> Form:
-    r"""The form in the other's notation where it can be: `\{2\}`, `x=1,y=2`, `x>2`, `4/13`."""
+    r"""The form in the other's notation where it can be: `\{2\}`, `x>2`, `4/13`."""
     if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
         return form.parts[0]
-    if form.kind == "set" and other.kind == "tuple ()" and _told_apart(form):
-        ordered = sorted(form.parts, key=lambda part: part.name.strip("\\"))
-        if {part.name for part in ordered} <= {"x", "y", "z"} or ordered == [*form.parts]:
-            return replace(other, parts=tuple(replace(part, name="") for part in ordered))
     if form.node and form.node.op == "quotient" and other.kind == "ratio":
         return Form("ratio", tuple(Form("scalar", node=part) for part in form.node.args))
-    if other.kind.startswith("tuple"):
-        return _interval(form)
-    return form
-
-
-def _told_apart(form: Form) -> bool:
-    """Whether each part has a name of its own."""
-    names = {part.name for part in form.parts}
-    return "" not in names and len(names) == len(form.parts)
+    return _interval(form) if other.kind.startswith("tuple") else form
 
 
 def _interval(form: Form) -> Form:

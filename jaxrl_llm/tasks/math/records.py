@@ -46,56 +46,15 @@ def problem_of(row: Row) -> Problem:
     """The problem of a row: `problem`, `answer`; a chat `prompt`, `reward_model`; or two turns."""
     if not isinstance(row, Mapping):
         return Problem(row[0]["value"], truths(row[1]["ground_truth"]["value"]))
-    reward_model = row.get("reward_model")
-    if reward_model is not None:
-        return Problem(_last_user_text(row["prompt"]), truths(reward_model["ground_truth"]))
-    return Problem(_question(_first(row, _QUESTION_COLUMNS)), truths(_answer(row)))
-
-
-def truths(stored: Any) -> tuple[str, ...]:
-    """The accepted answers in a cell: a text, a number, a list, or a printed list of texts."""
-    if isinstance(stored, str):
-        both = _EITHER.fullmatch(stored.strip())
-        listed = list(both.groups()) if both else _printed_list(stored)
-        stored = [stored] if listed is None else listed
-    elif not isinstance(stored, list | tuple):
-        stored = [stored]
-    for item in stored:
-        if not isinstance(item, str | int | float) or item != item:
-            raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
-    return tuple(dict.fromkeys(str(item).strip() for item in stored if str(item).strip()))
-
-
-def _printed_list(text: str) -> list[str] | None:
-    """The list that a text like `['9.6\\n']` shows; else None, as for an interval `[-2,4]`."""
-    if not text.strip().startswith("["):
-        return None
-    try:
-        listed = literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-    texts = isinstance(listed, list) and listed and all(isinstance(t, str) for t in listed)
-    return listed if texts else None
-
-
-def _question(stored: Any) -> str:
-    """The text of a cell; of a chat, the user's last message."""
-    if isinstance(stored, str):
-        return stored
-    if isinstance(stored, list) and all(isinstance(turn, Mapping) for turn in stored):
-        return _last_user_text(stored)
-    raise TypeError(f"a question is a text or a chat, not {stored!r:.60}")
-
-
-def _answer(row: Mapping[str, Any]) -> Any:
-    """The answer's cell; a list of parts (by `is_multiple_answer`), not alternatives, is joined."""
-    stored = _first(row, _ANSWER_COLUMNS)
-    parts = isinstance(stored, list) and row.get("is_multiple_answer")
-    return ", ".join(map(str, stored)) if parts else stored
-
-
-def _last_user_text(messages: Sequence[Mapping[str, str]]) -> str:
-    return [message["content"] for message in messages if message["role"] == "user"][-1]
+    question = _first(row, _QUESTION_COLUMNS)
+    if isinstance(question, list):  # a chat: the user's last message
+        question = [turn["content"] for turn in question if turn["role"] == "user"][-1]
+    if row.get("reward_model") is not None:
+        return Problem(question, truths(row["reward_model"]["ground_truth"]))
+    answer = _first(row, _ANSWER_COLUMNS)
+    if isinstance(answer, list) and row.get("is_multiple_answer"):  # parts, no alternatives
+        answer = ", ".join(map(str, answer))
+    return Problem(question, truths(answer))
 
 
 def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
@@ -103,6 +62,30 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
         if row.get(column) is not None:
             return row[column]
     raise KeyError(f"none of {', '.join(columns)}")
+
+
+def truths(stored: Any) -> tuple[str, ...]:
+    """The accepted answers in a cell: a text, a number, a list, or a printed list of texts."""
+    if isinstance(stored, str):
+        both = _EITHER.fullmatch(stored.strip())
+        stored = both.groups() if both else _printed_list(stored)
+    items = stored if isinstance(stored, list | tuple) else [stored]
+    for item in items:
+        if not isinstance(item, str | int | float) or item != item:
+            raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
+    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
+
+
+def _printed_list(text: str) -> list[str] | str:
+    """The list that a text like `['9.6\\n']` shows; else the text, as for an interval `[-2,4]`."""
+    if not text.strip().startswith("["):
+        return text
+    try:
+        listed = literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    texts = isinstance(listed, list) and listed and all(isinstance(t, str) for t in listed)
+    return listed if texts else text
 
 
 def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
@@ -183,18 +166,9 @@ def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Pr
     Letters and digits are compared. Held-out questions with less than `LONG` must match as a whole.
     """
     taken = {_folded(problem.question) for problem in held_out}
-    begun: dict[str, list[str]] = {}
-    for text in taken:
-        begun.setdefault(text[:LONG], []).append(text)
-
-    def known(question: str) -> bool:
-        text = _folded(question)
-        inside = range(len(text) - LONG + 1)
-        return text in taken or any(
-            text.startswith(one, i) for i in inside for one in begun.get(text[i : i + LONG], ())
-        )
-
-    return [problem for problem in problems if not known(problem.question)]
+    long = [text for text in taken if len(text) >= LONG]
+    folded = [(problem, _folded(problem.question)) for problem in problems]
+    return [p for p, text in folded if text not in taken and not any(one in text for one in long)]
 
 
 def _folded(question: str) -> str:

@@ -12,7 +12,6 @@ _PROMPT = (
     "<|im_start|>assistant\n<think>"
 )
 _BOX = "\\boxed{"
-NESTED = 8  # the most boxes in boxes that are opened
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,17 @@ class MathTask:
     def reward(self, example: Problem, response: str) -> Reward:
         """1 if the answer equals any truth; else 0, unchecked if a comparison was undecided."""
         answer = boxed_answer(response)
-        verdict = Verdict.DIFFERENT
-        for truth in example.truths:
-            if answer is None:
-                break
-            found = self.checker.check(truth, answer, example.question)
-            if found is not Verdict.DIFFERENT:
-                verdict = found
-            if found is Verdict.EQUAL:
-                break
-        correct = verdict is Verdict.EQUAL
-        fields = {"boxed": float(answer is not None)}
-        return Reward(float(correct), correct, fields, checked=verdict is not Verdict.UNDECIDED)
+        truths = example.truths if answer is not None else ()
+        verdicts = {self.checker.check(t, answer or "", example.question) for t in truths}
+        correct = Verdict.EQUAL in verdicts
+        checked = correct or Verdict.UNDECIDED not in verdicts
+        return Reward(float(correct), correct, {"boxed": float(answer is not None)}, checked)
 
 
 def boxed_answer(response: str) -> str | None:
-    r"""The text in the last `\boxed{}` (the innermost of nested ones) after `</think>`, or None.
+    r"""The text in the last `\boxed{}` after `</think>`; None without one.
 
-    A box around more than another box is returned as it is, and cannot be read as an answer.
+    A box around another one is returned with it, and cannot be read as an answer.
     """
     text = response.partition("</think>")[2]
     inside, start = None, text.find(_BOX)
@@ -57,13 +49,6 @@ def boxed_answer(response: str) -> str | None:
         if inside is None:
             return None
         start = text.find(_BOX, start + len(_BOX) + len(inside))
-    for _ in range(NESTED):
-        if inside is None or not inside.strip().startswith(_BOX):
-            break
-        inner = _braced(inside.strip(), len(_BOX))
-        if inner is None or len(inner) + len(_BOX) + 1 < len(inside.strip()):
-            return inside
-        inside = inner
     return inside
 
 

@@ -2,7 +2,8 @@
 
 What numbers and notation do not settle, an `AnswerChecker` asks a worker: this module in a fresh
 Python, without the caller's main module, JAX, and most environment variables. It reads a JSON list
-`[truth, answer, question, seconds]` a line and writes equal, different, timeout or crash.
+`[truth, answer, question, seconds]` a line and writes equal, different or failed. A comparison that
+takes too long ends its worker, and the next one finds a new worker.
 """
 
 import importlib.util
@@ -34,19 +35,7 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "
 _WALL = 200.0  # wall-clock seconds for one of CPU time until a worker counts as stuck
 _START = 300.0  # seconds a worker may take to import its libraries
 _MEMORY = 4 << 30  # bytes of address space a comparison may use
-_DIGITS = 100  # precision of a numerical comparison
-_EXITS = {0: "equal", 1: "different"} | dict.fromkeys(  # the kernel's signals at a limit
-    (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL), "timeout"
-)
-_WARMING = (  # compared at start: else sympy would load its parts anew in each forked child
-    (r"2\sqrt{3}", r"3\sqrt[3]{2}"),
-    (r"7\pi", r"\frac{43}{2}\sqrt{2}"),
-    ("6-5i", "6+5i"),
-    (r"3x+2\ln y", r"\sin x+e^{y}"),
-    (r"\frac{x-1}{x+1}", r"\frac{(x-1)^2}{x^2+1}"),
-)
-
-_Process = subprocess.Popen[str]
+_WARMING = r"\sqrt[3]{2}+\frac{x^2+5i}{x-1}", r"e^{y}+\pi\sin x"  # see `_serve`
 
 
 class Verdict(Enum):
@@ -76,12 +65,15 @@ class AnswerChecker:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("checking math answers needs math-verify: pip install math-verify")
         self._seconds = seconds
-        self._processes: set[_Process] = set()
-        self._finalizer = weakref.finalize(self, _stop_all, self._processes)
-        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._workers = [_Worker() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
         try:
-            for process in [self._spawn() for _ in range(workers)]:  # all start before one is ready
-                self._idle.put(self._ready(process))
+            for worker in self._workers:
+                worker.start()
+            for worker in self._workers:  # all start before one is ready
+                worker.ready()
+                self._idle.put(worker)
         except UserError:
             self.close()
             raise
@@ -93,59 +85,18 @@ class AnswerChecker:
             return Verdict.EQUAL if equal else Verdict.DIFFERENT
         except _AlgebraNeededError:
             pass
-        reply = ""
         for seconds in (self._seconds, 2 * self._seconds):
-            reply = self._ask(json.dumps([truth, answer, question, seconds]), _WALL * seconds)
+            worker = self._idle.get()
+            try:
+                if not self._finalizer.alive:
+                    raise UserError("math answers cannot be checked: the checker is closed")
+                reply = worker.ask([truth, answer, question, seconds], _WALL * seconds)
+            finally:
+                self._idle.put(worker)
             if reply in ("equal", "different"):
                 return Verdict(reply)
-        logger.warning("math answer not checked (%s): %.100r", reply or "a worker ended", answer)
+        logger.warning("math answer not checked (it takes too long, or fails): %.100r", answer)
         return Verdict.UNDECIDED
-
-    def _ask(self, line: str, timeout: float) -> str:
-        """A worker's reply to a line, or "" if it was dead or stuck and has been killed.
-
-        An entry taken from the queue always returns to it: the worker, or None to start another.
-        """
-        process, reply = self._idle.get(), ""
-        try:
-            if not self._finalizer.alive:
-                raise UserError("math answers cannot be checked: the checker is closed")
-            process = process or self._ready(self._spawn())
-            reply = _reply(process, timeout, line)
-            return reply
-        finally:
-            if process is not None and not reply:
-                self._end(process)
-                process = None
-            self._idle.put(process)
-
-    def _spawn(self) -> _Process:
-        """A new worker, which gets no secrets from the environment and no Ctrl-C."""
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        package = str(Path(jaxrl_llm.__file__).parents[1])
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", "jaxrl_llm.tasks.math.worker"],
-                env=kept | {"PYTHONPATH": package, "PYTHONIOENCODING": "utf-8"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                encoding="utf-8",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(f"a math answer worker cannot be started: {error}") from error
-        self._processes.add(process)
-        return process
-
-    def _ready(self, process: _Process) -> _Process:
-        if _reply(process, _START) != "ready":
-            self._end(process)
-            raise UserError("a math answer worker did not start: see its message above")
-        return process
-
-    def _end(self, process: _Process) -> None:
-        self._processes.discard(process)
-        _stop(process)
 
     def close(self) -> None:
         """Ends the workers; garbage collection and the end of the program do the same."""
@@ -158,27 +109,67 @@ class AnswerChecker:
         self.close()
 
 
-def _reply(process: _Process, timeout: float, line: str = "") -> str:
-    """A worker's next line, after `line` is sent; "" if it has ended or takes over `timeout` s."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        if line:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-    except BrokenPipeError:
-        return ""
-    return process.stdout.readline().strip() if wait([process.stdout.fileno()], timeout) else ""
+class _Worker:
+    """A process that answers one question at a time; one that is lost is replaced when asked."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Starts the process, which gets no secrets from the environment and no Ctrl-C."""
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        package = str(Path(jaxrl_llm.__file__).parents[1])
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", "-m", "jaxrl_llm.tasks.math.worker"],
+                env=kept | {"PYTHONPATH": package, "PYTHONIOENCODING": "utf-8"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"a math answer worker cannot be started: {error}") from error
+
+    def ready(self) -> None:
+        """Waits until the process can answer; UserError if it does not come to that."""
+        if self._reply(_START) != "ready":
+            raise UserError("a math answer worker did not start: see its message above")
+
+    def ask(self, question: list, timeout: float) -> str:
+        """The reply, or "" if the process had ended, or has ended or been stopped since."""
+        if self.process is None:
+            self.start()
+            self.ready()
+        return self._reply(timeout, json.dumps(question) + "\n")
+
+    def _reply(self, timeout: float, line: str = "") -> str:
+        """The next line of output, after `line` is sent; if there is none, the process is ended."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        reply = ""
+        try:
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+            if wait([self.process.stdout.fileno()], timeout):
+                reply = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            pass  # it has ended
+        finally:
+            if not reply:
+                self.stop()
+        return reply
+
+    def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
-def _stop_all(processes: set[_Process]) -> None:
-    while processes:
-        _stop(processes.pop())
-
-
-def _stop(process: _Process) -> None:
-    process.kill()
-    process.communicate()
+def _stop_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
 
 
 def in_sympy(node: Node) -> "sympy.Expr":
@@ -213,37 +204,23 @@ def in_sympy(node: Node) -> "sympy.Expr":
 
 
 def equivalent(truth: Node, answer: Node) -> bool:
-    """Whether math-verify takes the two for the same value."""
+    """Whether math-verify takes the two for the same value, at 100 digits where it computes."""
     import math_verify
 
     gold, given = in_sympy(truth), in_sympy(answer)
-    return math_verify.verify(gold, given, numeric_precision=_DIGITS, timeout_seconds=0)
+    return math_verify.verify(gold, given, numeric_precision=100, timeout_seconds=0)
 
 
-def judge(truth: str, answer: str, question: str, seconds: float) -> str:
-    """The reply for a pair, found by a forked child that the kernel kills when its time is up."""
-    child = os.fork()
-    if child == 0:
-        code = 2
-        try:
-            _limit_time(seconds)
-            code = 0 if same(truth, answer, question, equivalent) else 1
-        finally:
-            os._exit(code)
-    return _EXITS.get(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "crash")
-
-
-def _limit_time(seconds: float) -> None:
-    """Limits CPU time, and far more generously wall-clock time, for a child that waits forever."""
+def limit_time(seconds: float) -> None:
+    """The kernel ends this process after so much CPU time, or far more time; 0 lifts the limit."""
     for alarm in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(alarm, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, _WALL / 2 * seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 2, int(seconds) + 2))
 
 
 def _limit_memory() -> None:
-    """Caps the address space of this process and its children, on Linux (macOS cannot)."""
+    """Caps the address space of this process, on Linux (macOS cannot)."""
     if sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         soft = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
@@ -256,11 +233,17 @@ def _serve() -> None:
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
-    for truth, answer in _WARMING:
-        equivalent(parse(truth), parse(answer))
+    equivalent(*map(parse, _WARMING))  # no comparison's time goes into loading parts of sympy
     print("ready", file=replies)
     for line in sys.stdin:
-        print(judge(*json.loads(line)), file=replies)
+        truth, answer, question, seconds = json.loads(line)
+        limit_time(seconds)
+        try:
+            reply = "equal" if same(truth, answer, question, equivalent) else "different"
+        except Exception:  # sympy and math-verify raise anything
+            reply = "failed"
+        limit_time(0)
+        print(reply, file=replies)
 
 
 if __name__ == "__main__":

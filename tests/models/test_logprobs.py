@@ -1,4 +1,4 @@
-"""The table of the vocabulary, cut over devices: the same numbers on every mesh, and what does not travel."""
+"""Log-probs and tables of the vocabulary: the same numbers on every mesh, and what does not travel."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import logprobs, qwen2, sharding, vocabulary
+from jaxrl_llm.models import logprobs, primitives, qwen2, sharding
 from tests import hlo, tiny
 
 MESHES = {
@@ -31,7 +31,7 @@ def test_a_row_adds_up_its_gradients_in_float32(sizes):
     with jax.set_mesh(mesh):
         table = on(mesh, jnp.ones((97, 8)))
         tokens = jnp.full((8, 512), 5, jnp.int32)
-        total = lambda table: vocabulary.rows(table, tokens, jnp.bfloat16).astype(jnp.float32).sum()
+        total = lambda table: primitives.rows(table, tokens, jnp.bfloat16).astype(jnp.float32).sum()
         gradient = jax.jit(jax.grad(total))(table)
     want = np.zeros((97, 8), np.float32)
     want[5] = 4096
@@ -45,47 +45,62 @@ def test_rows_are_those_of_the_table(sizes, vocab, count):
     table = jax.random.normal(jax.random.key(0), (vocab, 8))
     tokens = jax.random.randint(jax.random.key(1), (count, 5), 0, vocab)
     with jax.set_mesh(mesh):
-        get = jax.jit(partial(vocabulary.rows, dtype=jnp.bfloat16))
+        get = jax.jit(partial(primitives.rows, dtype=jnp.bfloat16))
         np.testing.assert_array_equal(
             get(on(mesh, table), tokens), table.astype(jnp.bfloat16)[tokens]
         )
 
 
-def scores_and_gradients(mesh, arrays, chunk):
-    def loss(hidden, head):
-        found = logprobs.chunked(
-            hidden,
-            head,
-            arrays["target"],
-            arrays["scored"],
-            temperature=0.7,
-            chunk=chunk,
-            proxy=0.1,
-        )
-        return (arrays["slope"] * found.logp).sum(), found
-
-    with jax.set_mesh(mesh):
-        both = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-        return jax.tree.map(np.asarray, both(arrays["hidden"], on(mesh, arrays["head"])))
+def plain_scores(hidden, head, target, temperature, proxy):
+    """From all logits at once."""
+    logits = jnp.einsum("rcd,vd->rcv", hidden, head) / temperature
+    logp = jax.nn.log_softmax(logits)
+    likely = logits >= logits.max(-1, keepdims=True) + jnp.log(proxy)
+    kept = jax.nn.logsumexp(logits, -1, where=likely)
+    of_target = lambda x: jnp.take_along_axis(x, target[..., None], -1)[..., 0]
+    entropy = -(jnp.exp(logp) * logp).sum(-1)
+    return logprobs.Scores(
+        of_target(logp), entropy, of_target(jnp.where(likely, logits, logprobs.REMOVED)) - kept
+    )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "vocab", "rows"),
-    [((1, 1, 1), 97, 3), ((1, 8, 1), 64, 8), ((1, 2, 4), 97, 3), ((2, 2, 2), 64, 8)],
+    ("sizes", "vocab", "rows", "chunk", "temperature", "share"),
+    [
+        ((1, 1, 1), 31, 3, 1, 0.7, 0.4),
+        ((1, 1, 1), 31, 3, 7, 1.0, 0.0),
+        ((1, 1, 1), 31, 3, 1000, 0.7, 1.0),
+        ((1, 8, 1), 64, 8, 6, 0.7, 0.7),
+        ((1, 2, 4), 97, 3, 6, 0.7, 0.7),
+        ((2, 2, 2), 64, 8, 6, 0.7, 0.7),
+    ],
 )
-def test_scores_are_the_same_on_every_mesh(sizes, vocab, rows):
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-    arrays = {
-        "hidden": jax.random.normal(next(keys), (rows, 7, 8)),
-        "head": jax.random.normal(next(keys), (vocab, 8)),
-        "target": jax.random.randint(next(keys), (rows, 7), 0, vocab),
-        "scored": jax.random.uniform(next(keys), (rows, 7)) < 0.7,
-        "slope": jax.random.normal(next(keys), (rows, 7)),
-    }
-    want = scores_and_gradients(tiny.mesh_of(), arrays, 1000)
-    got = scores_and_gradients(tiny.mesh_of(*sizes), arrays, 6)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, share):
+    """Values, those of the proxy too, and gradients, on every mesh."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    hidden = jax.random.normal(keys[0], (rows, 7, 8))
+    head = jax.random.normal(keys[1], (vocab, 8))
+    target = jax.random.randint(keys[2], (rows, 7), 0, vocab)
+    scored = jax.random.uniform(keys[3], (rows, 7)) < share
+    slope = jax.random.normal(keys[4], (rows, 7))
+    how = {"temperature": temperature, "proxy": 0.1}
+
+    def ours(hidden, head):
+        found = logprobs.chunked(hidden, head, target, scored, chunk=chunk, **how)
+        return (slope * found.logp).sum(), found
+
+    def plain(hidden, head):
+        found = plain_scores(hidden, head, target, **how)
+        found = jax.tree.map(lambda x: jnp.where(scored, x, 0.0), found)
+        return (slope * found.logp).sum(), found
+
+    (_, want), want_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
+    mesh = tiny.mesh_of(*sizes)
+    with jax.set_mesh(mesh):
+        both = jax.jit(jax.grad(ours, (0, 1), has_aux=True))
+        got_grads, got = jax.tree.map(np.asarray, both(hidden, on(mesh, head)))
+    for a, b in zip(*map(jax.tree.leaves, ((got, got_grads), (want, want_grads))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 2, 4)], ids=["fsdp-8", "tensor-4"])

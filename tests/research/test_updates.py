@@ -1,4 +1,4 @@
-"""Laws of what an analysis measures."""
+"""Laws of what an analysis measures: updates tried on a batch, gradients of single tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -7,19 +7,25 @@ import optax
 import pytest
 
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import activations, logprobs, qwen2
+from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
-from jaxrl_llm.research import analysis, probe, token_gradients
+from jaxrl_llm.research import analysis, token_gradients
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
-EDGES = (0.25, 0.5, 0.75)
 DEFINITION = qwen2.graph(tiny.SHAPE)[0]
 
 
+def tokens_of(mask, **known):
+    """Tokens with these arrays, and no other."""
+    return analysis.Tokens(
+        **(dict.fromkeys(analysis.Tokens._fields, mask) | {"mask": mask >= 0} | known)
+    )
+
+
 def logits(params, offsets, tokens, index):
-    return activations.logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
+    return logprobs.next_logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def norms(params, tokens):
-    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     return token_gradients.make_norms(logits)(params, offsets, tokens)
 
 
@@ -53,10 +59,10 @@ def credited(params):
 def test_bins_partition_the_tokens(seed):
     rng = np.random.default_rng(seed)
     logp, mask = -rng.exponential(size=(3, 17)), rng.random((3, 17)) < 0.7
-    logp[0, :4] = np.log((*EDGES, 0.25))  # edges, and a tie
-    bins = probe.by_probability(logp, mask, EDGES)
+    logp[0, :4] = np.log((*analysis.EDGES, 0.25))  # edges, and a tie
+    bins = analysis.by_probability(logp, mask, analysis.EDGES)
     assert np.array_equal(bins >= 0, mask)
-    for b, (low, high) in enumerate(zip((0, *EDGES), (*EDGES, 1.1), strict=True)):
+    for b, (low, high) in enumerate(zip((0, *analysis.EDGES), (*analysis.EDGES, 1.1), strict=True)):
         inside = np.exp(logp)[bins == b]
         assert ((inside >= low - 1e-12) & (inside < high + 1e-12)).all()
 
@@ -96,7 +102,7 @@ def test_norms_over_parameters_are_those_of_the_trained_log_probs(params, tokens
 
 
 def test_every_token_of_a_model_keeps_the_bounds_at_every_layer(params, tokens, norms):
-    offsets = activations.no_offsets(DEFINITION, params, tokens.tokens.shape[1])
+    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     stretch = token_gradients.make_stretch(logits)(params, offsets, tokens)
     low, high = token_gradients.bounds(np.asarray(norms.rest), tiny.SHAPE.vocab_size)
     assert (low <= norms.at_logits * 1.0001).all()
@@ -122,49 +128,45 @@ def test_gradients_of_bins_add_up_to_the_whole(params, credited):
         return jax.tree.map(jnp.subtract, after.params, params)
 
     whole = moved(credited)
-    parts = [moved(probe.only(credited, bins == b)) for b in range(3)]
+    parts = [moved(analysis.only(credited, bins == b)) for b in range(3)]
     assert all(optax.tree.norm(part) > 1e-3 for part in parts)
     total = jax.tree.map(lambda *x: sum(x), *parts)
     assert optax.tree.norm(jax.tree.map(jnp.subtract, total, whole)) < 1e-4 * optax.tree.norm(whole)
 
 
-def test_a_probe_is_the_train_step_on_a_copy(params, credited):
+def test_a_trial_is_the_train_step_on_a_copy(params, credited):
     policy_logp, adam = tiny.policy()[0], optax.adam(1e-3)
     step = update.make_train_step(policy_logp, tiny.objective(penalties=()), adam)
     score = update.make_score(policy_logp)
     state = update.init_state(jax.tree.map(jnp.copy, params), adam)
     before = jax.tree.map(np.array, state)
-    found = probe.Probe(state, step, score)(credited)
+    found = analysis.Trial(state, step, lambda _: None, score).by_optimizer(credited)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, before))
     after, visits = step(state, credited)
     np.testing.assert_array_equal(found.logp, score(after.params, credited.inputs))
-    np.testing.assert_array_equal(found.grad_norm, visits["grad_norm"])
+    assert found.grad_norm == visits["grad_norm"][0]
     apart = jax.tree.map(jnp.subtract, after.params, before.params)
     assert found.distance == pytest.approx(float(optax.tree.norm(apart)), rel=1e-5)
 
 
 def test_a_gradient_is_what_a_step_goes_along(params, credited):
-    policy_logp, objective = tiny.policy()[0], tiny.objective(penalties=())
-    batch = probe.stage(credited, 0)
-    gradient = probe.make_gradient(policy_logp, objective, params)
-    score, ascent = update.make_score(policy_logp), optax.sgd(0.5)
-    by_step = probe.Probe(
-        update.init_state(params, ascent),
+    policy_logp, objective, ascent = tiny.policy()[0], tiny.objective(penalties=()), optax.sgd(0.5)
+    trial = analysis.Trial(
+        update.init_state(jax.tree.map(jnp.copy, params), ascent),
         update.make_train_step(policy_logp, objective, ascent),
-        score,
-    )(batch)
-    found = probe.step_along(params, gradient, score, 0.5, batch)
-    assert found.grad_norm[0] == pytest.approx(by_step.grad_norm[0], rel=1e-5)
-    assert found.grad_norm[0] > 1e-3
-    assert found.distance == pytest.approx(by_step.distance, rel=1e-4)
-    np.testing.assert_allclose(found.logp, by_step.logp, atol=1e-6)
+        analysis.make_gradient(policy_logp, objective, params),
+        update.make_score(policy_logp),
+    )
+    found, expected = trial.by_gradient(credited, 0.5), trial.by_optimizer(credited)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert found.grad_norm > 1e-3
+    assert found.distance == pytest.approx(expected.distance, rel=1e-4)
+    np.testing.assert_allclose(found.logp, expected.logp, atol=1e-6)
 
 
-def test_cosines_of_nothing_are_none():
-    nothing, something = {"a": np.zeros(3)}, {"a": np.ones(3)}
-    assert probe.cosine(something, nothing) is None
-    assert probe.along(nothing, nothing) is None
-    assert probe.along(nothing, something) == 0.0
+def test_the_cosine_of_nothing_is_none():
+    assert analysis.cosine(np.ones(3), np.zeros(3)) is None
+    assert analysis.cosine(np.ones(3), -np.ones(3)) == pytest.approx(-1.0)
 
 
 def test_figures_over_batches_are_those_of_all_that_have_them():
@@ -184,7 +186,7 @@ def test_variants_replace_what_the_run_had():
         factors=(other, factors.linear_in_probability),
         partition=partition.reversed,
     )
-    made = probe.variants(run, alpha=0.2, eta=0.4)
+    made = analysis.variants(run, alpha=0.2, eta=0.4)
     assert made["plain"].factors == (other,)
     assert [objective.stages for objective in made.values()] == [1, 1, 2, 2]
     assert [len(objective.factors) for objective in made.values()] == [1, 2, 1, 2]
@@ -194,11 +196,12 @@ def test_direction_counts_those_that_moved():
     before = np.log([0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
     after = before + np.array([0.1, -0.1, 1e-8, -0.2, 0.3, 0.4])
     advantage, bins = np.array([1.0, 1, 1, -1, -1, 0]), np.array([0, 0, 0, 1, 1, 1])
-    found = probe.direction(bins, 2, advantage, before, after)
-    assert found["rising"] == [0.5, None, 0.5]
-    assert found["falling"] == [None, 0.5, 0.5]
-    assert found["good_tokens"] == [2, 0, 2]
-    assert found["unmoved"] == [1 / 3, 0.0, 0.2]
+    found = analysis.direction(tokens_of(bins, logp=before, advantage=advantage, bins=bins), after)
+    in_all = lambda name: [found[name][i] for i in (0, 1, -1)]
+    assert in_all("rising") == [0.5, None, 0.5]
+    assert in_all("falling") == [None, 0.5, 0.5]
+    assert in_all("good_tokens") == [2, 0, 2]
+    assert in_all("unmoved") == [1 / 3, 0.0, 0.2]
 
 
 def test_tokens_are_drawn_evenly_and_with_what_came_before():
@@ -233,7 +236,7 @@ def test_sources_are_those_of_the_gradients_of_tokens():
     response[:, :, -1] = -1
     mask, rng = response >= 0, np.random.default_rng(4)
     group = np.where(mask, rng.integers(0, 2, mask.shape), -1)
-    tokens = analysis.Tokens(mask, mask, mask, group, response, mask)
+    tokens = tokens_of(response, group=group, response=response)
     weight = np.broadcast_to(mask, (1, 1, *mask.shape)).astype(float)
     batch, given = update.Credited(None, None, weight, None), Vectors(tokens)
     found = analysis.sources({"plain": batch}, tokens, given, 2, lambda _: None)
