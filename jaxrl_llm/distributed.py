@@ -31,6 +31,7 @@ LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
 LEAST_LOST = 5.0  # the least that --lost may be
 MEETING = 300  # seconds within which all processes must have started
 LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
+STALLED = "stalled"  # how the reason of a process that makes no progress begins
 LEAST = 2**16  # bytes of the smallest buffer of `gather`: few sizes, few programs
 _COLLECTIVE = re.compile("Gloo|NCCL|closed by peer")  # failed collectives; some raise ValueError
 _ITS_OWN = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|Barrier timed out")  # own faults
@@ -38,11 +39,16 @@ _FOREVER = 10**6  # seconds: turns off JAX's own watchdog, which ends with a pag
 
 
 class Stop(Protocol):
-    """A request to stop the run: `asked` says whether it was made, `ask` makes it."""
+    """A request to stop the run: `asked` says whether it was made, `ask` makes it.
+
+    `stall(reason)` ends the process at once, with the stacks of its threads.
+    """
 
     asked: bool
 
     def ask(self) -> None: ...
+
+    def stall(self, reason: str) -> NoReturn: ...
 
 
 @dataclass
@@ -172,6 +178,16 @@ def share(
     return [from_bytes(payload) for payload in gather(to_bytes(made[0]))]
 
 
+def stalled(reason: str, stop: Stop) -> NoReturn:
+    """Ends this process, which makes no progress, and so the others: all write their stacks."""
+    if _JOB.count > 1:
+        with suppress(jax.errors.JaxRuntimeError):
+            _put(f"ended/{_JOB.index}", f"{STALLED}: {reason}")
+        if first():  # the store ends with this process: the others must read the reason first
+            time.sleep(LEAVE + 3 * BEAT)
+    stop.stall(reason)
+
+
 def gather(payload: bytes) -> list[bytes]:
     """The payloads of all processes, in their order, by an all-gather on the devices."""
     if _JOB.count == 1:
@@ -255,6 +271,8 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
             if seen.get(name := _JOB.names[i], ("", 0.0))[0] != value or name not in seen:
                 seen[name] = (value, now)
             if end and not done.wait(LEAVE):
+                if end.startswith(STALLED):
+                    stop.stall(f"{name} has {end}")
                 _end(f"{name} has ended: {end}")
             if end is None and now - seen[name][1] > lost:
                 _end(f"{name} has not been heard of for {lost:g} s")

@@ -12,7 +12,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.leaving import UNFINISHED, Stop, stoppable
+from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
 from jaxrl_llm.training.parts import DATA
 from jaxrl_llm.training.record import Source
 
@@ -52,6 +52,11 @@ class Options:
     process 0; --out must then be storage that all see"""
     lost: float = distributed.LOST
     """seconds without a sign of life from one process after which the others end"""
+    stall_minutes: float = LEAST / 60
+    """minutes without progress, six times as many for the first of each phase, after which the run
+    writes the stacks of its threads into its folder and ends with 75, to go on with --resume"""
+    stall_factor: float = FACTOR
+    """and at least so many times as long as the phase (a rollout, a save, ...) has ever taken"""
     dry_run: bool = False
     """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is
     started, but missing data sets are made"""
@@ -101,6 +106,7 @@ def main(options: Options, config: Config, source: Source) -> None:
                 origin=options.origin,
                 source=source,
                 data=options.data,
+                stall=(60 * options.stall_minutes, options.stall_factor),
                 stop=stop,
                 console=console,
             )

@@ -35,12 +35,16 @@ def in_words(reward: Reward) -> str:
 
 @dataclass(frozen=True)
 class TokenTask:
-    """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`."""
+    """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`.
+
+    `beat` is called before each reward, as a sign of life.
+    """
 
     task: Task[Any]
     tokenizer: Tokenizer
     threads: int = 1
     seconds: float = 300.0
+    beat: Callable[[], None] = lambda: None
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
@@ -64,6 +68,7 @@ class TokenTask:
             [self.tokenizer.decode(response) for response in own.responses],
             threads=self.threads,
             seconds=self.seconds,
+            beat=self.beat,
         )
         return Answers(mine, own, rewards)
 

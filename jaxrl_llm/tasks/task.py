@@ -98,16 +98,22 @@ def score_responses(
     *,
     threads: int = 1,
     seconds: float = 300.0,
+    beat: Callable[[], None] = lambda: None,
 ) -> list[Reward]:
     """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
 
+    Calls `beat` before each, in any thread.
     With one thread (the main one) a late reward is interrupted. With several it is given up and
     goes on in the background; an endless regular expression, which keeps the GIL, blocks all else.
     A task's UserError is raised.
     """
 
     def call(example: E, response: str) -> _Call:
-        return lambda: _plain(task.reward(example, response))
+        def reward() -> Reward:
+            beat()
+            return _plain(task.reward(example, response))
+
+        return reward
 
     def settled(outcome: _Outcome) -> Reward:
         if isinstance(outcome, Reward):

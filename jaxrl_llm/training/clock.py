@@ -2,37 +2,58 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Self
 
 import jax
 
+from jaxrl_llm.training.terminal import duration
+
+PHASES = ("rollout", "reward", "collate", "score", "update", "sync", "other")  # of steps
 HOST = ("reward", "collate")  # phases of a step in which no program runs on the devices
 OUTSIDE = ("start", "compile", "save", "evaluation", "lost")  # what is no step
 COMPILING = "/jax/core/compile/backend_compile_duration"  # an event of JAX's
 FIRST = 6.0  # times the least limit, for the first phase of a name: it compiles
+ALL = (*PHASES, *OUTSIDE)
 NAMES = {"start": "starting", "compile": "compiling", "save": "saving", "lost": "lost to restarts"}
 
 
 class Clock:
     """Seconds by phase; nested phases count for the innermost, and compiling for "compile".
 
-    Used by one thread; others may read `now` and `limit`. `spent` are the seconds of the run's
-    earlier sessions by phase, without the seconds `lost` with steps that have to be made again. The
-    time between phases of a step is "other".
+    Used by one thread, and hears of compiling within its `with` block; other threads may call `beat`
+    and `limit`, and read `now`. `spent` are the seconds of the run's earlier sessions by phase,
+    without the seconds `lost` with steps that have to be made again; `since` is when this session
+    started, by `time.perf_counter`. The time between phases is "other".
     """
 
-    def __init__(self, spent: Mapping[str, float] | None = None, *, lost: float = 0.0):
-        self._spent, self._found = Counter(spent or {}), Counter[str]()
+    def __init__(
+        self,
+        spent: Mapping[str, float] | None = None,
+        *,
+        lost: float = 0.0,
+        since: float | None = None,
+    ):
+        self._spent = defaultdict[str, float](float, spent or {})
+        self._found = defaultdict[str, float](float)
+        self._turned, self._step = time.perf_counter(), 0.0
         if lost:
             self._found["lost"] = lost
+        if since is not None:
+            self._found["start"] = self._turned - since
         self._open: list[str] = []
         self._longest: dict[str, float] = {}
         self._thread = threading.get_ident()
-        self._turned, self._step = time.perf_counter(), 0.0
         self.now: tuple[str, float] = ("start", time.monotonic())
+
+    def __enter__(self) -> Self:
         jax.monitoring.register_event_duration_secs_listener(self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -69,8 +90,9 @@ class Clock:
         the run's time so far.
         """
         self._turn()
-        found, self._found = self._found, Counter[str]()
-        self._spent.update(found)
+        found, self._found = self._found, defaultdict[str, float](float)
+        for name, seconds in found.items():
+            self._spent[name] += seconds
         steps = lambda some: sum(n for name, n in some.items() if name not in OUTSIDE)
         step = steps(found) - self._step
         busy = step - found["other"] - sum(found[name] for name in HOST) - idle_inside
@@ -81,10 +103,12 @@ class Clock:
     def in_words(self) -> str:
         """The run's time so far and the shares of what it went into, as a line."""
         self._turn()
-        whole = self._spent + self._found
+        whole = {name: self._spent[name] + self._found[name] for name in ALL}
         total = max(sum(whole.values()), 1e-9)
-        shares = [f"{NAMES.get(name, name)} {value / total:.0%}" for name, value in whole.most_common()
-                  if value >= 0.005 * total]  # fmt: skip
+        large = sorted(
+            (name for name in ALL if whole[name] >= 0.005 * total), key=whole.__getitem__
+        )
+        shares = [f"{NAMES.get(name, name)} {whole[name] / total:.0%}" for name in large[::-1]]
         return f"{duration(total)} in all: {', '.join(shares)}"
 
     def _turn(self) -> None:
@@ -95,15 +119,13 @@ class Clock:
         self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._turned)
         self._turned = now
 
-    def _heard(self, event: str, seconds: float, **_: object) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILING and threading.get_ident() == self._thread:
-            self._found["compile"] += seconds
-            self._found[self._open[-1] if self._open else "other"] -= seconds
+            self._found["compile"] += duration_secs
+            self._found[self._open[-1] if self._open else "other"] -= duration_secs
 
 
-def duration(seconds: float) -> str:
-    """Seconds for people: 42 s, 3 min 20 s, 5 h 10 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+def spent(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by phase in these records of a run; those of its steps have them all."""
+    steps = [record for record in records if "time/step" in record]
+    return {name: sum(record.get(f"time/{name}", 0.0) for record in steps) for name in ALL}

@@ -142,7 +142,7 @@ def reinforcement(
     """
     first = config.warm_start.steps if config.warm_start else 0
     last, every = first + config.steps, config.evaluation.every or max(config.steps, 1)
-    task, sampling = parts.token_task(config), parts.sampling(config)
+    task, sampling = parts.token_task(config, clock.beat), parts.sampling(config)
 
     def sample(step: int, prompts: Sequence[Any]) -> Rollout:
         drawn = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])

@@ -1,6 +1,7 @@
 """Builds the parts of a run from its config: task, tokenizer, model, mesh, and the examples."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -73,9 +74,10 @@ class Parts:
         limit = config.collate.response_length
         return replace(config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
-    def token_task(self, config: Config) -> TokenTask:
-        """The task in tokens, with the config's settings for rewards."""
-        return TokenTask(self.task, self.tokenizer, config.reward_threads, config.reward_seconds)
+    def token_task(self, config: Config, beat: Callable[[], None] = lambda: None) -> TokenTask:
+        """The task in tokens, with the config's settings for rewards; `beat` before each of them."""
+        threads, seconds = config.reward_threads, config.reward_seconds
+        return TokenTask(self.task, self.tokenizer, threads, seconds, beat)
 
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""

@@ -23,8 +23,9 @@ from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
-from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
 from jaxrl_llm.training.record import Source, identity
@@ -39,16 +40,20 @@ def train(
     origin: str | Path | None = None,
     source: Source | None = None,
     data: str | Path = DATA,
+    stall: tuple[float, float] = (LEAST, FACTOR),
     stop: Stop | None = None,
     console: rich.console.Console | None = None,
 ) -> Path:
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
     `resume` goes on from the newest checkpoint ("auto": if there is a run). `origin` is a run whose
-    warm start to use. `source` records how the config was made, for later commands. Raises Leaving,
-    after saving, when `stop` is asked; a UserError for faults outside the program.
+    warm start to use. `source` records how the config was made, for later commands. `stall`: the
+    process ends, with code 75, when a phase makes no progress for so many seconds, and so many
+    times as long as ever before. Raises Leaving, after saving, when `stop` is asked; a UserError
+    for faults outside the program.
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
+    begun_at = time.perf_counter()
     made = parts(config, data)
     if source is not None:  # making the task ran its file
         ran = userfile.ran(but=source.path)
@@ -65,6 +70,7 @@ def train(
         folders.require_at_most(folder, first + config.steps)
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
+    stop.stacks = folder / f"stacks-{distributed.index()}.txt"
     try:
         with ExitStack() as stack:
             if distributed.first():
@@ -82,20 +88,32 @@ def train(
                     folder, config.keep_checkpoints, config.saves, lambda: journal.records
                 )
             )
-            sampler = stack.enter_context(
-                config.engine.start(made.policy, made.mesh, folder, stop.check)
-            )
             initial = Checkpoints(folder / folders.INITIAL)
             if distributed.first():
                 checkpoints.clean()
                 initial.clean()
             start = _newest(config, made, checkpoints) if resuming else None
+            known = journal.records
             journal.start(after=-1 if start is None else start.step)
-            measure = partial(_measure, config, made, sampler, journal, stop)
+            lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
+            clock = stack.enter_context(Clock(kept, lost=lost, since=begun_at))
+            stalled = partial(distributed.stalled, stop=stop)
+            least, factor = stall
+            stack.enter_context(watched(clock, least=least, factor=factor, stalled=stalled))
+
+            def alive() -> None:
+                clock.beat()
+                stop.check()
+
+            sampler = stack.enter_context(
+                config.engine.start(made.policy, made.mesh, folder, alive)
+            )
+            measure = partial(_measure, config, made, sampler, journal, clock, stop)
 
             def save(phase: str, step: int, state: update.TrainState, cursor: Cursor) -> None:
-                journal.sync()
-                checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
+                with clock("save"):
+                    journal.sync()
+                    checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
 
             params = None
             if start is None or start.phase == WARM_START:
@@ -104,6 +122,7 @@ def train(
                 elif config.warm_start:
                     params = loop.warm_start(
                         config, config.warm_start, made, divided.train, sampler, journal, stop, start,
+                        clock=clock,
                         save=partial(save, WARM_START),
                         evaluate=partial(measure, divided.validation, phase=WARM_START),
                     )  # fmt: skip
@@ -116,15 +135,18 @@ def train(
             reference = folders.reference(folder, made, config) if config.keeps_reference else None
             loop.reinforcement(
                 config, made, divided.train, sampler, journal, stop, start or first, params, reference,
+                clock=clock,
                 save=partial(save, REINFORCE),
                 evaluate=partial(measure, divided.validation, phase=REINFORCE),
                 show=partial(_show, config, made, journal, first),
             )  # fmt: skip
 
-            checkpoints.wait()
+            with clock("save"):
+                checkpoints.wait()
             tested = None
             if journal.find("test/accuracy", first + config.steps, REINFORCE) is None:
-                tested = _test(config, made, divided, sampler, journal, checkpoints, stop)
+                tested = _test(config, made, divided, sampler, journal, clock, checkpoints, stop)
+            journal.say(clock.in_words())
             if distributed.first():
                 _summarise(config, folder, tested, checkpoints.best, journal)
     except Leaving:
@@ -183,6 +205,7 @@ def _measure(
     made: Parts,
     sampler: Sampler,
     journal: Journal,
+    clock: Clock,
     stop: Stop,
     examples: Examples[Any],
     step: int,
@@ -190,7 +213,7 @@ def _measure(
     phase: str,
 ) -> float:
     """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
-    result, seconds = _timed(config, made, sampler, examples, stop)
+    result, seconds = _timed(config, made, sampler, examples, clock, stop)
     values = {f"eval/{name}": value for name, value in result.metrics().items()}
     journal.record(step, phase, values | {"time/evaluation": seconds})
     total = result.total
@@ -208,6 +231,7 @@ def _test(
     divided: Splits,
     sampler: Sampler,
     journal: Journal,
+    clock: Clock,
     checkpoints: Checkpoints,
     stop: Stop,
 ) -> tuple[int, Result]:
@@ -223,7 +247,7 @@ def _test(
     share = len(examples) / len(divided.validation)
     expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
     journal.say(f"test of step {step} on {len(examples)} examples{expected}")
-    result, seconds = _timed(config, made, sampler, examples, stop)
+    result, seconds = _timed(config, made, sampler, examples, clock, stop)
     values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
     last = (config.warm_start.steps if config.warm_start else 0) + config.steps
     journal.record(last, REINFORCE, {**values, "test/step": step, "time/evaluation": seconds})
@@ -231,19 +255,25 @@ def _test(
 
 
 def _timed(
-    config: Config, made: Parts, sampler: Sampler, examples: Examples[Any], stop: Stop
+    config: Config,
+    made: Parts,
+    sampler: Sampler,
+    examples: Examples[Any],
+    clock: Clock,
+    stop: Stop,
 ) -> tuple[Result, float]:
     """Evaluates the sampler's policy on the examples; returns the seconds too."""
     settings, begun = config.evaluation, time.perf_counter()
-    result = evaluate(
-        sampler,
-        made.token_task(config),
-        examples,
-        made.sampling(config, temperature=settings.temperature, seed=config.seed),
-        samples=settings.samples,
-        by=settings.by,
-        stop=stop,
-    )
+    with clock("evaluation"):
+        result = evaluate(
+            sampler,
+            made.token_task(config, clock.beat),
+            examples,
+            made.sampling(config, temperature=settings.temperature, seed=config.seed),
+            samples=settings.samples,
+            by=settings.by,
+            stop=stop,
+        )
     return result, time.perf_counter() - begun
 
 

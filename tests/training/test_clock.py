@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm.training import clock as clocks
-from jaxrl_llm.training.clock import Clock, duration
+from jaxrl_llm.training.clock import Clock
 
 
 @pytest.fixture
@@ -53,10 +53,3 @@ def test_limits_are_learned(now):
         now[0] += 4.0
     with clock("save"):
         assert (clock.limit(10.0, 5.0), clock.limit(30.0, 5.0)) == (20.0, 30.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(41.6, "42 s"), (200.0, "3 min 20 s"), (18_600.0, "5 h 10 min")]
-)
-def test_durations(seconds, said):
-    assert duration(seconds) == said

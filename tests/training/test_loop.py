@@ -17,6 +17,7 @@ from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import loop
+from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.loop import Point
@@ -65,7 +66,7 @@ class Trial:
         )  # fmt: skip
         vars(self.config).update(changes)
         self.parts = SimpleNamespace(
-            token_task=lambda _: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
+            token_task=lambda *_: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
             programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
@@ -101,7 +102,8 @@ class Trial:
             self.journal.start(after=start.step if isinstance(start, Point) else -1)
             loop.reinforcement(
                 self.config, self.parts, Echo.train, self.sampler, self.journal, self.stop, start, jnp.int32(0),
-                None, save=self.save, evaluate=partial(self.evaluate, REINFORCE), show=lambda *_: None,
+                None, clock=Clock(), save=self.save, evaluate=partial(self.evaluate, REINFORCE),
+                show=lambda *_: None,
             )  # fmt: skip
         return self
 
@@ -114,7 +116,7 @@ class Trial:
             self.journal.start(after=start.step if start else -1)
             return loop.warm_start(
                 self.config, warm, self.parts, Echo.train, self.sampler, self.journal, self.stop, start,
-                save=self.save, evaluate=partial(self.evaluate, WARM_START),
+                clock=Clock(), save=self.save, evaluate=partial(self.evaluate, WARM_START),
             )  # fmt: skip
 
     @property
