@@ -25,10 +25,12 @@ from tensorboardX.proto import event_pb2, summary_pb2
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.training import alarms
+from jaxrl_llm.training.terminal import duration
 
 METRICS = "metrics.jsonl"
 WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
+SETTLED = 3  # steps after which the time of a step is no longer that of compiling
 _event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # members are made on import
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -256,6 +258,12 @@ class Recorder:
         done = step - self._steps.start
         known = [text.format(float(values[n])) for n, text in _SHOWN.items() if n in values]
         self._progress.update(self._bar, completed=done, figures=" | ".join(known))
+        if len(self._records) - self._before == SETTLED and "time/step" in values:
+            left = len(self._steps) - done
+            said = duration(left * float(values["time/step"]))
+            self._journal.say(
+                f"{self._title}: {left} steps to go, about {said} without evaluations"
+            )
         rarely = done % max(1, len(self._steps) // 20) == 0
         if not self._progress.console.is_terminal and rarely:
             self._journal.say(f"{done}/{len(self._steps)} {' | '.join([self._title, *known])}")

@@ -219,6 +219,10 @@ def _test(
     sampler.push(params, step)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
+    measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]
+    share = len(examples) / len(divided.validation)
+    expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
+    journal.say(f"test of step {step} on {len(examples)} examples{expected}")
     result, seconds = _timed(config, made, sampler, examples, stop)
     values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
     last = (config.warm_start.steps if config.warm_start else 0) + config.steps

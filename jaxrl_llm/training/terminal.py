@@ -17,6 +17,14 @@ def console(*, quiet: bool = False) -> rich.console.Console:
     return plain(file=cast(IO[str], _Output()), quiet=quiet)
 
 
+def duration(seconds: float) -> str:
+    """Seconds for people: 42 s, 3 min 20 s, 5 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 class _Output:
     """Standard output, looked up at every write because it may be replaced."""
 

@@ -254,3 +254,12 @@ def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
     with pytest.raises(UserError, match="no gradient of the last 3 steps was finite"):
         one.check()
     recorder(opened(after=3)).check()  # resumed, it has three steps to do better
+
+
+def test_a_phase_says_once_how_long_it_will_take(opened):
+    one = recorder(opened(said=(said := io.StringIO())))
+    for step in range(1, 6):
+        one.hold(step, lambda: {"time/step": 10.0})
+        one.flush()
+    assert said.getvalue().count("to go") == 1
+    assert "reinforce: 17 steps to go, about 2 min 50 s without evaluations" in said.getvalue()
