@@ -153,7 +153,7 @@ def test_too_small_a_vocabulary():
         ("gs://bucket/run", "pip install 'jaxrl-llm[gcs]'"),
         ("https://host/run", "write a URL as s3://bucket/name"),
         ("s3:///run", "write a URL as s3://bucket/name"),
-        ("s3:///runs/run", "names no bucket"),
+        ("s3:///runs/run", "write a URL as s3:"),
     ],
 )
 @pytest.mark.parametrize("flags", [(), ("--resume",), ("--resume", "auto")])
