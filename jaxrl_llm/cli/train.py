@@ -17,18 +17,23 @@ from jaxrl_llm.training.parts import DATA
 from jaxrl_llm.training.record import Source
 
 
-def _resume(words: list[str]) -> bool | Literal["auto"]:
-    if words not in ([], ["auto"]):
-        raise ValueError("--resume stands alone, or as --resume auto")
-    return "auto" if words else True
+def _resume(words: list[str]) -> bool | int | Literal["auto"]:
+    match words:
+        case []:
+            return True
+        case ["auto"]:
+            return "auto"
+        case [step] if step.isdecimal():
+            return int(step)
+    raise ValueError("--resume stands alone, or as --resume auto, or as --resume STEP")
 
 
 _RESUME = PrimitiveConstructorSpec(
     nargs="*",
-    metavar="[auto]",
+    metavar="[auto|STEP]",
     instance_from_str=_resume,
-    is_instance=lambda value: value in (True, False, "auto"),
-    str_from_instance=lambda value: ["auto"] if value == "auto" else [],
+    is_instance=lambda value: isinstance(value, int) or value == "auto",
+    str_from_instance=lambda value: [] if isinstance(value, bool) else [str(value)],
 )
 
 
@@ -38,8 +43,9 @@ class Options:
 
     out: str | None = None
     """the run's folder, s3://bucket/name or gs://bucket/name (default: runs/NAME of the config)"""
-    resume: Annotated[bool | Literal["auto"], _RESUME] = False
-    """go on from the newest checkpoint in the folder; with auto, start if it has no run yet"""
+    resume: Annotated[bool | int | Literal["auto"], _RESUME] = False
+    """go on from the newest checkpoint in the folder; with auto, start if it has no run yet; with a
+    step, from its checkpoint (later ones are kept aside)"""
     max_minutes: float | None = None
     """save and stop after this many minutes"""
     grace: float = 60.0
@@ -75,7 +81,7 @@ def run(words: list[str]) -> None:
 
 def _resumed(options: Options, path: Path) -> Path | None:
     """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
-    if not options.resume:
+    if options.resume is False:
         return None
     from jaxrl_llm.training import folder as folders
 

@@ -226,10 +226,17 @@ class Checkpoints:
             "or start anew with another --out"
         )
 
-    def _rename(self, step: int) -> None:
-        """Moves a damaged checkpoint aside, so that its step can be saved again."""
-        number = len([*self.folder.glob(f"damaged-{step}-*")])
-        aside = self.folder / f"damaged-{step}-{number}"
+    def go_back(self, step: int) -> None:
+        """Moves all later checkpoints aside, so that a run can go on from this one."""
+        for later in distributed.from_first(lambda: [s for s in self.steps if s > step]):
+            if distributed.first():
+                self._rename(later, "later")
+        distributed.agree("")  # a barrier: nobody saves one of them again before
+
+    def _rename(self, step: int, why: str = "damaged") -> None:
+        """Moves a checkpoint aside, so that its step can be saved again."""
+        number = len([*self.folder.glob(f"{why}-{step}-*")])
+        aside = self.folder / f"{why}-{step}-{number}"
         (self.folder / str(step)).rename(aside)
         storage.push(aside)
         storage.remove(self.folder / str(step))

@@ -39,9 +39,22 @@ def same_form(what: str, saved: dict[str, Any], like: Any) -> None:
             )
 
 
+def not_finite(tree: Any) -> str | None:
+    """The path of the first array in the tree with an infinity or NaN; None if all are finite."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    fine = jax.device_get(_finite([leaf for _, leaf in leaves]))
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+    return next((name for name, whole in zip(names, fine, strict=True) if not whole), None)
+
+
 def checksum(entry: Any) -> str:
     """SHA-256 of what JSON makes of an entry, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+@jax.jit
+def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.isfinite(x).all() for x in sharding.on_devices(arrays)]
 
 
 @jax.jit

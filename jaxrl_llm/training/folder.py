@@ -15,7 +15,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,11 +53,18 @@ def resumable(folder: Path) -> bool:
 
 @contextmanager
 def opened(
-    folder: Path, parts: Parts, source: Source | None, *, resume: bool, origin: Path | None = None
+    folder: Path,
+    parts: Parts,
+    source: Source | None,
+    given: Mapping[str, Any] | None = None,
+    *,
+    resume: bool,
+    origin: Path | None = None,
 ) -> Iterator[None]:
     """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
-    Raises a UserError if the folder holds another run or, without `resume`, any other content.
+    `given` are checksums of what its numbers depend on beside the config. Raises a UserError if the
+    folder holds another run or, without `resume`, any other content.
     """
     if resume and not resumable(folder):
         raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
@@ -71,12 +78,12 @@ def opened(
     with storage.locked(folder):
         at(storage.spoken(folder))  # pull again: another may have written until now
         if resume:
-            run = record.continued(folder, record.read(folder), source, origin)
+            run = record.continued(folder, record.read(folder), source, origin, given)
             _require_model(folder, parts)
             record.write(folder, run)
         else:
             _require_new(folder)
-            _start(folder, parts, source, origin)
+            _start(folder, parts, source, origin, given)
         storage.push(folder)
         try:
             yield
@@ -113,9 +120,15 @@ def _require_new(folder: Path) -> None:
         raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
 
 
-def _start(folder: Path, parts: Parts, source: Source | None, origin: Path | None) -> None:
+def _start(
+    folder: Path,
+    parts: Parts,
+    source: Source | None,
+    origin: Path | None,
+    given: Mapping[str, Any] | None,
+) -> None:
     """Writes the files of a new run; run.json last, because it marks the folder as a run."""
-    run = record.new(source, origin)
+    run = record.new(source, origin, given)
     (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
     described = {

@@ -1,6 +1,8 @@
 """Builds the parts of a run from its config: task, tokenizer, model, mesh, and the examples."""
 
+import hashlib
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,13 +109,15 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
 class Splits(NamedTuple):
     """A task's examples, with `validation` taken out of its training data.
 
-    `skipped` training examples have prompts that are too long to learn from.
+    `skipped` training examples have prompts that are too long to learn from. `checksum` is that of
+    all prompts and examples, in hex.
     """
 
     train: Source[Any]
     validation: Source[Any]
     test: Source[Any]
     skipped: int
+    checksum: str
 
 
 def splits(made: Parts, config: Config) -> Splits:
@@ -121,7 +125,12 @@ def splits(made: Parts, config: Config) -> Splits:
     known = readable(made, made.task.train, config, "training")
     test = askable(made, made.task.test, config)
     train, validation = _set_aside(known, config.evaluation.validation)
-    return Splits(train, validation, test, known.skipped)
+    found = hashlib.sha256()
+    for source in (known, test):
+        for i in range(len(source)):
+            example = re.sub(" at 0x[0-9a-f]+", "", repr(source[i]))  # which no two processes share
+            found.update(f"{made.task.prompt(source[i])}\0{example}\0".encode())
+    return Splits(train, validation, test, known.skipped, found.hexdigest())
 
 
 def _set_aside(source: Source[E], validation: int) -> tuple[Source[E], Source[E]]:

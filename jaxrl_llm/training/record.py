@@ -30,7 +30,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.fingerprint import checksum
 
-NAME, CONFIG, VERSION = "run.json", "config.py", 2
+NAME, CONFIG, VERSION = "run.json", "config.py", 3
 LENGTHS = {
     "steps",
     "evaluate_every",
@@ -52,10 +52,13 @@ class Source:
     files: tuple[Path, ...] = ()
 
 
-def new(source: Source | None, origin: Path | None = None) -> Run:
+def new(
+    source: Source | None, origin: Path | None = None, given: Mapping[str, Any] | None = None
+) -> Run:
     """The record of a new run; `origin` is the folder of the run whose warm start it uses.
 
-    Without a source the config was made by a program, and only that can resume the run.
+    `given` are checksums of what its numbers depend on beside the config, by name. Without a source
+    the config was made by a program, and only that can resume the run.
     """
     run: Run = {
         "version": VERSION,
@@ -65,6 +68,7 @@ def new(source: Source | None, origin: Path | None = None) -> Run:
         "files": {},
         "from": origin and storage.spoken(origin),
         "from_id": origin and identity(origin),
+        "given": dict(given or {}),
         "sessions": [_session({})],
     }
     if source is not None:
@@ -135,8 +139,21 @@ def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def continued(folder: Path, run: Run, source: Source | None, origin: Path | None) -> Run:
+def continued(
+    folder: Path,
+    run: Run,
+    source: Source | None,
+    origin: Path | None,
+    given: Mapping[str, Any] | None = None,
+) -> Run:
     """The record with one more session; a UserError for whatever would make it another run."""
+    for name, was in run["given"].items():
+        now = (given or {}).get(name, was)  # a module may not be loaded yet
+        if now != was:
+            raise UserError(
+                f"{folder}: {name} is not as it was when the run was started: put it back, or start anew with "
+                "another --out"
+            )
     require_sources(folder, run)
     if source is not None and (other := changed(folder, run, source.path)):
         raise UserError(
@@ -145,17 +162,17 @@ def continued(folder: Path, run: Run, source: Source | None, origin: Path | None
         )
     moved = origin is not None and run["from_id"] and identity(origin) == run["from_id"]
     if not moved and (origin and storage.spoken(origin)) != run["from"]:
-        given = f"with --from {run['from']}" if run["from"] else "without --from"
-        raise UserError(f"{folder} was started {given}: resume it so")
-    stored, given = run["flags"], plain({} if source is None else source.flags)
-    for name in sorted(stored.keys() | given.keys()):
-        if name not in LENGTHS and stored.get(name) != given.get(name):
+        how = f"with --from {run['from']}" if run["from"] else "without --from"
+        raise UserError(f"{folder} was started {how}: resume it so")
+    stored, flags = run["flags"], plain({} if source is None else source.flags)
+    for name in sorted(stored.keys() | flags.keys()):
+        if name not in LENGTHS and stored.get(name) != flags.get(name):
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{folder} was started with {flag} {stored.get(name)}, not {given.get(name)}: "
+                f"{folder} was started with {flag} {stored.get(name)}, not {flags.get(name)}: "
                 f"leave {flag} out to go on, or start anew with another --out"
             )
-    return run | {"flags": given, "sessions": [*run["sessions"], _session(given)]}
+    return run | {"flags": flags, "sessions": [*run["sessions"], _session(flags)]}
 
 
 def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
@@ -216,7 +233,10 @@ def files_of(run: Run) -> Iterable[str]:
 
 
 def modules() -> dict[str, str]:
-    """The checksums of modules that are loaded from outside the installed packages, by name."""
+    """The checksums of modules that are loaded from outside the installed packages, by name.
+
+    Without the files of the user that the run keeps copies of.
+    """
     installed = {
         sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
     }
@@ -226,7 +246,7 @@ def modules() -> dict[str, str]:
         path = Path(getattr(module, "__file__", None) or "")
         own = path.suffix == ".py" and not name.startswith(("user_", "__"))
         if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
-            found[name] = file_checksum(path)
+            found[f"module {name}"] = file_checksum(path)
     return found
 
 

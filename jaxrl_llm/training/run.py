@@ -22,13 +22,14 @@ from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
-from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
+from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
-from jaxrl_llm.training.record import Source, identity
+from jaxrl_llm.training.record import Source, identity, modules
 from jaxrl_llm.training.stream import Cursor
 
 
@@ -36,7 +37,7 @@ def train(
     config: Config,
     out: str | Path,
     *,
-    resume: bool | Literal["auto"] = False,
+    resume: bool | int | Literal["auto"] = False,
     origin: str | Path | None = None,
     source: Source | None = None,
     data: str | Path = DATA,
@@ -46,7 +47,8 @@ def train(
 ) -> Path:
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
-    `resume` goes on from the newest checkpoint ("auto": if there is a run). `origin` is a run whose
+    `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
+    and keeps the later ones aside. `origin` is a run whose
     warm start to use. `source` records how the config was made, for later commands. `stall`: the
     process ends, with code 75, when a phase makes no progress for so many seconds, and so many
     times as long as ever before. Raises Leaving, after saving, when `stop` is asked; a UserError
@@ -63,19 +65,21 @@ def train(
     folder = folders.at(out)
     first = config.warm_start.steps if config.warm_start else 0
     resuming = distributed.from_first(
-        lambda: folders.resumable(folder) if resume == "auto" else bool(resume)
+        lambda: folders.resumable(folder) if resume == "auto" else resume is not False
     )
     begun = folders.origin(folder, origin, resuming)
-    if resuming:
+    earlier = None if isinstance(resume, (bool, str)) else resume
+    if resuming and earlier is None:
         folders.require_at_most(folder, first + config.steps)
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
+    given = {"the data of the task": divided.checksum, **modules()}
     stop.stacks = folder / f"stacks-{distributed.index()}.txt"
     try:
         with ExitStack() as stack:
             if distributed.first():
                 stack.enter_context(
-                    folders.opened(folder, made, source, resume=resuming, origin=begun)
+                    folders.opened(folder, made, source, given, resume=resuming, origin=begun)
                 )
             folders.wait_for(folder, distributed.from_first(lambda: identity(folder)))
             stack.enter_context(jax.set_mesh(made.mesh))
@@ -92,7 +96,7 @@ def train(
             if distributed.first():
                 checkpoints.clean()
                 initial.clean()
-            start = _newest(config, made, checkpoints) if resuming else None
+            start = _resumed(config, made, checkpoints, earlier) if resuming else None
             known = journal.records
             journal.start(after=-1 if start is None else start.step)
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
@@ -112,6 +116,7 @@ def train(
 
             def save(phase: str, step: int, state: update.TrainState, cursor: Cursor) -> None:
                 with clock("save"):
+                    _require_finite(step, state, checkpoints.steps)
                     journal.sync()
                     checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
 
@@ -177,8 +182,13 @@ def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> No
             console.print(said)
 
 
-def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | None:
-    """Where a resumed run goes on: at the newest readable checkpoint; None without one."""
+def _resumed(
+    config: Config, made: Parts, checkpoints: Checkpoints, earlier: int | None
+) -> Point | None:
+    """Where a resumed run goes on: at the newest readable checkpoint, or that of a step.
+
+    None without any. A UserError if that of the step cannot be read.
+    """
 
     def read(step: int) -> Point:
         note = checkpoints.note(step)
@@ -189,9 +199,31 @@ def _newest(config: Config, made: Parts, checkpoints: Checkpoints) -> Point | No
         cursor = Cursor(note["data"], ahead)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
+    if earlier is not None:
+        known = distributed.from_first(lambda: checkpoints.steps)
+        if earlier not in known:
+            raise UserError(f"--resume {earlier}: there are checkpoints of {known or 'no step'}")
+        try:
+            point = read(earlier)
+        except DamageError as error:
+            raise UserError(f"--resume {earlier}: that checkpoint is damaged ({error})") from error
+        checkpoints.go_back(earlier)
+        return point
     found = checkpoints.first_whole(read, rename=True)
     checkpoints.prune()  # its writer may have ended before that
     return found and found[1]
+
+
+def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> None:
+    """A UserError if a parameter is not finite: such a state is never saved."""
+    if (name := not_finite(state.params)) is not None:
+        back = (
+            f"resume with a lower learning rate ({saved[-1]} is saved)" if saved else "start anew"
+        )
+        raise UserError(
+            f"step {step}: {name} is not finite though its gradient was: the state is not saved; look into "
+            f"the optimizer's schedule, then {back}"
+        )
 
 
 def _noted(cursor: Cursor) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
 
+import importlib
 import json
 import os
 import shutil
@@ -123,6 +124,25 @@ def test_a_run_of_an_older_version_is_refused(begun, opening):
     run = json.loads((begun / "run.json").read_text())
     (begun / "run.json").write_text(json.dumps({**run, "version": 1}))
     refused(opening, "was made by another version of this package: start anew")
+
+
+@pytest.mark.parametrize("name", ["the data of the task", "module helper"])
+def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
+    run = record.new(None, given={name: "one", "module of_an_option": "two"}) | {"sums": {}}
+    with pytest.raises(UserError, match=f"{name} is not as it was"):
+        record.continued(tmp_path, run, None, None, {name: "another"})
+    record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
+
+
+def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_helper.py").write_text("factor = 2")
+    importlib.import_module("a_helper")
+    before = record.modules()
+    (tmp_path / "a_helper.py").write_text("factor = 3")
+    after = record.modules()
+    assert {name for name in before if before[name] != after[name]} == {"module a_helper"}
+    assert not any("numpy" in name or "jaxrl_llm." in name for name in before)
 
 
 def test_two_runs_are_told_apart():

@@ -47,6 +47,14 @@ def test_validation_comes_out_of_the_training_data_evenly():
     assert test == [*range(7)]
 
 
+def test_other_data_of_the_same_length_have_another_checksum():
+    checksum = lambda *data: splits(made_of(*data), CONFIG).checksum  # pyright: ignore[reportArgumentType]
+    known = range(10, 30), range(30, 40)
+    assert checksum(*known) == checksum(*known)
+    assert checksum(*known) != checksum(range(11, 31), known[1])
+    assert checksum(*known) != checksum(known[0], range(31, 41))
+
+
 def test_small_training_data_keep_three_quarters():
     assert [len(source) for source in divided(range(10), 500, range(3))] == [8, 2, 3]
     with pytest.raises(UserError, match="at least 4 are needed"):

@@ -6,14 +6,19 @@ import re
 import shutil
 import signal
 import sys
+from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.training import folder, journal
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import optimizers
+from jaxrl_llm.training import folder, journal, run, terminal
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
+from tests.training import quick
 from tests.training.conftest import forget
 from tests.training.process import QUICK, ROOT, contents, fails, finished, metrics, train
 from tests.training.test_leaving import on_terminal, piped
@@ -41,6 +46,32 @@ def test_a_killed_run_goes_on_bit_for_bit(environment, whole, tmp_path):
     assert metrics(tmp_path / "run") == metrics(whole)
     assert len(metrics(whole)) == 10 + 4 + 1  # steps of both phases, evaluations, test
     assert "mean of the last 2:" in done.stdout  # those before the kill count too
+
+
+def test_a_run_goes_back_to_an_earlier_step_and_keeps_the_later_ones(
+    environment, whole, tmp_path, capsys
+):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    there = {path.name for path in (out / "checkpoints").glob("[0-9]*")}
+    first = min(map(int, there))
+    assert "there are checkpoints of" in fails(
+        capsys, "train", QUICK, "--out", out, "--resume", "1"
+    )
+    done = train(environment, out, "--resume", str(first))
+    assert done.returncode == 0, done.stderr
+    assert metrics(out) == metrics(whole)
+    aside = {path.name for path in (out / "checkpoints").glob("later-*")}
+    assert aside == {f"later-{step}-0" for step in there - {str(first)}}
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    """Gradients are finite, the optimizer's steps are not from the fourth on."""
+    rate = lambda step: jnp.where(step < 3, 1e-3, jnp.nan)
+    config = replace(quick.config(warm_steps=0), optimizer=optimizers.adamw(rate))
+    with pytest.raises(UserError, match=r"step 4: .* is not finite though its gradient was"):
+        run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
+    assert folder.checkpoints(tmp_path / "run").steps == [0, 2, 3]  # all of them finite
 
 
 @pytest.mark.slow
