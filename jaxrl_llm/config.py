@@ -6,6 +6,7 @@ are numbers. The defaults here are the only ones.
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,8 @@ class Config:
     unchecked.
 
     Samples are written every `show_samples_every` steps (0: never), checkpoints every `save_every`
-    steps and at the end. Kept are the last `keep_checkpoints`, the newest and the best.
+    steps, `save_minutes` after the last one (0: not by time) and at the end. Kept are the last
+    `keep_checkpoints`, the newest and the best.
 
     Schedules in `optimizers` (by `scale_by_batches`) count batches; those in other optax
     transformations count optimizer steps, of which Lopti makes twice as many.
@@ -188,6 +190,7 @@ class Config:
     reward_seconds: float = 300.0
     most_unchecked: float = 0.5
     save_every: int = 20
+    save_minutes: float = 0.0
     keep_checkpoints: int = 2
     show_samples_every: int = 20
     seed: int = 0
@@ -199,6 +202,10 @@ class Config:
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
             raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
+        if not 0 <= self.save_minutes < math.inf:
+            raise UserError(
+                f"config: save_minutes = {self.save_minutes} must be a number from 0 on"
+            )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"config: seed = {self.seed} must be at least 0 and less than 2**32")
         if self.prompts * self.group_size % self.collate.minibatches:

@@ -41,10 +41,15 @@ _FOREVER = 10**6  # seconds: turns off JAX's own watchdog, which ends with a pag
 class Stop(Protocol):
     """A request to stop the run: `asked` says whether it was made, `ask` makes it.
 
+    `due` says whether it is time to save, in this process's view; `save` whether all have agreed to.
     `stall(reason)` ends the process at once, with the stacks of its threads.
     """
 
     asked: bool
+    save: bool
+
+    @property
+    def due(self) -> bool: ...
 
     def ask(self) -> None: ...
 
@@ -151,9 +156,11 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def check(stop: Stop) -> None:
-    """Raises Leaving in all processes if one of them was asked to stop."""
-    if "leave" in agree("leave" if stop.asked else ""):
+    """Raises Leaving in all processes if one was asked to stop; sets `save` if it is time in one."""
+    words = agree("leave" if stop.asked else "save" if stop.due else "")
+    if "leave" in words:
         raise Leaving
+    stop.save = "save" in words
 
 
 def share(

@@ -34,7 +34,9 @@ class Stop:
     """Whether the run was asked to stop. Signals raise nothing: running work checks the flag."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self.save = False
+        self.save_seconds = math.inf  # between two saves that nothing else asks for
+        self.saved = time.monotonic()
         self.stacks: Path | None = None  # where `stall` writes the stacks of all threads
         self._bell = -1  # a pipe that wakes `_watch`
 
@@ -43,6 +45,11 @@ class Stop:
         self.asked = True
         if self._bell >= 0:
             os.write(self._bell, b"\0")
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a save."""
+        return time.monotonic() - self.saved > self.save_seconds
 
     def check(self) -> None:
         """Raises Leaving if the run was asked to stop; for places where work may be dropped."""

@@ -95,7 +95,7 @@ def warm_start(
                     sampler.push(state.params, step)
                     evaluate(step)
                     sampler.release()
-                if step != saved and config.saves(step):
+                if step != saved and (config.saves(step) or stop.save):
                     save(step, state, cursor)
                     saved = step
                 distributed.check(stop)
@@ -187,7 +187,7 @@ def reinforcement(
                     recorder.flush()
                     highest = _highest_score(journal, first)
                     better = evaluate(step) > highest and step > first
-                if step != saved and (better or config.saves(step)):
+                if step != saved and (better or config.saves(step) or stop.save):
                     recorder.flush()
                     save(step, state, stream.cursor())
                     saved = step

@@ -36,6 +36,7 @@ LENGTHS = {
     "evaluate_every",
     "evaluation_examples",
     "save_every",
+    "save_minutes",
     "keep_checkpoints",
     "show_samples_every",
 }

@@ -1,5 +1,6 @@
 """A whole run: `train`, to be read from top to bottom."""
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -74,6 +75,7 @@ def train(
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
     given = {"the data of the task": divided.checksum, **modules()}
+    stop.save_seconds = 60 * config.save_minutes or math.inf
     stop.stacks = folder / f"stacks-{distributed.index()}.txt"
     try:
         with ExitStack() as stack:
@@ -119,6 +121,7 @@ def train(
                     _require_finite(step, state, checkpoints.steps)
                     journal.sync()
                     checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
+                stop.save, stop.saved = False, time.monotonic()
 
             params = None
             if start is None or start.phase == WARM_START:

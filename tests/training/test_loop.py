@@ -175,6 +175,14 @@ def test_what_is_as_good_as_the_best_is_not_saved_for_it(trial, score):
     assert [*made.saved] == [0, 3, 7]
 
 
+@pytest.mark.parametrize(("seconds", "saved"), [(-1.0, range(7)), (1e9, [0, 3, 6])])
+def test_saves_by_time(trial, seconds, saved):
+    """Where it is time at each step, and where it never is: at the evaluations that are the best so far."""
+    made = trial(steps=6, saves=lambda step: step == 6)
+    made.stop.save_seconds = seconds
+    assert [*made.reinforce().saved] == [*saved]
+
+
 def leave(made):
     """A signal: work that looks at it is dropped."""
     made.stop.ask()
