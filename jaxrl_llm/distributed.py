@@ -117,22 +117,30 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
             reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
         raise
     finally:
-        _part(reason, done)
+        _part(reason, done, lost)
 
 
-def _part(reason: str, done: threading.Event) -> None:
+def _part(reason: str, done: threading.Event, lost: float) -> None:
     """Leaves the job: together with all others or, after an error, by publishing the `reason`."""
     if not reason:
         _put(f"ended/{_JOB.index}", "")
         agree("")  # a barrier: the store lives until all are here
         done.set()
-        jax.distributed.shutdown()  # now, with all others: at exit one may be late
+        # now, with all others: at exit one may be late; one that stands still is not waited for
+        leaving = threading.Thread(target=_shut_down, daemon=True)
+        leaving.start()
+        leaving.join(lost)
         return
     done.set()
     with suppress(jax.errors.JaxRuntimeError):  # the others notice a lost store
         _put(f"ended/{_JOB.index}", reason)
     if first():  # the store ends with this process: the others must read the reason first
         time.sleep(LEAVE + 3 * BEAT)
+
+
+def _shut_down() -> None:
+    with suppress(jax.errors.JaxRuntimeError):  # the work is done: the others may be gone
+        jax.distributed.shutdown()
 
 
 def agree(word: str) -> list[str]:

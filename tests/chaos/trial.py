@@ -75,10 +75,13 @@ class Stage:
         self.scratch, self.bound = scratch.absolute(), bound
         self.nursery = Nursery(self.scratch)
         self._server: Standin | None = None
+        self._proxies: list[Proxy] = []
         self._whole: dict[str, Undisturbed] = {}
 
     def close(self) -> None:
         """Ends them."""
+        for proxy in self._proxies:
+            proxy.close()
         if self._server:
             self._server.die()
         self.nursery.close()
@@ -97,6 +100,7 @@ class Stage:
         socket = self.scratch / "s.sock"
         self._server = self._server or Standin(path=socket, key=KEY)
         made.proxy = Proxy(folder / "p.sock", socket, KEY)
+        self._proxies.append(made.proxy)
         made.flags += ["--servers", f"unix://{made.proxy.path}"]
         made.environment["VLLM_API_KEY"] = KEY
         return made
@@ -191,5 +195,5 @@ def _settled(scene: Scene, whole: Undisturbed, end: str, backup: Backup, one: Tr
 
 def _clear(scene: Scene) -> None:
     if scene.proxy:
-        scene.proxy.vanish()
+        scene.proxy.close()
     shutil.rmtree(scene.folder, ignore_errors=True)

@@ -326,3 +326,17 @@ def test_a_wish_to_stop_reaches_the_others(job):
     job.store["alive/0"], stop = "7 leaving", Stop()
     wait_in_a_job(lambda: stop.asked, stop)
     assert stop.asked
+
+
+def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
+    """All have come to the last barrier, and one does not leave: the work is done, no one may hang."""
+    waits = threading.Event()
+    monkeypatch.setattr(distributed, "agree", lambda word: [word])
+    monkeypatch.setattr(distributed, "LEAST_LOST", 0.1)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: waits.wait(60.0))
+    before = time.monotonic()
+    with distributed.joined("1/2@a:1", Stop(), lost=0.5):
+        pass
+    assert 0.4 < time.monotonic() - before < 20.0
+    assert not job.said
+    waits.set()
