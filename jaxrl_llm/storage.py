@@ -55,6 +55,12 @@ def write(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def sync(path: Path) -> None:
     """fsync of a file, or of the names in a folder."""
     number = os.open(path, os.O_RDONLY)

@@ -3,7 +3,6 @@
 Folders are read as if nobody had vetted them: a fault is a UserError that names the file.
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -418,7 +417,7 @@ def regular(path: pathlib.Path) -> pathlib.Path:
 
 def write_sums(folder: pathlib.Path) -> None:
     """Writes SHA256SUMS for every file in the folder, as `sha256sum --check` reads it."""
-    lines = [f"{_sum(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    lines = [f"{storage.sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / SUMS).write_text("".join(lines))
 
 
@@ -432,13 +431,8 @@ def check_sums(folder: pathlib.Path) -> None:
         path = folder / name
         if not re.fullmatch(r"[\w-][\w.-]*", name) or not path.is_file():
             raise UserError(f"{noted} names {name!r}, which is no file here: copy the folder again")
-        if _sum(regular(path)) != said:
+        if storage.sha256(regular(path)) != said:
             raise UserError(
                 f"{path} is not the file that was written: copy the folder again, or delete {noted} if "
                 "you changed the file yourself"
             )
-
-
-def _sum(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,11 +1,5 @@
 """Counts of FLOPs: the least a model needs (for model FLOPs utilisation) and those of a step."""
 
-import time
-
-import jax
-import numpy as np
-from jax.typing import DTypeLike
-
 from jaxrl_llm.config import Config
 from jaxrl_llm.models.qwen2 import Shape
 
@@ -39,17 +33,3 @@ def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
         "score": (1 + config.keeps_reference) * whole,
         "update": config.objective.stages * (3 + bool(config.compute.remat)) * whole,
     }
-
-
-def matmul_rate(dtype: DTypeLike) -> float:
-    """Measured FLOP/s of a 2048-cubed matrix product: a practical ceiling of this machine."""
-    n = 2048
-    x = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    product = jax.jit(lambda x: x @ x)
-    product(x).block_until_ready()
-    best = np.inf
-    for _ in range(8):
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best

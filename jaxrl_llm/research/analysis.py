@@ -90,18 +90,30 @@ class Trial:
     def by_optimizer(self, credited: Credited) -> Moved:
         """The effect of one train step."""
         state, visits = self.step(jax.tree.map(jnp.copy, self.state), credited)
-        distance = optax.tree.norm(optax.tree.sub(state.params, self.state.params))
+        distance = _distance(state.params, self.state.params)
         return self._moved(visits["grad_norm"][0], distance, state.params, credited)
 
     def by_gradient(self, credited: Credited, rate: float) -> Moved:
         """The effect of a gradient-descent step, `params - rate * gradient`."""
-        found = self.gradient(credited)
-        norm = optax.tree.norm(found)
-        stepped = jax.tree.map(lambda x, g: x - rate * g, self.state.params, found)
+        stepped, norm = _descend(self.state.params, self.gradient(credited), rate)
         return self._moved(norm, rate * norm, stepped, credited)
 
     def _moved(self, norm: Any, distance: Any, params: Any, credited: Credited) -> Moved:
         return Moved(float(norm), float(distance), np.asarray(self.score(params, credited.inputs)))
+
+
+# Each one program: a program for every array, queued without waiting, can starve the reductions over
+# virtual devices of a CPU, and XLA ends a process whose reduction waits for 40 seconds.
+@jax.jit
+def _distance(params: Any, before: Any) -> jax.Array:
+    return optax.tree.norm(optax.tree.sub(params, before))
+
+
+@jax.jit
+def _descend(params: Any, gradient: Any, rate: float) -> tuple[Any, jax.Array]:
+    """`(params - rate * gradient, the gradient's norm)`."""
+    stepped = jax.tree.map(lambda x, g: x - rate * g, params, gradient)
+    return stepped, optax.tree.norm(gradient)
 
 
 def measure(

@@ -142,7 +142,7 @@ def _start(
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
             mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
             storage.write(folder / copy, Path(original).read_bytes(), mode=mode)
-    sums = {name: record.file_checksum(folder / name) for name in record.files_of(run)}
+    sums = {name: storage.sha256(folder / name) for name in record.files_of(run)}
     record.write(folder, run | {"sums": sums})
 
 

@@ -7,7 +7,6 @@ may be given anew; each session records its own.
 import contextlib
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import inspect
 import json
@@ -115,16 +114,11 @@ def write(folder: Path, run: Run) -> None:
     storage.write(folder / NAME, json.dumps(checked, indent=2) + "\n")
 
 
-def file_checksum(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def require_sources(folder: Path, run: Run) -> None:
     """A UserError if a file to be executed again has changed since the run was started."""
     for name, was in run["sums"].items():
         copy = folder / name
-        if not copy.is_file() or file_checksum(copy) != was:
+        if not copy.is_file() or storage.sha256(copy) != was:
             raise UserError(
                 f"{copy} is not as it was when the run was started: take it from a copy of the run; nothing "
                 "was changed"
