@@ -241,7 +241,7 @@ def modules() -> dict[str, str]:
         path = Path(getattr(module, "__file__", None) or "")
         own = path.suffix == ".py" and not name.startswith(("user_", "__"))
         if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
-            found[f"module {name}"] = file_checksum(path)
+            found[f"module {name}"] = storage.sha256(path)
     return found
 
 

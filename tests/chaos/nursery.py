@@ -28,7 +28,7 @@ from tests.chaos import small  # noqa: F401
 MOMENTS = (
     (run, "parts", "data"),  # processes have met by then
     (storage, "locked", "start"),
-    (run, "_newest", "resume"),
+    (run, "_resumed", "resume"),
     (imitate, "demonstrations", "warm_start"),
     (stream.Stream, "take", "rollout"),
     (update, "place", "update"),
