@@ -28,6 +28,12 @@ CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learni
            "rollouts.vllm.sync")  # fmt: skip
 install_import_hook([f"jaxrl_llm.{name}" for name in CHECKED], "beartype.beartype")
 
+
+def pytest_xdist_auto_num_workers():
+    """One more than cores, at most 4: tests often wait for processes that they started."""
+    return min(len(os.sched_getaffinity(0)) + 1, 4)
+
+
 LONG = ("test_golden_step.py", "test_update.py")
 
 

@@ -60,7 +60,7 @@ class Options:
     """seconds without a sign of life from one process after which the others end"""
     stall_minutes: float = LEAST / 60
     """minutes without progress, six times as many for the first of each phase, after which the run
-    writes the stacks of its threads into its folder and ends with 75, to go on with --resume"""
+    writes the stacks of its threads into its folder and ends with 76, to go on with --resume"""
     stall_factor: float = FACTOR
     """and at least so many times as long as the phase (a rollout, a save, ...) has ever taken"""
     dry_run: bool = False

@@ -28,6 +28,7 @@ LEAST, FACTOR = 600.0, 10.0  # seconds without progress, and times the longest s
 LOOK = 1.0  # seconds between two looks at the progress
 WRITING = 10.0  # seconds that writing stacks may take; then they are printed
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
+STALLED = 76  # of one that made no progress: launchers start it again, so many times
 
 
 class Stop:
@@ -71,7 +72,7 @@ class Stop:
         _say(
             f"{reason}: the stacks of all threads are {said}; go on from the last checkpoint with --resume"
         )
-        os._exit(UNFINISHED)
+        os._exit(STALLED)
 
 
 class Progress(Protocol):

@@ -51,7 +51,7 @@ def train(
     `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
     and keeps the later ones aside. `origin` is a run whose
     warm start to use. `source` records how the config was made, for later commands. `stall`: the
-    process ends, with code 75, when a phase makes no progress for so many seconds, and so many
+    process ends, with code 76, when a phase makes no progress for so many seconds, and so many
     times as long as ever before. Raises Leaving, after saving, when `stop` is asked; a UserError
     for faults outside the program.
     """

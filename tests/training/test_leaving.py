@@ -237,6 +237,6 @@ def test_a_run_that_stalls_says_where_and_ends(tmp_path, blocked):
     done = subprocess.run(
         [sys.executable, "-c", STALLING, str(stacks)], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == leaving.UNFINISHED
+    assert done.returncode == leaving.STALLED
     assert "no progress in the phase update" in done.stderr
     assert "a_reward_that_never_ends" in (done.stderr if blocked else stacks.read_text())
