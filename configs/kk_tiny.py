@@ -39,7 +39,7 @@ SHAPE = qwen2.Shape(
     num_heads=4,
     num_kv_heads=2,
     tied=True,
-    rope_theta=1e3,
+    kinds=(qwen2.LayerKind(theta=1e3),),
     max_length=512,
 )
 SHAPES = {  # by the number of parameters

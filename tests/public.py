@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from jaxrl_llm.models import hf, tokenizer
+from jaxrl_llm.models import families, hf, tokenizer
 from tests import tiny
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -14,5 +14,5 @@ def write_model(folder: pathlib.Path, shape=SHAPE) -> None:
     """As `jaxrl-llm export` writes the policy of a run that began from scratch."""
     words = folder.with_name(f"{folder.name}-words")
     tokenizer.of_words(WORDS).save(words)
-    (words / "config.json").write_text(json.dumps(hf.hf_config(shape, "float32")))
+    (words / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
     hf.export(tiny.policy(shape)[1], shape, folder, source=words)

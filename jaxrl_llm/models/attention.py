@@ -1,7 +1,7 @@
 """Causal grouped-query attention, one function per backend: `(q, k, v, segments) -> [R,L,H,D]`.
 
-A token sees itself and the earlier tokens of its segment. With `segments` None each row is one
-right-padded sequence.
+A token sees itself and the earlier tokens of its segment, with `window` only the nearest of them:
+so many, itself included. With `segments` None each row is one right-padded sequence.
 """
 
 import math
@@ -23,13 +23,15 @@ Keys = Float[Array, "R L K D"]
 Segments = Int[Array, "R L"] | None
 
 
-def for_platform(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+def for_platform(
+    q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None
+) -> Queries:
     """Attention by the fused kernel for the current mesh's devices, or the default ones."""
     kernel = {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform(), xla)
-    return kernel(q, k, v, segments)
+    return kernel(q, k, v, segments, window=window)
 
 
-def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None) -> Queries:
     """Plain XLA, for any platform: up to 8 blocks of queries, each against the keys up to its end.
 
     That is about half the work of full attention, and the scores of a block fit a CPU's cache.
@@ -40,28 +42,37 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     width = -(-length // min(8, max(1, length // 64)))
     out = [
-        _attend_block(q[..., start : start + width, :], k, v, segments, start)
+        _attend_block(q[..., start : start + width, :], k, v, segments, start, window)
         for start in range(0, length, width)
     ]
     return jnp.moveaxis(jnp.concatenate(out, 3), 3, 1).reshape(rows, length, heads, size)
 
 
-def gpu(q: Queries, k: Keys, v: Keys, segments: Segments) -> Queries:
+def gpu(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None) -> Queries:
     """NVIDIA: cuDNN for padded rows, Triton for packed ones; other dtypes are cast to bfloat16.
 
-    cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it.
+    cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it; Triton's kernel
+    has no windows, so packed rows within one go by XLA.
     """
+    if segments is not None and window is not None:
+        return xla(q, k, v, segments, window=window)
     dtype = q.dtype
     half = dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
     q, k, v = (x.astype(half) for x in (q, k, v))
-    out = cudnn(q, k, v) if segments is None else triton(q, k, v, segments)
+    out = cudnn(q, k, v, window) if segments is None else triton(q, k, v, segments)
     return out.astype(dtype)
 
 
-def cudnn(q: Queries, k: Keys, v: Keys) -> Queries:
+def cudnn(q: Queries, k: Keys, v: Keys, window: int | None = None) -> Queries:
     """cuDNN's flash attention on right-padded rows in half precision, run shard by shard."""
     length = q.shape[1]
-    kernel = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    sides = None if window is None else (window - 1, 0)
+    kernel = partial(
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        local_window_size=sides,
+        implementation="cudnn",
+    )
     q, k, v = (_padded(x, 2) for x in (q, k, v))  # the backward pass needs an even length
     return _by_shard(lambda q, k, v, _: kernel(q, k, v), q, k, v, None)[:, :length]
 
@@ -84,7 +95,15 @@ def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool 
     return _by_shard(local, q, k, v, segments)[:, :length]
 
 
-def splash(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
+def splash(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
+) -> Queries:
     """TPU's flash attention, shard by shard; `interpret` runs it on any platform."""
     length, size = q.shape[1], q.shape[3]
     block = _splash_block(length)
@@ -99,10 +118,13 @@ def splash(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool 
     )
 
     def local(q, k, v, segments):
-        causal = tpu_splash.CausalMask((q.shape[1], q.shape[1]))
+        square = (q.shape[1], q.shape[1])
+        mask: Any = tpu_splash.CausalMask(square)
+        if window is not None:
+            mask = tpu_splash.LocalMask(square, (window - 1, 0), 0)
         with jax.ensure_compile_time_eval():
             kernel: Any = tpu_splash.make_splash_mha_single_device(
-                tpu_splash.MultiHeadMask([causal] * q.shape[2]),
+                tpu_splash.MultiHeadMask([mask] * q.shape[2]),
                 block_sizes=sizes,
                 interpret=interpret,
             )
@@ -143,14 +165,15 @@ def _splash_block(length: int) -> int:
     return min(range(1024, 511, -128), key=lambda block: -(-length // block) * block)
 
 
-def _attend_block(q, k, v, segments, start):
+def _attend_block(q, k, v, segments, start, window):
     """Queries `[R,K,G,Q,D]` from column `start`, against keys `[R,K,L,D]` up to their end."""
-    end = start + q.shape[3]
-    k, v = k[:, :, :end], v[:, :, :end]
-    seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
+    end, low = start + q.shape[3], 0 if window is None else max(0, start - window + 1)
+    k, v = k[:, :, low:end], v[:, :, low:end]
+    behind = jnp.arange(start, end)[:, None] - jnp.arange(low, end)[None, :]
+    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     seen = seen[None, None, None]
     if segments is not None:
-        seen &= (segments[:, start:end, None] == segments[:, None, :end])[:, None, None]
+        seen &= (segments[:, start:end, None] == segments[:, None, low:end])[:, None, None]
     scores = einsum("rkgqd,rkld->rkgql", q, k)
     scores = jnp.where(seen, scores, -1e30)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # cancels out: no gradient

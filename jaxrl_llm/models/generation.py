@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.primitives import einsum
@@ -76,13 +76,14 @@ class Decoder:
         """Keys and values of right-padded prompts; those of padding are never read."""
         model = nnx.merge(self.definition, params)
         x = model.embed(tokens)
-        rope = model.rope(_columns(tokens))
+        ropes = model.ropes(_columns(tokens))
         layer_def, layers = nnx.split(model.layers)
 
-        def apply(x, layer):
-            return _prefill_layer(model, nnx.merge(layer_def, layer), x, rope)
+        def apply(x, each):
+            layer, kind = each
+            return _prefill_layer(model, nnx.merge(layer_def, layer), x, ropes, kind)
 
-        _, (k, v) = jax.lax.scan(apply, x, layers)
+        _, (k, v) = jax.lax.scan(apply, x, (layers, model.kinds()))
         k, v = (_blocks(x, self.block) for x in (k, v))
         return _shard(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
 
@@ -105,19 +106,19 @@ class Decoder:
     ) -> tuple[Float[Array, "S V"], Cache]:
         """Reads one token per sequence at its position: float32 logits of the next, new cache."""
         model = nnx.merge(self.definition, params)
-        rope = model.rope(position[:, None])
+        ropes, firsts = model.ropes(position[:, None]), _firsts(model, position)
         layer_def, layers = nnx.split(model.layers)
         x = _embedded(model, token)
 
         def apply(carry, xs):
             x, cache = carry
-            layer, i = nnx.merge(layer_def, xs[0]), xs[1]
-            x, q, k, v = _token_qkv(layer, x, rope)
+            layer, i, kind = nnx.merge(layer_def, xs[0]), *xs[1:]
+            x, q, k, v = _token_qkv(layer, x, ropes[kind])
             cache = _write_block(cache, i, position, k, v)
-            mixed = _attend_blocks(q, cache, i, position)
+            mixed = _attend_blocks(q, cache, i, position, firsts[kind])
             return (layer.finish(x, mixed[:, None]), cache), None
 
-        each = (layers, jnp.arange(model.shape.num_layers))
+        each = (layers, jnp.arange(model.shape.num_layers), model.kinds())
         (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
         return _logits(model, x), _shard(cache)
 
@@ -129,9 +130,12 @@ def _moving(dtype, to):
 
 
 def _attend_blocks(
-    q: Float[Array, "S H D"], cache: Cache, layer, position
+    q: Float[Array, "S H D"], cache: Cache, layer, position, first
 ) -> Float[Array, "S H D"]:
-    """Softmax over the columns up to each position, block by block with a running maximum."""
+    """Softmax over the columns from `first` to each position, block by block.
+
+    With a running maximum: what a block without a column to see adds, the next one fades to 0.
+    """
     slots, heads, size = q.shape
     _, _, _, kv_heads, _, width = cache.k.shape
     q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
@@ -139,7 +143,7 @@ def _attend_blocks(
     def block(b, carry):
         top, total, mixed = carry
         scores = einsum("skgd,skdw->skgw", q, cache.k[layer, b])
-        seen = b * width + jnp.arange(width)[None] <= position[:, None]
+        seen = _seen(b * width + jnp.arange(width), position, first)
         scores = jnp.where(seen[:, None, None], scores, -1e30)
         high = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - high), jnp.exp(top - high)
@@ -221,9 +225,9 @@ class Unrolled:
         """Keys and values of right-padded prompts; those of padding are never read."""
         model, layers = self._model(params)
         x, cache = model.embed(tokens), []
-        rope = model.rope(_columns(tokens))
-        for layer in layers:
-            x, new = _prefill_layer(model, layer, x, rope)
+        ropes = model.ropes(_columns(tokens))
+        for layer, kind in zip(layers, _kinds(model), strict=True):
+            x, new = _prefill_layer(model, layer, x, ropes, kind)
             cache.append(_shard(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))))
         return cache
 
@@ -252,12 +256,12 @@ class Unrolled:
     ) -> tuple[Float[Array, "S V"], list[LayerCache]]:
         """Reads one token per sequence at its position: float32 logits of the next, new cache."""
         model, layers = self._model(params)
-        rope, longer = model.rope(position[:, None]), []
+        ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
         x = _embedded(model, token)
-        for layer, (k, v) in zip(layers, cache, strict=True):
-            x, q, new_k, new_v = _token_qkv(layer, x, rope)
+        for layer, (k, v), kind in zip(layers, cache, _kinds(model), strict=True):
+            x, q, new_k, new_v = _token_qkv(layer, x, ropes[kind])
             k, v = _write(k, new_k, position), _write(v, new_v, position)
-            x = layer.finish(x, _attend(q, k, v, position)[:, None])
+            x = layer.finish(x, _attend(q, k, v, position, firsts[kind])[:, None])
             longer.append(_shard(LayerCache(k, v)))
         return _logits(model, x), longer
 
@@ -276,14 +280,18 @@ def _copying(decoder: Unrolled, shardings: tuple[NamedSharding, ...], tree: Any)
 
 
 def _attend(
-    q: Float[Array, "S H D"], k: Float[Array, "S K C D"], v: Float[Array, "S K C D"], position
+    q: Float[Array, "S H D"],
+    k: Float[Array, "S K C D"],
+    v: Float[Array, "S K C D"],
+    position,
+    first,
 ) -> Float[Array, "S H D"]:
-    """Softmax over the columns up to each sequence's position."""
+    """Softmax over the columns from `first` to each sequence's position."""
     slots, heads, size = q.shape
     kv_heads, columns = k.shape[1:3]
     q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
     scores = einsum("skgd,skcd->skgc", q, k)
-    seen = jnp.arange(columns)[None] <= position[:, None]
+    seen = _seen(jnp.arange(columns), position, first)
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     mixed = einsum("skgc,skcd->skgd", weights.astype(v.dtype), v)
@@ -323,10 +331,30 @@ def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
 
-def _prefill_layer(model, layer, x, rope):
+def _kinds(model) -> list[int | None]:
+    """Which of the distinct kinds each layer is; None if all are the same."""
+    of = model.shape.kind_of
+    return [kind if len(model.shape.distinct) > 1 else None for kind in of]
+
+
+def _firsts(model, position: Int[Array, "S"]):
+    """The first column that each sequence's token sees, by kind of layer; None if that is 0."""
+    windows = [kind.window for kind in model.shape.distinct]
+    if not any(windows):
+        return qwen2.OfKind([None])
+    return qwen2.OfKind([position - (2**30 if w is None else w - 1) for w in windows])
+
+
+def _seen(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool[Array, "S C"]:
+    """The columns that each sequence's token sees."""
+    seen = columns[None] <= position[:, None]
+    return seen if first is None else seen & (columns[None] >= first[:, None])
+
+
+def _prefill_layer(model, layer, x, ropes, kind):
     """One layer on whole prompts: its output, and its keys and values."""
-    q, k, v = layer.qkv(x, rope)
-    x = layer.finish(x, model.compute.attend(q, k, v, None))
+    q, k, v = layer.qkv(x, ropes[kind])
+    x = layer.finish(x, model.attend(q, k, v, None, kind))
     return constrain(x, BATCH, None, None), (k, v)
 
 
@@ -338,7 +366,8 @@ def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
 
 
 def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:
-    return model.embed_tokens.weight[...][token[:, None]].astype(model.compute.dtype)
+    found = model.embed_tokens.weight[...][token[:, None]]
+    return model.scaled(found.astype(model.compute.dtype))
 
 
 def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:

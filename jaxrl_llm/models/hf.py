@@ -5,7 +5,6 @@ Folders are read as if nobody had vetted them: a fault is a UserError that names
 
 import itertools
 import json
-import math
 import pathlib
 import re
 import shutil
@@ -22,20 +21,12 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import families, sharding
 from jaxrl_llm.models.qwen2 import Shape, graph
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
-SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
 HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the axis that counts heads
 TOKENIZER = (
     "tokenizer.json",
@@ -76,73 +67,7 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
 
 def load_shape(folder: pathlib.Path) -> Shape:
     """The architecture in config.json; a UserError names what is missing or not supported."""
-    config, where = read_config(folder), folder / "config.json"
-
-    def need(fine: bool, reason: str) -> None:
-        if not fine:
-            raise UserError(f"{where}: {reason}")
-
-    def number(key: str, default: int | float | None = None, kind: type = int) -> Any:
-        known = key in config or default is not None
-        need(known, f"{key} is missing: is this a Qwen2 model folder?")
-        value = config.get(key, default)
-        fine = isinstance(value, (int, kind)) and not isinstance(value, bool)
-        wanted = "whole number from 1 on" if kind is int else "number above 0"
-        need(fine and 0 < value < math.inf, f"{key} is {value!r}, not a {wanted}")
-        return value
-
-    def record(key: str) -> dict:
-        value = config.get(key) or {}
-        need(isinstance(value, dict), f"{key} is {value!r}, not a record")
-        return value
-
-    need("model_type" in config, "model_type is missing: is this a Qwen2 model folder?")
-    for key, only, found in (
-        ("model_type", "qwen2", config["model_type"]),
-        ("hidden_act", "silu", config.get("hidden_act", "silu")),
-    ):
-        need(found == only, f"{key} {found!r} is not supported, only {only!r}")
-    slides = config.get("use_sliding_window")
-    need(not slides, "use_sliding_window is not supported: set it to false")
-    rope = record("rope_parameters")
-    scaling = record("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    need(kind == "default", f"rope type {kind!r} is not supported: remove the rope scaling")
-    sizes = {field: number(key) for field, key in SIZES.items()}
-    hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
-    fits = hidden % heads == 0 and config.get("head_dim") in (None, hidden // heads)
-    need(fits, "head_dim x num_attention_heads is not hidden_size")
-    need(
-        heads % kv_heads == 0 and (hidden // heads) % 2 == 0,
-        f"{heads} heads of {hidden // heads} for {kv_heads} key-value heads cannot be: heads share "
-        "key-value heads evenly, and a head has an even size",
-    )
-    tied = config.get("tie_word_embeddings", False)
-    need(isinstance(tied, bool), f"tie_word_embeddings is {tied!r}, not true or false")
-    return Shape(
-        **sizes,
-        tied=tied,
-        rms_norm_eps=number("rms_norm_eps", 1e-6, float),
-        rope_theta=number("rope_theta", rope.get("rope_theta", 10_000.0), float),
-        max_length=number("max_position_embeddings", 32_768),
-    )
-
-
-def hf_config(shape: Shape, dtype: str) -> dict:
-    """The config.json that describes this architecture."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "dtype": dtype,
-        **{key: getattr(shape, field) for field, key in SIZES.items()},
-        "tie_word_embeddings": shape.tied,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "max_position_embeddings": shape.max_length,
-        "use_sliding_window": False,
-    }
+    return families.shape_of(read_config(folder), folder / "config.json")
 
 
 def read_config(folder: pathlib.Path) -> dict:
@@ -249,7 +174,10 @@ def export(
         kind = write_safetensors(named_tensors(params, dtype), partial, shard_bytes)
         config = read_config(source) if source else {}
         description = partial / "config.json"
-        description.write_text(json.dumps(config | hf_config(shape, kind), indent=2) + "\n")
+        description.write_text(
+            json.dumps({"pad_token_id": None} | config | families.config_of(shape, kind), indent=2)
+            + "\n"
+        )
         if source:
             for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
                 shutil.copyfile(regular(path), partial / path.name)

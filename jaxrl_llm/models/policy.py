@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, logprobs, qwen2, sharding, tokenizer
+from jaxrl_llm.models import families, hf, logprobs, qwen2, sharding, tokenizer
 from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.primitives import Inputs
@@ -55,7 +55,7 @@ class Served:
         """The config.json of the untied model."""
         del params
         shape, _ = qwen2.settings(self.definition)
-        return hf.hf_config(replace(shape, tied=False), dtype)
+        return families.config_of(replace(shape, tied=False), dtype)
 
     def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) pairs of the untied model, one at a time."""

@@ -1,8 +1,12 @@
-"""Qwen2.5 in Flax NNX; `graph` splits the model into a definition and a tree of parameters."""
+"""The decoder in Flax NNX; `graph` splits the model into a definition and a tree of parameters.
+
+Families of models differ by fields of their `Shape` alone.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +22,27 @@ Hidden = Float[Array, "R L D"]
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """How a layer sees positions: rotary base `theta` (None: not at all), and a window.
+
+    With a `window` a token sees so many positions, its own included. Frequencies are divided by
+    `factor`; with `bands` (low, high, length) those of wavelengths below length / high are not, and
+    those up to length / low partly: `llama3` in config.json.
+    """
+
+    theta: float | None = 1e6
+    window: int | None = None
+    factor: float = 1.0
+    bands: tuple[float, float, int] | None = None
+
+
+@dataclass(frozen=True)
 class Shape:
     """The architecture: everything that the parameters' shapes and values depend on.
+
+    `kinds` repeat through the layers. `head_size` None is hidden_size / num_heads. `biases` are names
+    of products. Scores are multiplied by `query_scalar`^-1/2 (None: head_dim). The last five are Gemma's:
+    norms multiply by 1 + weight, the embedding by sqrt(hidden_size).
 
     >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
     >>> shape.head_dim
@@ -34,13 +57,34 @@ class Shape:
     num_kv_heads: int
     tied: bool
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
     max_length: int = 32_768
+    family: str = "qwen2"
+    head_size: int | None = None
+    kinds: tuple[LayerKind, ...] = (LayerKind(),)
+    biases: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms_of_heads: bool = False
+    query_scalar: int | None = None
+    activation: Literal["silu", "gelu"] = "silu"
+    norms_after: bool = False
+    norm_offset: bool = False
+    scaled_embedding: bool = False
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_heads
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def kind_of(self) -> tuple[int, ...]:
+        """Which of `distinct` each layer is."""
+        return tuple(
+            self.distinct.index(self.kinds[i % len(self.kinds)]) for i in range(self.num_layers)
+        )
+
+    @property
+    def distinct(self) -> tuple[LayerKind, ...]:
+        """The kinds, each once."""
+        return tuple(dict.fromkeys(self.kinds[: self.num_layers]))
 
 
 @dataclass(frozen=True)
@@ -78,54 +122,77 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, computed in float32."""
+    """x / rms(x) * weight, computed in float32; with `offset`, times 1 + weight before the cast."""
 
-    def __init__(self, size: int, *, eps: float):
-        self.weight = nnx.Param(jnp.ones(size))
-        self.eps = eps
+    def __init__(self, size: int, *, eps: float, offset: bool = False):
+        self.weight = nnx.Param(jnp.zeros(size) if offset else jnp.ones(size))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        if self.offset:
+            return (wide * scale * (1 + _like(self.weight[...], wide))).astype(x.dtype)
         return (wide * scale).astype(x.dtype) * _like(self.weight[...], x)
 
 
+def _norm(shape: Shape, size: int | None = None) -> RMSNorm:
+    return RMSNorm(size or shape.hidden_size, eps=shape.rms_norm_eps, offset=shape.norm_offset)
+
+
+def _linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
+    return Linear(out, into, bias=name in shape.biases, rngs=rngs)
+
+
 class SelfAttention(nnx.Module):
-    """Grouped-query attention with rotary positions and biases on q, k and v."""
+    """Grouped-query attention with rotary positions."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         heads, kv_heads = (shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim)
         into = (shape.hidden_size,)
-        self.q_proj = Linear(heads, into, bias=True, rngs=rngs)
-        self.k_proj = Linear(kv_heads, into, bias=True, rngs=rngs)
-        self.v_proj = Linear(kv_heads, into, bias=True, rngs=rngs)
-        self.o_proj = Linear(into, heads, bias=False, rngs=rngs)
+        self.q_proj = _linear("q_proj", heads, into, shape, rngs)
+        self.k_proj = _linear("k_proj", kv_heads, into, shape, rngs)
+        self.v_proj = _linear("v_proj", kv_heads, into, shape, rngs)
+        self.o_proj = _linear("o_proj", into, heads, shape, rngs)
+        self.q_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
+        self.k_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
+        # attention multiplies by head_dim^-1/2
+        self.scale = (shape.head_dim / (shape.query_scalar or shape.head_dim)) ** 0.5
 
     def qkv(self, x, rope):
         """Queries, keys and values, with rotary positions in the first two."""
-        return rotate(self.q_proj(x), rope), rotate(self.k_proj(x), rope), self.v_proj(x)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.scale != 1.0:
+            q = q * self.scale
+        return rotate(q, rope), rotate(k, rope), v
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU, or with gelu for silu: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         wide, narrow = (shape.intermediate_size,), (shape.hidden_size,)
-        self.gate_proj = Linear(wide, narrow, bias=False, rngs=rngs)
-        self.up_proj = Linear(wide, narrow, bias=False, rngs=rngs)
-        self.down_proj = Linear(narrow, wide, bias=False, rngs=rngs)
+        self.gate_proj = _linear("gate_proj", wide, narrow, shape, rngs)
+        self.up_proj = _linear("up_proj", wide, narrow, shape, rngs)
+        self.down_proj = _linear("down_proj", narrow, wide, shape, rngs)
+        self.activation = shape.activation
 
     def __call__(self, x):
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.activation]  # gelu's tanh form
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms_after` of both results too."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = _norm(shape)
         self.self_attn = SelfAttention(shape, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = _norm(shape)
+        self.pre_feedforward_layernorm = _norm(shape) if shape.norms_after else None
+        self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
         self.mlp = MLP(shape, rngs=rngs)
 
     def __call__(self, x, rope, attend):
@@ -137,8 +204,13 @@ class Layer(nnx.Module):
 
     def finish(self, x, mixed):
         """The rest of the layer, from attention's output `mixed` on."""
-        x = x + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        y = self.self_attn.o_proj(mixed)
+        before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        if before is None or after is None:
+            x = x + y
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(y)
+        return x + after(self.mlp(before(x)))
 
 
 class Embedding(nnx.Module):
@@ -162,7 +234,7 @@ class Qwen2(nnx.Module):
             return Layer(shape, rngs=rngs)
 
         self.layers = stacked(rngs)
-        self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = _norm(shape)
         self.lm_head = None if shape.tied else Embedding(shape, rngs=rngs)
 
     def __call__(
@@ -178,38 +250,88 @@ class Qwen2(nnx.Module):
         `offsets` are added to the input of each layer, for gradients with respect to it.
         """
         x = self.embed(tokens)
-        rope = self.rope(positions)
+        ropes = self.ropes(positions)
         layer_def, layers = nnx.split(self.layers)
 
-        def apply(x, layer, offset):
+        def apply(x, layer, offset, kind):
             if offset is not None:
                 x = x + offset[None].astype(x.dtype)
-            attend = lambda q, k, v: self.compute.attend(q, k, v, segments)
             weights = gathered(layer, self.compute.dtype)
-            x = nnx.merge(layer_def, weights)(x, rope, attend)
+            attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
+            x = nnx.merge(layer_def, weights)(x, ropes[kind], attend)
             return constrain(x, BATCH, None, None)
 
         if self.compute.remat is not None:
             apply = self.compute.remat(apply)
-        each = nnx.to_pure_dict(layers), offsets
+        each = nnx.to_pure_dict(layers), offsets, self.kinds()
         x, _ = jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, each)
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
         """The rows of the embedding table for these tokens, in the compute dtype."""
-        return primitives.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
+        found = primitives.rows(self.embed_tokens.weight[...], tokens, self.compute.dtype)
+        return self.scaled(found)
 
-    def rope(self, positions: Int[Array, "R L"]):
-        """cos and sin of position * theta^(-2i/D), `[R,L,1,D/2]` each."""
-        half = self.shape.head_dim // 2
-        frequency = 1.0 / self.shape.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-        angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]
+    def scaled(self, rows: Hidden) -> Hidden:
+        """Rows of the embedding table as the first layer reads them."""
+        factor = jnp.asarray(self.shape.hidden_size**0.5, rows.dtype)
+        return rows * factor if self.shape.scaled_embedding else rows
+
+    def kinds(self) -> Int[Array, "N"] | None:
+        """Which of the distinct kinds each layer is, to be scanned; None if all are the same."""
+        several = len(self.shape.distinct) > 1
+        return jnp.asarray(self.shape.kind_of) if several else None
+
+    def ropes(self, positions: Int[Array, "R L"]) -> "OfKind":
+        """cos and sin of position * frequency, `[R,L,1,D/2]` each, by kind of layer."""
+        return OfKind([self._rope(positions, kind) for kind in self.shape.distinct])
+
+    def _rope(self, positions, kind: LayerKind):
+        angle = positions[..., None, None].astype(jnp.float32)
+        angle = angle * frequencies(kind, self.shape.head_dim // 2)[None, None, None]
         return jnp.cos(angle), jnp.sin(angle)
+
+    def attend(self, q, k, v, segments, kind) -> Float[Array, "R L H D"]:
+        """Attention in a layer of this kind, within its window."""
+
+        def within(window):
+            limit = {} if window is None or window >= q.shape[1] else {"window": window}
+            return lambda q, k, v: self.compute.attend(q, k, v, segments, **limit)
+
+        windows = [one.window for one in self.shape.distinct]
+        if len(set(windows)) == 1:
+            return within(windows[0])(q, k, v)
+        if isinstance(kind, int):
+            return within(windows[kind])(q, k, v)
+        return jax.lax.switch(kind, [within(window) for window in windows], q, k, v)
 
     @property
     def head(self) -> Float[Array, "V D"]:
         """The matrix that turns hidden states into logits."""
         return (self.lm_head or self.embed_tokens).weight[...]
+
+
+class OfKind:
+    """Arrays of one shape for each kind of layer; indexed by a number, a traced one, or None."""
+
+    def __init__(self, each: list[Any]):
+        self.all = each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+    def __getitem__(self, kind):
+        return self.all if kind is None else jax.tree.map(lambda x: x[kind], self.all)
+
+
+def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:
+    """The `half` rotary frequencies of a kind of layer; 0, which turns nothing, without a base."""
+    if kind.theta is None:
+        return jnp.zeros(half)
+    found = 1.0 / kind.theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    if kind.bands is None:
+        return found if kind.factor == 1.0 else found / kind.factor
+    low, high, length = kind.bands
+    turns = length * found / (2 * math.pi)  # within the length of earlier training
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - kept) * found / kind.factor + kept * found
 
 
 def rotate(x: Float[Array, "R L H D"], rope) -> Float[Array, "R L H D"]:
@@ -263,27 +385,3 @@ def matrices(params):
         return tuple(range(first_in, leaf.ndim)), tuple(range(1, first_in))
 
     return jax.tree_util.tree_map_with_path(one, params)
-
-
-def _qwen2_5(hidden, intermediate, layers, heads, kv_heads, *, vocab=152_064, **other) -> Shape:
-    return Shape(vocab, hidden, intermediate, layers, heads, kv_heads, **other)
-
-
-PRESETS = {
-    "Qwen2.5-0.5B": _qwen2_5(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
-    "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab=151_936, tied=True, max_length=131_072),
-    "Qwen2.5-3B": _qwen2_5(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
-    "Qwen2.5-7B": _qwen2_5(3584, 18_944, 28, 28, 4, tied=False, max_length=131_072),
-    "Qwen2.5-14B": _qwen2_5(
-        5120, 13_824, 48, 40, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072
-    ),
-    "Qwen2.5-32B": _qwen2_5(
-        5120, 27_648, 64, 40, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072
-    ),
-    "Qwen2.5-72B": _qwen2_5(
-        8192, 29_568, 80, 64, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072
-    ),
-    "Qwen2.5-7B-Instruct-1M": _qwen2_5(
-        3584, 18_944, 28, 28, 4, tied=False, rms_norm_eps=1e-5, rope_theta=1e7, max_length=1_010_000
-    ),
-}

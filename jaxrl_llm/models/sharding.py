@@ -24,9 +24,10 @@ VOCAB = ("tensor", "fsdp")  # tables of the vocabulary stay; hidden states, bein
 RULES = (
     (r"(embed_tokens|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
     (r"norm/weight", P()),
-    (r"layers/(input|post_attention)_layernorm/weight", P()),
+    (r"layers/(\w+_layernorm|self_attn/[qk]_norm)/weight", P()),
     (r"layers/self_attn/[qkv]_proj/weight", P(None, "tensor", None, "fsdp")),
-    (r"layers/self_attn/[qkv]_proj/bias", P(None, "tensor")),
+    (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/bias", P(None, "tensor")),
+    (r"layers/(self_attn/o|mlp/down)_proj/bias", P()),
     (r"layers/self_attn/o_proj/weight", P(None, "fsdp", "tensor")),
     (r"layers/mlp/(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
     (r"layers/mlp/down_proj/weight", P(None, "fsdp", "tensor")),

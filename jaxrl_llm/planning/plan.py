@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.config import Config, Pretrained
-from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.models import families, hf, qwen2, sharding
 from jaxrl_llm.planning import hlo, machines, share_of_a_gpu
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step
@@ -84,8 +84,8 @@ def shape_of(config: Config) -> qwen2.Shape:
         return config.model.shape
     name = config.model.name.rpartition("/")[2]
     for known in (name, name.removesuffix("-Instruct")):
-        if known in qwen2.PRESETS:
-            return qwen2.PRESETS[known]
+        if known in families.PRESETS:
+            return families.PRESETS[known]
     return hf.load_shape(hf.resolve(config.model.name))
 
 

@@ -13,7 +13,7 @@ import rich.console
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import attention, qwen2, sharding
+from jaxrl_llm.models import attention, families, qwen2, sharding
 from jaxrl_llm.objectives import partition
 from jaxrl_llm.planning import flops, machines
 from jaxrl_llm.planning.programs import local_bytes
@@ -30,7 +30,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.training import terminal
 
 SMALL = qwen2.Shape(1024, 256, 704, 2, 4, 2, tied=True)
-SHAPES = {"small": SMALL, **qwen2.PRESETS}
+SHAPES = {"small": SMALL, **families.PRESETS}
 STEPS = 20
 AFTER_STEPS = 6  # times the limit: Adam makes a full step even of a gradient that is rounding error
 MEMORY = 0.1  # largest error of a plan, as a share of the memory used

@@ -28,7 +28,7 @@ from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.models import families, hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
@@ -132,7 +132,7 @@ def _start(
     (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
     described = {
-        "config.json": hf.hf_config(parts.shape, "float32"),
+        "config.json": families.config_of(parts.shape, "float32"),
         "generation_config.json": {"eos_token_id": [*parts.tokenizer.stops]},
     }
     for name, content in described.items():
@@ -149,7 +149,7 @@ def _start(
 def _require_model(folder: Path, parts: Parts) -> None:
     """A UserError if the folder's run has another model or tokenizer."""
     there = hf.read_config(folder / MODEL)
-    for name, value in hf.hf_config(parts.shape, "float32").items():
+    for name, value in families.config_of(parts.shape, "float32").items():
         if there.get(name) != value:
             raise UserError(
                 f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models import families, qwen2, sharding
 from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.policy import fewest_devices, mesh_of_copies
 from tests import tiny
@@ -123,7 +123,7 @@ def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
 )
 def test_a_copy_of_the_weights_leaves_room_for_the_cache(name, devices, memory, expected):
     """On so many devices of so many gigabytes, beside the trainer's state; as few as have room share it."""
-    definition, _ = qwen2.graph(qwen2.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
+    definition, _ = qwen2.graph(families.PRESETS[name], qwen2.Compute(dtype=jnp.bfloat16))
     mesh = AbstractMesh((1, devices, 1), sharding.AXES)
     assert fewest_devices(definition, mesh, memory * 10**9) == expected
     assert fewest_devices(definition, tiny.mesh_of(1, 8, 1)) == 1  # which report no memory

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import logprobs, primitives, qwen2, sharding
+from jaxrl_llm.models import families, logprobs, primitives, qwen2, sharding
 from tests import hlo, tiny
 
 MESHES = {
@@ -127,4 +127,4 @@ def test_what_does_not_divide_is_said_and_the_vocabulary_finds_another_place():
         f"layers/self_attn/{name}_proj/weight" for name in "qkvo"
     }
     assert "k_proj/weight: 3 does not divide over 2 (tensor)" in " ".join(said)
-    assert sharding.left_whole(qwen2.graph(qwen2.PRESETS["Qwen2.5-7B"])[1], mesh) == []
+    assert sharding.left_whole(qwen2.graph(families.PRESETS["Qwen2.5-7B"])[1], mesh) == []

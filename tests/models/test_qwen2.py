@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import attention, qwen2, sharding
+from jaxrl_llm.models import attention, families, qwen2, sharding
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
@@ -23,12 +23,23 @@ PARAMETERS = {
     "Qwen2.5-32B": 32_763_876_352,
     "Qwen2.5-72B": 72_706_203_648,
     "Qwen2.5-7B-Instruct-1M": 7_615_616_512,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "SmolLM2-135M": 134_515_008,
+    "gemma-3-1b-it": 999_885_952,
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(name):
-    _, shapes = qwen2.graph(qwen2.PRESETS[name])
+    _, shapes = qwen2.graph(families.PRESETS[name])
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == PARAMETERS[name]
     sharding.param_shardings(shapes, tiny.mesh_of(2, 2, 2))
 

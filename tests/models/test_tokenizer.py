@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
 from tests import tiny
 
@@ -81,7 +81,7 @@ def test_an_exported_folder_gives_the_same_ids(tmp_path, made, texts):
     """Whatever the class: its config.json, which says qwen2, has no part in it."""
     shape = tiny.shape(vocab_size=len(made))
     made.save(tmp_path / "words")
-    described = hf.hf_config(shape, "float32")
+    described = families.config_of(shape, "float32")
     (tmp_path / "words" / "config.json").write_text(json.dumps(described))
     hf.export(tiny.policy(shape)[1], shape, tmp_path / "model", source=tmp_path / "words")
     again = load(tmp_path / "model")
@@ -101,7 +101,7 @@ def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(inner["vocab"]))
     (tmp_path / "merges.txt").write_text("".join(" ".join(m) + "\n" for m in inner["merges"]))
     (tmp_path / "config.json").write_text(
-        json.dumps(hf.hf_config(tiny.shape(vocab_size=len(made)), "float32"))
+        json.dumps(families.config_of(tiny.shape(vocab_size=len(made)), "float32"))
     )
     assert load(tmp_path).encode("ab a b") == made.encode("ab a b")
 
@@ -109,6 +109,6 @@ def test_a_folder_with_vocab_and_merges_alone_is_read(tmp_path):
 def test_a_folder_says_which_tokens_end_a_response(tmp_path):
     shape = tiny.shape(vocab_size=64)
     WORDS.save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf.hf_config(shape, "float32")))
+    (tmp_path / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
     assert load(tmp_path).stops == (1, 4)

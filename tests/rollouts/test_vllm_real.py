@@ -22,7 +22,7 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import hf, logprobs, qwen2
+from jaxrl_llm.models import families, hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -296,7 +296,7 @@ def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
         [sidecar.server],
         transport,
         SimpleNamespace(
-            config=lambda params, dtype: hf.hf_config(SHAPE, dtype),
+            config=lambda params, dtype: families.config_of(SHAPE, dtype),
             tensors=hf.named_tensors,
             score=Policy(DEFINITION).served(1).score,
         ),

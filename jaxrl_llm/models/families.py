@@ -1,0 +1,326 @@
+"""Families of models: what config.json says of each as fields of a Shape, and back.
+
+A new family is a row of FAMILIES, and a field of Shape for what no other has.
+"""
+
+import math
+import pathlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal, NamedTuple
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.qwen2 import LayerKind, Shape
+
+SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+FLAGS = {"attention_bias": (*QKV, "o_proj"), "mlp_bias": MLP}  # what has a bias, if one is true
+ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
+REFUSED = (  # fields that have to be absent, null or false
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "quantization_config",
+    "use_bidirectional_attention",
+)
+
+
+class Family(NamedTuple):
+    """A row: fields of its Shapes that no config changes, and what absent fields of one mean."""
+
+    architecture: str
+    fixed: Mapping[str, Any] = {}
+    biases: tuple[str, ...] = ()  # of every model
+    flags: tuple[str, ...] = ()  # those of FLAGS that are read
+    tied: bool = False
+    head_dim: int = 0
+    theta: float = 1e4
+
+
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", biases=QKV),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
+    ),
+    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias")),
+    "mistral": Family("MistralForCausalLM"),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", flags=("attention_bias", "mlp_bias"), tied=True, theta=2e6
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            "norms_of_heads": True,
+            "norms_after": True,
+            "norm_offset": True,
+            "scaled_embedding": True,
+        },
+        flags=("attention_bias",),
+        tied=True,
+        head_dim=256,
+        theta=1e6,
+    ),
+}
+
+
+def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") -> Shape:
+    """The architecture in a config; a UserError names what is missing or not supported."""
+    read = _Reader(config, where)
+    name = read.need("model_type", str)
+    read.require(
+        name in FAMILIES, f"model_type {name!r} is not supported: one of {', '.join(FAMILIES)} is"
+    )
+    family = FAMILIES[name]
+    for key in REFUSED:
+        read.require(not config.get(key), f"{key} is not supported: only without it")
+    sizes = {field: read.number(key) for field, key in SIZES.items()}
+    hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
+    given = config.get("head_dim") or family.head_dim
+    read.require(given or hidden % heads == 0, "num_attention_heads does not divide hidden_size")
+    width = read.number("head_dim", given or hidden // heads)
+    read.require(
+        heads % kv_heads == 0 and width % 2 == 0,
+        f"{heads} heads of {width} for {kv_heads} key-value heads cannot be: heads share key-value heads "
+        "evenly, and a head has an even size",
+    )
+    key = _activation_key(name)
+    act = config.get(key, "gelu_pytorch_tanh" if name == "gemma3_text" else "silu")
+    read.require(
+        act in ACTIVATIONS, f"{key} {act!r} is not supported, only {', '.join(ACTIVATIONS)}"
+    )
+    flagged = [FLAGS[flag] for flag in family.flags if read.truth(flag, False)]
+    scalar = read.number("query_pre_attn_scalar", width)
+    return Shape(
+        **sizes,
+        **family.fixed,
+        family=name,
+        tied=read.truth("tie_word_embeddings", family.tied),
+        head_size=None if width * heads == hidden else width,
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6, float),
+        max_length=read.number("max_position_embeddings", 32_768),
+        kinds=_kinds(name, family, sizes["num_layers"], read),
+        biases=(*family.biases, *(one for some in flagged for one in some)),
+        query_scalar=None if scalar == width else scalar,
+        activation=ACTIVATIONS[act],
+    )
+
+
+def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The config.json of an architecture; a UserError if its family has no such model."""
+    family = FAMILIES[shape.family]
+    layers = [shape.distinct[kind] for kind in shape.kind_of]
+    windows = [kind.window for kind in layers]
+    types = [FULL if window is None else SLIDING for window in windows]
+    full = next((kind for kind in layers if kind.window is None and kind.theta), layers[0])
+    window = next(filter(None, windows), None)
+    out: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": shape.family,
+        _activation_key(shape.family): {b: a for a, b in ACTIVATIONS.items()}[shape.activation],
+        "dtype": dtype,
+        **{key: getattr(shape, field) for field, key in SIZES.items()},
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": full.theta,
+        "rope_parameters": _rope(full),
+        "max_position_embeddings": shape.max_length,
+        **{flag: FLAGS[flag][0] in shape.biases for flag in family.flags},
+    }
+    if shape.family in ("qwen2", "qwen3", "smollm3"):
+        out["use_sliding_window"] = window is not None
+    if window is not None or shape.family == "mistral":
+        out["sliding_window"] = window
+    if window is not None and shape.family != "mistral":
+        out["layer_types"] = types
+    if shape.family == "smollm3":
+        out["no_rope_layers"] = [int(kind.theta is not None) for kind in layers]
+    if shape.family == "gemma3_text":
+        local = next((kind for kind in layers if kind.window is not None), full)
+        out |= {
+            "query_pre_attn_scalar": shape.query_scalar or shape.head_dim,
+            "rope_local_base_freq": local.theta,
+            "rope_parameters": {FULL: _rope(full), SLIDING: _rope(local)},
+            "layer_types": types,
+        }
+    if (again := shape_of(out)) != shape:
+        other = [name for name, value in asdict(shape).items() if asdict(again)[name] != value]
+        raise UserError(
+            f"no {shape.family} has {other[0]} = {getattr(shape, other[0])!r}: choose another family"
+        )
+    return out
+
+
+def _activation_key(family: str) -> str:
+    return "hidden_activation" if family == "gemma3_text" else "hidden_act"
+
+
+def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[LayerKind, ...]:
+    """The kinds of the layers, as few as repeat."""
+    config = read.config
+    types = config.get("layer_types") or _types(name, layers, read)
+    rotated = [True] * layers
+    if name == "smollm3":
+        every = read.number("no_rope_layer_interval", 4)
+        absent = [(i + 1) % every != 0 for i in range(layers)]
+        rotated = [bool(x) for x in config.get("no_rope_layers") or absent]
+    for what, given in (("layer_types", types), ("no_rope_layers", rotated)):
+        fine = isinstance(given, list) and len(given) >= layers
+        read.require(fine, f"{what} is not a list of the {layers} layers")
+    found = []
+    for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
+        read.require(kind in (FULL, SLIDING), f"layers of type {kind!r} are not supported")
+        window = read.number("sliding_window") if kind == SLIDING else None
+        found.append(
+            _rotary(name, family, kind, read, window) if turns else LayerKind(None, window)
+        )
+    period = next(
+        p for p in range(1, layers + 1) if all(x == found[i % p] for i, x in enumerate(found))
+    )
+    return tuple(found[:period])
+
+
+def _types(name: str, layers: int, read: "_Reader") -> list[str]:
+    """The types of layers where a config does not list them."""
+    config = read.config
+    if name == "gemma3_text":
+        every = read.number("sliding_window_pattern", 6)
+        return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    if name == "mistral":
+        return [SLIDING if config.get("sliding_window") else FULL] * layers
+    slides = read.truth("use_sliding_window", False) and config.get("sliding_window") is not None
+    if not slides or name == "llama":
+        return [FULL] * layers
+    read.require(name != "smollm3", "use_sliding_window without layer_types is not supported")
+    first = read.number("max_window_layers", 28)
+    return [SLIDING if i >= first else FULL for i in range(layers)]
+
+
+def _rotary(name: str, family: Family, kind: str, read: "_Reader", window: int | None) -> LayerKind:
+    """The kind of a layer that turns queries and keys."""
+    inner = read.record("rope_parameters")
+    inner = inner.within(kind) if kind in inner.config else inner
+    local = name == "gemma3_text" and kind == SLIDING
+    default, key = (1e4, "rope_local_base_freq") if local else (family.theta, "rope_theta")
+    theta = read.number(key, inner.number("rope_theta", default, float), float)
+    outer = read.record("rope_scaling")
+    scaling = outer if outer.config and not local else inner
+    how = scaling.config.get("rope_type", scaling.config.get("type", "default"))
+    if how == "default":
+        return LayerKind(theta, window)
+    read.require(how in ("linear", "llama3"), f"rope type {how!r} is not supported")
+    factor, bands = scaling.number("factor", kind=float), None
+    if how == "llama3":
+        low, high = (scaling.number(f"{side}_freq_factor", kind=float) for side in ("low", "high"))
+        bands = (low, high, scaling.number("original_max_position_embeddings"))
+    return LayerKind(theta, window, factor, bands)
+
+
+def _rope(kind: LayerKind) -> dict[str, Any]:
+    """A kind's `rope_parameters`."""
+    out: dict[str, Any] = {"rope_type": "default", "rope_theta": kind.theta}
+    if kind.bands is not None:
+        low, high, length = kind.bands
+        out |= {"rope_type": "llama3", "low_freq_factor": low, "high_freq_factor": high}
+        out |= {"original_max_position_embeddings": length}
+    elif kind.factor != 1.0:
+        out["rope_type"] = "linear"
+    return out if out["rope_type"] == "default" else out | {"factor": kind.factor}
+
+
+class _Reader:
+    """Typed fields of a config; a UserError says where one is wrong."""
+
+    def __init__(self, config: dict[str, Any], where: pathlib.Path | str):
+        self.config, self.where = config, where
+
+    def require(self, fine: Any, reason: str) -> None:
+        if not fine:
+            raise UserError(f"{self.where}: {reason}")
+
+    def need(self, key: str, kind: type) -> Any:
+        self.require(key in self.config, f"{key} is missing: is this a folder of a model?")
+        self.require(isinstance(self.config[key], kind), f"{key} is {self.config[key]!r}")
+        return self.config[key]
+
+    def number(
+        self, key: str, default: Any = None, kind: type = int
+    ) -> Any:
+        value: Any = self.config.get(key)
+        value = default if value is None else value
+        self.require(value is not None, f"{key} is missing: is this a folder of a model?")
+        fine = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        wanted = "whole number from 1 on" if kind is int else "number above 0"
+        self.require(fine and 0 < value < math.inf, f"{key} is {value!r}, not a {wanted}")
+        return kind(value)
+
+    def truth(self, key: str, default: bool) -> bool:
+        value = self.config.get(key, default)
+        self.require(isinstance(value, bool), f"{key} is {value!r}, not true or false")
+        return value
+
+    def record(self, key: str) -> "_Reader":
+        value = self.config.get(key) or {}
+        self.require(isinstance(value, dict), f"{key} is {value!r}, not a record")
+        return _Reader(value, self.where)
+
+    within = record
+
+
+def _preset(family: str, *sizes: Any, theta: float, eps: float = 1e-6, **other: Any) -> Shape:
+    row = FAMILIES[family]
+    fields = {"kinds": (LayerKind(theta),), "biases": row.biases, **row.fixed, **other}
+    return Shape(*sizes, family=family, rms_norm_eps=eps, **fields)
+
+
+def _qwen2_5(*sizes: int, vocab: int = 152_064, theta: float = 1e6, **other: Any) -> Shape:
+    return _preset("qwen2", vocab, *sizes, theta=theta, **other)
+
+
+def _qwen3(*sizes: int, **other: Any) -> Shape:
+    size = None if sizes[0] == 128 * sizes[3] else 128
+    return _preset("qwen3", 151_936, *sizes, theta=1e6, head_size=size, max_length=40_960, **other)
+
+
+def _llama3(*sizes: int, factor: float, **other: Any) -> Shape:
+    kinds = (LayerKind(5e5, None, factor, (1.0, 4.0, 8192)),)
+    return _preset(
+        "llama", 128_256, *sizes, theta=5e5, kinds=kinds, eps=1e-5, max_length=131_072, **other
+    )
+
+
+PRESETS = {
+    "Qwen2.5-0.5B": _qwen2_5(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
+    "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab=151_936, tied=True, max_length=131_072),
+    "Qwen2.5-3B": _qwen2_5(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
+    "Qwen2.5-7B": _qwen2_5(3584, 18_944, 28, 28, 4, tied=False, max_length=131_072),
+    "Qwen2.5-14B": _qwen2_5(5120, 13_824, 48, 40, 8, tied=False, eps=1e-5, max_length=131_072),
+    "Qwen2.5-32B": _qwen2_5(5120, 27_648, 64, 40, 8, tied=False, eps=1e-5, max_length=131_072),
+    "Qwen2.5-72B": _qwen2_5(8192, 29_568, 80, 64, 8, tied=False, eps=1e-5, max_length=131_072),
+    "Qwen2.5-7B-Instruct-1M": _qwen2_5(
+        3584, 18_944, 28, 28, 4, tied=False, eps=1e-5, theta=1e7, max_length=1_010_000
+    ),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12_288, 36, 32, 8, tied=False),
+    "Qwen3-14B": _qwen3(5120, 17_408, 40, 40, 8, tied=False),
+    "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, 8, tied=False),
+    "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
+    "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
+    "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),
+    "SmolLM2-135M": _preset(
+        "llama", 49_152, 576, 1536, 30, 9, 3, theta=1e5, eps=1e-5, tied=True, max_length=8192
+    ),
+    "gemma-3-1b-it": _preset(
+        "gemma3_text", 262_144, 1152, 6912, 26, 4, 1, theta=1e6, tied=True, head_size=256, activation="gelu",
+        kinds=(*[LayerKind(1e4, 512)] * 5, LayerKind(1e6)),
+    ),
+}  # fmt: skip

@@ -1,0 +1,177 @@
+"""Every family of models against transformers, and each of its features broken on purpose."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm as jl
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import families, hf, qwen2, sharding, tokenizer
+from jaxrl_llm.models.qwen2 import LayerKind
+from tests import tiny
+from tests.reference import peer
+
+LLAMA3 = LayerKind(1e4, None, 8.0, (1.0, 4.0, 16))
+GEMMA = {**families.FAMILIES["gemma3_text"].fixed, "activation": "gelu", "num_layers": 4}
+ALL = (*families.QKV, "o_proj")
+SHAPES = {
+    "qwen2": tiny.shape(kinds=(LayerKind(1e6), LayerKind(1e6, 5))),
+    "qwen3": tiny.shape(family="qwen3", biases=(), norms_of_heads=True, head_size=32),
+    "qwen3 with biases": tiny.shape(family="qwen3", biases=ALL, norms_of_heads=True),
+    "llama": tiny.shape(family="llama", biases=(), kinds=(LLAMA3,), tied=False),
+    "llama with biases": tiny.shape(family="llama", biases=(*ALL, *families.MLP)),
+    "mistral": tiny.shape(family="mistral", biases=(), kinds=(LayerKind(1e4, 7),), tied=False),
+    "smollm3": tiny.shape(
+        family="smollm3", biases=(), kinds=(*[LayerKind(2e6)] * 3, LayerKind(None)), num_layers=5
+    ),
+    "gemma3": tiny.shape(
+        family="gemma3_text", biases=(), query_scalar=48,
+        kinds=(LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6, None, 8.0)), **GEMMA,
+    ),
+}  # fmt: skip
+BROKEN = [  # a field of each feature, and what it would be without it
+    ("qwen2", {"kinds": (LayerKind(1e6),)}),
+    ("qwen3", {"norms_of_heads": False}),
+    ("llama", {"kinds": (LayerKind(1e4),)}),
+    ("llama", {"kinds": (dataclasses.replace(LLAMA3, bands=None),)}),
+    ("mistral", {"kinds": (LayerKind(1e4, 8),)}),
+    ("smollm3", {"kinds": (LayerKind(2e6),)}),
+    ("gemma3", {"query_scalar": None}),
+    ("gemma3", {"kinds": (LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6))}),
+    ("gemma3", {"kinds": (LayerKind(1e6, 6), LayerKind(1e6, 6), LayerKind(1e6, None, 8.0))}),
+    ("gemma3", {"activation": "silu"}),
+    ("gemma3", {"norm_offset": False}),
+    ("gemma3", {"scaled_embedding": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of random weights for each shape, with logits, entropies, gradient and a greedy answer."""
+    there = tmp_path_factory.mktemp("families")
+    for name, shape in SHAPES.items():
+        _, params = tiny.policy(shape, seed=1)
+        hf.export(params, shape, there / name)
+        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, (3, 40)))
+    peer.transformers("families", *(there / name for name in SHAPES))
+    return there
+
+
+def scores(folder, shape=None, mesh=(1, 1, 1)):
+    """Log-probs of all tokens at each position, and the embedding's gradient of the labels' mean."""
+    shape = shape or hf.load_shape(folder)
+    definition, shapes = qwen2.graph(shape)
+    mesh = tiny.mesh_of(*mesh)
+    with jax.set_mesh(mesh):
+        params = hf.load(folder, hf.load_shape(folder), sharding.param_shardings(shapes, mesh))
+        tokens = jnp.asarray(np.load(folder / "tokens.npy"))
+        rows = -(-3 // mesh.shape["fsdp"]) * mesh.shape["fsdp"]
+        tokens = jnp.pad(tokens, ((0, rows - 3), (0, 0)))
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        @jax.jit
+        def run(params):
+            def mean(params):
+                model = qwen2.nnx.merge(definition, params)
+                logits = jnp.einsum("rld,vd->rlv", model(tokens, positions), model.head)
+                logp = jax.nn.log_softmax(logits)[:3]
+                label = jnp.take_along_axis(logp[:, :-1], tokens[:3, 1:, None], -1)
+                return label.mean(), logp
+
+            return jax.grad(mean, has_aux=True)(params)
+
+        gradient, logp = run(params)
+    return np.asarray(logp), np.asarray(gradient["embed_tokens"]["weight"])
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
+    want = np.load(folders / name / "found.npz")
+    logp, gradient = scores(folders / name, mesh=mesh)
+    np.testing.assert_allclose(logp, want["logp"], atol=2e-5)
+    np.testing.assert_allclose(gradient, want["gradient"], atol=2e-5)
+    entropy = lambda logp: -(np.exp(logp) * logp).sum(-1)
+    np.testing.assert_allclose(entropy(logp), entropy(want["logp"]), atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "change"), BROKEN)
+def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypatch):
+    shape = dataclasses.replace(SHAPES[name], **change)
+    monkeypatch.setattr(hf, "load_shape", lambda _: shape)
+    if "norms_of_heads" in change:
+        with pytest.raises(UserError, match="too many, first"):
+            scores(folders / name)
+        return
+    logp, _ = scores(folders / name)
+    assert np.abs(logp - np.load(folders / name / "found.npz")["logp"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_greedy_answer_is_that_of_transformers(folders, name):
+    words = [f"w{i}" for i in range(94)]
+    tokenizer.of_words(words).save(folders / name)
+    model = jl.load(folders / name)
+    prompt = np.load(folders / name / "tokens.npy")[0, :9].tolist()
+    [one] = jl.generate(model, [prompt], jl.Sampling(temperature=0.0, max_tokens=24, stop=(95,)))
+    want = np.load(folders / name / "found.npz")["greedy"].tolist()
+    assert one.tokens[:24] == want[: len(one.tokens)]
+    assert len(one.tokens) == 24 or one.tokens[-1] == 95
+    # the cache gives what a forward over all gives
+    logps = jl.token_logps(model, [prompt + one.tokens])[0, 8:]
+    np.testing.assert_allclose(one.logps, logps, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *families.PRESETS.values()])
+def test_a_config_gives_the_shape_again(shape):
+    assert families.shape_of(json.loads(json.dumps(families.config_of(shape, "float32")))) == shape
+
+
+@pytest.mark.parametrize("change", [{"norms_of_heads": True}, {"biases": ()},
+                                    {"activation": "gelu"}, {"scaled_embedding": True}])  # fmt: skip
+def test_a_shape_that_its_family_has_not_is_refused(change):
+    shape = tiny.shape(**change)
+    if change == {"activation": "gelu"}:  # which any family could have
+        assert families.shape_of(families.config_of(shape, "float32")) == shape
+        return
+    with pytest.raises(UserError, match=f"no qwen2 has {next(iter(change))}"):
+        families.config_of(shape, "float32")
+
+
+PUBLISHED = [
+    (
+        {"model_type": "llama", "rope_theta": 500000.0, "hidden_size": 2048, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "num_hidden_layers": 16, "intermediate_size": 8192,
+         "vocab_size": 128256, "rms_norm_eps": 1e-05, "tie_word_embeddings": True, "head_dim": 64,
+         "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False,
+         "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+        "Llama-3.2-1B",
+    ),
+    (
+        {"model_type": "qwen3", "rope_theta": 1000000, "hidden_size": 1024, "head_dim": 128,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 28,
+         "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+         "max_position_embeddings": 40960, "max_window_layers": 28, "use_sliding_window": False,
+         "sliding_window": None, "attention_bias": False, "rope_scaling": None},
+        "Qwen3-0.6B",
+    ),
+    (
+        {"model_type": "gemma3_text", "hidden_size": 1152, "head_dim": 256, "num_attention_heads": 4,
+         "num_key_value_heads": 1, "num_hidden_layers": 26, "intermediate_size": 6912,
+         "vocab_size": 262144, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+         "sliding_window": 512, "sliding_window_pattern": 6, "max_position_embeddings": 32768,
+         "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
+         "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        "gemma-3-1b-it",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "preset"), PUBLISHED, ids=[name for _, name in PUBLISHED])
+def test_configs_as_they_are_published_are_the_presets(config, preset):
+    assert families.shape_of(config) == families.PRESETS[preset]

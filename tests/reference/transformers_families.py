@@ -1,0 +1,25 @@
+"""`python transformers_families.py FOLDER ...`, with torch: reads tokens.npy in each, writes found.npz."""
+
+import pathlib
+import sys
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+for folder in map(pathlib.Path, sys.argv[1:]):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
+    logp = model(tokens).logits.log_softmax(-1)
+    logp[:, :-1].gather(-1, tokens[:, 1:, None]).mean().backward()
+    gradient = model.get_input_embeddings().weight.grad
+    prompt = tokens[:1, :9]
+    greedy = model.generate(
+        prompt, max_new_tokens=24, do_sample=False, eos_token_id=95, pad_token_id=95
+    )
+    np.savez(
+        folder / "found.npz",
+        logp=logp.detach().numpy(),
+        gradient=gradient.numpy(),
+        greedy=greedy[0, 9:].numpy(),
+    )
