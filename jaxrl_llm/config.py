@@ -29,13 +29,16 @@ from jaxrl_llm.tasks.task import Task
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name.
+    """A model and its tokenizer, from a Hugging Face folder or hub name; families: docs/models.md.
+
+    With `chat` a prompt is what the user says, put into the model's chat template.
 
     >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
     'Qwen/Qwen2.5-3B'
     """
 
     name: str
+    chat: bool = False
 
 
 @dataclass(frozen=True)

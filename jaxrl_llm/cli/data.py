@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
+from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.tasks.task import Demonstrator
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import DATA, askable, parts, readable
@@ -38,13 +39,13 @@ def main(options: Options, config: Config) -> None:
     too_long = f", {train_set.skipped} with too long a prompt"
     for name, source, left_out in (("train", train_set, too_long), ("test", test_set, "")):
         console.print(f"{name}: {len(source)} examples{left_out}")
-        encode, step = made.tokenizer.encode, max(1, len(source) // 1000)
+        encode, step = made.tokenizer.prompt, max(1, len(source) // 1000)
         lengths = [len(encode(made.task.prompt(source[i]))) for i in range(0, len(source), step)]
         console.print(
             f"  tokens a prompt: {min(lengths)} to {max(lengths)}, median {np.median(lengths):.0f}"
         )
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
-            console.print(made.task.prompt(source[i]), highlight=False)
+            console.print(as_text(made.task.prompt(source[i])), highlight=False)
             if isinstance(made.task, Demonstrator):
                 console.print(made.task.demonstration(source[i]), style="dim")

@@ -10,6 +10,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import plan
 from jaxrl_llm.training import terminal
@@ -68,7 +69,7 @@ def dry_run(config: Config, data: str, console: rich.console.Console) -> None:
     known = len(divided.train) + len(divided.validation)
     console.print(f"{known:,} training examples, {divided.skipped} left out as too long")
     console.print(f"{len(divided.test):,} test examples")
-    prompt = made.task.prompt(divided.train[0])
+    prompt = as_text(made.task.prompt(divided.train[0]))
     console.print("the first prompt:", prompt, sep="\n", highlight=False)
     with console.status("compiling") as status:
         planned = plan(config, machines.machine("here"), shape=made.shape, say=status.update)

@@ -7,6 +7,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import in_words
+from jaxrl_llm.models.tokenizer import Prompt, as_text
 from jaxrl_llm.tasks.task import score_responses
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import DATA
@@ -57,8 +58,8 @@ def main(
         sampling = parts.sampling(config, temperature=temperature, seed=seed)
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
 
-        def answer(text: str) -> None:
-            rollout = sampler.generate([parts.tokenizer.encode(text)], n=n, sampling=sampling)
+        def answer(given: Prompt) -> None:
+            rollout = sampler.generate([parts.tokenizer.prompt(given)], n=n, sampling=sampling)
             for response in rollout.responses:
                 words = parts.tokenizer.decode(response)
                 console.print(words)
@@ -69,13 +70,16 @@ def main(
                     console.print(in_words(scored[0]))
 
         if chosen is not None:
-            prompt = parts.task.prompt(chosen)
-            console.print(prompt, style="dim")
+            asked = parts.task.prompt(chosen)
+            console.print(as_text(asked), style="dim")
+            answer(asked)
+            return
         if prompt is not None:
             answer(prompt)
             return
         console.print(
-            "one prompt a line, as in: " + parts.task.prompt(parts.task.test[0]), style="dim"
+            "one prompt a line, as in: " + as_text(parts.task.prompt(parts.task.test[0])),
+            style="dim",
         )
         for line in sys.stdin:
             try:

@@ -48,7 +48,7 @@ class TokenTask:
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        return [self.tokenizer.encode(self.task.prompt(example)) for example in examples]
+        return [self.tokenizer.prompt(self.task.prompt(example)) for example in examples]
 
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling

@@ -199,7 +199,8 @@ def _types(name: str, layers: int, read: "_Reader") -> list[str]:
     if not slides or name == "llama":
         return [FULL] * layers
     read.require(name != "smollm3", "use_sliding_window without layer_types is not supported")
-    first = read.number("max_window_layers", 28)
+    first = config.get("max_window_layers", 28)
+    read.require(isinstance(first, int), f"max_window_layers is {first!r}, not a number")
     return [SLIDING if i >= first else FULL for i in range(layers)]
 
 
@@ -250,9 +251,7 @@ class _Reader:
         self.require(isinstance(self.config[key], kind), f"{key} is {self.config[key]!r}")
         return self.config[key]
 
-    def number(
-        self, key: str, default: Any = None, kind: type = int
-    ) -> Any:
+    def number(self, key: str, default: Any = None, kind: type = int) -> Any:
         value: Any = self.config.get(key)
         value = default if value is None else value
         self.require(value is not None, f"{key} is missing: is this a folder of a model?")

@@ -34,10 +34,10 @@ class Pretrained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def pretrained(name: str | Path) -> Pretrained:
+def pretrained(name: str | Path, *, chat: bool = False) -> Pretrained:
     """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
     folder = hf.resolve(name)
-    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder))
+    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class LayerKind:
     With a `window` a token sees so many positions, its own included. Frequencies are divided by
     `factor`; with `bands` (low, high, length) those of wavelengths below length / high are not, and
     those up to length / low partly: `llama3` in config.json.
+
+    >>> sliding, whole = jl.LayerKind(theta=1e4, window=512), jl.LayerKind(theta=1e6)
+    >>> jl.Shape(64, 128, 384, 6, 4, 2, tied=True, kinds=(*[sliding] * 5, whole)).kind_of
+    (0, 0, 0, 0, 0, 1)
     """
 
     theta: float | None = 1e6

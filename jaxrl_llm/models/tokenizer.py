@@ -1,7 +1,7 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,18 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
+Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
 
 
 class Tokenizer:
     """The methods of a tokenizer that this package needs.
 
-    `eos` ends a text; `stops` are all tokens that end a response: chat models have several.
+    `eos` ends a text; `stops` are all tokens that end a response: chat models have several. With
+    `chat` a prompt that is a text is what the user says.
     """
 
-    def __init__(self, inner: Any, stops: Sequence[int] = ()):
-        self._inner = inner
+    def __init__(self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False):
+        self._inner, self._chat = inner, chat
         if inner.eos_token_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token: set eos_token in its config"
@@ -39,6 +41,21 @@ class Tokenizer:
             words = [word for word in text.split() if word not in known]
             raise UserError(
                 f"the tokenizer cannot read {(words or [text])[0]!r}: {error}"
+            ) from error
+
+    def prompt(self, given: Prompt) -> list[int]:
+        """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
+        if isinstance(given, str) and not self._chat:
+            return self.encode(given)
+        said = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        try:
+            return self._inner.apply_chat_template(
+                said, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # what templates raise, and the library where there is none
+            reason = first_line(error)
+            raise UserError(
+                f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -63,7 +80,14 @@ class Tokenizer:
         self._inner.save_pretrained(folder)
 
 
-def load(folder: Path) -> Tokenizer:
+def as_text(prompt: Prompt) -> str:
+    """A prompt to be read: messages are paragraphs."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def load(folder: Path, *, chat: bool = False) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too."""
     # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
     # of Qwen2, with its rules for splitting text, whatever the vocabulary is
@@ -74,7 +98,7 @@ def load(folder: Path) -> Tokenizer:
     stops = () if room is None else hf.stop_tokens(folder, room)
     try:
         inner = getattr(_transformers(), kind).from_pretrained(folder, trust_remote_code=False)
-        made = Tokenizer(inner, stops)
+        made = Tokenizer(inner, stops, chat=chat)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read

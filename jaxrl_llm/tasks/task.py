@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,11 @@ _Outcome = Reward | BaseException
 
 
 class Task(Protocol[E]):
-    """A named task: examples to train and test on, a prompt for each, a reward for a response."""
+    """A named task: examples to train and test on, a prompt for each, a reward for a response.
+
+    A prompt is a text, or a list of messages for the model's chat template, as
+    `[{"role": "user", "content": "2 + 2?"}]`.
+    """
 
     @property
     def name(self) -> str: ...
@@ -62,7 +67,7 @@ class Task(Protocol[E]):
     @property
     def test(self) -> Source[E]: ...
 
-    def prompt(self, example: E, /) -> str: ...
+    def prompt(self, example: E, /) -> Prompt: ...
 
     def reward(self, example: E, response: str, /) -> Reward: ...
 

@@ -93,7 +93,8 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     """
     if isinstance(config.model, Pretrained):
         name = config.model.name
-        source, shape, words = pretrained(storage.local(name) if storage.is_url(name) else name)
+        where = storage.local(name) if storage.is_url(name) else name
+        source, shape, words = pretrained(where, chat=config.model.chat)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -158,7 +159,8 @@ def overlap(task: Task[Any], divided: Splits) -> str:
     Raises a UserError if all test prompts are trained on, for then the test says nothing.
     """
     train, validation, test = (
-        [task.prompt(source[i]) for i in range(len(source))] for source in divided[:3]
+        [tokenizer.as_text(task.prompt(source[i])) for i in range(len(source))]
+        for source in divided[:3]
     )
     known = set(train)
     seen = sum(prompt in known for prompt in test)
@@ -219,9 +221,10 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
 def _prompt_length(made: Parts, source: Source[E], i: int, name: str) -> int:
     with userfile.answering_for(f"{name} example {i} has no prompt"):
         prompt = made.task.prompt(source[i])
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompt() returned a {type(prompt).__name__}, not a str")
-    return len(made.tokenizer.encode(prompt))
+        if not isinstance(prompt, (str, list, tuple)):
+            kind = type(prompt).__name__
+            raise TypeError(f"prompt() returned a {kind}, not a str or a list of messages")
+    return len(made.tokenizer.prompt(prompt))
 
 
 def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:

@@ -19,6 +19,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
+from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import folder as folders
@@ -322,7 +323,7 @@ def _show(
     rows = range(0, min(len(answers.rewards), 4 * config.group_size), config.group_size)
     entries = [
         (
-            made.task.prompt(answers.examples[i // config.group_size]),
+            as_text(made.task.prompt(answers.examples[i // config.group_size])),
             made.tokenizer.decode(answers.rollout.responses[i]),
             in_words(answers.rewards[i]),
         )

@@ -79,7 +79,7 @@ def test_the_devices_of_the_mesh_choose(platform, expected, default, monkeypatch
     """Whatever is the default here: a CPU's mesh on a machine with a GPU, a GPU's mesh on one without."""
     taken = []
     for name in ("gpu", "splash", "xla"):
-        kernel = lambda q, k, v, segments, name=name: taken.append(name) or q
+        kernel = lambda q, k, v, segments, window, name=name: taken.append(name) or q
         monkeypatch.setattr(attention, name, kernel)
     monkeypatch.setattr(jax, "default_backend", lambda: default)
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=1, platform=platform)

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
 from tests import tiny
@@ -112,3 +113,19 @@ def test_a_folder_says_which_tokens_end_a_response(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
     assert load(tmp_path).stops == (1, 4)
+
+
+def test_messages_and_chats_go_by_the_template():
+    """A text is what the user says only if `chat` is set; without a template that is one line."""
+    inner = of_bytes()._inner
+    inner.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+    )
+    plain, chat = Tokenizer(inner), Tokenizer(inner, chat=True)
+    said = [{"role": "user", "content": "ab"}]
+    assert plain.prompt("ab") == plain.encode("ab")
+    want = plain.encode("<|im_start|>user ab<|im_end|><|im_start|>a")
+    assert plain.prompt(said) == chat.prompt("ab") == chat.prompt(said) == want
+    with pytest.raises(UserError, match="chat template does not take"):
+        WORDS.prompt(said)
