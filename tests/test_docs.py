@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.cli.main import COMMANDS, main
+from jaxrl_llm.models import families
 from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,21 +35,32 @@ def snippet(page, number):
     return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)[number]
 
 
-def run(page, number):
-    space = {}
+def run(page, number, space=None):
+    space = space or {}
     exec(compile(snippet(page, number), page, "exec"), space)
     return space
 
 
 def test_every_snippet_is_tested():
     found = {name: len(re.findall("```python", text)) for name, text in PAGES.items()}
-    tested = ELSEWHERE | {"README.md": 2, "objectives.md": 2, "own-task.md": 1}
+    tested = ELSEWHERE | {
+        "README.md": 2,
+        "objectives.md": 2,
+        "own-task.md": 1,
+        "models.md": 2,
+    }
     assert {name: count for name, count in found.items() if count} == tested
 
 
 @pytest.mark.parametrize("page", ["README.md", "objectives.md"])
 def test_the_objective_has_two_stages(page):
     assert run(page, 0)["objective"].stages == 2
+
+
+def test_a_shape_of_two_kinds_is_one_of_its_family():
+    space = run("models.md", 1, run("models.md", 0))
+    assert space["model"].chat
+    assert families.shape_of(families.config_of(space["shape"], "float32")) == space["shape"]
 
 
 def test_a_new_surrogate_takes_a_step(capsys):
