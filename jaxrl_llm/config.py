@@ -31,11 +31,15 @@ from jaxrl_llm.tasks.task import Task
 class Pretrained:
     """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name.
 
+    `revision` is a commit, branch or tag at the hub (None: the newest). A run keeps its commit in
+    run.json, and is resumed with no other.
+
     >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
     'Qwen/Qwen2.5-3B'
     """
 
     name: str
+    revision: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ class Parts:
     source: Path | None
 
     @property
+    def given(self) -> dict[str, str]:
+        """The version of a pretrained model, by the name that it has in messages."""
+        return {} if self.source is None else {"the pretrained model": hf.version(self.source)}
+
+    @property
     def like(self) -> Any:
         """Shapes and shardings of the parameters; allocates nothing."""
         return sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
@@ -93,7 +98,8 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     """
     if isinstance(config.model, Pretrained):
         name = config.model.name
-        source, shape, words = pretrained(storage.local(name) if storage.is_url(name) else name)
+        where = storage.local(name) if storage.is_url(name) else name
+        source, shape, words = pretrained(where, config.model.revision)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)

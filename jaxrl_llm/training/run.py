@@ -74,7 +74,7 @@ def train(
         folders.require_at_most(folder, first + config.steps)
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
-    given = {"the data of the task": divided.checksum, **modules()}
+    given = {"the data of the task": divided.checksum, **made.given, **modules()}
     stop.save_seconds = 60 * config.save_minutes or math.inf
     stop.stacks = folder / f"stacks-{distributed.index()}.txt"
     try:
@@ -275,7 +275,7 @@ def _test(
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    sampler.push(params, step)
+    loop.push(sampler, params, step, clock)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
     measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]

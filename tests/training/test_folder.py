@@ -126,10 +126,10 @@ def test_a_run_of_an_older_version_is_refused(begun, opening):
     refused(opening, "was made by another version of this package: start anew")
 
 
-@pytest.mark.parametrize("name", ["the data of the task", "module helper"])
+@pytest.mark.parametrize("name", ["the data of the task", "module helper", "the pretrained model"])
 def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
     run = record.new(None, given={name: "one", "module of_an_option": "two"}) | {"sums": {}}
-    with pytest.raises(UserError, match=f"{name} is not as it was"):
+    with pytest.raises(UserError, match=rf"{name} is not as it was .*\(one; now another\)"):
         record.continued(tmp_path, run, None, None, {name: "another"})
     record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
 
