@@ -326,6 +326,16 @@ def test_a_wish_to_stop_reaches_the_others(job):
     assert stop.asked
 
 
+def test_a_hang_of_another_ends_this_one_with_its_stacks(job, monkeypatch):
+    """Which an error does not: this process waits for the other, and its stacks show in what."""
+    told, stop = [], Stop()
+    monkeypatch.setattr(distributed, "LEAVE", 0.1)
+    monkeypatch.setattr(stop, "stall", lambda reason: (told.append(reason), job.ended.set()))
+    job.store["ended/0"] = f"{distributed.STALLED}: no progress in the phase reward"
+    wait_in_a_job(job.ended.is_set, stop)
+    assert told[0] == "process 0 on a has stalled: no progress in the phase reward"
+
+
 def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
     """All have come to the last barrier, and one does not leave: the work is done, no one may hang."""
     waits = threading.Event()
