@@ -31,8 +31,8 @@ from jaxrl_llm.tasks.task import Task
 class Pretrained:
     """A Qwen2.5 model and its tokenizer, from a Hugging Face folder or hub name.
 
-    `revision` is a commit, branch or tag at the hub (None: the newest). A run keeps its commit in
-    run.json, and is resumed with no other.
+    `revision` is a commit, branch or tag at the hub (None: the newest; a resumed run takes the
+    commit it began with, which is in its run.json).
 
     >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
     'Qwen/Qwen2.5-3B'

@@ -76,8 +76,8 @@ def main(words: list[str] | None = None) -> None:
             if not any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error)):
                 raise
             print(
-                f"jaxrl-llm: out of memory ({first_line(error)}): smaller or more micro-batches, or fewer "
-                "slots of the engine, need less; jaxrl-llm plan tells how much",
+                f"jaxrl-llm: out of memory ({first_line(error)}): more micro-batches, or fewer slots of the "
+                "engine, need less; jaxrl-llm plan tells how much",
                 file=sys.stderr,
             )
             raise SystemExit(2) from error

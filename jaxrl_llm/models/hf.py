@@ -29,6 +29,7 @@ from jaxrl_llm.models.qwen2 import Shape, graph
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
+COMMIT = "commit "  # what `version` begins with for a folder from the hub
 SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
 SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
     "vocab_size": "vocab_size",
@@ -85,15 +86,16 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
 
 
 def version(folder: pathlib.Path) -> str:
-    """The commit of a folder from the hub; of any other a checksum of config.json and weights.
+    """The commit of a folder from the hub; of any other a checksum of config, index and weights.
 
     Of large files it covers size and evenly spaced samples, so that it takes no time.
     """
-    if folder.parent.name == "snapshots":
-        return f"commit {folder.name}"
+    if re.fullmatch("[0-9a-f]{40}", folder.name):
+        return COMMIT + folder.name
     found = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        size = regular(path).stat().st_size
+    paths = [folder / "config.json", folder / INDEX, *sorted(folder.glob("*.safetensors"))]
+    for path in filter(pathlib.Path.is_file, paths):
+        size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
             for start in range(0, size, max(SAMPLE, size // SAMPLES)):

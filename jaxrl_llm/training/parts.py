@@ -26,6 +26,7 @@ from jaxrl_llm.tasks.task import Mapped, Source, Task, check_members
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
+PRETRAINED = "the pretrained model"
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 
@@ -43,7 +44,7 @@ class Parts:
     @property
     def given(self) -> dict[str, str]:
         """The version of a pretrained model, by the name that it has in messages."""
-        return {} if self.source is None else {"the pretrained model": hf.version(self.source)}
+        return {} if self.source is None else {PRETRAINED: hf.version(self.source)}
 
     @property
     def like(self) -> Any:

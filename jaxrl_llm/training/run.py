@@ -57,13 +57,15 @@ def train(
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     begun_at = time.perf_counter()
+    folder = folders.at(out)
+    if resume is not False and folders.resumable(folder):
+        config = folders.pinned(folder, config)
     made = parts(config, data)
     if source is not None:  # making the task ran its file
         ran = userfile.ran(but=source.path)
         source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
     divided = splits(made, config)
     _describe(made, divided, console)
-    folder = folders.at(out)
     first = config.warm_start.steps if config.warm_start else 0
     resuming = distributed.from_first(
         lambda: folders.resumable(folder) if resume == "auto" else resume is not False

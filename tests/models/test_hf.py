@@ -272,14 +272,14 @@ def test_a_model_is_known_by_its_commit_or_by_what_it_is(tmp_path, monkeypatch):
     with (tmp_path / "b" / "config.json").open("a") as file:
         file.write(" ")
     assert hf.version(tmp_path / "b") != first
-    asked = []
+    asked, commit = [], "0" * 39 + "f"
 
     def download(name, *, revision, allow_patterns):
         asked.append((name, revision))
-        return str(tmp_path / "snapshots" / "abc")
+        return str(tmp_path / "snapshots" / commit)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hf.version(hf.resolve("Qwen/x", "v1")) == "commit abc"
+    assert hf.version(hf.resolve("Qwen/x", "v1")) == f"commit {commit}"
     assert asked == [("Qwen/x", "v1")]
     with pytest.raises(UserError, match="is a folder, which has no revision v1"):
         hf.resolve(tmp_path / "a", "v1")

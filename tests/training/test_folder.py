@@ -134,6 +134,17 @@ def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
     record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
 
 
+def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
+    """Though the branch at the hub has moved; only another revision is another model."""
+    began_with = {"the pretrained model": "commit abc"}
+    record.write(tmp_path, record.new(None, given=began_with) | {"sums": {}})
+    hub, branch = config.Pretrained("Qwen/x"), config.Pretrained("Qwen/x", "main")
+    for model, found in ((hub, "abc"), (branch, "main")):
+        made = folder.pinned(tmp_path, replace(quick.config(), model=model))
+        assert made.model == config.Pretrained("Qwen/x", found)
+    assert folder.pinned(tmp_path, quick.config()).model == quick.config().model
+
+
 def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_helper.py").write_text("factor = 2")
