@@ -33,12 +33,16 @@ class Pretrained:
 
     With `chat` a prompt is what the user says, put into the model's chat template.
 
+    `revision` is a commit, branch or tag at the hub (None: the newest; a resumed run takes the
+    commit it began with, which is in its run.json).
+
     >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
     'Qwen/Qwen2.5-3B'
     """
 
     name: str
     chat: bool = False
+    revision: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ prints its line and ends, a thread of every other sees that and ends its own, an
 restarts all with `--resume auto`. For a single process all of this does nothing.
 """
 
+import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -248,8 +250,23 @@ def _join(process: str) -> None:
     finally:
         timer.cancel()
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]
+    ctypes.CDLL(None).signal(signal.SIGABRT, _ON_ABORT)
     if len(set(hosts)) == len(hosts):  # one process a host: each uses all GPUs of its host
         jax.config.update("jax_cuda_visible_devices", "all")
+
+
+def _aborted(_: int) -> None:
+    """Ends this process in JAX's place, which aborts it where the connection to the first breaks.
+
+    JAX has said so in a page of C++; a call-back of its own for that fails in jaxlib 0.10.2.
+    """
+    _end(
+        f"JAX gave up, for the reason above; mostly {_JOB.names[0]}, through which all meet, is gone"
+    )
+
+
+# a handler of C, called in the thread that aborts: one of Python's would be called too late
+_ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_aborted)
 
 
 def _of_another(error: BaseException) -> bool:

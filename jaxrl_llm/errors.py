@@ -1,7 +1,11 @@
 """Exceptions that end a command: an error for people (one line, exit code 2), or a wish to stop."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
+
+# all control characters but tab and line feed, marks that turn the direction of text, surrogates
+_UNPRINTABLE = re.compile("[\0-\b\v-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
@@ -27,7 +31,15 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters; its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:200])
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters written out, as \x1b: for text of tasks, models, servers.
+
+    A terminal would obey them: they move the cursor, rename the window, fill the clipboard.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def causes(error: BaseException, *, implicit: bool = False) -> Iterator[BaseException]:

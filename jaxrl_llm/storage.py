@@ -118,6 +118,7 @@ def memory() -> Path:
 def temporary_folder(under: Path) -> Iterator[Path]:
     """A fresh folder, removed at the end; removes those that killed processes have left in `under`.
 
+    It is locked, so that systemd-tmpfiles, which empties /tmp of what is old, passes over it.
     Raises a UserError if it cannot be made.
     """
     for folder in under.glob(f"{PREFIX}*"):
@@ -125,13 +126,16 @@ def temporary_folder(under: Path) -> Iterator[Path]:
     try:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
         lock = os.open(root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        itself = os.open(root, os.O_RDONLY)
+        for one in (lock, itself):
+            fcntl.flock(one, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
     try:
         yield root
     finally:
         os.close(lock)
+        os.close(itself)
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -202,10 +206,13 @@ def shared(folder: Path) -> bool:
     return _mirror_of(folder) is None
 
 
-def pull(path: Path) -> None:
-    """Downloads a file, or the files below a folder, that are missing or others here."""
+def pull(path: Path, *, but: str = "") -> None:
+    """Downloads a file, or those below a folder but not in folders named `but`, unless it is here.
+
+    Files that are others in the bucket are downloaded too.
+    """
     if mirror := _mirror_of(path):
-        mirror.pull(mirror.name(path))
+        mirror.pull(mirror.name(path), but)
 
 
 def push(path: Path) -> None:

@@ -135,6 +135,23 @@ def _noted(command, called):
     return functools.wraps(command)(lambda *_, **__: called.append(1))
 
 
+def test_every_promise_names_a_test_that_exists():
+    """Each row of the tables of docs/reliability.md; a promise that nothing shows is none."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {
+        name for path in files for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    promises, rest = PAGES["reliability.md"].split("## What is not promised")
+    rows = [
+        row
+        for row in promises.splitlines()
+        if row.startswith("| ") and not row.endswith("| shown by |")
+    ]
+    assert len(rows) > 40
+    assert not [row for row in rows if not re.search(r"`test_\w+`", row)]
+    assert not {*re.findall(r"`(test_\w+)`", promises + rest)} - known
+
+
 def test_links_lead_somewhere():
     for name, text in PAGES.items():
         folder = ROOT if name == "README.md" else ROOT / "docs"

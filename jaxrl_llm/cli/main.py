@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import select
 import sys
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from jaxrl_llm import planning, storage
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, causes, first_line, printable
 
 COMMANDS = {
     "train": "a whole run of a config: data, warm start, reinforcement, a test and a picture",
@@ -60,16 +61,26 @@ def main(words: list[str] | None = None) -> None:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
             said = storage.spoken(" ".join(str(error).split()))
-            print(f"jaxrl-llm: {said}", file=sys.stderr)
+            print(f"jaxrl-llm: {printable(said)}", file=sys.stderr)
             raise SystemExit(2) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
             said = storage.spoken(f"{error.filename or 'a file'}: {error.strerror or error}")
-            print(f"jaxrl-llm: cannot read or write {said}", file=sys.stderr)
+            print(f"jaxrl-llm: cannot read or write {printable(said)}", file=sys.stderr)
             raise SystemExit(2) from error
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
+        except Exception as error:
+            full = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+            if not any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error)):
+                raise
+            print(
+                f"jaxrl-llm: out of memory ({first_line(error)}): more micro-batches, or fewer slots of the "
+                "engine, need less; jaxrl-llm plan tells how much",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from error
 
 
 def _run(words: list[str]) -> None:

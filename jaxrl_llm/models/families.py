@@ -6,7 +6,7 @@ A new family is a row of FAMILIES, and a field of Shape for what no other has.
 import math
 import pathlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
@@ -150,12 +150,19 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
             "rope_parameters": {FULL: _rope(full), SLIDING: _rope(local)},
             "layer_types": types,
         }
-    if (again := shape_of(out)) != shape:
-        other = [name for name, value in asdict(shape).items() if asdict(again)[name] != value]
+    found, wanted = asdict(_written_out(shape_of(out))), asdict(_written_out(shape))
+    other = [name for name, value in wanted.items() if found[name] != value]
+    if other:
         raise UserError(
             f"no {shape.family} has {other[0]} = {getattr(shape, other[0])!r}: choose another family"
         )
     return out
+
+
+def _written_out(shape: Shape) -> Shape:
+    """The shape with the size of its heads, and a kind for each layer."""
+    kinds = tuple(shape.distinct[kind] for kind in shape.kind_of)
+    return replace(shape, head_size=shape.head_dim, kinds=kinds)
 
 
 def _activation_key(family: str) -> str:

@@ -3,6 +3,7 @@
 Folders are read as if nobody had vetted them: a fault is a UserError that names the file.
 """
 
+import hashlib
 import itertools
 import json
 import pathlib
@@ -27,6 +28,8 @@ from jaxrl_llm.models.qwen2 import Shape, graph
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
+COMMIT = "commit "  # what `version` begins with for a folder from the hub
+SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
 HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the axis that counts heads
 TOKENIZER = (
     "tokenizer.json",
@@ -40,12 +43,17 @@ TOKENIZER = (
 )
 
 
-def resolve(model: str | pathlib.Path) -> pathlib.Path:
-    """A local model folder, or that of a hub name, downloaded; a UserError if there is neither."""
+def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.Path:
+    """A local model folder, or that of a hub name, downloaded; a UserError if there is neither.
+
+    `revision` is a commit, branch or tag at the hub.
+    """
     folder = pathlib.Path(model)
     try:
         folder = folder.expanduser()
         if folder.is_dir():
+            if revision is not None:
+                raise UserError(f"{folder} is a folder, which has no revision {revision}")
             return folder
     except (OSError, RuntimeError) as error:  # the name is too long, or there is no home of ~user
         raise UserError(f"no model folder {folder}: {error}") from error
@@ -57,12 +65,34 @@ def resolve(model: str | pathlib.Path) -> pathlib.Path:
 
     try:
         patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
-        return pathlib.Path(huggingface_hub.snapshot_download(str(model), allow_patterns=patterns))
+        found = huggingface_hub.snapshot_download(
+            str(model), revision=revision, allow_patterns=patterns
+        )
+        return pathlib.Path(found)
     except Exception as error:  # from the name, the hub, the disk or the HTTP library
         reason = first_line(error)
         raise UserError(
             f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
         ) from error
+
+
+def version(folder: pathlib.Path) -> str:
+    """The commit of a folder from the hub; of any other a checksum of config, index and weights.
+
+    Of large files it covers size and evenly spaced samples, so that it takes no time.
+    """
+    if re.fullmatch("[0-9a-f]{40}", folder.name):
+        return COMMIT + folder.name
+    found = hashlib.sha256()
+    paths = [folder / "config.json", folder / INDEX, *sorted(folder.glob("*.safetensors"))]
+    for path in filter(pathlib.Path.is_file, paths):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(SAMPLE, size // SAMPLES)):
+                file.seek(start)
+                found.update(file.read(SAMPLE))
+    return f"sha256 {found.hexdigest()}"
 
 
 def load_shape(folder: pathlib.Path) -> Shape:

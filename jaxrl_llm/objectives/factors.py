@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jaxrl_llm.objectives import aggregation
 from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.objectives.seen import Mask, Seen, Tokens, ratio
 
@@ -74,13 +75,22 @@ def masked(
     return jnp.where((w >= low) & (w <= high), w, 0.0)
 
 
-def normalised(advantage: Tokens, seen: Seen, *, by: Factor) -> Tokens:
-    """The factor `by` divided by its mean over all tokens, so that the mean weight is 1.
+def normalised(
+    advantage: Tokens,
+    seen: Seen,
+    *,
+    by: Factor,
+    over: Callable[[Mask], Tokens] = aggregation.token_mean,
+) -> Tokens:
+    """The factor `by` divided by its mean, so that the mean weight is 1.
 
-    The mean is over tokens with `response_ratio` too, where verl's code takes it over responses.
+    `over` weighs the tokens in that mean. With the objective's own aggregation the loss is that of
+    self-normalised importance sampling; `aggregation.seq_mean_token_mean` is the mean over
+    responses, as verl has it for weights of whole responses.
     """
-    w = by(advantage, seen)
-    return w / jnp.maximum(_mean(w, seen.mask), 1e-8)
+    w, each = by(advantage, seen), over(seen.mask)
+    mean = jnp.sum(w * each, where=seen.mask) / jnp.maximum(jnp.sum(each, where=seen.mask), 1e-8)
+    return w / jnp.maximum(mean, 1e-8)
 
 
 # Masks that drop tokens; the loss's denominator still counts all tokens, but for `renormalised`.

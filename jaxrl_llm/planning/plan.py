@@ -86,7 +86,7 @@ def shape_of(config: Config) -> qwen2.Shape:
     for known in (name, name.removesuffix("-Instruct")):
         if known in families.PRESETS:
             return families.PRESETS[known]
-    return hf.load_shape(hf.resolve(config.model.name))
+    return hf.load_shape(hf.resolve(config.model.name, config.model.revision))
 
 
 def plan(

@@ -29,6 +29,11 @@ _TEXT = tfds.features.Text()
 _TEXTS = tfds.features.Sequence(_TEXT)
 
 
+class _Info(tfds.core.DatasetInfo):
+    def initialize_from_bucket(self) -> None:
+        """Nothing: there is none, and the look for it leaves a temporary folder behind."""
+
+
 class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Writes `rows(split)` with the `FEATURES`."""
 
@@ -38,9 +43,9 @@ class _Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
-    def _info(self) -> tfds.core.DatasetInfo:
+    def _info(self) -> _Info:
         features = tfds.features.FeaturesDict(self.FEATURES)
-        return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
+        return _Info(builder=self, description=self.__doc__, features=features)
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         return {split: self._generate_examples(split) for split in SPLITS}

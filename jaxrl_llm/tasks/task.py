@@ -46,6 +46,7 @@ class Reward:
     checked: bool = True
 
 
+LARGEST = 3.4e38  # of scores: they are learned from in float32
 UNCHECKED = Reward(0.0, False, checked=False)
 _Call = Callable[[], Reward]
 _Outcome = Reward | BaseException
@@ -204,8 +205,8 @@ def _plain(reward: Reward) -> Reward:
         raise TypeError(f"reward() returned {type(reward).__name__}, not Reward")
     fields = {str(key): float(value) for key, value in reward.fields.items()}
     score = float(reward.score)
-    if not all(map(math.isfinite, (score, *fields.values()))):
-        raise ValueError(f"reward() returned a number that is not finite: {reward}")
+    if not all(map(math.isfinite, (score, *fields.values()))) or abs(score) > LARGEST:
+        raise ValueError(f"reward() returned a number that is not finite in float32: {reward}")
     return Reward(score, bool(reward.correct), fields, bool(reward.checked))
 
 

@@ -1,6 +1,7 @@
 """Warnings and reasons to stop, found in the metrics of a run's steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 Records = Sequence[Mapping[str, float]]
 
@@ -62,10 +63,15 @@ def _flat(records: Records) -> str:
 
 
 def _collapsed(name: str, records: Records) -> str:
-    known = [record[name] for record in records if name in record and _learned(record)]
-    if len(known) < 2 * WINDOW:
+    def known(some: Iterable[Mapping[str, float]]) -> list[float]:
+        """The first numbers, read from one end, so that long runs are no slower."""
+        values = (record[name] for record in some if name in record and _learned(record))
+        return list(islice(values, 2 * WINDOW))
+
+    start, end = known(records), known(reversed(records))
+    if len(start) < 2 * WINDOW:
         return ""
-    first, last = (sum(some) / WINDOW for some in (known[:WINDOW], known[-WINDOW:]))
+    first, last = (sum(some[:WINDOW]) / WINDOW for some in (start, end))
     if last >= COLLAPSED * first:
         return ""
     return f"{name} has fallen from {first:.3g} to {last:.3g} since reinforcement began"

@@ -100,6 +100,7 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """The best step, None if unknown."""
+        storage.pull(self.folder, but=ARRAYS)  # a cleaner may have taken old files of a mirror
         return self._best(self.steps)
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:

@@ -38,7 +38,8 @@ class Clock:
     ):
         self._spent = defaultdict[str, float](float, spent or {})
         self._found = defaultdict[str, float](float)
-        self._turned, self._step = time.perf_counter(), 0.0
+        self._before: dict[str, float] = {}  # `_found` when the step began
+        self._turned = time.perf_counter()
         if lost:
             self._found["lost"] = lost
         if since is not None:
@@ -80,7 +81,7 @@ class Clock:
     def restart(self) -> None:
         """Begins a step."""
         self._turn()
-        self._step = sum(n for phase, n in self._found.items() if phase not in OUTSIDE)
+        self._before = dict(self._found)
 
     def lap(self, idle_inside: float = 0.0) -> dict[str, float]:
         """Ends a step; its seconds by phase, and those since the last step spent outside of it.
@@ -91,11 +92,13 @@ class Clock:
         """
         self._turn()
         found, self._found = self._found, defaultdict[str, float](float)
+        inside = defaultdict(float, {n: x - self._before.get(n, 0.0) for n, x in found.items()})
+        self._before = {}
         for name, seconds in found.items():
             self._spent[name] += seconds
         steps = lambda some: sum(n for name, n in some.items() if name not in OUTSIDE)
-        step = steps(found) - self._step
-        busy = step - found["other"] - sum(found[name] for name in HOST) - idle_inside
+        step = steps(inside)
+        busy = step - inside["other"] - sum(inside[name] for name in HOST) - idle_inside
         out = {f"time/{name}": value for name, value in found.items()}
         out |= {"time/step": step, "time/idle_share": 1 - busy / max(step, 1e-9)}
         return out | {"time/goodput": steps(self._spent) / max(sum(self._spent.values()), 1e-9)}

@@ -25,14 +25,14 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import storage, userfile
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import families, hf, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
-from jaxrl_llm.training.parts import Parts
+from jaxrl_llm.training.parts import PRETRAINED, Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
@@ -181,6 +181,15 @@ def require_at_most(folder: Path, steps: int) -> None:
         )
 
 
+def pinned(folder: Path, config: Config) -> Config:
+    """The config, with the hub's commit that the run in the folder began with: branches move."""
+    began_with = record.read(folder)["given"].get(PRETRAINED, "")
+    model = config.model
+    if not isinstance(model, Pretrained) or model.revision or not began_with.startswith(hf.COMMIT):
+        return config
+    return replace(config, model=replace(model, revision=began_with.removeprefix(hf.COMMIT)))
+
+
 def reopen(folder: Path) -> Config:
     """The config of a run, made by the run's own copies of its files, which are executed."""
     run = record.read(folder)
@@ -200,7 +209,7 @@ def reopen(folder: Path) -> Config:
         with userfile.instead(copies):
             return made.task(data)
 
-    return replace(made, task=task)
+    return pinned(folder, replace(made, task=task))
 
 
 def checkpoints(

@@ -23,7 +23,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.errors import UserError, first_line, printable
 from jaxrl_llm.training import alarms
 from jaxrl_llm.training.terminal import duration
 
@@ -250,7 +250,7 @@ class Recorder:
 
     def check(self) -> None:
         """A UserError if the steps recorded by this process show that the run should not go on."""
-        here = self._records[self._before :]
+        here = self._records[max(self._before, len(self._records) - alarms.WINDOW) :]
         if reason := alarms.reason_to_stop(here, self._most_unchecked):
             raise UserError(reason)
 
@@ -306,4 +306,4 @@ def _parsed(line: bytes) -> Record | None:
 
 
 def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}" for line in text.splitlines() or [""])
+    return "\n".join(f"> {line}" for line in printable(text).splitlines() or [""])

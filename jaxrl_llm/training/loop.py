@@ -92,7 +92,7 @@ def warm_start(
                 credited, too_long = prepare()
             while step < warm.steps:
                 if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
-                    sampler.push(state.params, step)
+                    push(sampler, state.params, step, clock)
                     evaluate(step)
                     sampler.release()
                 if step != saved and (config.saves(step) or stop.save):
@@ -177,7 +177,7 @@ def reinforcement(
         with clock("reward"):
             return task.judge(examples, own)
 
-    sampler.push(state.params, step)
+    push(sampler, state.params, step, clock)
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked)
     with recorder.shown():
         try:
@@ -224,6 +224,12 @@ def reinforcement(
                 recorder.flush()
                 save(step, state, stream.cursor())
             raise
+
+
+def push(sampler: Sampler, params: Any, step: int, clock: Clock) -> None:
+    """Pushes outside of a step; the first time that starts servers, which may take minutes."""
+    with clock("sync" if sampler.sync else "start"):
+        sampler.push(params, step)
 
 
 def _evaluated(journal: Journal, step: int, phase: str) -> bool:

@@ -26,6 +26,7 @@ from jaxrl_llm.tasks.task import Mapped, Source, Task, check_members
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
+PRETRAINED = "the pretrained model"
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 
@@ -39,6 +40,11 @@ class Parts:
     policy: Policy
     mesh: jax.sharding.Mesh
     source: Path | None
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The version of a pretrained model, by the name that it has in messages."""
+        return {} if self.source is None else {PRETRAINED: hf.version(self.source)}
 
     @property
     def like(self) -> Any:
@@ -94,7 +100,7 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     if isinstance(config.model, Pretrained):
         name = config.model.name
         where = storage.local(name) if storage.is_url(name) else name
-        source, shape, words = pretrained(where, chat=config.model.chat)
+        source, shape, words = pretrained(where, config.model.revision, chat=config.model.chat)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)

@@ -146,8 +146,8 @@ def continued(
         now = (given or {}).get(name, was)  # a module may not be loaded yet
         if now != was:
             raise UserError(
-                f"{folder}: {name} is not as it was when the run was started: put it back, or start anew with "
-                "another --out"
+                f"{folder}: {name} is not as it was when the run was started ({was}; now {now}): put it back, or "
+                "start anew with another --out"
             )
     require_sources(folder, run)
     if source is not None and (other := changed(folder, run, source.path)):

@@ -58,13 +58,15 @@ def train(
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     begun_at = time.perf_counter()
+    folder = folders.at(out)
+    if resume is not False and folders.resumable(folder):
+        config = folders.pinned(folder, config)
     made = parts(config, data)
     if source is not None:  # making the task ran its file
         ran = userfile.ran(but=source.path)
         source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
     divided = splits(made, config)
     _describe(made, divided, console)
-    folder = folders.at(out)
     first = config.warm_start.steps if config.warm_start else 0
     resuming = distributed.from_first(
         lambda: folders.resumable(folder) if resume == "auto" else resume is not False
@@ -75,7 +77,7 @@ def train(
         folders.require_at_most(folder, first + config.steps)
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
-    given = {"the data of the task": divided.checksum, **modules()}
+    given = {"the data of the task": divided.checksum, **made.given, **modules()}
     stop.save_seconds = 60 * config.save_minutes or math.inf
     stop.stacks = folder / f"stacks-{distributed.index()}.txt"
     try:
@@ -276,7 +278,7 @@ def _test(
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    sampler.push(params, step)
+    loop.push(sampler, params, step, clock)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
     measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]

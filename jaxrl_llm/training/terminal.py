@@ -5,11 +5,23 @@ import sys
 from typing import IO, Any, cast
 
 import rich.console
+import rich.text
+
+from jaxrl_llm.errors import printable
+
+
+class _Console(rich.console.Console):
+    def render_str(self, text: str, **how: Any) -> rich.text.Text:
+        """All text that is printed comes by here, cells of tables too."""
+        return super().render_str(printable(text), **how)
 
 
 def plain(**options: Any) -> rich.console.Console:
-    """A console that prints text as it is: no markup, no emoji, no line breaks of its own."""
-    return rich.console.Console(**{"markup": False, "emoji": False, "soft_wrap": True, **options})
+    """A console that prints text as it is: no markup, no emoji, no line breaks of its own.
+
+    But control characters, which a terminal would obey, are written out (`errors.printable`).
+    """
+    return _Console(**{"markup": False, "emoji": False, "soft_wrap": True, **options})
 
 
 def console(*, quiet: bool = False) -> rich.console.Console:

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -263,6 +264,28 @@ def test_a_name_that_can_be_none_is_one_line(name):
     with pytest.raises(UserError, match=r"no (model )?folder") as error:
         hf.resolve(name)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_is_known_by_its_commit_or_by_what_it_is(tmp_path, monkeypatch):
+    """Another training of the same size is another model, though config and names are the same."""
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        hf.export(tiny.policy(seed=seed)[1], tiny.SHAPE, tmp_path / name)
+    first, same, other = (hf.version(tmp_path / name) for name in "abc")
+    assert first == same != other
+    with (tmp_path / "b" / "config.json").open("a") as file:
+        file.write(" ")
+    assert hf.version(tmp_path / "b") != first
+    asked, commit = [], "0" * 39 + "f"
+
+    def download(name, *, revision, allow_patterns):
+        asked.append((name, revision))
+        return str(tmp_path / "snapshots" / commit)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hf.version(hf.resolve("Qwen/x", "v1")) == f"commit {commit}"
+    assert asked == [("Qwen/x", "v1")]
+    with pytest.raises(UserError, match="is a folder, which has no revision v1"):
+        hf.resolve(tmp_path / "a", "v1")
 
 
 def test_export_into_the_folder_that_one_is_in(tmp_path, monkeypatch):

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models import logprobs
-from jaxrl_llm.objectives import Objective, Seen, advantages, factors, kl, losses, selections
+from jaxrl_llm.objectives import (
+    Objective,
+    Seen,
+    advantages,
+    aggregation,
+    factors,
+    kl,
+    losses,
+    selections,
+)
 from jaxrl_llm.objectives.seen import sampler
 from tests.shared import GOLDEN
 
@@ -309,6 +318,22 @@ def test_advantages_and_rewards(case):
     assert np.array_equal(a["in/group_ids"], np.repeat(np.arange(4), 4))
     reward = jnp.asarray(a["in/rewards"]).reshape(4, 4)
     near(ADVANTAGES[name](p)(reward, seen_of(a)), a["out/advantages"])
+
+
+@pytest.mark.parametrize("case", ["tis_sequence_verl/binary", "tis_sequence_verl/graded"])
+def test_weights_of_responses_are_normalised_over_responses(case):
+    """verl divides the recorded weights by their mean over responses, each counted once."""
+    p, a = load(case)
+    recorded, mask = a["out/weight"], a["in/mask"]
+    want = recorded / recorded[mask.any(1), 0].mean()
+    by = WEIGHTS["tis_sequence_verl"](p)
+    seen = seen_of(a)._replace(response=jnp.asarray(mask, jnp.int32))
+    over = aggregation.seq_mean_token_mean
+    found = factors.normalised(jnp.asarray(a["in/advantages"]), seen, by=by, over=over)
+    near(np.where(mask, found, 0), want)
+    others = factors.normalised(jnp.asarray(a["in/advantages"]), seen, by=by)
+    near(np.sum(others, where=mask) / mask.sum(), 1.0)
+    assert np.abs(np.where(mask, others, 0) - want).max() > 1e-3
 
 
 def test_all_cases_are_here():

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -22,8 +23,11 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_built_puzzles_are_the_generated_ones(tmp_path):
+def test_built_puzzles_are_the_generated_ones(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     splits = builders.knights_knaves(RECIPE, tmp_path)
+    assert not list((tmp_path / "temporary").iterdir())
     for split, source in zip(("train", "test"), splits, strict=True):
         by_question = {p.question: p for p in generate(RECIPE, split)}
         assert {p.question: p for p in source} == by_question

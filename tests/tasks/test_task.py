@@ -75,6 +75,7 @@ def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
         lambda e: 1.0,
         lambda e: None,
         lambda e: Reward(float("nan"), True),
+        lambda e: Reward(-1e39, True),  # infinite in float32
         lambda e: Reward(1.0, True, {"x": float("inf")}),
         lambda e: Reward("much", True),  # pyright: ignore[reportArgumentType]
         lambda e: Reward(

@@ -54,6 +54,28 @@ def test_no_false_alarm(records):
     assert alarms(records) == {}
 
 
+class Counting(list):
+    """Records that count how many of them are read."""
+
+    read = 0
+
+    def __iter__(self):
+        for record in super().__iter__():
+            self.read += 1
+            yield record
+
+    def __reversed__(self):
+        for record in super().__reversed__():
+            self.read += 1
+            yield record
+
+
+def test_a_long_run_reads_no_more():
+    records = Counting(steps(10_000))
+    assert alarms(records) == {}
+    assert 0 < records.read < 100
+
+
 def test_when_to_stop():
     assert "67% of the responses" in reason_to_stop(steps(1) + steps(2, unchecked_share=1.0), 0.5)
     assert reason_to_stop(steps(2) + steps(1, unchecked_share=1.0), 0.5) == ""

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import checkpoint, fingerprint
 from jaxrl_llm.training.checkpoint import Checkpoints
@@ -70,6 +71,17 @@ def flip(folder: Path):
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
+
+
+def test_what_a_cleaner_took_from_a_mirror_is_brought_again(url):
+    """As tmpreaper does, which minds no lock: the best checkpoint is old."""
+    here = storage.local(url)
+    with storage.locked(here):
+        there = saved(here / "c", 2, 4, 6, best=min)
+        shutil.rmtree(there.folder / "2")
+        step, (found, _) = newest(there, prefer=there.best)
+        assert (step, there.steps) == (2, [2, 4, 6])
+        assert equal(found, state(2))
 
 
 def test_what_was_saved_is_restored_whole_or_a_part(three):
@@ -150,6 +162,8 @@ def test_another_optimizer_or_model_is_one_line_and_nothing_is_touched(three, ot
         ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes"),
         MemoryError(),
         PermissionError(13, "Permission denied"),
+        TimeoutError(),
+        TimeoutError(110, "Connection timed out"),
     ],
 )
 def test_an_error_of_disk_or_memory_is_no_damage(three, error, monkeypatch):

@@ -18,6 +18,7 @@ def test_a_step(now):
     clock = Clock()
     with clock("save"):
         now[0] += 7.0
+    now[0] += 3.0  # of no step
     clock.restart()
     for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
         with clock(phase):
@@ -26,7 +27,8 @@ def test_a_step(now):
     figures = clock.lap(1.0)
     assert (figures["time/step"], figures["time/save"]) == (10.0, 7.0)
     assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
-    assert figures["time/goodput"] == pytest.approx(10 / 17)
+    assert figures["time/other"] == 5.0
+    assert figures["time/goodput"] == pytest.approx(13 / 20)
 
 
 def test_all_time_is_counted_once(now):

@@ -86,6 +86,10 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
     main(["train", str(path), "--out", str(tmp_path / "run")])
     assert "of step 1, the best on the validation examples" in capsys.readouterr().out
     assert [r["step"] for r in metrics(tmp_path / "run")] == [0, 1, 1, 1]
+    with (exported / "config.json").open("a") as file:
+        file.write(" ")
+    said = fails(capsys, "train", path, "--out", tmp_path / "run", "--resume")
+    assert "the pretrained model is not as it was when the run was started" in said
 
 
 TASK = """

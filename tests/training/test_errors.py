@@ -33,6 +33,14 @@ def written(tmp_path):
     return write
 
 
+def test_too_little_memory_is_one_line(tmp_path, capsys):
+    """More than addresses reach: no machine has it."""
+    more = ("--hidden", 2**24, "--warm-steps", 0)
+    said = fails(capsys, "train", QUICK, "--out", tmp_path / "run", *more)
+    assert "jaxrl-llm: out of memory (" in said
+    assert "jaxrl-llm plan tells how much" in said
+
+
 TASK = """made = config()
 def config(): return dataclasses.replace(made, task=lambda folder: Mine())
 class Mine:

@@ -126,12 +126,23 @@ def test_a_run_of_an_older_version_is_refused(begun, opening):
     refused(opening, "was made by another version of this package: start anew")
 
 
-@pytest.mark.parametrize("name", ["the data of the task", "module helper"])
+@pytest.mark.parametrize("name", ["the data of the task", "module helper", "the pretrained model"])
 def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
     run = record.new(None, given={name: "one", "module of_an_option": "two"}) | {"sums": {}}
-    with pytest.raises(UserError, match=f"{name} is not as it was"):
+    with pytest.raises(UserError, match=rf"{name} is not as it was .*\(one; now another\)"):
         record.continued(tmp_path, run, None, None, {name: "another"})
     record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
+
+
+def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
+    """Though the branch at the hub has moved; only another revision is another model."""
+    began_with = {"the pretrained model": "commit abc"}
+    record.write(tmp_path, record.new(None, given=began_with) | {"sums": {}})
+    hub, branch = config.Pretrained("Qwen/x"), config.Pretrained("Qwen/x", "main")
+    for model, found in ((hub, "abc"), (branch, "main")):
+        made = folder.pinned(tmp_path, replace(quick.config(), model=model))
+        assert made.model == config.Pretrained("Qwen/x", found)
+    assert folder.pinned(tmp_path, quick.config()).model == quick.config().model
 
 
 def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):

@@ -225,6 +225,9 @@ def test_samples_are_quoted(tmp_path, opened):
     opened().samples(3, [("one\ntwo", "", "reward 1")])
     said = (tmp_path / "samples" / "step-000003.md").read_text()
     assert said.endswith("## Prompt\n\n> one\n> two\n\n**reward 1**\n\n> \n")
+    opened().samples(4, [("\x1b[2J", "a\rb\u202e", "reward 1")])
+    said = (tmp_path / "samples" / "step-000004.md").read_text()
+    assert said.endswith("> \\x1b[2J\n\n**reward 1**\n\n> a\\rb\\u202e\n")
 
 
 def recorder(made, **how):

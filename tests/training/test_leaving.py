@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import rich.table
 
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import leaving, terminal
@@ -185,6 +186,17 @@ def test_what_nobody_takes_is_not_said(start, tmp_path):
 def test_what_a_policy_wrote_is_printed_as_it_is(capsys):
     terminal.plain().print("2:o:3 :x: [b]a:b:c[/b] " + "x" * 200)
     assert capsys.readouterr().out == "2:o:3 :x: [b]a:b:c[/b] " + "x" * 200 + "\n"
+
+
+@pytest.mark.parametrize("how", [str, lambda text: rich.table.Table(text, title=text)])
+def test_no_text_commands_the_terminal(capsys, how):
+    """Such as a response that would empty the screen, name the window, or fill the clipboard."""
+    text = "é\x1b[2J\x1b]0;name\x07\x9b2J\r\x08\u202e\ttab\nline\ud800"
+    terminal.plain(width=200).print(how(text))
+    said = capsys.readouterr().out
+    assert r"é\x1b[2J\x1b]0;name\x07\x9b2J\r\x08\u202e" in said
+    assert "line\\ud800" in said
+    assert not {"\x1b", "\x07", "\x9b", "\r", "\x08", "\u202e"} & {*said}
 
 
 WAITING = """

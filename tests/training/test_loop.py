@@ -1,6 +1,7 @@
 """The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
 
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -165,6 +166,16 @@ def test_the_order_of_a_run(trial):
         "learn, push 3, record 3, evaluate 3, record 3, save 3, learn, push 4, record 4, save 4, "
         "learn, push 5, learn, record 5, push 6, record 6, evaluate 6, record 6, save 6"
     )
+
+
+@pytest.mark.parametrize(("phase", "first", "step"), [("reinforce", 0, 1), ("imitate", 3, 4)])
+def test_the_start_of_servers_is_of_no_step(trial, phase, first, step):
+    """They start at the first push."""
+    made = trial(at={f"push {first}": lambda: time.sleep(1.0)})
+    getattr(made, phase)()
+    [found] = [r for r in made.journal.records if r["step"] == step and "time/step" in r]
+    assert found["time/start"] >= 1.0
+    assert found["time/step"] + found["time/other"] < 1.0
 
 
 @pytest.mark.parametrize("score", [0.0, 0.5])

@@ -138,6 +138,10 @@ def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
     with storage.temporary_folder(tmp_path) as ours:
         assert not folder.exists()
         assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+        number = os.open(ours, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):  # so systemd-tmpfiles asks whether it is in use
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(number)
         assert stat.S_IMODE((ours / storage.LOCK).stat().st_mode) == 0o600
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="cannot make a folder"), storage.temporary_folder(folder):

@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import json
 import os
+import re
 import ssl
 import stat
 import threading
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, printable
 from jaxrl_llm.rollouts.sampler import Sampling
 
 MODEL = "policy"  # the name that the weights are served under
@@ -200,7 +201,7 @@ def _tokens_only(tokens: Sequence[int]) -> dict[str, Any]:
 def _one_line(said: str | bytes) -> str:
     """The beginning, on a line that is safe to print: a server may send anything."""
     text = said[:1000].decode(errors="replace") if isinstance(said, bytes) else said
-    return "".join(c if c.isprintable() else " " for c in text[:300]).strip()
+    return printable(re.sub(r"\s", " ", text[:300])).strip()
 
 
 # Asking again, and several at a time.
