@@ -34,9 +34,7 @@ class Pretrained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def pretrained(
-    name: str | Path, revision: str | None = None, *, chat: bool = False
-) -> Pretrained:
+def pretrained(name: str | Path, revision: str | None = None, *, chat: bool = False) -> Pretrained:
     """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
     folder = hf.resolve(name, revision)
     return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat))
