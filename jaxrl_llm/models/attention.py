@@ -21,6 +21,7 @@ from jaxrl_llm.models.sharding import BATCH, current_mesh, fit, platform
 Queries = Float[Array, "R L H D"]
 Keys = Float[Array, "R L K D"]
 Segments = Int[Array, "R L"] | None
+WIDEST = 128  # head width of the kernels for GPUs
 
 
 def for_platform(
@@ -51,10 +52,10 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None 
 def gpu(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None) -> Queries:
     """NVIDIA: cuDNN for padded rows, Triton for packed ones; other dtypes are cast to bfloat16.
 
-    cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it; Triton's kernel
-    has no windows, so packed rows within one go by XLA.
+    cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it. What the kernels
+    lack goes by XLA: packed rows within a window, and heads wider than WIDEST.
     """
-    if segments is not None and window is not None:
+    if q.shape[3] > WIDEST or (segments is not None and window is not None):
         return xla(q, k, v, segments, window=window)
     dtype = q.dtype
     half = dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16

@@ -155,3 +155,35 @@ def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
     assert not squares(text, 601)
     if tensor == 1:
         assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "packed"), [(256, None, False), (256, 9, True), (16, 9, True)]
+)
+def test_what_the_kernels_of_gpus_lack_goes_by_xla(size, window, packed):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 24, h, size)), jnp.float32) for h in (4, 2, 2))
+    segments = jnp.asarray(np.repeat([[1, 2, 3]], 8, 1).repeat(2, 0)) if packed else None
+    found = attention.gpu(q, k, v, segments, window=window)
+    assert np.array_equal(found, attention.xla(q, k, v, segments, window=window))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_a_window_hides_what_is_further_back(window, packed):
+    """Against scores written out in full; the kernel of TPUs in its interpreter."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 130, h, 16)), jnp.float32) for h in (4, 2, 2))
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, 130)), 1)) if packed else None
+    behind = np.arange(130)[:, None] - np.arange(130)[None]
+    seen = (behind >= 0) & (behind < window)
+    seen = np.broadcast_to(seen, (2, 130, 130))
+    if segments is not None:
+        seen = seen & np.asarray(segments[:, :, None] == segments[:, None])
+    wide = [np.repeat(x, 2, 2) for x in (k, v)]
+    scores = np.einsum("rqhd,rkhd->rhqk", q, wide[0]) / 4 + np.where(seen, 0, -1e30)[:, None]
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("rhqk,rkhd->rqhd", weights / weights.sum(-1, keepdims=True), wide[1])
+    np.testing.assert_allclose(attention.xla(q, k, v, segments, window=window), want, atol=2e-5)
+    found = attention.splash(q, k, v, segments, window=window, interpret=True)
+    np.testing.assert_allclose(found, want, atol=2e-5)
