@@ -261,7 +261,7 @@ def test_a_phase_says_once_how_long_it_will_take(opened):
     one._journal.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
     with one.shown():
         for step in range(1, 6):
-            one.hold(step, lambda: {"time/step": 10.0, "time/compile": 30.0})
+            one.hold(step, lambda: {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
             one.flush()
     assert said.getvalue().count("to go") == 1
     assert "reinforce: 17 steps to go, about 3 min 50 s with 3 evaluations" in said.getvalue()
