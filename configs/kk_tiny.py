@@ -155,7 +155,8 @@ def config(
             steps=warm_steps,
             collate=Collator(**lengths, microbatches=8, pack=True),
             optimizer=optimizers.muon(
-                optax.warmup_cosine_decay_schedule(0.0, 4e-3, 50, warm_steps), qwen2.matrices
+                optax.warmup_cosine_decay_schedule(0.0, 4e-3, min(50, warm_steps - 1), warm_steps),
+                qwen2.matrices,
             ),
             batch=32,
             demonstration=partial(crowd, careless=careless, chatter=chatter),

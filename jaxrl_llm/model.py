@@ -192,6 +192,8 @@ def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarra
     if isinstance(tokens, jax.Array):
         tokens = np.asarray(tokens)  # one transfer instead of one a row
     rows = [np.asarray(row) for row in tokens]
+    for i, row in enumerate(rows):
+        need(row.ndim > 0, f"row {i} is no list of token ids: give [model.tokenizer.encode(text)]")
     width = max(map(len, rows), default=0)
     if lengths is not None:
         sizes = np.asarray(lengths)

@@ -10,8 +10,10 @@ import shlex
 import numpy as np
 import pytest
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
 from jaxrl_llm.models import families
+from jaxrl_llm.objectives import Seen, recipes
 from jaxrl_llm.training import journal
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +47,7 @@ def test_every_snippet_is_tested():
     found = {name: len(re.findall("```python", text)) for name, text in PAGES.items()}
     tested = ELSEWHERE | {
         "README.md": 2,
-        "objectives.md": 2,
+        "objectives.md": 3,
         "own-task.md": 1,
         "models.md": 2,
     }
@@ -65,10 +67,21 @@ def test_a_shape_of_two_kinds_is_one_of_its_family():
 
 
 def test_a_new_surrogate_takes_a_step(capsys):
-    space = run("objectives.md", 1)
+    space = run("objectives.md", 2)
     assert int(space["state"].step) == 1
     assert float(space["metrics"]["grad_norm"][0]) > 0
     assert "'policy'" in capsys.readouterr().out
+
+
+def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (path := tmp_path / "mine.py").write_text(text := snippet("objectives.md", 1))
+    assert text.count("\n") <= 10
+    made = configs.build(configs.load(path), path, floor=-3.0)
+    seen = Seen(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))
+    loss = made.objective.surrogate(seen.old_logp, np.asarray([[1.0, 1.0]]), seen)
+    assert loss.tolist() == [[2.0, 0.0]]
+    assert made.objective.stages == 2  # the rest is that of kk_tiny
 
 
 def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
@@ -158,6 +171,16 @@ def test_links_lead_somewhere():
         folder = ROOT if name == "README.md" else ROOT / "docs"
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_the_number_of_recipes_is_that_of_algo():
+    count = len(recipes.BY_NAME)
+    assert f"the {count} recipes\nthat `--algo` takes" in PAGES["README.md"]
+    assert f"has {count} published losses" in PAGES["objectives.md"]
+    named = re.findall(
+        r"^\| (`.*?) \| ", PAGES["objectives.md"].split("| recipe |")[1], re.MULTILINE
+    )
+    assert {*re.findall(r"`(\w+)`", " ".join(named))} == {*recipes.BY_NAME}
 
 
 def test_the_map_is_that_of_the_package():

@@ -37,9 +37,9 @@ def main(
 
     Args:
         run: the folder or URL of a run.
-        step: which checkpoint (default: the best).
-        prompts: training prompts of a batch, each answered as often as in training (default: the
-            config's number).
+        step: which checkpoint; if not given, the best.
+        prompts: training prompts of a batch, each answered as often as in training; if not given, the
+            config's number.
         batches: how many, each of other prompts. Figures are means over them, whiskers go from
             the smallest to the largest value: one batch tells little.
         tokens: how many tokens to compute a gradient of their own for.
@@ -47,7 +47,7 @@ def main(
         eta: of Lopti, where it is tried.
         seed: of the responses and the choice of tokens.
         fresh: start with a new optimizer state, so that an update shows no earlier momentum.
-        out: the folder of analysis.json and the figures (default: RUN/analysis).
+        out: the folder of analysis.json and the figures; if not given, RUN/analysis.
         data: where data sets are kept.
     """
     from jaxrl_llm.research import analysis, analysis_report

@@ -42,12 +42,12 @@ def main(
 
     Args:
         run: the folder or URL of a run.
-        step: which checkpoint (default: the best).
+        step: which checkpoint; if not given, the best.
         last: evaluate this many of the last checkpoints, each and their mean, instead of one.
         suite: published problems instead of the test examples: math500, minerva, olympiad, amc,
             aime24, from the hub, or NAME=SOURCE with a parquet, JSONL or JSON file or a hub name.
-        samples: k, the responses drawn to each prompt for avg@k and pass@k (default: 16
-            for amc and aime24, else 0).
+        samples: k, the responses drawn to each prompt for avg@k and pass@k; if not given, 16
+            for amc and aime24, else 0.
         temperature: at which they are drawn.
         data: where data sets are kept.
     """
@@ -90,8 +90,6 @@ def main(
     else:
         title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
         console.print(tables.accuracies(title, {"": table[chosen][TEST]}, config.evaluation.by))
-    if unchecked := sum(one.unchecked for made in table.values() for one in made.values()):
-        console.print(f"{unchecked} responses could not be checked, and count nowhere")
 
 
 def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:

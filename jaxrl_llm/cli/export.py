@@ -22,7 +22,7 @@ def main(run: str, target: str, /, *, step: int | None = None, dtype: str = "flo
     Args:
         run: the folder or URL of a run.
         target: a new folder, or a URL where nothing lies yet.
-        step: which checkpoint (default: the best).
+        step: which checkpoint; if not given, the best.
         dtype: float32 or bfloat16.
     """
     if dtype not in ("float32", "bfloat16"):

@@ -69,7 +69,7 @@ class Kind(train.Options):
     """A kind of machines: its template, and flags besides those of `train`, each with one value."""
 
     name: str = ""
-    """name of the job (default: that of the config)"""
+    """name of the job; if not given, that of the config"""
     template: ClassVar[str]
 
     def values(self, run: Run) -> Mapping[str, str]:
@@ -93,9 +93,9 @@ class Gpu(Kind):
     gpus: int = 8
     """GPUs of a host; it matters where some are vLLM's"""
     folder: Path | None = None
-    """the folder that relative paths start from (default: this one)"""
+    """the folder that relative paths start from; if not given, this one"""
     python: str = sys.executable
-    """the Python there that has jaxrl-llm (default: this one)"""
+    """the Python there that has jaxrl-llm; if not given, this one"""
     template = "gpu.sh"
 
     def values(self, run: Run, process: str = "") -> Mapping[str, str]:
@@ -184,7 +184,7 @@ class TpuPod(Kind):
     wheel: Path
     """the wheel of jaxrl-llm, made by: pip wheel --no-deps ."""
     service_account: str = ""
-    """the workers' account, with access to the bucket of --out (default: that of the project)"""
+    """the workers' account, with access to the bucket of --out; if not given, that of the project"""
     template = "tpu_pod.sh"
 
     def values(self, run: Run) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ A UserError or OSError of a command ends the program with one line and exit code
 import contextlib
 import difflib
 import importlib
+import logging
 import os
 import re
 import select
@@ -56,7 +57,7 @@ def main(words: list[str] | None = None) -> None:
     """Runs a command line (None: that of the process); SystemExit(2) on a UserError or OSError."""
     if not any(map(os.environ.get, planning.FRACTIONS)):
         os.environ[planning.FRACTIONS[0]] = str(planning.OF_A_GPU)
-    with _closed_output():
+    with _closed_output(), _own_warnings():
         try:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
@@ -95,6 +96,28 @@ def _run(words: list[str]) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"there is no command {name!r}{hint} (jaxrl-llm --help lists them)")
     importlib.import_module(f"jaxrl_llm.cli.{name}").run(rest)
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = "warning: " if record.levelno >= logging.WARNING else ""
+        # the terminal may be closed, or a signal may have come while it is written to
+        with contextlib.suppress(OSError, RuntimeError):
+            print(storage.spoken(kind + record.getMessage()), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[None]:
+    """What the package logs reads like its other lines, and other libraries' handlers get none."""
+    logger = logging.getLogger("jaxrl_llm")
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [_Said()], False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

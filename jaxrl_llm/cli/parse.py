@@ -83,6 +83,8 @@ def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:
         parts = re.split(r"[─-]{3,}", complaint.getvalue())
         lines = [" ".join(re.sub(r"[│╭╮╰╯─]", " ", part).split()) for part in parts]
         said = [part for part in lines if part and not part.startswith("For full helptext")]
+        if said[1:] and said[1].startswith("Unrecognized"):  # flags without the values after them
+            said[1] = re.sub(r"(--[^\s,]+)(, [^-]\S*)+", r"\1", said[1])
         raise UserError("; ".join([*said[1:3], f"see {prog} --help"])) from stop
 
 

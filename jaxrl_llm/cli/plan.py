@@ -27,7 +27,7 @@ class Options:
     """try meshes, micro-batches, recomputation and offload, and plan the fastest that fits; not for
     the devices here, which have no data sheet"""
     tokens: int = 0
-    """mean length of a response, for the estimate of time (default: the limit)"""
+    """mean length of a response, for the estimate of time; if not given, the limit"""
     json: bool = False
     """print one JSON object instead of tables"""
 

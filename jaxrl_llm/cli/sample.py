@@ -37,12 +37,12 @@ def main(
 
     Args:
         run: the folder or URL of a run.
-        prompt: the text to continue, as the task writes prompts (default: lines typed).
+        prompt: the text to continue, as the task writes prompts; if not given, lines typed.
         example: the number of a test example; its reward is shown too.
         n: how many responses to each prompt.
         temperature: 0 is greedy.
-        max_tokens: the limit of a response (default: the config's).
-        step: which checkpoint (default: the best).
+        max_tokens: the limit of a response; if not given, the config's.
+        step: which checkpoint; if not given, the best.
         seed: changes every draw.
         data: where data sets are kept.
     """

@@ -29,7 +29,7 @@ class Options:
     out: str = "runs/serve"
     """the folder for the logs"""
     run: str | None = None
-    """serve this run's policy (a folder or URL) until a trainer syncs (default: the config's)"""
+    """serve this run's policy (a folder or URL) until a trainer syncs; if not given, the config's"""
     data: str = DATA
     """where data sets are kept"""
 

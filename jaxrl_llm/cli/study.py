@@ -26,7 +26,7 @@ def main(
 
     Args:
         file: a Python file that defines `study`.
-        out: the study's folder (default: runs/studies/ and the name of the file).
+        out: the study's folder; if not given, runs/studies/ and the name of the file.
         jobs: how many runs at a time; 0 for as many as there are cores for.
         threads: cores of each run, the same for all of a study.
         seeds: instead of those of the study.

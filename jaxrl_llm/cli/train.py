@@ -42,7 +42,7 @@ class Options:
     """The folder of a run, how it starts and when it stops."""
 
     out: str | None = None
-    """the run's folder, s3://bucket/name or gs://bucket/name (default: runs/NAME of the config)"""
+    """the run's folder, s3://bucket/name or gs://bucket/name; if not given, runs/NAME of the config"""
     resume: Annotated[bool | int | Literal["auto"], _RESUME] = False
     """go on from the newest checkpoint in the folder; with auto, start if it has no run yet; with a
     step, from its checkpoint (later ones are kept aside)"""

@@ -3,7 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ def in_words(reward: Reward) -> str:
 class TokenTask:
     """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`.
 
-    `beat` is called before each reward, as a sign of life.
+    `beat` is called before each reward, as a sign of life. `asked` says whether to stop. `said` are
+    the kinds of errors of rewards that need not be logged any more.
     """
 
     task: Task[Any]
@@ -45,6 +46,8 @@ class TokenTask:
     threads: int = 1
     seconds: float = 300.0
     beat: Callable[[], None] = lambda: None
+    asked: Callable[[], bool] = lambda: False
+    said: set[str] = field(default_factory=set)
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
@@ -59,7 +62,7 @@ class TokenTask:
         return sampler.generate(own, n=n, sampling=sampling) if own else Rollout([], [], [])
 
     def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
-        """The responses that `sample` returned for `examples`, with their rewards."""
+        """The responses that `sample` returned for `examples`, with rewards; Leaving if `asked`."""
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
         rewards = score_responses(
@@ -69,6 +72,8 @@ class TokenTask:
             threads=self.threads,
             seconds=self.seconds,
             beat=self.beat,
+            asked=self.asked,
+            said=self.said,
         )
         return Answers(mine, own, rewards)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.tasks.math.records import Problem
 
 E = TypeVar("E")
+logger = logging.getLogger(__name__)
 Splits = tuple[Mapped[E], Mapped[E]]  # train, test
 
 _TEXT = tfds.features.Text()
@@ -137,6 +138,8 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
             if folder.exists() and not (folder / "dataset_info.json").exists():
                 shutil.rmtree(folder)  # copied from a bucket during an upload to it
                 builder = make()
+            if not folder.exists():
+                logger.info("building the data set in %s, this once", folder)
             builder.download_and_prepare(file_format="array_record")
         except OSError as error:
             if not make().data_path.exists():  # if it exists, another process built it meanwhile

@@ -4,14 +4,20 @@ import logging
 import math
 import queue
 import signal
+import sys
 import threading
+import time
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError, first_line
 from jaxrl_llm.models.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,7 +54,8 @@ class Reward:
 
 LARGEST = 3.4e38  # of scores: they are learned from in float32
 UNCHECKED = Reward(0.0, False, checked=False)
-_Call = Callable[[], Reward]
+SLOW = 15.0  # seconds after which a reward that still runs is named
+LOOK = 1.0  # seconds between two looks at it
 _Outcome = Reward | BaseException
 
 
@@ -105,61 +112,122 @@ def score_responses(
     threads: int = 1,
     seconds: float = 300.0,
     beat: Callable[[], None] = lambda: None,
+    asked: Callable[[], bool] = lambda: False,
+    said: set[str] | None = None,
 ) -> list[Reward]:
     """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
 
-    Calls `beat` before each, in any thread.
+    Calls `beat` before each, in any thread. Raises Leaving if `asked()`, which is looked at before
+    each and every LOOK seconds of it. Logs a reward that takes over SLOW seconds, and each kind of
+    error (type and place) that is not in `said`, where it is then added.
     With one thread (the main one) a late reward is interrupted. With several it is given up and
     goes on in the background; an endless regular expression, which keeps the GIL, blocks all else.
     A task's UserError is raised.
     """
-
-    def call(example: E, response: str) -> _Call:
-        def reward() -> Reward:
-            beat()
-            return _plain(task.reward(example, response))
-
-        return reward
+    said, errors = set() if said is None else said, defaultdict[str, list[str]](list)
 
     def settled(outcome: _Outcome) -> Reward:
         if isinstance(outcome, Reward):
             return outcome
         if isinstance(outcome, SystemExit):  # must not look like a run that is finished
-            outcome = RuntimeError(f"it called exit({outcome.code})")
-        if isinstance(outcome, UserError) or not isinstance(outcome, Exception):
+            code, trace = outcome.code, outcome.__traceback__
+            outcome = RuntimeError(f"it called exit({code})").with_traceback(trace)
+        if isinstance(outcome, UserError | Leaving) or not isinstance(outcome, Exception):
             raise outcome  # KeyboardInterrupt and the like are for the caller
-        logger.warning("%s: reward failed, response left unchecked: %r", task.name, outcome)
+        place = _place(traceback.extract_tb(outcome.__traceback__), task)
+        errors[f"{type(outcome).__name__} in {place}"].append(first_line(outcome))
         return UNCHECKED
 
-    calls = [call(e, r) for e, r in zip(examples, responses, strict=True)]
+    pairs = zip(examples, responses, strict=True)
+    calls = [
+        _Call(task, example, response, f"response {i} of {len(responses)}", seconds, beat, asked)
+        for i, (example, response) in enumerate(pairs, 1)
+    ]
     if threads == 1 and threading.current_thread() is threading.main_thread():
-        return [settled(_interrupted(one, seconds)) for one in calls]
-    return list(map(settled, _in_threads(calls, seconds, threads)))
+        rewards = [settled(_interrupted(one)) for one in calls]
+    else:
+        rewards = list(map(settled, _in_threads(calls, threads)))
+    for kind, messages in errors.items():
+        if kind not in said:
+            count = f"{len(messages)} of {len(calls)} responses unchecked"
+            logger.warning("%s: %s; %s", kind, messages[0], count)
+    said.update(errors)
+    return rewards
 
 
-class _OutOfTimeError(BaseException):
-    """Raised within a function whose time is over; no Exception, so that little code catches it."""
+@dataclass
+class _Call:
+    """The reward of one response to be worked out, and what is known of it meanwhile."""
+
+    task: Task[Any]
+    example: Any
+    response: str
+    which: str
+    seconds: float
+    beat: Callable[[], None]
+    asked: Callable[[], bool]
+    begun: float = math.inf
+    slow: bool = False
+
+    def __call__(self) -> Reward:
+        """The reward."""
+        if self.asked():
+            raise Leaving
+        self.beat()
+        self.begun = time.monotonic()
+        return _plain(self.task.reward(self.example, self.response))
+
+    def over(self, frame: FrameType | None) -> Exception | None:
+        """Why it has to end now, if it has; says once that it is slow, and where it is."""
+        taken = time.monotonic() - self.begun
+        if taken > SLOW and not self.slow:
+            self.slow = True
+            place = _place(traceback.extract_stack(frame) if frame else [], self.task)
+            logger.warning(
+                "the reward of %s has been running for %.0f s: on example %.80r, now in %s; it is given "
+                "up after %g s (reward_seconds)", self.which, taken, self.example, place, self.seconds,
+            )  # fmt: skip
+        if self.asked():
+            return Leaving()
+        return TimeoutError(f"no result after {self.seconds:g} s") if taken > self.seconds else None
 
 
-def _late(seconds: float) -> TimeoutError:
-    return TimeoutError(f"no result after {seconds:g} s")
+def _place(stack: Sequence[traceback.FrameSummary], task: Task[Any]) -> str:
+    """The function and line that a reward's stack has come to in the reward's own file."""
+    inside = dropwhile(lambda frame: frame.filename != __file__, stack)
+    frames = [frame for frame in inside if frame.filename != __file__]
+    if frames:
+        frame = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        return f"{frame.name} ({frame.filename}:{frame.lineno})"
+    code = getattr(task.reward, "__code__", None)
+    return f"reward ({code.co_filename}:{code.co_firstlineno})" if code else "reward"
 
 
-def _interrupted(call: _Call, seconds: float) -> _Outcome:
+class _InterruptError(BaseException):
+    """Raised within a reward that has to end; no Exception, so that little code catches it."""
+
+
+def _interrupted(call: _Call) -> _Outcome:
     """What the call returns or raises; SIGALRM interrupts it, even an endless regular expression."""
+    over: Exception | None = None
 
-    def interrupt(*_: object) -> None:
-        raise _OutOfTimeError
+    def look(_: int, frame: FrameType | None) -> None:
+        nonlocal over
+        over = over or call.over(frame)
+        if over:
+            raise _InterruptError
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, look)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again each second, if caught
+            # again each time, if what it raises is caught
+            signal.setitimer(signal.ITIMER_REAL, min(call.seconds, LOOK), LOOK)
             return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except _OutOfTimeError:
-        return _late(seconds)
+    except _InterruptError as error:
+        assert over
+        return over.with_traceback(error.__traceback__)
     except BaseException as error:
         return error
     finally:
@@ -167,7 +235,7 @@ def _interrupted(call: _Call, seconds: float) -> _Outcome:
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_threads(calls: Sequence[_Call], seconds: float, threads: int) -> list[_Outcome]:
+def _in_threads(calls: Sequence[_Call], threads: int) -> list[_Outcome]:
     """What the calls return or raise, `threads` at a time.
 
     Each has a daemon thread of its own, which is left behind if it is late.
@@ -185,11 +253,14 @@ def _in_threads(calls: Sequence[_Call], seconds: float, threads: int) -> list[_O
 
     def work() -> None:
         while (index := waiting.get()) is not None:
-            found: list[_Outcome] = []
-            one = threading.Thread(target=attempt, args=(calls[index], found), daemon=True)
+            call, found = calls[index], list[_Outcome]()
+            one = threading.Thread(target=attempt, args=(call, found), daemon=True)
             one.start()
-            one.join(seconds)
-            outcomes[index] = found[0] if found else _late(seconds)
+            while not found:
+                one.join(min(call.seconds, LOOK))
+                over = call.over(sys._current_frames().get(one.ident or 0))
+                found.extend([over] if over else [])
+            outcomes[index] = found[0]
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
     for worker in workers:

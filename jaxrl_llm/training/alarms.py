@@ -31,7 +31,8 @@ def reason_to_stop(records: Records, most_unchecked: float) -> str:
     if (share := _mean("unchecked_share", last)) > most_unchecked:
         return (
             f"{share:.0%} of the responses of the last {WINDOW} steps are unchecked, more than most_unchecked = "
-            f"{most_unchecked:g}: mend the reward (the warnings say what it raised), then go on with --resume"
+            f"{most_unchecked:g}: the warnings say why; mend the reward and start anew with another --out, or, if "
+            "only something it needs was away, go on with --resume"
         )
     if all(map(_all_skipped, last)):
         return (

@@ -28,9 +28,11 @@ def draw(folders: Sequence[Path], target: Path) -> None:
     """
     names = _names(folders)
     records = {n: journal.read(folder) for n, folder in zip(names, folders, strict=True)}
-    for name, found in records.items():
+    for folder, found in zip(folders, records.values(), strict=False):
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}")
         if not any("eval/accuracy" in r for r in found):
-            raise UserError(f"{name} has no evaluation to draw yet: is it the folder of a run?")
+            raise UserError(f"{folder} has no evaluation to draw yet: is it the folder of a run?")
     try:
         save(partial(_runs, records), target)
     except (OSError, ValueError) as error:  # ValueError: an unknown format

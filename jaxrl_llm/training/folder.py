@@ -171,13 +171,13 @@ def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
     _require_model(folder, parts)
 
 
-def require_at_most(folder: Path, steps: int) -> None:
-    """A UserError if the run has made more than `steps` steps."""
-    done = max(Checkpoints(folder / CHECKPOINTS).steps, default=0)
+def require_at_most(folder: Path, first: int, steps: int) -> None:
+    """A UserError if the run has made more than `steps` steps after the `first` of a warm start."""
+    done = max(Checkpoints(folder / CHECKPOINTS).steps, default=0) - first
     if done > steps:
         raise UserError(
-            f"{folder} has made {done} steps, and would have {steps} with these --steps: "
-            f"give {done - steps} more, or leave --steps out"
+            f"{folder} has made {done} steps of reinforcement, more than --steps {steps}: give --steps {done} "
+            "or more, or leave it out"
         )
 
 

@@ -193,13 +193,21 @@ class Recorder:
     """Records a phase's steps, each while the devices work on the next; shows a progress bar.
 
     `hold` takes the metrics of a step, `flush` fetches and records them; alarms see all of them.
+    An evaluation comes `every` so many steps, and at the end.
     """
 
     def __init__(
-        self, journal: Journal, phase: str, steps: range, start: int, most_unchecked: float
+        self,
+        journal: Journal,
+        phase: str,
+        steps: range,
+        start: int,
+        most_unchecked: float,
+        every: int,
     ):
         self._journal, self._phase, self._steps = journal, phase, steps
-        self._most_unchecked, self._said = most_unchecked, set()
+        self._most_unchecked, self._every, self._said = most_unchecked, every, set()
+        self._start = start
         mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
         self._records = [r for r in journal.records if mine(r)]
         self._before = len(self._records)
@@ -223,7 +231,11 @@ class Recorder:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the progress bar for the block."""
+        """Shows the progress bar for the block, and says first that the first step compiles."""
+        if self._start < self._steps.stop:
+            before = max((r.get("time/compile", 0.0) for r in self._records), default=0.0)
+            known = f", {duration(before)} when it last did" if before else ""
+            self._journal.say(f"{self._title}: the first step also compiles its programs{known}")
         with self._progress:
             yield
         self._progress.remove_task(self._bar)
@@ -258,15 +270,25 @@ class Recorder:
         done = step - self._steps.start
         known = [text.format(float(values[n])) for n, text in _SHOWN.items() if n in values]
         self._progress.update(self._bar, completed=done, figures=" | ".join(known))
-        if len(self._records) - self._before == SETTLED and "time/step" in values:
-            left = len(self._steps) - done
-            said = duration(left * float(values["time/step"]))
-            self._journal.say(
-                f"{self._title}: {left} steps to go, about {said} without evaluations"
-            )
+        left = len(self._steps) - done
+        if len(self._records) - self._before == SETTLED and left and "time/step" in values:
+            self._journal.say(f"{self._title}: {self._to_go(done, float(values['time/step']))}")
         rarely = done % max(1, len(self._steps) // 20) == 0
         if not self._progress.console.is_terminal and rarely:
             self._journal.say(f"{done}/{len(self._steps)} {' | '.join([self._title, *known])}")
+
+    def _to_go(self, done: int, seconds: float) -> str:
+        """The rest of the phase in words, at so many seconds a step."""
+        total = len(self._steps)
+        left, evaluations = total - done, [*range(self._every, total, self._every), total]
+        due = sum(step > done for step in evaluations)
+        named = {"eval/accuracy", "time/evaluation"}
+        known = [r["time/evaluation"] for r in self._journal.records if named <= r.keys()]
+        said = duration(left * seconds + due * min(known, default=0.0))
+        steps, tests = (
+            f"{n} {what}{'s'[n == 1 :]}" for n, what in ((left, "step"), (due, "evaluation"))
+        )
+        return f"{steps} to go, about {said} {'with' if known else 'and'} {tests}"
 
 
 class _Board:

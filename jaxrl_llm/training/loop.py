@@ -85,7 +85,9 @@ def warm_start(
         return programs.batch(rollout), rollout.finished.count(False)
 
     cursor = Cursor(data.get_state())
-    recorder = Recorder(journal, WARM_START, range(warm.steps), start.step, config.most_unchecked)
+    recorder = Recorder(
+        journal, WARM_START, range(warm.steps), start.step, config.most_unchecked, every
+    )
     with recorder.shown():
         try:
             with clock("collate"):
@@ -142,7 +144,8 @@ def reinforcement(
     """
     first = config.warm_start.steps if config.warm_start else 0
     last, every = first + config.steps, config.evaluation.every or max(config.steps, 1)
-    task, sampling = parts.token_task(config, clock.beat), parts.sampling(config)
+    task = parts.token_task(config, clock.beat, lambda: stop.asked)
+    sampling = parts.sampling(config)
 
     def sample(step: int, prompts: Sequence[Any]) -> Rollout:
         drawn = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
@@ -178,7 +181,7 @@ def reinforcement(
             return task.judge(examples, own)
 
     push(sampler, state.params, step, clock)
-    recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked)
+    recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
     with recorder.shown():
         try:
             while True:

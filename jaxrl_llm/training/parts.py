@@ -82,10 +82,15 @@ class Parts:
         limit = config.collate.response_length
         return replace(config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
-    def token_task(self, config: Config, beat: Callable[[], None] = lambda: None) -> TokenTask:
-        """The task in tokens, with the config's settings for rewards; `beat` before each of them."""
+    def token_task(
+        self,
+        config: Config,
+        beat: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> TokenTask:
+        """The task in tokens, with the config's settings for rewards; see there for the others."""
         threads, seconds = config.reward_threads, config.reward_seconds
-        return TokenTask(self.task, self.tokenizer, threads, seconds, beat)
+        return TokenTask(self.task, self.tokenizer, threads, seconds, beat, asked)
 
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""

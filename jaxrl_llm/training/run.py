@@ -22,6 +22,7 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
+from jaxrl_llm.tasks.task import score_responses
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
@@ -74,7 +75,7 @@ def train(
     begun = folders.origin(folder, origin, resuming)
     earlier = None if isinstance(resume, (bool, str)) else resume
     if resuming and earlier is None:
-        folders.require_at_most(folder, first + config.steps)
+        folders.require_at_most(folder, first, config.steps)
     if begun is not None and not folders.checkpoints(folder).steps:
         folders.require_warm_start(begun, made, first)
     given = {"the data of the task": divided.checksum, **made.given, **modules()}
@@ -102,6 +103,8 @@ def train(
                 checkpoints.clean()
                 initial.clean()
             start = _resumed(config, made, checkpoints, earlier) if resuming else None
+            if resuming:
+                journal.say(_goes_on(start, first, config.steps))
             known = journal.records
             journal.start(after=-1 if start is None else start.step)
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
@@ -109,6 +112,9 @@ def train(
             stalled = partial(distributed.stalled, stop=stop)
             least, factor = stall
             stack.enter_context(watched(clock, least=least, factor=factor, stalled=stalled))
+
+            if start is None and distributed.first():
+                _try_reward(config, made, divided.train[0], journal, stop)
 
             def alive() -> None:
                 clock.beat()
@@ -220,6 +226,36 @@ def _resumed(
     return found and found[1]
 
 
+def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
+    """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
+    demonstration: Any = getattr(made.task, "demonstration", None)
+    if config.warm_start is None or not (
+        made_by := config.warm_start.demonstration or demonstration
+    ):
+        what, response = "an empty response", ""
+    else:
+        what, response = "a demonstration", made_by(example)
+    threads, seconds = config.reward_threads, config.reward_seconds
+    asked = lambda: stop.asked
+    scored = score_responses(
+        made.task, [example], [response], threads=threads, seconds=seconds, asked=asked
+    )
+    if not scored[0].checked:
+        journal.say(
+            f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing is "
+            "learned from responses like it"
+        )
+
+
+def _goes_on(start: Point | None, first: int, steps: int) -> str:
+    """Where a resumed run goes on, in words."""
+    if start is None:
+        return "resumed without a checkpoint: it begins anew"
+    if start.phase == WARM_START:
+        return f"resumed after step {start.step} of the warm start's {first}"
+    return f"resumed after step {start.step - first} of reinforcement's {steps}"
+
+
 def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> None:
     """A UserError if a parameter is not finite: such a state is never saved."""
     if (name := not_finite(state.params)) is not None:
@@ -256,10 +292,12 @@ def _measure(
     journal.record(step, phase, values | {"time/evaluation": seconds})
     total = result.total
     low, high = (100 * bound for bound in total.interval)
-    journal.say(
-        f"  step {step}: validation accuracy {100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), "
-        f"mean length {total.length:.0f}"
-    )
+    said = f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
+    if result.unchecked:
+        said = f"{said}, {result.unchecked} unchecked"
+    if not total.examples:
+        said = f"unknown: all {len(examples)} responses are unchecked"
+    journal.say(f"  step {step}: validation accuracy {said}")
     return total.greedy
 
 
@@ -305,7 +343,7 @@ def _timed(
     with clock("evaluation"):
         result = evaluate(
             sampler,
-            made.token_task(config, clock.beat),
+            made.token_task(config, clock.beat, lambda: stop.asked),
             examples,
             made.sampling(config, temperature=settings.temperature, seed=config.seed),
             samples=settings.samples,
@@ -353,7 +391,8 @@ def _summarise(
     which = "the best on the validation examples" if step == best else "the newest"
     title = f"test accuracy in percent (95% interval) of step {step}, {which}"
     journal.say(tables.accuracies(title, {"": result}, config.evaluation.by))
-    journal.say(_progress(scores(journal.records), step))
+    if result.total.examples:
+        journal.say(_progress(scores(journal.records), step))
     journal.say(
         f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   "
         f"evaluate it: jaxrl-llm eval {where}"
@@ -369,9 +408,9 @@ def _progress(known: dict[int, float], step: int) -> str:
         return said
     mean = sum(later) / len(later)
     said += f", {100 * chosen:.1f}% at step {step}"
-    said += (
-        f", mean of the last {len(later)}: {100 * mean:.1f}% ({100 * (mean - start):+.1f} points)"
-    )
+    if len(later) > 1:
+        said += f", mean of the last {len(later)}: {100 * mean:.1f}%"
+    said += f" ({100 * (mean - start):+.1f} points)"
     if chosen <= start:
         said += "\nwarning: no checkpoint is better than the start of reinforcement"
     return said

@@ -1,16 +1,17 @@
 """Tables for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import rich.table
 
-from jaxrl_llm.learning.evaluate import Result
+from jaxrl_llm.learning.evaluate import Result, wilson
 
 
 def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Table:
     """Accuracies in percent, a row a group, a set of columns a result."""
     out = rich.table.Table(by or "", "examples", title=title)
     results = list(columns.values())
+    out.caption = _unchecked(results)
     k = results[0].total.k
     for name in columns:
         out.add_column(f"{name}greedy")
@@ -31,6 +32,7 @@ def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Ta
 def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
     """Accuracies in percent on several sets: a column a checkpoint, then their mean."""
     out = rich.table.Table("", "examples", *(f"step {step}" for step in found), title=title)
+    out.caption = _unchecked(one for results in found.values() for one in results.values())
     if len(found) > 1:
         out.add_column(f"mean of {len(found)}")
     for name in next(iter(found.values())):
@@ -48,6 +50,13 @@ def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.t
     return out
 
 
+def _unchecked(results: Iterable[Result]) -> str | None:
+    count = sum(result.unchecked for result in results)
+    return f"unchecked responses, which count nowhere: {count}" if count else None
+
+
 def _percent(value: float, interval: tuple[float, float]) -> str:
     low, high = interval
+    if interval == wilson(0, 0):
+        return "all unchecked"
     return f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,4 +1,4 @@
-"""Every published method against numbers recorded by running its published code: 49 methods, 117 cases.
+"""Methods against numbers recorded by running published code: 49 implementations, 117 cases.
 
 On rows and on bins that hold several responses. What the code divides by the kept tokens is compared so, too.
 """

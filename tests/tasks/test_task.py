@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.tasks import task as tasks
 from jaxrl_llm.tasks.task import Demonstrator, Mapped, Reward, load_task, score_responses
 
 USER_TASK = """
@@ -67,6 +68,31 @@ def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
     assert sum(not reward.checked for reward in scored) == 1
     assert "boom" in caplog.text
     assert len(caplog.records) == 1
+
+
+def said(caplog):
+    """What was logged, without the folder of this file."""
+    return [r.getMessage().replace(__file__, "test_task.py") for r in caplog.records]
+
+
+def test_each_kind_of_error_is_said_once_with_its_place_and_number(caplog):
+    task, known = Fake([boom, lambda e: int("x"), lambda e: e, sum]), set()  # pyright: ignore
+    for _ in range(2):
+        score_responses(task, [5] * 6, list("001123"), said=known)
+    line = lambda function: function.__code__.co_firstlineno
+    reward, number = (
+        line(Fake.reward),
+        line(test_each_kind_of_error_is_said_once_with_its_place_and_number) + 1,
+    )
+    assert said(caplog) == [
+        f"RuntimeError in boom (test_task.py:{line(boom) + 1}): boom; 2 of 6 responses unchecked",
+        f"ValueError in <lambda> (test_task.py:{number}): invalid literal for int() with base 10: 'x'; "
+        "2 of 6 responses unchecked",
+        f"TypeError in reward (test_task.py:{reward}): reward() returned int, not Reward; "
+        "1 of 6 responses unchecked",
+        f"TypeError in reward (test_task.py:{reward + 1}): 'int' object is not iterable; "
+        "1 of 6 responses unchecked",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +162,36 @@ def test_a_reward_that_hangs_is_interrupted(hanging):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("threads", "hanging"), [(1, spin), (1, backtrack), (2, sleep)])
+def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
+    threads, hanging, caplog, monkeypatch
+):
+    monkeypatch.setattr(tasks, "SLOW", 0.3)
+    monkeypatch.setattr(tasks, "LOOK", 0.1)
+    good = lambda e: Reward(e, True)
+    asked = lambda: bool(caplog.records)
+    start = time.monotonic()
+    with pytest.raises(Leaving):
+        score_responses(
+            Fake([good, hanging]), [5, (6, 7)], ["0", "1"], threads=threads, asked=asked
+        )
+    assert time.monotonic() - start < 60
+    [line] = said(caplog)
+    assert re.fullmatch(
+        r"the reward of response 2 of 2 has been running for 0 s: on example \(6, 7\), now in "
+        rf"{hanging.__name__} \(test_task.py:\d+\); it is given up after 300 s \(reward_seconds\)",
+        line,
+    )
+
+
+def test_a_stop_comes_between_two_rewards():
+    scored = []
+    note = lambda e: scored.append(e) or Reward(e, True)
+    with pytest.raises(Leaving):
+        score_responses(Fake([note]), [1, 2, 3], ["0"] * 3, asked=lambda: len(scored) == 2)
+    assert scored == [1, 2]
+
+
 def test_rewards_that_hang_in_threads_are_given_up():
     release = threading.Event()
 
@@ -201,13 +257,14 @@ def test_mapped_source_is_the_function_of_each_example():
     assert (len(mapped), mapped[1], list(mapped)) == (3, 20, [10, 20, 30])
 
 
-def test_a_user_task_is_one_small_file(tmp_path):
+def test_a_user_task_is_one_small_file(tmp_path, caplog):
     (tmp_path / "sums.py").write_text(USER_TASK)
     task = load_task(f"{tmp_path / 'sums.py'}:task")
     assert task.prompt(task.train[7]) == "1 + 2 = "
     scored = score_responses(task, [task.train[7]] * 3, ["3", "4", "three"])
     assert [reward.score for reward in scored] == [1.0, 0.0, 0.0]
     assert sum(not reward.checked for reward in scored) == 1
+    assert f"ValueError in reward ({tmp_path / 'sums.py'}:14): invalid literal" in caplog.text
     assert not isinstance(task, Demonstrator)
 
 

@@ -65,11 +65,12 @@ def written(path, text=""):
 
 
 def fails(capsys, *arguments):
-    """The one line that a command ends with, for what is wrong outside."""
+    """The one line that a command ends with, after warnings, for what is wrong outside."""
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
     assert stop.value.code == 2
-    error = capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    error = "".join(line for line in lines if not line.startswith("warning: "))
     assert error.startswith("jaxrl-llm: ")
     assert error.count("\n") == 1
     return error

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -122,6 +123,36 @@ def test_a_run_is_graded_with_the_task_that_it_was_started_with(tmp_path, capsys
     assert "sums.py has changed since" in said
 
 
+RAISES = """
+from tests.training.quick import *
+import dataclasses
+from jaxrl_llm.tasks.task import Reward
+class Raises:
+    name, train, test = "raises", ("Ada knight", "Ada knave") * 4, ("Ben knight", "Ben knave")
+    def prompt(self, example): return "Ada : " + example + " . <think>"
+    def reward(self, example, response): return Reward(1 / 0, True)
+made = config(warm_steps=0, steps=1)
+def config(): return dataclasses.replace(made, task=lambda data: Raises())
+"""
+
+
+def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(RAISES)
+    main(["train", str(tmp_path / "mine.py"), "--out", str(tmp_path / "run")])
+    out, err = capsys.readouterr()
+    kind = f"warning: ZeroDivisionError in reward ({tmp_path / 'mine.py'}:8): division by zero; "
+    warned = [line.removeprefix(kind) for line in err.splitlines() if line.startswith(kind)]
+    assert warned[0] == "1 of 1 responses unchecked"
+    assert "8 of 8 responses unchecked" in warned
+    assert "WARNING" not in err
+    tried = out.index("warning: so the reward, tried on an empty response for the first example")
+    assert tried < out.index("reinforce: the first step")
+    assert "validation accuracy unknown: all 2 responses are unchecked" in out
+    assert "all unchecked" in out
+    assert "unchecked responses, which count nowhere: 6" in " ".join(out.split())
+    assert "0.0" not in "".join(line for line in out.splitlines() if "accuracy" in line)
+
+
 def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     main(["data", QUICK])
     assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
@@ -146,6 +177,9 @@ def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
     assert "--resume" in out
     for command in ("eval", "sample"):
         assert "executes the folder's config.py" in said(command)
+    for words in (("train", QUICK), ("plan", QUICK), ("eval",), ("sample",), ("export",)):
+        assert "if not given" in (out := said(*words))
+        assert not re.search(r"\(default: [^()]*\)\.? \(default", out)
 
 
 def test_damaged_and_missing_parts_of_a_folder_are_one_line(whole, capsys, tmp_path):

@@ -231,7 +231,7 @@ def test_samples_are_quoted(tmp_path, opened):
 
 
 def recorder(made, **how):
-    return Recorder(made, REINFORCE, range(20), 0, **{"most_unchecked": 0.5} | how)
+    return Recorder(made, REINFORCE, range(20), 0, **{"most_unchecked": 0.5, "every": 8} | how)
 
 
 def test_a_step_is_recorded_when_it_is_flushed_and_once(tmp_path, opened):
@@ -261,8 +261,26 @@ def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
 
 def test_a_phase_says_once_how_long_it_will_take(opened):
     one = recorder(opened(said=(said := io.StringIO())))
-    for step in range(1, 6):
+    one._journal.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
+    with one.shown():
+        for step in range(1, 6):
+            one.hold(step, lambda: {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
+            one.flush()
+    assert said.getvalue().count("to go") == 1
+    assert "reinforce: 17 steps to go, about 3 min 50 s with 3 evaluations" in said.getvalue()
+    assert "reinforce: the first step also compiles its programs\n" in said.getvalue()
+    again = Recorder(one._journal, REINFORCE, range(4), 3, 0.5, 8)
+    with again.shown():
+        assert "compiles its programs, 30 s when it last did" in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [(4, "1 step to go, about 10 s and 1 evaluation"), (3, "")]
+)
+def test_the_end_of_a_phase_is_near(opened, steps, text):
+    made = opened(said=(said := io.StringIO()))
+    one = Recorder(made, REINFORCE, range(steps), 0, 0.5, steps)
+    for step in (1, 2, 3):
         one.hold(step, lambda: {"time/step": 10.0})
         one.flush()
-    assert said.getvalue().count("to go") == 1
-    assert "reinforce: 17 steps to go, about 2 min 50 s without evaluations" in said.getvalue()
+    assert ("to go" in said.getvalue(), text in said.getvalue()) == (bool(text), True)

@@ -115,11 +115,15 @@ def test_a_shared_warm_start_changes_nothing(environment, whole, tmp_path, capsy
 def test_a_finished_run_has_nothing_left_and_does_not_get_shorter(whole, tmp_path, capsys):
     run = shutil.copytree(whole, tmp_path / "run")
     main(["train", QUICK, "--out", str(run), "--resume", "auto"])
-    assert f"nothing was left to do in {run}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "resumed after step 6 of reinforcement's 6" in out
+    assert f"nothing was left to do in {run}" in out
     before = contents(run)
     for flags in (("--steps", 1), ("--steps", 1, "--from", whole)):
         said = fails(capsys, "train", QUICK, "--out", run, "--resume", *flags)
-        assert "has made 10 steps, and would have 5 with these --steps: give 5 more" in said
+        assert (
+            "has made 6 steps of reinforcement, more than --steps 1: give --steps 6 or more" in said
+        )
     assert "already holds a run: add --resume" in fails(capsys, "train", QUICK, "--out", run)
     with storage.locked(run):
         said = fails(capsys, "train", QUICK, "--out", run, "--resume")
