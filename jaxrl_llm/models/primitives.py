@@ -123,8 +123,8 @@ def _here(table, tokens, vocab):
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def checksum(words: UInt32[Array, "*lead rest"], lead: int = 0) -> UInt32[Array, "*lead"]:
-    """The sum, modulo 2^32, of words times odd numbers by position; one for each index in `lead` axes.
+def checksum(words: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
+    """The sum, modulo 2^32, of words times odd numbers by position; one an index of the `lead` axes.
 
     Odd factors make each altered word count; that they differ shows two exchanged ones. Words may
     be summed in parts, on devices or servers, in any order.
@@ -137,7 +137,7 @@ def checksum(words: UInt32[Array, "*lead rest"], lead: int = 0) -> UInt32[Array,
     return jnp.sum(words * factors, tuple(range(lead, words.ndim)), dtype=jnp.uint32)
 
 
-def mixed(words: UInt32[Array, "*any"]) -> UInt32[Array, "*any"]:
+def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Another word for each, far from its neighbours'."""
     spread = words * np.uint32(2_654_435_761)
     return spread ^ (spread >> np.uint32(16))

@@ -226,11 +226,11 @@ def blocks(module, parameter, width, matrix):
 
     looked_up = type(module).__name__ == "VocabParallelEmbedding"
     if matrix and hasattr(module, "cpu_linear") and not looked_up:
+        identity = torch.eye(width, dtype=module.params_dtype)
         step = max(1, BLOCK // module.output_size_per_partition)
         for column in range(0, width, step):
-            unit = torch.zeros(min(step, width - column), width, dtype=module.params_dtype)
-            unit.diagonal(column).fill_(1)
-            yield module.cpu_linear(unit, module.weight, None).T, 0, column
+            some = identity[column : column + step]
+            yield module.cpu_linear(some, module.weight, None).T, 0, column
     else:
         rows, step = parameter.detach().reshape(-1, width), max(1, BLOCK // width)
         for row in range(0, len(rows), step):

@@ -135,8 +135,8 @@ def loading(label: str) -> str:
 async def send_file(server: Server, path: Path, name: str) -> None:
     """Sends a file of the weights `name` to a server's host, which keeps it if it arrives whole.
 
-    Plain http and proxies protect nothing from end to end, and in bfloat16 the proof would not
-    notice a single altered number: hence a checksum.
+    Plain http and proxies protect nothing from end to end, and a proof finds no other way to get
+    the weights over: hence a checksum.
     """
 
     content = np.memmap(path, mode="r")
