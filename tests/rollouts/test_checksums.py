@@ -39,7 +39,7 @@ TENSORS = [
 class Tensor(np.ndarray):
     """What of torch the workers' code uses, on numpy."""
 
-    device = None
+    device = "cpu"
     detach = contiguous = lambda self: self
     float = lambda self: tensor(np.ascontiguousarray(self, np.float32))
 
@@ -59,6 +59,7 @@ TORCH = SimpleNamespace(
 def _stand_ins(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", TORCH)
     monkeypatch.setattr(serverside, "BLOCK", 1000)  # so that every matrix comes in several
+    monkeypatch.setattr(serverside, "CACHED", 300)
     monkeypatch.setattr(client, "REST", 0.01)
 
 
@@ -298,7 +299,9 @@ def test_every_copy_of_a_part_is_compared(tmp_path, name):
 def test_a_server_that_cannot_tell_is_probed(tmp_path):
     with Workers(started_with(), deaf=TENSORS, quantized=object()) as quantized, Fake() as plain:
         for fake in (quantized, plain):
-            assert pushed(fake, tmp_path, weights(1))["sync/proof"] == 0.0
+            root = tmp_path / str(fake.port)
+            root.mkdir()
+            assert pushed(fake, root, weights(1))["sync/proof"] == 0.0
 
 
 @pytest.mark.parametrize("told", [{}, {"results": [None]}, {"results": [{"a": [[0, "1"]]}]}])
