@@ -11,6 +11,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.models import families, sharding
+from jaxrl_llm.models import families, primitives, sharding
 from jaxrl_llm.models.qwen2 import Shape, graph
 
 INDEX = "model.safetensors.index.json"
@@ -30,6 +31,7 @@ SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
 COMMIT = "commit "  # what `version` begins with for a folder from the hub
 SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
+EXPONENT = 0x7F800000  # bits of a float32
 HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the axis that counts heads
 TOKENIZER = (
     "tokenizer.json",
@@ -180,6 +182,38 @@ def named_tensors(params, dtype: DTypeLike | None = None) -> Iterator[tuple[str,
         for name, part in zip(names, parts, strict=True):
             array = sharding.on_host(part if dtype is None else part.astype(dtype))
             yield name, array.reshape(_file_shape(name, array.shape))
+
+
+def named_checksums(params, dtype: DTypeLike) -> dict[str, int]:
+    """A checksum of each tensor of `named_tensors` in `dtype`, computed where the parameters lie.
+
+    All processes must call it. Bits count as those of float32, so a server may keep a tensor wider;
+    numbers below the smallest normal one count as 0, as some of its products take them for that.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(_checksums(params, jnp.dtype(dtype)))[0]
+    return {
+        name: int(number)
+        for (path, found), leaf in zip(flat, jax.tree.leaves(params), strict=True)
+        for name, number in zip(
+            hf_names(path, leaf.shape), np.ravel(sharding.on_host(found)), strict=True
+        )
+    }
+
+
+@partial(jax.jit, static_argnums=1)
+def _checksums(params, dtype):
+    """`[layers]` checksums for each parameter that is stacked, one for each other."""
+
+    def one(path, x):
+        x = x.astype(dtype)
+        width = 8 * dtype.itemsize
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+        bits = bits << np.uint32(32 - width)
+        bits = jnp.where(bits & np.uint32(EXPONENT), bits, 0)
+        # mixed twice: else the signs of two numbers could change unseen
+        return primitives.checksum(primitives.mixed(primitives.mixed(bits)), int(stacked(path)))
+
+    return jax.tree_util.tree_map_with_path(one, sharding.on_devices(params))
 
 
 def export(

@@ -65,6 +65,11 @@ class Served:
             if tied and name == EMBEDDING:
                 yield HEAD, array
 
+    def checksums(self, params, dtype: str) -> dict[str, int]:
+        """A checksum of each of `tensors`, by name."""
+        found = hf.named_checksums(params, dtype)
+        return {HEAD: found[EMBEDDING], **found}
+
     def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
         """Log-probs of every token but the first of each sequence, computed as in training."""
         rows = -(-len(sequences) // self.shards) * self.shards

@@ -1,4 +1,4 @@
-"""The inputs of a policy; products of fixed precision, loops with a known limit, rows of tables.
+"""Parts of programs: a policy's inputs, products of fixed precision, tables' rows, checksums.
 
 A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
 """
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxrl_llm.models.sharding import BATCH, VOCAB, constrain, count, on_each_device, split_over
 
@@ -120,3 +121,23 @@ def _here(table, tokens, vocab):
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
+
+
+def checksum(words: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
+    """The sum, modulo 2^32, of words times odd numbers by position; one an index of the `lead` axes.
+
+    Odd factors make each altered word count; that they differ shows two exchanged ones. Words may
+    be summed in parts, on devices or servers, in any order.
+    """
+    index, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    for axis in reversed(range(lead, words.ndim)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index, stride = index + place * np.uint32(stride % 2**32), stride * words.shape[axis]
+    factors = mixed(index) | np.uint32(1)
+    return jnp.sum(words * factors, tuple(range(lead, words.ndim)), dtype=jnp.uint32)
+
+
+def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Another word for each, far from its neighbours'."""
+    spread = words * np.uint32(2_654_435_761)
+    return spread ^ (spread >> np.uint32(16))

@@ -81,10 +81,12 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Served(Protocol):
-    """A server's config.json and tensors, and the trainer's log-probs to verify it by."""
+    """A server's config.json and tensors, and the trainer's checksums and log-probs to verify it by."""
 
     def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
 
     def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
+
+    def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
 
     def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import primitives, sharding
 
 
 def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
@@ -59,27 +58,12 @@ def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 @jax.jit
 def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Checksums: bits of each element as an integer times an odd number by position, modulo 2^32.
-
-    Odd factors make each altered element count; that they differ shows two exchanged ones.
-    """
+    """Checksums of the bits of each element as an integer."""
 
     def one(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.bool_:
-            words = x.astype(jnp.uint32)
-        else:
-            width = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-            words = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-        index, stride = jnp.zeros(x.shape, jnp.uint32), 1
-        for axis in reversed(range(x.ndim)):
-            place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-            index, stride = index + place * np.uint32(stride % 2**32), stride * x.shape[axis]
-        return jnp.sum(words * _mixed(index), dtype=jnp.uint32)
+            return primitives.checksum(x.astype(jnp.uint32))
+        width = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        return primitives.checksum(jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32))
 
     return [one(x) for x in sharding.on_devices(arrays)]
-
-
-def _mixed(index: Any) -> Any:
-    """An odd number for each index, far from its neighbours'."""
-    mixed = index * np.uint32(2_654_435_761)
-    return (mixed ^ (mixed >> np.uint32(16))) | np.uint32(1)

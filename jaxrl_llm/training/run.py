@@ -365,7 +365,7 @@ def _show(
         (
             as_text(made.task.prompt(answers.examples[i // config.group_size])),
             made.tokenizer.decode(answers.rollout.responses[i]),
-            in_words(answers.rewards[i]),
+            f"{in_words(answers.rewards[i])}, by the weights of step {answers.rollout.version}",
         )
         for i in rows
     ]

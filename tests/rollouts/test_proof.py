@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.vllm.client import Server, run
+from jaxrl_llm.rollouts.vllm.client import NoRoute, Server, run
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
 from jaxrl_llm.rollouts.vllm.sync import WeightSync
@@ -80,6 +80,7 @@ def sampler_of(fake, root):
     served = SimpleNamespace(
         config=lambda params, dtype: CONFIG,
         tensors=lambda params, dtype: params.items(),
+        checksums=lambda params, dtype: {},
         score=logps_of,
     )
     return VllmSampler(
@@ -165,11 +166,14 @@ def test_the_likely_cause_is_named(logp, config, says):
         async def score(self, tokens):
             return [self.logp] * (len(tokens) - 1)
 
+        async def post(self, path, body=None, tokens=0):
+            raise NoRoute(path)
+
     server, proof = Constant("http://a"), Proof(TOLERANCE["float32"])
     config = CONFIG | {"vocab_size": 50, "dtype": "float32"} | config
-    proof.expect([np.full(23, -1.5)] * 4, config, 1.0)
-    assert run(proof(server)) == 0.0
+    proof.expect([np.full(23, -1.5)] * 4, {}, config, 1.0)
+    assert run(proof(server))[:2] == (0.0, False)
     server.logp = logp
-    proof.expect([np.full(23, -2.0)] * 4, config, 1.0)
+    proof.expect([np.full(23, -2.0)] * 4, {}, config, 1.0)
     with pytest.raises(UserError, match=says):
         run(proof(server))

@@ -394,14 +394,16 @@ def test_what_is_missing_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("path", "headers", "passes", "status"),
     [
-        ("/pause", [], False, [401, None]),
-        ("/pause", [(b"authorization", b"Bearer wrong")], False, [401, None]),
-        ("/v1/completions", [], False, [401, None]),
-        ("/health", [], True, []),
-        ("/healthy", [], False, [401, None]),
-        ("/pause", [(b"authorization", b"Bearer secret")], True, []),
-        ("/weights/find", [], False, [401, None]),
-        ("/weights/find", [(b"authorization", b"Bearer secret")], False, [400, None]),
+        ("/pause", [], [], [401, None]),
+        ("/pause", [(b"authorization", b"Bearer wrong")], [], [401, None]),
+        ("/v1/completions", [], [], [401, None]),
+        ("/health", [], ["/health"], []),
+        ("/healthy", [], [], [401, None]),
+        ("/pause", [(b"authorization", b"Bearer secret")], ["/pause"], []),
+        ("/weights/find", [], [], [401, None]),
+        ("/weights/find", [(b"authorization", b"Bearer secret")], [], [400, None]),
+        ("/weights/checksums", [], [], [401, None]),
+        ("/weights/checksums", [(b"authorization", b"Bearer secret")], ["/collective_rpc"], []),
     ],
 )
 def test_the_guard(monkeypatch, path, headers, passes, status):
@@ -419,7 +421,7 @@ def test_the_guard(monkeypatch, path, headers, passes, status):
 
     scope = {"type": "http", "path": path, "headers": headers, "query_string": b""}
     asyncio.run(serverside.Guard(app)(scope, None, send))
-    assert bool(seen) == passes
+    assert seen == passes
     assert [m.get("status") for m in sent] == status
 
 

@@ -43,6 +43,7 @@ def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
     served = SimpleNamespace(
         config=lambda params, dtype: CONFIG | {"dtype": dtype},
         tensors=lambda params, dtype: params.items(),
+        checksums=lambda params, dtype: {},
         score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],
     )
     return VllmSampler(

@@ -25,6 +25,7 @@ def test_a_run_leaves_what_it_promises(whole):
     sample = (whole / "samples" / "step-000005.md").read_text()
     assert "> Ada :" in sample
     assert "reward -" in sample
+    assert ", by the weights of step 4**" in sample
     last, evaluated, tested = metrics(whole)[-3:]
     assert evaluated["eval/examples"] == 8
     assert (tested["test/examples"], tested["step"]) == (8, 10)

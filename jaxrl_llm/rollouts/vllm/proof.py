@@ -1,30 +1,49 @@
 """Proof that a server computes with the weights that it was given.
 
 HTTP 200 proves nothing: some backends keep part of the old weights and report no error. So after
-every load a server's log-probs of a few fixed sequences are compared with the trainer's, and with
-its own before. In bfloat16 server and trainer differ by far more than a step changes, but the
-server's own answers must have moved.
+every load a server that we started tells a checksum of each tensor that it computes with, which
+one other bit changes. Then, and of other servers this alone, its log-probs of a few fixed sequences
+are compared with the trainer's, and with its own before. In bfloat16 server and trainer differ by
+far more than a step changes, but the server's own answers must have moved.
 """
 
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.vllm.client import Server
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
+from jaxrl_llm.rollouts.vllm.serverside import CHECKSUMS
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 PROBES = (4, 24)  # sequences, and tokens of each
 SEEN = 1e-5  # share of the weights whose change must alter some bit of the answers
 
 
+class Proved(NamedTuple):
+    """The largest difference of log-probs; whether all bits of the weights are the same.
+
+    `seconds` is how long the server took to tell the latter.
+    """
+
+    difference: float
+    exact: bool
+    seconds: float
+
+
 class Proof:
-    """Compares servers with the trainer; a difference above `tolerance` (nats) is a UserError."""
+    """Compares servers with the trainer; other weights are a UserError.
+
+    So are log-probs that differ by more than `tolerance` (nats).
+    """
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
         self._config: Mapping[str, Any] = {}
+        self._checksums: Mapping[str, int] = {}
         self._changed = 0.0
         # log-probs of all probes, `[N]`: the trainer's and the servers', with these weights and
         # with those before
@@ -32,14 +51,23 @@ class Proof:
         self._answers: dict[str, np.ndarray] = {}
         self._answers_before: dict[str, np.ndarray] = {}
 
-    def expect(self, logps: Sequence[np.ndarray], config: Mapping[str, Any], changed: float):
-        """Sets the trainer's log-probs with new weights, a share `changed` of which differ."""
+    def expect(
+        self,
+        logps: Sequence[np.ndarray],
+        checksums: Mapping[str, int],
+        config: Mapping[str, Any],
+        changed: float,
+    ):
+        """Sets what the trainer has with new weights, a share `changed` of which differ."""
         self._expected_before, self._expected = self._expected, np.concatenate(logps)
         self._answers_before, self._answers = self._answers, {}
-        self._config, self._changed = config, changed
+        self._checksums, self._config, self._changed = checksums, config, changed
 
-    async def __call__(self, server: Server) -> float:
-        """The largest difference between a server's log-probs and the trainer's."""
+    async def __call__(self, server: Server) -> Proved:
+        """Compares a server with the trainer."""
+        began = time.monotonic()
+        exact = await self._same_weights(server)
+        seconds = time.monotonic() - began
         sequences = probe_sequences(self._config["vocab_size"])
         got = np.concatenate([await server.score(x) for x in sequences])
         difference = float(np.abs(got - self._expected).max())
@@ -51,7 +79,37 @@ class Proof:
                 f"{_cause(stale, difference, self._config)}"
             )
         self._answers[server.url] = got
-        return difference
+        return Proved(difference, exact, seconds)
+
+    async def _same_weights(self, server: Server) -> bool:
+        """Whether a server has the trainer's weights; False if it cannot tell, else a UserError."""
+        asked, ours = {"method": "jaxrl_checksums"}, self._checksums
+        try:
+            answer = await server.post(CHECKSUMS, asked, tokens=len(ours))
+            parts = {
+                (name, place, number)
+                for worker in answer["results"]
+                for name, held in worker.items()
+                for place, number in held
+            }  # workers that hold copies of a part say the same
+            found: Counter[str] = Counter()
+            for name, _, number in parts:
+                found[name] += number
+        except NoRoute:
+            return False
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NoAnswer(f"told no checksums of its weights ({error!r:.200})") from error
+        if not found:
+            return False
+        wrong = [x for x in ours if found[x] % 2**32 != ours[x]]
+        wrong += [f"{x!r:.99}, which is unknown" for x in found if x not in ours]
+        if wrong:
+            raise UserError(
+                f"{server.url} loaded new weights with success, but {len(wrong)} of its {len(ours)} tensors "
+                f"are not the trainer's: {', '.join(wrong[:4])}{', ...' if wrong[4:] else ''}: this vLLM "
+                "does not reload them; use the Native engine"
+            )
+        return True
 
     def _stale(self, server: Server, got: np.ndarray) -> bool:
         """Whether its answers did not move at all, or barely while the trainer's clearly did."""

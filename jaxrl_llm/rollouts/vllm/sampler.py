@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling, Served
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, run, tasks
-from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
+from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, loading
 
 
@@ -61,14 +61,18 @@ class VllmSampler:
         self._label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
         start = time.monotonic()
         expected = self._served.score(params, probe_sequences(self._vocabulary))
-        self._proof.expect(expected, config, written.changed)
         scored = time.monotonic()
-        difference = run(self._load_all(), self.weights.check)
+        checksums = self._served.checksums(params, self._dtype)
+        summed = time.monotonic()
+        self._proof.expect(expected, checksums, config, written.changed)
+        proved = run(self._load_all(), self.weights.check)
         self.weights.delete_old()
         figures = asdict(written) | {
             "probe": scored - start,
-            "reload": time.monotonic() - scored,
-            "difference": difference,
+            "reload": time.monotonic() - summed,
+            "difference": max(one.difference for one in proved),
+            "proof": float(all(one.exact for one in proved)),
+            "proof_seconds": summed - scored + max(one.seconds for one in proved),
         }
         self.sync = {f"sync/{name}": value for name, value in figures.items()}
 
@@ -107,16 +111,16 @@ class VllmSampler:
     def release(self) -> None:
         """Nothing to do: the servers' weights take none of the trainer's memory."""
 
-    async def _load_all(self) -> float:
-        """Has all servers load the newest weights at the same time; the largest difference."""
+    async def _load_all(self) -> list[Proved]:
+        """Has all servers load the newest weights at the same time."""
         async with tasks() as group:
             loads = [
                 group.create_task(Patience([x], self.weights.patience).persist(x, self._load))
                 for x in self.servers
             ]
-        return max(task.result() for task in loads)
+        return [task.result() for task in loads]
 
-    async def _load(self, server: Server) -> float:
+    async def _load(self, server: Server) -> Proved:
         folder = await self.weights.newest_for(server)
         return await load(server, folder, self._label, self._proof)
 

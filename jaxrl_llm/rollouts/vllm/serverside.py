@@ -1,10 +1,10 @@
-"""Code that runs beside and in a vLLM server, not in the trainer: standard library only.
+"""Code that runs beside and in a vLLM server, not in the trainer: standard library, and its torch.
 
 The keeper (`python serverside.py PARENT ROOT SOCKET COMMAND...`) is a process that runs the server,
 again when it ends, and ends with the trainer, kill -9 included: vLLM's engine and workers would
 live on and hold the GPU's memory. In the server, the guard is middleware: vLLM asks for its key
 under /v1 only, and would load weights for anybody. Behind the guard, the receiver takes weights
-that come over the network.
+that come over the network. In vLLM's workers, the extension tells checksums of the weights.
 """
 
 import contextlib
@@ -22,12 +22,16 @@ import sys
 import time
 import urllib.parse
 import zlib
+from typing import Any
 
 GRACE = 10.0  # seconds for a server to end by itself
 POLL = 0.5
 HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without one, after the first
 STARTS = 3  # that end without an answer, before the keeper gives up
+CHECKSUMS = "/weights/checksums"
+BLOCK = 2**20  # numbers of a weight that are worked on at a time
+CACHED = 2**15  # the same on a CPU: they stay in its cache, and no threads wait for each other
 # A shell in the server's group kills that when the keeper, which holds its input, is killed.
 ENDING_WITH_KEEPER = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec "$@" 3<&-'
 
@@ -96,7 +100,10 @@ def end(server):
 
 
 class Guard:
-    """ASGI middleware: only /health answers without the key."""
+    """ASGI middleware: only /health answers without the key.
+
+    A server without our extension is known by its answer to CHECKSUMS: status 404.
+    """
 
     def __init__(self, app):
         self.app, self.receiver = app, Receiver(os.environ["JAXRL_WEIGHTS"])
@@ -107,6 +114,8 @@ class Guard:
         public = scope["type"] not in ("http", "websocket") or scope["path"] == "/health"
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if public or hmac.compare_digest(given, self.expected):
+            if scope.get("path") == CHECKSUMS:
+                scope = {**scope, "path": "/collective_rpc"}
             weights = scope["type"] == "http" and scope["path"].startswith("/weights/")
             await (self.receiver if weights else self.app)(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -175,6 +184,95 @@ class Receiver:
             return False
         os.replace(partial.name, folder / file)
         return True
+
+
+class Extension:
+    """A method for vLLM's workers, by --worker-extension-cls."""
+
+    def jaxrl_checksums(self):
+        """Checksums of what this worker computes with, `{name: [[place, number], ...]}`.
+
+        Names are those of Hugging Face's files, a place is the position of a part's first number in
+        that tensor: copies of a part have the same. A quantized model has none.
+        """
+        worker: Any = self
+        if worker.vllm_config.quant_config is not None:
+            return {}
+        model, found = worker.get_model(), {}
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            layer, _, kind = path.rpartition(".")
+            module = model.get_submodule(layer)
+            matrix = kind == "weight" and hasattr(module, "input_size_per_partition")
+            own, width = (module.input_size_per_partition, module.input_size) if matrix else (1, 1)
+            left = module.tp_rank * own if own < width else 0
+            for block, row, column in blocks(module, parameter, own, matrix):
+                for name, first, size, there in tensors(model, layer, module):
+                    low, high = max(first, row), min(first + size, row + len(block))
+                    if low < high:
+                        start = (there + low - first) * width + left + column
+                        number = checksum(block[low - row : high - row], start, width)
+                        parts = found.setdefault(f"{name}.{kind}", {})
+                        place = there * width + left
+                        parts[place] = (parts.get(place, 0) + number) % 2**32
+        return {name: list(parts.items()) for name, parts in found.items()}
+
+
+def blocks(module, parameter, width, matrix):
+    """`(rows, first row, first column)` of a parameter, about BLOCK numbers at a time.
+
+    On a CPU vLLM multiplies by packed copies and drops the parameter, or in a tied head keeps an
+    old copy. There they are products with rows of the identity, which are exact.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    looked_up = type(module).__name__ == "VocabParallelEmbedding"
+    if matrix and hasattr(module, "cpu_linear") and not looked_up:
+        identity = torch.eye(width, dtype=module.params_dtype)
+        step = max(1, BLOCK // module.output_size_per_partition)
+        for column in range(0, width, step):
+            some = identity[column : column + step]
+            yield module.cpu_linear(some, module.weight, None).T, 0, column
+    else:
+        rows, step = parameter.detach().reshape(-1, width), max(1, BLOCK // width)
+        for row in range(0, len(rows), step):
+            yield rows[row : row + step], row, 0
+
+
+def tensors(model, layer, module):
+    """`(name, first row here, rows, first row there)` of the tensors of which a module has rows."""
+    if hasattr(module, "shard_indices"):  # a part of the vocabulary, then rows of padding
+        rows = module.shard_indices
+        return [(layer, 0, rows.num_org_elements, rows.org_vocab_start_index)]
+    parent, _, leaf = layer.rpartition(".")
+    if leaf not in model.packed_modules_mapping:
+        return [(layer, 0, sys.maxsize, 0)]
+    found, first = [], 0
+    names = model.packed_modules_mapping[leaf]
+    for name, size in zip(names, module.output_partition_sizes, strict=True):
+        copies = 1 if name == "q_proj" else getattr(module, "num_kv_head_replicas", 1)
+        found.append((f"{parent}.{name}", first, size, module.tp_rank // copies * size))
+        first += size
+    return found
+
+
+def checksum(block, start, width):
+    """The trainer's checksum (models/hf.py) of rows from position `start` of a tensor `[_, width]`."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    def mixed(words):
+        spread = words * -1_640_531_535  # 2,654,435,761 as int32, which wraps
+        return spread ^ ((spread >> 16) & 0xFFFF)
+
+    step = max(1, CACHED // block.shape[1])
+    if str(block.device) == "cpu" and len(block) > step:
+        pieces = range(0, len(block), step)
+        return sum(checksum(block[i : i + step], start + i * width, width) for i in pieces) % 2**32
+    rows, columns = (torch.arange(n, dtype=torch.int32, device=block.device) for n in block.shape)
+    start = (start + 2**31) % 2**32 - 2**31
+    factors = mixed((rows * width)[:, None] + (columns + start)) | 1
+    bits = block.float().contiguous().view(torch.int32)
+    bits = bits * ((bits & 0x7F800000) != 0)
+    return int((mixed(mixed(bits)) * factors).sum()) % 2**32
 
 
 async def answer(send, status, content):

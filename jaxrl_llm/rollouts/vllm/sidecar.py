@@ -56,6 +56,7 @@ class Launch:
             self.python, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(folder), "--served-model-name", MODEL, "--dtype", self.dtype,
             "--uds", str(self.socket), "--middleware", "serverside.Guard",
+            "--worker-extension-cls", "serverside.Extension",
             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
             "--skip-tokenizer-init", "--disable-uvicorn-access-log", *length, *self.arguments,
         ]  # fmt: skip

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,7 @@ PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
 COMPARED = 2**22  # numbers compared at a time
 
 Tensors = Iterable[tuple[str, np.ndarray]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class WeightSync:
 
 
 async def load(
-    server: Server, folder: str, label: str, prove: Callable[[Server], Awaitable[float]]
-) -> float:
+    server: Server, folder: str, label: str, prove: Callable[[Server], Awaitable[T]]
+) -> T:
     """Has a server load a folder, then gives it the label; the result of `prove`.
 
     Meanwhile it has the label `loading(label)`, with which no response counts, and by which a load
@@ -113,7 +114,7 @@ async def load(
     if (await server.post("/reset_prefix_cache")).get("success") is not True:
         raise NoAnswer("its prefix cache was not cleared")
     await server.post("/resume")
-    difference = await prove(server)
+    proved = await prove(server)
     meanwhile = await server.label()
     if meanwhile is None:
         raise NoAnswer("it has started again")
@@ -123,7 +124,7 @@ async def load(
             "one trainer a server"
         )
     await server.post("/update_weight_version", {"new_version": label})
-    return difference
+    return proved
 
 
 def loading(label: str) -> str:
@@ -134,8 +135,8 @@ def loading(label: str) -> str:
 async def send_file(server: Server, path: Path, name: str) -> None:
     """Sends a file of the weights `name` to a server's host, which keeps it if it arrives whole.
 
-    Plain http and proxies protect nothing from end to end, and in bfloat16 the proof would not
-    notice a single altered number: hence a checksum.
+    Plain http and proxies protect nothing from end to end, and a proof finds no other way to get
+    the weights over: hence a checksum.
     """
 
     content = np.memmap(path, mode="r")
