@@ -125,6 +125,8 @@ def _tested(file: str, tree: Path) -> int:
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.chdir(tree)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "jaxrl_llm")]:
+        del sys.modules[name]  # those of the checkout, which started this
     sys.path.insert(0, str(tree))
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
@@ -132,7 +134,7 @@ def _tested(file: str, tree: Path) -> int:
     return int(pytest.main([*options, *(f"tests/{name}" for name in TESTS[file])]))
 
 
-def _try(mutant: Mutant) -> tuple[Mutant, bool]:
+def _try(mutant: Mutant) -> tuple[Mutant, bool, float]:
     global _TREE
     if _TREE is None:  # a copy for each worker; libraries are imported once and inherited
         _TREE = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -144,7 +146,8 @@ def _try(mutant: Mutant) -> tuple[Mutant, bool]:
         sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
         for library in ("flax.nnx", "jax", "numpy", "optax", "orbax.checkpoint", "transformers"):
             __import__(library)
-    return mutant, survives(mutant, _TREE)
+    start = time.monotonic()
+    return mutant, survives(mutant, _TREE), time.monotonic() - start
 
 
 _TREE: Path | None = None
@@ -158,14 +161,20 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose path contains this")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    found = [mutant for file in TESTS if given.only in file for mutant in mutants(file)]
+    files = [file for file in TESTS if given.only in file]
+    found = [mutant for file in files for mutant in mutants(file)]
     if given.count is not None:
         found = random.Random(given.seed).sample(found, min(given.count, len(found)))
     known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
     survived, tried = [], Counter[str]()
     context = multiprocessing.get_context("spawn")
     with context.Pool(given.jobs) as pool:
-        for done, (mutant, lives) in enumerate(pool.imap_unordered(_try, found), 1):
+        whole = [Mutant(x, "", 0, (ROOT / "jaxrl_llm" / x).read_text()) for x in files]
+        for mutant, lives, seconds in pool.imap_unordered(_try, whole):
+            print(f"{mutant.file}: its tests take {seconds:.0f} s", flush=True)
+            if not lives:
+                raise SystemExit(f"they fail without a mutant: {' '.join(TESTS[mutant.file])}")
+        for done, (mutant, lives, _) in enumerate(pool.imap_unordered(_try, found), 1):
             tried[mutant.file] += 1
             if lives:
                 survived.append(mutant)

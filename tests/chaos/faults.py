@@ -222,9 +222,7 @@ def server_signalled(
     return f"{moment}, {len(chosen)} processes"
 
 
-def stopped_for_good(
-    victims: str, scene: Scene, draw: random.Random, whole: Undisturbed
-) -> str:
+def stopped_for_good(victims: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The server, or its keeper, stands still and never goes on."""
     scene.start(flags=SHORT)
     moment = scene.wait_for(draw, whole)

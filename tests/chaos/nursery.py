@@ -4,8 +4,8 @@
     {"poll": pid}       -> null while it runs, else its exit code, or minus the signal
 
 on standard input and output, a line of JSON each. What a run is started with: `arguments`, `log` (a file for its
-output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c), `hang`
-(a moment and how often it came before: there the main thread waits for ever).
+output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c),
+`hang` (a moment and how often it came before: there the main thread waits for ever).
 """
 
 import ctypes

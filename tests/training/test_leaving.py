@@ -10,7 +10,9 @@ import time
 
 import pytest
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import leaving, terminal
 from jaxrl_llm.training.leaving import Stop, stoppable
 
@@ -202,6 +204,11 @@ def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
     command = [sys.executable, "-c", WAITING, *words]
     done = subprocess.run(command, capture_output=True, timeout=100, check=False)
     assert done.returncode == code
+
+
+def test_nothing_that_is_waited_for_counts_as_stalled():
+    """A bucket or a server that is away: these give up first, with their own line."""
+    assert max(storage.PATIENCE, Vllm.patience) < leaving.LEAST
 
 
 STALLING = """
