@@ -109,6 +109,7 @@ def hung(where: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> s
         scene.start(flags=STALL, hang=hang)
         moment = f"{hang[0]} {hang[1]}"
     scene.until()
+    scene.flags = scene.flags[: -len(STALL)]
     return f"{moment}, {scene.stalled()}"
 
 

@@ -24,7 +24,7 @@ CONFIG = ROOT / "tests" / "chaos" / "small.py"
 MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
 MARK = "CHAOS_TRIAL"
 STALLED = re.compile(r"no progress in the phase \w+ for (\d+) s")
-STALL = ("--stall-minutes", "0.1", "--stall-factor", "3")  # for runs that are made to hang
+STALL = ("--stall-minutes", "0.07", "--stall-factor", "3")  # for runs that are made to hang
 LEADER = (
     "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
 )

@@ -43,7 +43,7 @@ SLACK = 30.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
-HANGING = 90.0  # seconds to end in, once one hangs: 36 until its watch sees it, and until all know
+HANGING = 90.0  # seconds to end in, once one hangs: 25 until its watch sees it, and until all know
 
 
 @dataclass
