@@ -227,9 +227,9 @@ def stopped_for_good(victims: str, scene: Scene, draw: random.Random, whole: Und
     """The server, or its keeper, stands still and never goes on."""
     scene.start(flags=SHORT)
     moment = scene.wait_for(draw, whole)
-    kill(_pids(scene, keeper=victims == "keeper"), signal.SIGSTOP)
+    kill(chosen := _pids(scene, keeper=victims == "keeper"), signal.SIGSTOP)
     scene.until()
-    return moment
+    return f"{moment}, {len(chosen)} processes"
 
 
 def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
