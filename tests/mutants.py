@@ -24,18 +24,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ROOT / "tests/survivors.json"
-LIMIT = 400  # seconds for the tests of a mutant: one that hangs was noticed
 TESTS = {
     "storage.py": ["training/test_storage.py"],
     "distributed.py": ["training/test_distributed.py", "training/test_shares.py"],
     "training/checkpoint.py": ["training/test_checkpoint.py", "training/test_resume.py"],
     "training/folder.py": ["training/test_folder.py"],
     "training/record.py": ["training/test_folder.py"],
-    "training/leaving.py": ["training/test_leaving.py"],
+    "training/leaving.py": ["training/test_leaving.py", "training/test_checkpoint.py"],
     "rollouts/vllm/sync.py": ["rollouts/test_sync.py"],
     "rollouts/vllm/proof.py": ["rollouts/test_proof.py"],
 }
@@ -95,8 +95,8 @@ def _does_something(node: ast.AST) -> bool:
     return getattr(called, "attr", getattr(called, "id", "")) not in SPOKEN
 
 
-def survives(mutant: Mutant, tree: Path) -> bool:
-    """Whether all tests of the file pass with the mutant, in a copy of the checkout."""
+def survives(mutant: Mutant, tree: Path, seconds: float) -> bool:
+    """Whether all tests of the file pass with the mutant, in a copy of the checkout, in so many seconds."""
     target = tree / "jaxrl_llm" / mutant.file
     before = target.read_text()
     target.write_text(mutant.source)
@@ -108,7 +108,7 @@ def survives(mutant: Mutant, tree: Path) -> bool:
             code = _tested(mutant.file, tree)
         finally:
             os._exit(code)
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + seconds
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
         time.sleep(0.2)
     if not ended[0]:
@@ -134,7 +134,7 @@ def _tested(file: str, tree: Path) -> int:
     return int(pytest.main([*options, *(f"tests/{name}" for name in TESTS[file])]))
 
 
-def _try(mutant: Mutant) -> tuple[Mutant, bool, float]:
+def _try(mutant: Mutant, seconds: float) -> tuple[Mutant, bool, float]:
     global _TREE
     if _TREE is None:  # a copy for each worker; libraries are imported once and inherited
         _TREE = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -147,7 +147,7 @@ def _try(mutant: Mutant) -> tuple[Mutant, bool, float]:
         for library in ("flax.nnx", "jax", "numpy", "optax", "orbax.checkpoint", "transformers"):
             __import__(library)
     start = time.monotonic()
-    return mutant, survives(mutant, _TREE), time.monotonic() - start
+    return mutant, survives(mutant, _TREE, seconds), time.monotonic() - start
 
 
 _TREE: Path | None = None
@@ -170,15 +170,18 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     with context.Pool(given.jobs) as pool:
         whole = [Mutant(x, "", 0, (ROOT / "jaxrl_llm" / x).read_text()) for x in files]
-        for mutant, lives, seconds in pool.imap_unordered(_try, whole):
+        longest = 60.0  # seconds of a mutant: whose tests take longer was noticed
+        for mutant, lives, seconds in pool.imap_unordered(partial(_try, seconds=1800.0), whole):
             print(f"{mutant.file}: its tests take {seconds:.0f} s", flush=True)
+            longest = max(longest, 3 * seconds)
             if not lives:
                 raise SystemExit(f"they fail without a mutant: {' '.join(TESTS[mutant.file])}")
-        for done, (mutant, lives, _) in enumerate(pool.imap_unordered(_try, found), 1):
+        trials = pool.imap_unordered(partial(_try, seconds=longest), found)
+        for done, (mutant, lives, _) in enumerate(trials, 1):
             tried[mutant.file] += 1
             if lives:
                 survived.append(mutant)
-            if lives or done % 20 == 0:
+            if lives or done % 10 == 0:
                 said = f"{mutant.file}:{mutant.line} {mutant.name}" if lives else ""
                 print(f"{done}/{len(found)}, {len(survived)} survive  {said}", flush=True)
     unknown = [m for m in survived if m.name not in known.get(m.file, {})]
