@@ -154,7 +154,7 @@ _TREE: Path | None = None
 
 
 def main() -> int:
-    """Tries the mutants; 1 if one survives that is not known, or a known one does no longer."""
+    """Tries the mutants; 1 if one survives that is not known."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, help="how many of the mutants, at random")
     parser.add_argument("--seed", type=int, default=0)

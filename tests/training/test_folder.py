@@ -179,7 +179,8 @@ def test_a_start_that_was_killed_can_be_made_again(begun, opening, left):
     for path in begun.iterdir():
         if path.name not in (*left, "lock"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (begun / ".config.py.ab.new").touch()
+    for name in (".config.py.ab.new", "stacks-0.txt"):
+        (begun / name).touch()
     assert not folder.resumable(begun)
     opening(resume=False)
     assert folder.reopen(begun).steps == 6
