@@ -33,7 +33,12 @@ TESTS = {
     "storage.py": ["training/test_storage.py"],
     "distributed.py": ["training/test_distributed.py", "training/test_shares.py"],
     "training/checkpoint.py": ["training/test_checkpoint.py", "training/test_resume.py"],
-    "training/folder.py": ["training/test_folder.py"],
+    "training/folder.py": [
+        "training/test_folder.py",
+        "training/test_resume.py",
+        "training/test_commands.py",
+        "training/test_evaluate.py",
+    ],
     "training/record.py": ["training/test_folder.py"],
     "training/leaving.py": ["training/test_leaving.py", "training/test_checkpoint.py"],
     "rollouts/vllm/sync.py": ["rollouts/test_sync.py"],

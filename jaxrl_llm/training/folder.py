@@ -129,7 +129,6 @@ def _start(
 ) -> None:
     """Writes the files of a new run; run.json last, because it marks the folder as a run."""
     run = record.new(source, origin, given)
-    (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
     described = {
         "config.json": hf.hf_config(parts.shape, "float32"),
