@@ -310,7 +310,6 @@ class _Mirror:
         for name in sorted(self._list(under), key=_rank, reverse=True):
             with suppress(FileNotFoundError):
                 self._try(lambda n=name: self._objects.rm_file(self._path(n)))
-            self._same.pop(name, None)
 
     # The lease: numbered objects, each created by one process; the highest number is the writer. To
     # succeed a dead writer, create the next number: only one process can. None writes to another's

@@ -24,30 +24,21 @@ class Clock:
     """Seconds by phase; nested phases count for the innermost, and compiling for "compile".
 
     Used by one thread, and hears of compiling within its `with` block; other threads may call `beat`
-    and `limit`, and read `now`. `spent` are the seconds of the run's earlier sessions by phase,
-    without the seconds `lost` with steps that have to be made again; `since` is when this session
-    started, by `time.perf_counter`. The time between phases is "other".
+    and `limit`, and read `now`. The time between phases is "other"; before `begin` it is "start", from
+    `since` on (by `time.perf_counter`), if that is given.
     """
 
-    def __init__(
-        self,
-        spent: Mapping[str, float] | None = None,
-        *,
-        lost: float = 0.0,
-        since: float | None = None,
-    ):
-        self._spent = defaultdict[str, float](float, spent or {})
+    def __init__(self, *, since: float | None = None):
+        self._spent = defaultdict[str, float](float)
         self._found = defaultdict[str, float](float)
         self._before: dict[str, float] = {}  # `_found` when the step began
-        self._turned = time.perf_counter()
-        if lost:
-            self._found["lost"] = lost
+        self._turned = self._beaten = time.perf_counter()
+        self._between = "other"
         if since is not None:
-            self._found["start"] = self._turned - since
+            self._found["start"], self._between = self._turned - since, "start"
         self._open: list[str] = []
         self._longest: dict[str, float] = {}
         self._thread = threading.get_ident()
-        self.now: tuple[str, float] = ("start", time.monotonic())
 
     def __enter__(self) -> Self:
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -56,26 +47,40 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
+    def begin(self, spent: Mapping[str, float], *, lost: float = 0.0) -> None:
+        """Ends the start. `spent` are the seconds of the run's earlier sessions by phase.
+
+        `lost` are those of steps that have to be made again, which are not in `spent`.
+        """
+        self._turn()
+        self._between = "other"
+        self._spent.update(spent)
+        if lost:
+            self._found["lost"] = lost
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Counts the time of the block for a phase."""
         self._turn()
         self._open.append(phase)
-        self.now = (phase, time.monotonic())
         try:
             yield
         finally:
             self._turn()
             self._open.pop()
-            self.now = (self._open[-1] if self._open else "other", time.monotonic())
+
+    @property
+    def now(self) -> tuple[str, float]:
+        """The present phase, and when something was last done in it."""
+        return self._phase, max(self._turned, self._beaten)
 
     def beat(self) -> None:
         """Something was done in the phase: a longer wait begins anew. Callable from any thread."""
-        self.now = (self.now[0], time.monotonic())
+        self._beaten = time.perf_counter()
 
     def limit(self, least: float, factor: float) -> float:
         """Seconds without progress after which the present phase counts as stalled."""
-        longest = self._longest.get(self.now[0])
+        longest = self._longest.get(self._phase)
         return FIRST * least if longest is None else max(least, factor * longest)
 
     def restart(self) -> None:
@@ -114,10 +119,13 @@ class Clock:
         shares = [f"{NAMES.get(name, name)} {whole[name] / total:.0%}" for name in large[::-1]]
         return f"{duration(total)} in all: {', '.join(shares)}"
 
+    @property
+    def _phase(self) -> str:
+        return [self._between, *self._open][-1]  # in one step: another thread may ask meanwhile
+
     def _turn(self) -> None:
         """Counts the time since the last turn for the innermost phase."""
-        now = time.perf_counter()
-        phase = self._open[-1] if self._open else "other"
+        now, phase = time.perf_counter(), self._phase
         self._found[phase] += now - self._turned
         self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._turned)
         self._turned = now
@@ -125,7 +133,7 @@ class Clock:
     def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILING and threading.get_ident() == self._thread:
             self._found["compile"] += duration_secs
-            self._found[self._open[-1] if self._open else "other"] -= duration_secs
+            self._found[self._phase] -= duration_secs
 
 
 def spent(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -116,7 +116,7 @@ def _require_new(folder: Path) -> None:
     there = {path.name for path in folder.iterdir()} if folder.exists() else set()
     begun = storage.LOCK in there or not storage.shared(folder)  # by a killed process
     left = there - ({storage.LOCK, CONFIG, FILES, MODEL} if begun else set())
-    if any(not re.fullmatch(r"\..*\.new", name) for name in left):
+    if any(not re.fullmatch(r"\..*\.new|stacks-\d+\.txt", name) for name in left):
         raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
 
 
@@ -129,7 +129,6 @@ def _start(
 ) -> None:
     """Writes the files of a new run; run.json last, because it marks the folder as a run."""
     run = record.new(source, origin, given)
-    (folder / MODEL).mkdir(exist_ok=True)
     parts.tokenizer.save(folder / MODEL)
     described = {
         "config.json": families.config_of(parts.shape, "float32"),

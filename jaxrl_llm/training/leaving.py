@@ -24,7 +24,8 @@ from jaxrl_llm.errors import Leaving, UserError
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
-LEAST, FACTOR = 600.0, 10.0  # seconds without progress, and times the longest so far
+# seconds without progress, more than buckets and servers are waited for; times the longest so far
+LEAST, FACTOR = 1200.0, 10.0
 LOOK = 1.0  # seconds between two looks at the progress
 WRITING = 10.0  # seconds that writing stacks may take; then they are printed
 UNFINISHED = 75  # exit code of a run that was asked to stop before its end: resume it
@@ -78,7 +79,8 @@ class Stop:
 class Progress(Protocol):
     """What a watch reads: the present phase with the time of its last progress, and its limit."""
 
-    now: tuple[str, float]
+    @property
+    def now(self) -> tuple[str, float]: ...
 
     def limit(self, least: float, factor: float) -> float: ...
 

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,30 +59,33 @@ def train(
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     begun_at = time.perf_counter()
-    folder = folders.at(out)
-    if resume is not False and folders.resumable(folder):
-        config = folders.pinned(folder, config)
-    made = parts(config, data)
-    if source is not None:  # making the task ran its file
-        ran = userfile.ran(but=source.path)
-        source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
-    divided = splits(made, config)
-    _describe(made, divided, console)
-    first = config.warm_start.steps if config.warm_start else 0
-    resuming = distributed.from_first(
-        lambda: folders.resumable(folder) if resume == "auto" else resume is not False
-    )
-    begun = folders.origin(folder, origin, resuming)
-    earlier = None if isinstance(resume, (bool, str)) else resume
-    if resuming and earlier is None:
-        folders.require_at_most(folder, first, config.steps)
-    if begun is not None and not folders.checkpoints(folder).steps:
-        folders.require_warm_start(begun, made, first)
-    given = {"the data of the task": divided.checksum, **made.given, **modules()}
-    stop.save_seconds = 60 * config.save_minutes or math.inf
-    stop.stacks = folder / f"stacks-{distributed.index()}.txt"
-    try:
-        with ExitStack() as stack:
+    clock, (least, factor) = Clock(since=begun_at), stall
+    stalled = partial(distributed.stalled, stop=stop)
+    with clock, watched(clock, least=least, factor=factor, stalled=stalled):
+        folder = folders.at(out)
+        if resume is not False and folders.resumable(folder):
+            config = folders.pinned(folder, config)
+        made = parts(config, data)
+        if source is not None:  # making the task ran its file
+            ran = userfile.ran(but=source.path)
+            source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
+        divided = splits(made, config)
+        _describe(made, divided, console)
+        first = config.warm_start.steps if config.warm_start else 0
+        resuming = distributed.from_first(
+            lambda: folders.resumable(folder) if resume == "auto" else resume is not False
+        )
+        begun = folders.origin(folder, origin, resuming)
+        earlier = None if isinstance(resume, (bool, str)) else resume
+        if resuming and earlier is None:
+            folders.require_at_most(folder, first, config.steps)
+        if begun is not None and not folders.checkpoints(folder).steps:
+            folders.require_warm_start(begun, made, first)
+        given = {"the data of the task": divided.checksum, **made.given, **modules()}
+        stop.save_seconds = 60 * config.save_minutes or math.inf
+        if storage.shared(folder):  # a mirror goes with its process
+            stop.stacks = folder / f"stacks-{distributed.index()}.txt"
+        with _told(folder, console), ExitStack() as stack:
             if distributed.first():
                 stack.enter_context(
                     folders.opened(folder, made, source, given, resume=resuming, origin=begun)
@@ -108,10 +111,7 @@ def train(
             known = journal.records
             journal.start(after=-1 if start is None else start.step)
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
-            clock = stack.enter_context(Clock(kept, lost=lost, since=begun_at))
-            stalled = partial(distributed.stalled, stop=stop)
-            least, factor = stall
-            stack.enter_context(watched(clock, least=least, factor=factor, stalled=stalled))
+            clock.begin(kept, lost=lost)
 
             if start is None and distributed.first():
                 _try_reward(config, made, divided.train[0], journal, stop)
@@ -166,6 +166,14 @@ def train(
             journal.say(clock.in_words())
             if distributed.first():
                 _summarise(config, folder, tested, checkpoints.best, journal)
+        return folder
+
+
+@contextmanager
+def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
+    """For the block, says where a run that leaves is saved, and that its folder cannot be written to."""
+    try:
+        yield
     except Leaving:
         known = folders.checkpoints(folder).steps
         saved = f"stopped and saved in {storage.spoken(folder)}; go on with --resume"
@@ -176,7 +184,6 @@ def train(
             f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
             "--resume"
         ) from error
-    return folder
 
 
 def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos import proxy
-from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
+from tests.chaos.scene import STALL, Finding, Scene, Undisturbed, checkpoints
 from tests.processes import kill
 from tests.training.process import steady
 
@@ -19,6 +19,7 @@ NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
 FOREVER = 10**9
 OFTEN = (1, 3, FOREVER)
 SHORT = ("--patience", "8")
+REWARDS = 40  # in a run, at least
 Act = Callable[[Scene, random.Random, Undisturbed], str]
 Backup = dict[Path, bytes]
 
@@ -92,6 +93,34 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     stuck = ", SIGTERM" if scene.status is None else ""
     scene.signal(signal.SIGTERM)
     return f"operation {after} by {seconds / 3600:+.1f} h{stuck}"
+
+
+# Hanging.
+
+
+def hung(where: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The main thread waits for ever at a moment of the run, or in a reward; or all who use the disk do."""
+    if where == "disk":
+        first = whole.operation(draw)
+        scene.start(first, first + FOREVER, -2, -1, 0, flags=STALL)
+        moment = f"operation {first} of {whole.operations}"
+    else:
+        hang = ("reward", draw.randrange(REWARDS)) if where == "reward" else whole.moment(draw)
+        scene.start(flags=STALL, hang=hang)
+        moment = f"{hang[0]} {hang[1]}"
+    scene.until()
+    scene.flags = scene.flags[: -len(STALL)]
+    return f"{moment}, {scene.stalled()}"
+
+
+def hung_and_told(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The main thread waits for ever; it is told to leave."""
+    name, before = whole.moment(draw)
+    scene.start(flags=("--grace", "3"), hang=(name, before))
+    scene.until(lambda: scene.moments().count(name) > before)
+    scene.signal(signal.SIGTERM)
+    scene.until(within=30.0)
+    return f"{name} {before}"
 
 
 # The disk.
@@ -194,6 +223,15 @@ def server_signalled(
     return f"{moment}, {len(chosen)} processes"
 
 
+def stopped_for_good(victims: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The server, or its keeper, stands still and never goes on."""
+    scene.start(flags=SHORT)
+    moment = scene.wait_for(draw, whole)
+    kill(chosen := _pids(scene, keeper=victims == "keeper"), signal.SIGSTOP)
+    scene.until()
+    return f"{moment}, {len(chosen)} processes"
+
+
 def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The file of the server's socket is removed, and the server killed a little later."""
     scene.start()
@@ -277,6 +315,10 @@ FAULTS: dict[str, Fault] = {
     "stands still": Fault(NATIVE, paused),
     "second trainer": Fault(NATIVE, joined),
     "clock jumps": Fault(NATIVE, jumped),
+    "hangs": Fault(NATIVE, partial(hung, "moment")),
+    "reward hangs": Fault(NATIVE, partial(hung, "reward")),
+    "disk blocks": Fault(NATIVE, partial(hung, "disk")),
+    "SIGTERM while it hangs": Fault(NATIVE, hung_and_told),
     "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),
     "disk full once": Fault(NATIVE, partial(failing, errno.ENOSPC, 1)),
     "disk error": Fault(NATIVE, partial(failing, errno.EIO, FOREVER)),
@@ -292,6 +334,9 @@ FAULTS: dict[str, Fault] = {
         OWN, partial(server_signalled, signal.SIGKILL, "keeper trainer")
     ),
     "server stands still": Fault(OWN, partial(server_signalled, signal.SIGSTOP, "server")),
+    "server stops for good": Fault(OWN, partial(stopped_for_good, "server")),
+    "keeper stops for good": Fault(OWN, partial(stopped_for_good, "keeper")),
+    "hangs beside a server": Fault(OWN, partial(hung, "moment")),
     "socket removed": Fault(OWN, socket_removed),
     "server away": Fault(SERVED, away),
     "another trainer at the server": Fault(SERVED, replaced),

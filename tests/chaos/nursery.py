@@ -4,7 +4,8 @@
     {"poll": pid}       -> null while it runs, else its exit code, or minus the signal
 
 on standard input and output, a line of JSON each. What a run is started with: `arguments`, `log` (a file for its
-output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c).
+output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c),
+`hang` (a moment and how often it came before: there the main thread waits for ever).
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401
 from jaxrl_llm import storage
 from jaxrl_llm.cli.main import entry
 from jaxrl_llm.learning import imitate, update
+from jaxrl_llm.tasks import task
 from jaxrl_llm.training import checkpoint, run, stream
 from tests.chaos import small  # noqa: F401
 
@@ -36,17 +39,23 @@ MOMENTS = (
     (checkpoint.Checkpoints, "save", "save"),
     (run, "_test", "end"),
 )
+REWARD = (task, "_plain", "reward")  # in a reward, where SIGALRM would interrupt Python; not noted
 
 
-def watch(moments: str) -> None:
-    """Notes each moment as the run comes to it."""
+def watch(moments: str, hang: list[Any], shim: ctypes.CDLL) -> None:
+    """Notes each moment as the run comes to it; the one to `hang` in does not end."""
     checkpoint.WRITTEN = 20  # seconds: a checkpoint is small here
     noted = os.open(moments, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for owner, name, moment in MOMENTS:
+    met = Counter[str]()
+    for owner, name, moment in (*MOMENTS, REWARD):
         inner = getattr(owner, name)
 
         def watched(*args: Any, inner: Any = inner, moment: str = moment, **kwargs: Any) -> Any:
-            os.write(noted, f"{moment}\n".encode())
+            if moment != "reward":
+                os.write(noted, f"{moment}\n".encode())
+            if [moment, met[moment]] == hang:
+                shim.chaos_block()
+            met[moment] += 1
             return inner(*args, **kwargs)
 
         setattr(owner, name, watched)
@@ -63,7 +72,7 @@ def become(request: dict[str, Any], shim: ctypes.CDLL) -> None:
         os.dup2(there, number)
     faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where
     os.environ.update(request["environment"])
-    watch(request["moments"])
+    watch(request["moments"], request["hang"], shim)
     where, *numbers = request["arm"]
     shim.chaos_arm(where.encode(), *map(ctypes.c_long, numbers))
     sys.argv = ["jaxrl-llm", *request["arguments"]]

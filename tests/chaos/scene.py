@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.training import journal
-from jaxrl_llm.training.leaving import UNFINISHED
+from jaxrl_llm.training import leaving
 from tests.chaos.proxy import Proxy
 from tests.processes import QUICKLY, kill
 from tests.training.process import ROOT
 
 CONFIG = ROOT / "tests" / "chaos" / "small.py"
 MEASURED = ("time/", "sync/")  # by clocks, and on the way to a server
-MARK = "CHAOS_TRIAL"
+MARK = (
+    "VLLM_CHAOS_TRIAL"  # in the environment of all, for a server too: of others it gets no variable
+)
+STALLED = re.compile(r"no progress in the phase \w+ for (\d+) s")
+STALL = ("--stall-minutes", "0.07", "--stall-factor", "3")  # for runs that are made to hang
 LEADER = (
     "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
 )
@@ -94,6 +99,11 @@ class Undisturbed:
         """One of its operations on files; nearly the same where a run has had a few more or less."""
         return int(draw.random() * self.operations)
 
+    def moment(self, draw: random.Random, first: int = 1) -> tuple[str, int]:
+        """One of its moments, from the `first` on, and how often it came before."""
+        place = draw.randrange(first, len(self.moments))
+        return self.moments[place], self.moments[:place].count(self.moments[place])
+
 
 @dataclass
 class Scene:
@@ -115,8 +125,10 @@ class Scene:
         self.folder.mkdir(parents=True)
         self.out: Path | str = self.folder / "run"
 
-    def start(self, *arm: int, flags: tuple[str, ...] = ()) -> None:
-        """Starts the run, or resumes it; `arm` is what shim.c is to do."""
+    def start(
+        self, *arm: int, flags: tuple[str, ...] = (), hang: tuple[str, int] | tuple[()] = ()
+    ) -> None:
+        """Starts the run, or resumes it; `arm` is what shim.c is to do, `hang` what nursery.py is to."""
         self.started += 1
         self.flags += flags
         where = ["--out", str(self.out), "--resume", "auto"]
@@ -127,6 +139,7 @@ class Scene:
             moments=str(self._moments),
             environment=own | self.environment,
             arm=[str(self.out), *(arm or (-1, -1, 0, -1, 0))],
+            hang=hang,
         )
 
     @property
@@ -186,7 +199,7 @@ class Scene:
         if "Traceback" in text or "Fatal Python" in text:
             raise Finding(f"traceback: {text[text.find('Traceback') :][-600:]}")
         lines = [line for line in text.splitlines() if line.startswith("jaxrl-llm: ")]
-        if status in (0, UNFINISHED):
+        if status in (0, leaving.UNFINISHED, leaving.STALLED):
             return "stopped" if status or lines else "completed"
         if (status in (1, 2) and len(lines) == 1) or (status == -signal.SIGABRT and LEADER in text):
             return "a line"
@@ -196,6 +209,16 @@ class Scene:
         if ended_by in self.told and (at_once or status == 130 or before_or_after):
             return "killed"  # before a run and after it other signals end it too, as they do any program
         raise Finding(f"traceback: exit code {status} of {self.folder.name}, said {text[-500:]!r}")
+
+    def stalled(self, index: int = 0) -> str:
+        """How long the run stood still before its watch ended it; a Finding without the stacks."""
+        if self.status != leaving.STALLED or not (found := STALLED.search(self.line())):
+            return "it was not stalled"
+        stacks = Path(self.out) / f"stacks-{index}.txt"
+        text = stacks.read_text() if f"are in {stacks}" in self.line() else self.said
+        if "most recent call first" not in text:
+            raise Finding(f"no stacks: {self.line()}")
+        return f"stood still for {found[1]} s"
 
     def line(self) -> str:
         """What the run said at its end."""

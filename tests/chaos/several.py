@@ -1,9 +1,9 @@
 """`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, one of which is lost.
 
-At a random moment one process, each in its turn, is killed, told to leave, stands still, or finds its disk full;
-with --bucket the run lies in a bucket, whose network may be cut for half a minute. All must end within the bound,
-with a line that says why, and a restart must end bit for bit as the undisturbed job; nothing may be left. The
-number of a fault decides its kind and its victim.
+At a random moment one process, each in its turn, is killed, told to leave, stands still, hangs while its heart
+beats, or finds its disk full or blocked; with --bucket the run lies in a bucket, whose network may be cut for half
+a minute. All must end within the bound, with a line that says why, and a restart must end bit for bit as the
+undisturbed job; nothing may be left. The number of a fault decides its kind and its victim.
 """
 
 import argparse
@@ -22,7 +22,16 @@ from pathlib import Path
 
 from jaxrl_llm import storage
 from tests.chaos.faults import FOREVER
-from tests.chaos.scene import Finding, Nursery, Record, Scene, Undisturbed, difference, recorded
+from tests.chaos.scene import (
+    STALL,
+    Finding,
+    Nursery,
+    Record,
+    Scene,
+    Undisturbed,
+    difference,
+    recorded,
+)
 from tests.chaos.trial import RESUMES, Trial, report
 from tests.training import s3
 from tests.training.conftest import forget
@@ -34,6 +43,7 @@ SLACK = 30.0  # seconds to end in, once it is known that one is lost
 MEETING = 300.0  # seconds that processes wait for one another
 GRACE = 60.0  # seconds that leaving may take
 CUT = 30.0
+HANGING = 90.0  # seconds to end in, once one hangs: 25 until its watch sees it, and until all know
 
 
 @dataclass
@@ -44,13 +54,17 @@ class Job:
     out: str
     wire: s3.Wire | None
 
-    def start(self, victim: int = 0, arm: tuple[int, ...] = ()) -> None:
-        """Starts all, or resumes them; `arm` is what shim.c is to do to one."""
+    def start(
+        self, victim: int = 0, arm: tuple[int, ...] = (), *, stall: bool = False,
+        hang: tuple[str, int] | tuple[()] = (),
+    ) -> None:  # fmt: skip
+        """Starts all, or resumes them; `arm` is what shim.c is to do to one, or where it is to `hang`."""
         where = f"127.0.0.1:{port()}"
         for i, one in enumerate(self.members):
             one.told = ()
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
-            one.start(*(arm if i == victim else ()))
+            mine = i == victim
+            one.start(*(arm if mine else ()), flags=STALL * stall, hang=hang if mine else ())
 
     def missed(self) -> float:
         """Seconds in which a process that is gone is missed by the others; it is later where they have not met."""
@@ -74,7 +88,8 @@ class Job:
         here = storage.local(self.out)
         found = [p.relative_to(here).parts for p in here.rglob("*") if p.is_file()]
         names = {"/".join(parts[: 1 + (parts[0] == "checkpoints")]) for parts in found}
-        return recorded(here), names - {storage.LOCK}
+        stacks = {name for name in names if name.startswith("stacks-")}
+        return recorded(here), names - {storage.LOCK} - stacks
 
     def require_none_left(self, finished: bool) -> None:
         """A Finding if processes are left, or after a job that ended well the copy of a bucket."""
@@ -144,6 +159,24 @@ def still(job: Job, victim: int) -> list[str]:
     return job.ends(LOST + SLACK)
 
 
+def stopped(job: Job, victim: int) -> list[str]:
+    """A process stands still for good: the others end, and whoever started it kills it."""
+    job.members[victim].told = (signal.SIGKILL,)
+    job.members[victim].signal(signal.SIGSTOP)
+    ends = job.ends(job.missed(), but=victim)
+    job.members[victim].signal(signal.SIGKILL)
+    return [*ends, job.members[victim].end()]
+
+
+def hung(job: Job, victim: int, seconds: float) -> list[str]:
+    """A process makes no progress any more, while its heart beats: all end, one of them with its stacks."""
+    ends = job.ends(HANGING + 3 * seconds)
+    said = [one.stalled(i) for i, one in enumerate(job.members)]
+    if "stopped" in ends and not any(words.startswith("stood") for words in said):
+        raise Finding(f"no watch has ended process {victim}: {job.line()}")
+    return ends
+
+
 def offline(job: Job, victim: int) -> list[str]:
     """Nobody reaches the bucket for a while."""
     del victim
@@ -155,12 +188,16 @@ def offline(job: Job, victim: int) -> list[str]:
 
 
 ACTS: dict[str, Callable[[Job, int], list[str]]] = {
-    "kill -9": killed, "SIGTERM": told, "stands still": still, "network cut": offline,
+    "kill -9": killed, "SIGTERM": told, "stands still": still, "stops for good": stopped, "network cut": offline,
 }  # fmt: skip
 # operations on files for which there is no room, from a random one on
 FULL = {"disk full": FOREVER, "disk full once": 0}
-FOLDER = ("kill -9", "SIGTERM", "disk full", "kill -9", "SIGTERM", "stands still", "disk full once")
-BUCKET = ("kill -9", "SIGTERM", "network cut")
+HANGS = ("hangs", "disk blocks")
+FOLDER = (
+    "kill -9", "SIGTERM", "disk full", "hangs", "kill -9", "disk blocks", "SIGTERM", "stands still", "hangs",
+    "disk full once", "stops for good",
+)  # fmt: skip
+BUCKET = ("kill -9", "SIGTERM", "network cut", "hangs")
 
 
 def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
@@ -178,6 +215,12 @@ def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
             one.moment = f"operation {first}"
             job.start(victim, (first, first + FULL[kind], errno.ENOSPC, -1, 0))
             ends = job.ends(3 * whole.seconds + 60 + LOST + SLACK)
+        elif kind in HANGS:
+            hang, arm = whole.moment(draw, 0), (whole.operation(draw), FOREVER, -2, -1, 0)
+            one.moment = f"{hang[0]} {hang[1]}" if kind == "hangs" else f"operation {arm[0]}"
+            how = {"hang": hang} if kind == "hangs" else {"arm": arm}
+            job.start(victim, stall=True, **how)
+            ends = hung(job, victim, whole.seconds)
         else:
             job.start()
             one.moment = job.members[victim].wait_for(draw, whole)
@@ -195,8 +238,9 @@ def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:
 def settled(stage: Stage, job: Job, ends: list[str]) -> str:
     """Restarts all until the run is complete, and compares it; how it ended, in a word or two."""
     first = " and ".join(dict.fromkeys(sorted(ends)))
+    stalled = "no progress" in "".join(one.line() for one in job.members)
     for _ in range(RESUMES):
-        job.require_none_left(finished={*ends} <= {"completed", "stopped"})
+        job.require_none_left(finished={*ends} <= {"completed", "stopped"} and not stalled)
         if {*ends} == {"completed"}:
             break
         job.start()
@@ -220,7 +264,7 @@ def main() -> None:
     parser.add_argument(
         "--bucket", action="store_true", help="the run lies in one, on this machine"
     )
-    parser.add_argument("--only", choices=[*ACTS, *FULL], help="a kind of fault")
+    parser.add_argument("--only", choices=[*ACTS, *FULL, *HANGS], help="a kind of fault")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     scratch = Path(tempfile.mkdtemp(prefix="several-"))

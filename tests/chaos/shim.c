@@ -1,4 +1,4 @@
-// Preloaded into a run: faults of the disk, death and a jumping clock at the n-th operation on the files of a folder.
+// Preloaded into a run: faults of the disk, waiting for ever, death and a jumping clock at the n-th operation on the files of a folder.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,7 +17,7 @@
 
 static char folder[PATH_MAX];
 static long at = -1, last = -1;   // the operations from `at` up to `last` fail
-static int code;                  // their errno; -1: kill -9, after half of a write
+static int code;                  // their errno; -1: kill -9, after half of a write; -2: they never return
 static atomic_long count;
 static long jump_after = -1;      // operations until the clock jumps
 static long jump;                 // by so many seconds
@@ -26,6 +26,11 @@ static long jump;                 // by so many seconds
 void chaos_arm(const char *where, long first, long final, int what, long clock_after, long seconds) {
     strncpy(folder, where, sizeof folder - 1);
     at = first, last = final, code = what, jump_after = clock_after, jump = seconds;
+}
+
+// As a file system whose server is gone, or a lock that is never released: signals change nothing.
+void chaos_block(void) {
+    for (;;) pause();
 }
 
 long chaos_count(void) { return atomic_load(&count); }
@@ -50,6 +55,7 @@ static int fails(int mine) {
     long number = atomic_fetch_add(&count, 1);
     if (at < 0 || number < at || number > last) return 0;
     if (code == -1) raise(SIGKILL);
+    if (code == -2) chaos_block();
     errno = code;
     return 1;
 }

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
-from tests.chaos.scene import checkpoints, difference, recorded
+from tests.chaos.scene import STALL, checkpoints, difference, recorded
 from tests.chaos.trial import Stage, trial
 from tests.training import s3
 
@@ -18,7 +18,15 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = ("second trainer", "clock jumps", "disk full", "disk error once", "killed while writing")
 # Tests of resuming, of checkpoints and of journals meet these in the fast tier.
-MORE = ("kill -9", "SIGTERM", "checkpoint flipped", "record flipped", "journal cut")
+MORE = (
+    "kill -9",
+    "SIGTERM",
+    "checkpoint flipped",
+    "record flipped",
+    "journal cut",
+    "reward hangs",
+    "disk blocks",
+)
 SPARING = """
 from dataclasses import replace
 from tests.chaos import small
@@ -57,11 +65,24 @@ def jobs(s3_port, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 4])  # a process killed, one told to leave, the network cut
+@pytest.mark.parametrize(
+    "seed", [1, 2, 4, 6]
+)  # one killed, one told to leave, the network cut, one hangs
 def test_a_fault_in_a_job_of_two_changes_no_number(jobs, seed, monkeypatch):
     monkeypatch.setattr(several, "CUT", 3.0)
     one = several.trial(jobs, seed)
     assert not one.finding, one.line()
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_before_it_has_written_anything_can_be_started_again(stage):
+    scene = stage.scene(NATIVE, "hangs")
+    scene.start(flags=STALL, hang=("start", 0))
+    scene.until()
+    assert scene.stalled().startswith("stood still")
+    assert [path.name for path in scene.out.iterdir()] == ["stacks-0.txt"]
+    scene.start()
+    assert scene.end() == "completed"
 
 
 def test_what_a_fault_has_changed_is_found(stage):

@@ -33,7 +33,8 @@ def test_a_step(now):
 
 def test_all_time_is_counted_once(now):
     """Nested phases, compiling within them, earlier sessions, and what was lost."""
-    clock = Clock({"update": 10.0, "evaluation": 5.0}, lost=20.0)
+    clock = Clock()
+    clock.begin({"update": 10.0, "evaluation": 5.0}, lost=20.0)
     with clock("evaluation"):
         now[0] += 1.0
         with clock("rollout"):
@@ -46,6 +47,17 @@ def test_all_time_is_counted_once(now):
     assert clock.in_words() == (
         "41 s in all: lost to restarts 49%, update 24%, evaluation 22%, compiling 4%, rollout 1%"
     )
+
+
+def test_what_comes_before_a_run_is_its_start(now):
+    clock = Clock(since=-3.0)
+    now[0] += 2.0
+    assert clock.now[0] == "start"
+    clock.begin({})
+    now[0] += 1.0
+    assert clock.now[0] == "other"
+    figures = clock.lap()
+    assert (figures["time/start"], figures["time/other"]) == (5.0, 1.0)
 
 
 def test_limits_are_learned(now):

@@ -4,13 +4,14 @@ import importlib
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from jaxrl_llm import config, userfile
+from jaxrl_llm import config, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.training import folder, record
@@ -184,13 +185,38 @@ def test_a_run_that_has_saved_something_is_not_started_again(begun, opening):
     assert contents(begun) == before
 
 
+def test_a_run_without_a_checkpoint_has_no_policy(begun, made):
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        folder.params(begun, made)
+
+
+def test_a_folder_that_another_fills_meanwhile_is_refused(opening, tmp_path, monkeypatch):
+    """Between the first look and the lock."""
+    locked = storage.locked
+    monkeypatch.setattr(storage, "locked", lambda out: locked(written(out / "something").parent))
+    refused(opening, "is not empty and holds no run", tmp_path / "run", resume=False)
+
+
+def test_all_processes_have_to_see_the_folder_of_the_first(begun, tmp_path, monkeypatch):
+    identity, late = record.identity(begun), tmp_path / "late"
+    folder.wait_for(begun, identity)
+    with pytest.raises(UserError, match="is another folder here"):
+        folder.wait_for(begun, "another")
+    threading.Timer(0.2, shutil.copytree, (begun, late)).start()
+    folder.wait_for(late, identity)
+    monkeypatch.setattr(folder, "SHARED", 0.1)
+    with pytest.raises(UserError, match="is another folder here"):
+        folder.wait_for(tmp_path / "empty", identity)
+
+
 @pytest.mark.parametrize("left", [(), ("model",), ("model", "files", "config.py")])
 def test_a_start_that_was_killed_can_be_made_again(begun, opening, left):
     """run.json is written last."""
     for path in begun.iterdir():
         if path.name not in (*left, "lock"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (begun / ".config.py.ab.new").touch()
+    for name in (".config.py.ab.new", "stacks-0.txt"):
+        (begun / name).touch()
     assert not folder.resumable(begun)
     opening(resume=False)
     assert folder.reopen(begun).steps == 6

@@ -11,7 +11,9 @@ import time
 import pytest
 import rich.table
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import leaving, terminal
 from jaxrl_llm.training.leaving import Stop, stoppable
 
@@ -84,6 +86,16 @@ def test_a_timer_of_somebody_else_asks_nobody():
     assert rang
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_nothing_is_left_behind():
+    """No open pipe, and nothing that is told of signals."""
+    before = os.listdir("/proc/self/fd")
+    with stoppable(Stop()):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize(("name", "flag"), [("grace", "--grace"), ("minutes", "--max-minutes")])
 def test_times_are_numbers_from_0_on(name, flag, value):
@@ -96,13 +108,14 @@ def test_times_are_numbers_from_0_on(name, flag, value):
 
 BUSY = """
 import ctypes, os, signal, sys, time
-from jaxrl_llm.training.leaving import Stop, stoppable
+from jaxrl_llm.training import leaving
 grace, signals = float(sys.argv[1]), list(map(int, sys.argv[2:]))
-for number in signals:
+leaving.HURRY = 2.0 if signals == [2, 2] else 1000.0
+for number in filter(None, signals):
     signal.signal(number, signal.SIG_DFL)
-with stoppable(Stop(), grace=grace):
+with leaving.stoppable(stop := leaving.Stop(), grace=grace):
     for number in signals:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number) if number else stop.ask()
         time.sleep(0.2)
     ctypes.CDLL(None).sleep(60)  # no signal handler of Python ends a long program
 """
@@ -112,6 +125,7 @@ with stoppable(Stop(), grace=grace):
     ("grace", "signals", "code", "said"),
     [
         (0.2, [15], leaving.UNFINISHED, "more than 0.2 s"),
+        (0.2, [0], leaving.UNFINISHED, "more than 0.2 s"),  # asked by a thread
         (40, [2, 2], 130, ""),
         (0.5, [15, 1, 10], 75, "--resume"),
     ],
@@ -216,6 +230,11 @@ def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
     assert done.returncode == code
 
 
+def test_nothing_that_is_waited_for_counts_as_stalled():
+    """A bucket or a server that is away: these give up first, with their own line."""
+    assert max(storage.PATIENCE, Vllm.patience) < leaving.LEAST
+
+
 STALLING = """
 import sys, threading, time
 from pathlib import Path
@@ -251,4 +270,7 @@ def test_a_run_that_stalls_says_where_and_ends(tmp_path, blocked):
     )
     assert done.returncode == leaving.STALLED
     assert "no progress in the phase update" in done.stderr
-    assert "a_reward_that_never_ends" in (done.stderr if blocked else stacks.read_text())
+    assert ("a_reward_that_never_ends" in done.stderr) == blocked
+    assert (f"in {stacks}" in done.stderr) != blocked
+    if not blocked:
+        assert "a_reward_that_never_ends" in stacks.read_text()

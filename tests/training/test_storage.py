@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,52 @@ def test_a_failing_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
     storage.write(path, b"new")
     assert path.read_text() == "new"
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """What is synced to disk, in order: the name, and the content or the names in it by then."""
+    found, inner = [], os.fsync
+
+    def fsync(number):
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        found.append((path.name, sorted(os.listdir(path)) if path.is_dir() else path.read_text()))
+        inner(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@on_linux
+def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_name(tmp_path, synced):
+    storage.write(tmp_path / "x", "new")
+    (name, content), folder = synced
+    assert (name != "x", content) == (True, "new")
+    assert folder == (tmp_path.name, ["x"])
+
+
+@on_linux
+def test_a_tree_is_synced_with_all_its_names(tmp_path, synced):
+    fill(tmp_path / "a", "b/c", "d")
+    before = os.listdir("/proc/self/fd")
+    storage.sync_tree(tmp_path / "a")
+    assert {name for name, _ in synced} == {tmp_path.name, "a", "b", "c", "d"}
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)]
+)
+def test_only_a_system_that_cannot_sync_is_passed_over(tmp_path, monkeypatch, code, told):
+    def fsync(_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="no") if told else contextlib.nullcontext():
+        storage.sync(tmp_path)
 
 
 def test_a_file_has_the_permissions_that_are_asked_for(tmp_path):
@@ -143,9 +190,27 @@ def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(number)
         assert stat.S_IMODE((ours / storage.LOCK).stat().st_mode) == 0o600
+        with storage.temporary_folder(tmp_path):
+            assert ours.exists()
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="cannot make a folder"), storage.temporary_folder(folder):
         pass
+
+
+@on_linux
+def test_locks_of_temporary_folders_are_closed(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    folder_with(tmp_path)
+    with storage.temporary_folder(tmp_path):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_temporary_folder_stands_in_for_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "MEMORY", tmp_path)
+    assert storage.memory() == tmp_path
+    monkeypatch.setattr(storage, "MEMORY", tmp_path / "none")
+    assert storage.memory() == Path(tempfile.gettempdir())
 
 
 # Buckets.
@@ -296,7 +361,7 @@ def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch)
     threading.Timer(3, wire.mend).start()
     storage.push(here)
     assert time.monotonic() - start > 2.5
-    assert "does not answer" in caplog.text
+    assert caplog.text.count("does not answer") == 1
     assert [*objects(url)] == ["a"]
 
 
