@@ -41,8 +41,8 @@ class Pretrained:
     """
 
     name: str
-    chat: bool = False
     revision: str | None = None
+    chat: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -232,10 +232,16 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
 def _prompt_length(made: Parts, source: Source[E], i: int, name: str) -> int:
     with userfile.answering_for(f"{name} example {i} has no prompt"):
         prompt = made.task.prompt(source[i])
-        if not isinstance(prompt, (str, list, tuple)):
+        if not isinstance(prompt, str) and not _messages(prompt):
             kind = type(prompt).__name__
             raise TypeError(f"prompt() returned a {kind}, not a str or a list of messages")
     return len(made.tokenizer.prompt(prompt))
+
+
+def _messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    fine = lambda one: isinstance(one, Mapping) and {"role", "content"} <= one.keys()
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(fine, prompt))
 
 
 def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:

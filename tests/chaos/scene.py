@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.training import journal
-from jaxrl_llm.training import leaving
+from jaxrl_llm.training import journal, leaving
 from tests.chaos.proxy import Proxy
 from tests.processes import QUICKLY, kill
 from tests.training.process import ROOT

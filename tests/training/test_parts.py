@@ -23,7 +23,7 @@ CONFIG = quick.config()
 def made_of(train, test=(0,), *, longest=1000):
     """Parts whose prompts are as many tokens as they have digits."""
     task = SimpleNamespace(train=train, test=test, prompt=str)
-    tokenizer = SimpleNamespace(encode=lambda text: [0] * len(text))
+    tokenizer = SimpleNamespace(prompt=lambda text: [0] * len(text))
     return SimpleNamespace(
         task=task, tokenizer=tokenizer, shape=SimpleNamespace(max_length=longest)
     )
