@@ -6,8 +6,7 @@ import numpy as np
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
-from jaxrl_llm.models.tokenizer import as_text
-from jaxrl_llm.tasks.task import Demonstrator
+from jaxrl_llm.tasks.task import Demonstrator, as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import DATA, askable, parts, readable
 

@@ -10,9 +10,9 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
-from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import plan
+from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import parts, splits
 

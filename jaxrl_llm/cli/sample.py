@@ -7,8 +7,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import in_words
-from jaxrl_llm.models.tokenizer import Prompt, as_text
-from jaxrl_llm.tasks.task import score_responses
+from jaxrl_llm.tasks.task import Prompt, as_text, score_responses
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import DATA
 

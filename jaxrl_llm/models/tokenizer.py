@@ -9,7 +9,6 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
-Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
 
 
 class Tokenizer:
@@ -43,7 +42,7 @@ class Tokenizer:
                 f"the tokenizer cannot read {(words or [text])[0]!r}: {error}"
             ) from error
 
-    def prompt(self, given: Prompt) -> list[int]:
+    def prompt(self, given: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
         if isinstance(given, str) and not self._chat:
             return self.encode(given)
@@ -78,13 +77,6 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Writes the files that `load` reads."""
         self._inner.save_pretrained(folder)
-
-
-def as_text(prompt: Prompt) -> str:
-    """A prompt to be read: messages are paragraphs."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def load(folder: Path, *, chat: bool = False) -> Tokenizer:

@@ -18,10 +18,10 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import Leaving, UserError, first_line
-from jaxrl_llm.models.tokenizer import Prompt
 
 logger = logging.getLogger(__name__)
 
+Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
 E = TypeVar("E")
 E_co = TypeVar("E_co", covariant=True)
 E_contra = TypeVar("E_contra", contravariant=True)
@@ -33,6 +33,13 @@ class Source(Protocol[E_co]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> E_co: ...
+
+
+def as_text(prompt: Prompt) -> str:
+    """A prompt to be read: messages are paragraphs."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 @dataclass(frozen=True)

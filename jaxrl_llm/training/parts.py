@@ -22,7 +22,7 @@ from jaxrl_llm.models.policy import Policy, pretrained
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks.task import Mapped, Source, Task, check_members
+from jaxrl_llm.tasks.task import Mapped, Source, Task, as_text, check_members
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
@@ -170,8 +170,7 @@ def overlap(task: Task[Any], divided: Splits) -> str:
     Raises a UserError if all test prompts are trained on, for then the test says nothing.
     """
     train, validation, test = (
-        [tokenizer.as_text(task.prompt(source[i])) for i in range(len(source))]
-        for source in divided[:3]
+        [as_text(task.prompt(source[i])) for i in range(len(source))] for source in divided[:3]
     )
     known = set(train)
     seen = sum(prompt in known for prompt in test)

@@ -19,10 +19,9 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.tokenizer import as_text
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
-from jaxrl_llm.tasks.task import score_responses
+from jaxrl_llm.tasks.task import as_text, score_responses
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError

@@ -88,7 +88,9 @@ def scores(folder, shape=None, mesh=(1, 1, 1)):
     return np.asarray(logp), np.asarray(gradient["embed_tokens"]["weight"])
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 1), (2, 2, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
     want = np.load(folders / name / "found.npz")

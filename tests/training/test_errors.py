@@ -84,7 +84,8 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "task=lambda folder: open('/nowhere'))", "the task cannot be made: "),
         (TASK + "def reward(self, e, r): return 0", "config: task: it has no 'prompt'"),
         (TASK + "def prompt(self, e): return 'a'\n  def rewards(self, e, r): return 0", "it has no 'reward'"),
-        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return [1]", "a list, not a str or a list of messages"),
+        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return [1]",
+         "not a str or a list of messages"),
         (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return e['q']",
          "training example 0 has no prompt: "),
         (TASK + "@property\n  def train(self): return 1 / 0\n  def reward(self, e, r): return 0\n"
