@@ -73,7 +73,7 @@ def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, mo
     assert not any(tmp_path.iterdir())
 
 
-QUICK = ("h100x4, fsdp 4, packed", "h100x4, fsdp 4, sampling", "v5e-4, fsdp 4, packed")
+QUICK = ("h100x4, fsdp 4, packed", "v5e-4, fsdp 4, packed")
 LONG = tuple({*SMALL} - {*QUICK})
 
 

@@ -200,7 +200,8 @@ def test_sampling_out_of_range_is_an_error(bad):
         Sampling(**bad)
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [50])
 def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
     """Prompts of different lengths, token for token."""
     folder = peer.real_model(tmp_path / "model")
