@@ -214,7 +214,7 @@ def _types(name: str, layers: int, read: "_Reader") -> list[str]:
 def _rotary(name: str, family: Family, kind: str, read: "_Reader", window: int | None) -> LayerKind:
     """The kind of a layer that turns queries and keys."""
     inner = read.record("rope_parameters")
-    inner = inner.within(kind) if kind in inner.config else inner
+    inner = inner.record(kind) if kind in inner.config else inner
     local = name == "gemma3_text" and kind == SLIDING
     default, key = (1e4, "rope_local_base_freq") if local else (family.theta, "rope_theta")
     theta = read.number(key, inner.number("rope_theta", default, float), float)
@@ -277,28 +277,28 @@ class _Reader:
         self.require(isinstance(value, dict), f"{key} is {value!r}, not a record")
         return _Reader(value, self.where)
 
-    within = record
 
-
-def _preset(family: str, *sizes: Any, theta: float, eps: float = 1e-6, **other: Any) -> Shape:
+def _preset(family: str, *sizes: Any, kinds: tuple[LayerKind, ...], **other: Any) -> Shape:
     row = FAMILIES[family]
-    fields = {"kinds": (LayerKind(theta),), "biases": row.biases, **row.fixed, **other}
-    return Shape(*sizes, family=family, rms_norm_eps=eps, **fields)
+    return Shape(*sizes, family=family, kinds=kinds, biases=row.biases, **row.fixed, **other)
 
 
 def _qwen2_5(*sizes: int, vocab: int = 152_064, theta: float = 1e6, **other: Any) -> Shape:
-    return _preset("qwen2", vocab, *sizes, theta=theta, **other)
+    return _preset("qwen2", vocab, *sizes, kinds=(LayerKind(theta),), **other)
 
 
 def _qwen3(*sizes: int, **other: Any) -> Shape:
     size = None if sizes[0] == 128 * sizes[3] else 128
-    return _preset("qwen3", 151_936, *sizes, theta=1e6, head_size=size, max_length=40_960, **other)
+    kinds = (LayerKind(1e6),)
+    return _preset(
+        "qwen3", 151_936, *sizes, kinds=kinds, head_size=size, max_length=40_960, **other
+    )
 
 
 def _llama3(*sizes: int, factor: float, **other: Any) -> Shape:
     kinds = (LayerKind(5e5, None, factor, (1.0, 4.0, 8192)),)
     return _preset(
-        "llama", 128_256, *sizes, theta=5e5, kinds=kinds, eps=1e-5, max_length=131_072, **other
+        "llama", 128_256, *sizes, kinds=kinds, rms_norm_eps=1e-5, max_length=131_072, **other
     )
 
 
@@ -307,11 +307,11 @@ PRESETS = {
     "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab=151_936, tied=True, max_length=131_072),
     "Qwen2.5-3B": _qwen2_5(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
     "Qwen2.5-7B": _qwen2_5(3584, 18_944, 28, 28, 4, tied=False, max_length=131_072),
-    "Qwen2.5-14B": _qwen2_5(5120, 13_824, 48, 40, 8, tied=False, eps=1e-5, max_length=131_072),
-    "Qwen2.5-32B": _qwen2_5(5120, 27_648, 64, 40, 8, tied=False, eps=1e-5, max_length=131_072),
-    "Qwen2.5-72B": _qwen2_5(8192, 29_568, 80, 64, 8, tied=False, eps=1e-5, max_length=131_072),
+    "Qwen2.5-14B": _qwen2_5(5120, 13_824, 48, 40, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072),
+    "Qwen2.5-32B": _qwen2_5(5120, 27_648, 64, 40, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072),
+    "Qwen2.5-72B": _qwen2_5(8192, 29_568, 80, 64, 8, tied=False, rms_norm_eps=1e-5, max_length=131_072),
     "Qwen2.5-7B-Instruct-1M": _qwen2_5(
-        3584, 18_944, 28, 28, 4, tied=False, eps=1e-5, theta=1e7, max_length=1_010_000
+        3584, 18_944, 28, 28, 4, tied=False, rms_norm_eps=1e-5, theta=1e7, max_length=1_010_000
     ),
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, tied=True),
     "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8, tied=True),
@@ -323,10 +323,11 @@ PRESETS = {
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
     "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),
     "SmolLM2-135M": _preset(
-        "llama", 49_152, 576, 1536, 30, 9, 3, theta=1e5, eps=1e-5, tied=True, max_length=8192
+        "llama", 49_152, 576, 1536, 30, 9, 3, tied=True,
+        kinds=(LayerKind(1e5),), rms_norm_eps=1e-5, max_length=8192,
     ),
     "gemma-3-1b-it": _preset(
-        "gemma3_text", 262_144, 1152, 6912, 26, 4, 1, theta=1e6, tied=True, head_size=256, activation="gelu",
+        "gemma3_text", 262_144, 1152, 6912, 26, 4, 1, tied=True, head_size=256, activation="gelu",
         kinds=(*[LayerKind(1e4, 512)] * 5, LayerKind(1e6)),
     ),
 }  # fmt: skip

@@ -226,7 +226,7 @@ class Unrolled:
         model, layers = self._model(params)
         x, cache = model.embed(tokens), []
         ropes = model.ropes(_columns(tokens))
-        for layer, kind in zip(layers, _kinds(model), strict=True):
+        for layer, kind in zip(layers, model.shape.kind_of, strict=True):
             x, new = _prefill_layer(model, layer, x, ropes, kind)
             cache.append(_shard(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))))
         return cache
@@ -258,7 +258,7 @@ class Unrolled:
         model, layers = self._model(params)
         ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
         x = _embedded(model, token)
-        for layer, (k, v), kind in zip(layers, cache, _kinds(model), strict=True):
+        for layer, (k, v), kind in zip(layers, cache, model.shape.kind_of, strict=True):
             x, q, new_k, new_v = _token_qkv(layer, x, ropes[kind])
             k, v = _write(k, new_k, position), _write(v, new_v, position)
             x = layer.finish(x, _attend(q, k, v, position, firsts[kind])[:, None])
@@ -329,12 +329,6 @@ def _shard(cache):
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
     """The position of each token of right-padded prompts."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-
-
-def _kinds(model) -> list[int | None]:
-    """Which of the distinct kinds each layer is; None if all are the same."""
-    of = model.shape.kind_of
-    return [kind if len(model.shape.distinct) > 1 else None for kind in of]
 
 
 def _firsts(model, position: Int[Array, "S"]):

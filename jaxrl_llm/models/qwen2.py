@@ -288,12 +288,9 @@ class Qwen2(nnx.Module):
 
     def ropes(self, positions: Int[Array, "R L"]) -> "OfKind":
         """cos and sin of position * frequency, `[R,L,1,D/2]` each, by kind of layer."""
-        return OfKind([self._rope(positions, kind) for kind in self.shape.distinct])
-
-    def _rope(self, positions, kind: LayerKind):
-        angle = positions[..., None, None].astype(jnp.float32)
-        angle = angle * frequencies(kind, self.shape.head_dim // 2)[None, None, None]
-        return jnp.cos(angle), jnp.sin(angle)
+        at, half = positions[..., None, None].astype(jnp.float32), self.shape.head_dim // 2
+        angles = [at * frequencies(kind, half)[None, None, None] for kind in self.shape.distinct]
+        return OfKind([(jnp.cos(angle), jnp.sin(angle)) for angle in angles])
 
     def attend(self, q, k, v, segments, kind) -> Float[Array, "R L H D"]:
         """Attention in a layer of this kind, within its window."""
@@ -316,13 +313,15 @@ class Qwen2(nnx.Module):
 
 
 class OfKind:
-    """Arrays of one shape for each kind of layer; indexed by a number, a traced one, or None."""
+    """Arrays of one shape for each kind of layer; of a single one whatever is asked for."""
 
     def __init__(self, each: list[Any]):
-        self.all = each[0] if len(each) == 1 else jax.tree.map(lambda *x: jnp.stack(x), *each)
+        self._several = len(each) > 1
+        self._all = jax.tree.map(lambda *x: jnp.stack(x), *each) if self._several else each[0]
 
     def __getitem__(self, kind):
-        return self.all if kind is None else jax.tree.map(lambda x: x[kind], self.all)
+        """What belongs to a kind, a number that may be traced."""
+        return jax.tree.map(lambda x: x[kind], self._all) if self._several else self._all
 
 
 def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:

@@ -50,15 +50,13 @@ def train(
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
     `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
-    and keeps the later ones aside. `origin` is a run whose
-    warm start to use. `source` records how the config was made, for later commands. `stall`: the
-    process ends, with code 76, when a phase makes no progress for so many seconds, and so many
-    times as long as ever before. Raises Leaving, after saving, when `stop` is asked; a UserError
-    for faults outside the program.
+    and keeps the later ones aside. `origin` is a run whose warm start to use. `source` records how
+    the config was made, for later commands. `stall`: the process ends, with code 76, when a phase
+    makes no progress for so many seconds, and so many times as long as ever before. Raises Leaving,
+    after saving, when `stop` is asked; a UserError for faults outside the program.
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
-    begun_at = time.perf_counter()
-    clock, (least, factor) = Clock(since=begun_at), stall
+    clock, (least, factor) = Clock(since=time.perf_counter()), stall
     stalled = partial(distributed.stalled, stop=stop)
     with clock, watched(clock, least=least, factor=factor, stalled=stalled):
         folder = folders.at(out)
@@ -80,12 +78,12 @@ def train(
             folders.require_at_most(folder, first, config.steps)
         if begun is not None and not folders.checkpoints(folder).steps:
             folders.require_warm_start(begun, made, first)
-        given = {"the data of the task": divided.checksum, **made.given, **modules()}
         stop.save_seconds = 60 * config.save_minutes or math.inf
         if storage.shared(folder):  # a mirror goes with its process
             stop.stacks = folder / f"stacks-{distributed.index()}.txt"
         with _told(folder, console), ExitStack() as stack:
             if distributed.first():
+                given = {"the data of the task": divided.checksum, **made.given, **modules()}
                 stack.enter_context(
                     folders.opened(folder, made, source, given, resume=resuming, origin=begun)
                 )
