@@ -17,11 +17,12 @@ from typing import Literal
 
 import optax
 
-from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
+from jaxrl_llm.config import Config, Evaluation, Pretrained, Scratch, WarmStart
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import attention, qwen2
+from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.objectives import partition, recipes
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -89,6 +90,8 @@ def config(
     chatter: float = 0.0,
     people: Literal[3, 4] = 3,
     size: Literal["0.8M", "5M"] = "0.8M",
+    model: str = "",
+    lora: int = 0,
     vllm: str = "",
     look_ahead: bool = False,
     seed: int = 0,
@@ -112,6 +115,8 @@ def config(
         chatter: probability of a meaningless word after each word of a demonstration's thought.
         people: in a puzzle; with four the worked answers are about twice as long.
         size: parameters of the model.
+        model: folder of a model to begin with, as exported from a run, instead of a warm start.
+        lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
         vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or addresses of
             running servers, separated by commas.
         look_ahead: let vLLM sample the next batch during the update, with the weights before it.
@@ -119,6 +124,8 @@ def config(
     """
     if not 0 <= chatter < 1:
         raise UserError(f"--chatter {chatter:g}: a probability, from 0 on and below 1")
+    if lora and not model:
+        raise UserError(f"--lora {lora}: adapters need a --model to be trained beside")
     prompt_length, response_length = LENGTHS[people]
     if chatter:
         response_length = response_length * 10 // 7
@@ -136,7 +143,9 @@ def config(
     shape = SHAPES[size]
     return Config(
         task=partial(task, people=people),
-        model=Scratch(replace(shape, vocab_size=80) if chatter else shape, words),
+        model=Pretrained(model, lora=Lora(rank=lora, alpha=2.0 * lora) if lora else None)
+        if model
+        else Scratch(replace(shape, vocab_size=80) if chatter else shape, words),
         objective=objective,
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(**lengths, minibatches=minibatches, microbatches=32, pack=True),
@@ -151,7 +160,9 @@ def config(
         order=update.stage_major if stage_major else update.interleaved,
         ratios="sampler" if look_ahead and not objective.allows_for_staleness else "trainer",
         look_ahead=look_ahead,
-        warm_start=WarmStart(
+        warm_start=None
+        if model or not warm_steps
+        else WarmStart(
             steps=warm_steps,
             collate=Collator(**lengths, microbatches=8, pack=True),
             optimizer=optimizers.muon(

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -31,7 +31,8 @@ from jaxrl_llm.tasks.task import Task
 class Pretrained:
     """A model and its tokenizer, from a Hugging Face folder or hub name; families: docs/models.md.
 
-    With `chat` a prompt is what the user says, put into the model's chat template.
+    With `chat` a prompt is what the user says, put into the model's chat template. With `lora` its
+    weights stay as they are, in the precision of `Compute`, and adapters beside them are trained.
 
     `revision` is a commit, branch or tag at the hub (None: the newest; a resumed run takes the
     commit it began with, which is in its run.json).
@@ -43,6 +44,7 @@ class Pretrained:
     name: str
     revision: str | None = None
     chat: bool = False
+    lora: qwen2.Lora | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class WarmStart:
     collate: Collator
     optimizer: optax.GradientTransformation
     batch: int = 64
-    demonstration: Callable[[Any], str] | None = None
+    demonstration: Callable[[Any], str | Sequence[str]] | None = None
     evaluate_every: int = 0
 
     def __post_init__(self):
@@ -149,12 +151,13 @@ class Config:
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
     (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards. A response
-    whose reward raises, or takes `reward_seconds`, is unchecked: not learned from, and neither
-    right nor wrong; the run ends if more than `most_unchecked` of the last steps' responses are
-    unchecked.
+    whose reward, or a step of whose environment, raises or takes `reward_seconds`, is unchecked:
+    not learned from, and neither right nor wrong; the run ends if more than `most_unchecked` of the
+    last steps' responses are unchecked.
 
-    Samples are written every `show_samples_every` steps (0: never), checkpoints every `save_every`
-    steps, `save_minutes` after the last one (0: not by time) and at the end. Kept are the last
+    Samples are written every `show_samples_every` steps (0: never), and the numbers of each token of
+    a step's first `keep_tokens` groups, for `jaxrl-llm view`; checkpoints every `save_every` steps,
+    `save_minutes` after the last one (0: not by time) and at the end. Kept are the last
     `keep_checkpoints`, the newest and the best.
 
     Schedules in `optimizers` (by `scale_by_batches`) count batches; those in other optax
@@ -200,11 +203,12 @@ class Config:
     save_minutes: float = 0.0
     keep_checkpoints: int = 2
     show_samples_every: int = 20
+    keep_tokens: int = 2
     seed: int = 0
 
     def __post_init__(self):
         _check_types(self)
-        at_least(0, "config", self, "steps", "show_samples_every")
+        at_least(0, "config", self, "steps", "show_samples_every", "keep_tokens")
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:

@@ -63,10 +63,11 @@ class Response:
 def load(
     name: str | Path,
     *,
+    adapter: str | Path | None = None,
     mesh: Mesh | jax.sharding.Mesh | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Model:
-    """A Qwen2.5 model from a Hugging Face folder or hub name.
+    """A model from a Hugging Face folder or hub name, with an `adapter` of PEFT merged into it.
 
     `mesh` says how parameters are sharded (None: over all devices); each device reads only its own
     slices of the files. Parameters are kept in `dtype` and computed with in it. Raises a UserError
@@ -82,8 +83,12 @@ def load(
     if not isinstance(mesh, jax.sharding.Mesh):
         sizes = mesh or Mesh()
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=jnp.dtype(dtype)))
-    params = hf.load(folder, shape, sharding.param_shardings(shapes, mesh), dtype)
+    definition, _ = qwen2.graph(shape, qwen2.Compute(dtype=jnp.dtype(dtype)))
+    params = hf.load(folder, shape, mesh, dtype)
+    if adapter is not None:
+        from jaxrl_llm.models import lora
+
+        params = lora.merge(params, *lora.load(hf.resolve(adapter), shape, mesh))
     return Model(params, Policy(definition), words, shape, mesh)
 
 

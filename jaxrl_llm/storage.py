@@ -224,6 +224,15 @@ def push(path: Path) -> None:
         mirror.push(path)
 
 
+@contextmanager
+def sent(out: str) -> Iterator[Path]:
+    """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
+    where, _, name = out.rpartition("/")
+    path = local(where or ".") / name
+    yield path
+    push(path)
+
+
 def remove(folder: Path) -> None:
     """Removes a folder, here and in the bucket; when interrupted it never looks complete."""
     if mirror := _mirror_of(folder):

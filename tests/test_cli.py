@@ -27,6 +27,7 @@ def test_bench_compile_prints_the_table(capsys):
     [
         ([*SMALL, "--microbatches", "3"], "2 rows do not divide into 3 micro-batches"),
         (["bench", "update", "/nowhere"], "no model folder /nowhere"),
+        (["plot", "/nothing/here"], "there is no folder /nothing/here"),
         (["bench", "accelerator", "--models", "nothing"], "known are small, Qwen2.5-0.5B"),
         (
             [*SMALL, "--microbatches", "1", "--peer-python", "python"],

@@ -39,6 +39,12 @@ def test_every_config_builds(path):
     assert callable(made.task)
 
 
+@pytest.mark.parametrize("name", ["kk_tiny", "gym"])
+def test_a_warm_start_of_no_steps_is_none(name):
+    assert load(name).config(warm_steps=0).warm_start is None
+    assert load(name).config(warm_steps=1).warm_start.steps == 1
+
+
 @pytest.mark.parametrize("name", ["kk", "math", "kk_tiny"])
 @pytest.mark.parametrize("algo", ["grpo", "reinforce_plus_plus"])
 def test_the_grid_of_the_paper(name, algo):

@@ -7,6 +7,7 @@ import pathlib
 import re
 import shlex
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,7 +50,8 @@ def test_every_snippet_is_tested():
         "README.md": 2,
         "objectives.md": 3,
         "own-task.md": 1,
-        "models.md": 2,
+        "models.md": 3,
+        "environments.md": 2,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -60,8 +62,10 @@ def test_the_objective_has_two_stages(page):
 
 
 def test_a_shape_of_two_kinds_is_one_of_its_family():
-    space = run("models.md", 1, run("models.md", 0))
+    space = run("models.md", 0)
     assert space["model"].chat
+    space = run("models.md", 2, run("models.md", 1, space))
+    assert space["model"].lora.scale == 2.0
     again = families.shape_of(families.config_of(space["shape"], "float32"))
     assert (again.kind_of, again.head_dim) == ((0, 0, 0, 0, 0, 1), 32)
 
@@ -91,6 +95,30 @@ def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
     sampled = [r["accuracy"] for r in journal.read(tmp_path / "run") if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+
+
+@pytest.mark.slow
+def test_who_asks_learns_to_use_the_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asking.py").write_text(snippet("environments.md", 0))
+    main(["train", "asking.py", "--out", "run"])
+    assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
+    steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
+    first, last = (np.mean([r["accuracy"] for r in some]) for some in (steps[:5], steps[-10:]))
+    assert last > first + 0.15
+    assert steps[-1]["turns"] > 1.3
+
+
+def test_an_advantage_sees_turns():
+    late = run("environments.md", 1)["late_turns"]
+    seen = Seen(
+        mask=jnp.ones((2, 3), bool),
+        old_logp=jnp.zeros((2, 3)),
+        turn=jnp.asarray([[1, 1, 2], [1, 2, 3]]),
+    )
+    found = late(jnp.asarray([[1.0, 0.0]]), seen, gamma=0.5)
+    np.testing.assert_allclose(found[0] / found[0, -1], [0.5, 0.5, 1.0])
+    np.testing.assert_allclose(found[1] / found[1, -1], [0.25, 0.5, 1.0])
 
 
 def chat_model(folder):

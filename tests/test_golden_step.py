@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.learning import optimizers, update
-from jaxrl_llm.models import hf, logprobs, qwen2, sharding
+from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.objectives import factors, partition
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
@@ -43,8 +43,7 @@ def test_four_plans(mesh, micro, pack):
     mask, width = golden["mask"] > 0, golden["mask"].shape[1]
     shape, sizes = hf.load_shape(folder), MESHES[mesh]
     mesh = tiny.mesh_of(*sizes)
-    definition, shapes = qwen2.graph(shape)
-    shardings = sharding.param_shardings(shapes, mesh)
+    definition, _ = qwen2.graph(shape)
     policy = partial(logprobs.of_responses, definition, temperature=p["temperature"])
     collate = tiny.collator(
         minibatches=2, microbatches=micro, shards=sizes[0] * sizes[1], pack=pack
@@ -57,7 +56,7 @@ def test_four_plans(mesh, micro, pack):
     with jax.set_mesh(mesh):
         batch = update.place(collate(rollout), mesh)
         score, to_rows = update.make_score(policy), batch.layout.to_rows
-        old = score(hf.load(folder, shape, shardings), batch.inputs)
+        old = score(hf.load(folder, shape, mesh), batch.inputs)
         np.testing.assert_allclose(
             to_rows(old)[:, :width][mask], golden["old_logp"][mask], atol=1e-4
         )
@@ -65,7 +64,7 @@ def test_four_plans(mesh, micro, pack):
         ref = batch.layout.to_bins(jnp.pad(jnp.asarray(golden["ref_logp"]), tail))
         steps = {}
         for plan, (split, order) in PLANS.items():
-            state = update.init_state(hf.load(folder, shape, shardings), optimizer)
+            state = update.init_state(hf.load(folder, shape, mesh), optimizer)
             where = jax.tree.map(lambda x: x.sharding, state)
             if order not in steps:
                 steps[order] = update.make_train_step(

@@ -27,12 +27,12 @@ def credited_step(policy, params, batch, objective):
     return step, update.init_state(params, OPTIMIZER), credited
 
 
-def on_meshes(run, *, shape=tiny.SHAPE):
+def on_meshes(run):
     """What `run(policy, params, batch)` gives on one device and on eight."""
     for sizes in ((1, 1, 1), (2, 2, 2)):
         mesh = tiny.mesh_of(*sizes)
         with jax.set_mesh(mesh):
-            policy, params = tiny.policy(shape, mesh=mesh)
+            policy, params = tiny.policy(mesh=mesh)
             shards = sizes[0] * sizes[1]
             batch = update.place(tiny.collator(shards=shards)(tiny.rollout()), mesh)
             yield run(policy, params, batch)
@@ -173,40 +173,56 @@ def first_rows(seen):
     return jnp.stack([first, seen.mask & ~first])
 
 
+LOPTI = partial(partition.lopti, eta=0.01)  # tokens that no model knows have a hundredth or so
+SLOW = [  # a family, devices (data, fsdp, tensor), micro-batches, packed, loss, stages
+    ("qwen2", (1, 1, 1), 4, False, losses.clipped, first_rows),
+    ("qwen2", (1, 1, 1), 2, False, losses.gspo, first_rows),
+    *(
+        (family, sizes, micro, pack, losses.clipped, LOPTI)
+        for family in tiny.FAMILIES
+        for sizes, micro, pack in (
+            ((1, 1, 1), 2, True),
+            ((1, 8, 1), 1, True),
+            ((1, 1, 8), 1, False),  # which divides no heads
+            ((2, 2, 2), 2, True),
+        )
+    ),
+]
+
+
+@cache
+def in_one_piece(family, surrogate, split):
+    return cut(family, (1, 1, 1), 1, False, surrogate, split)
+
+
+def cut(family, sizes, micro, pack, surrogate, split):
+    """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches."""
+    mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
+    with jax.set_mesh(mesh):
+        policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh)
+        batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.rollout(3))
+        how = {"objective": tiny.objective(partition=split, surrogate=surrogate)}
+        how["optimizer"] = optax.sgd(1.0)
+        state, metrics = tiny.run_step(policy, params, update.place(batch, mesh), REWARD, **how)
+    return jax.tree.map(np.asarray, (state.params, metrics))
+
+
 @pytest.mark.parametrize(
-    ("micro", "pack", "surrogate"),
+    ("family", "sizes", "micro", "pack", "surrogate", "split"),
     [
-        (2, True, losses.clipped),
-        pytest.param(4, False, losses.clipped, marks=pytest.mark.slow),
-        pytest.param(2, False, losses.gspo, marks=pytest.mark.slow),
+        ("qwen2", (1, 1, 1), 2, True, losses.clipped, first_rows),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_micro_batches_do_not_change_the_step(micro, pack, surrogate):
-    """Nor what it reports, where those after the last of a stage are not computed."""
-    policy, params = tiny.policy()
-    rollout = tiny.rollout(3)
-    objective = tiny.objective(partition=first_rows, surrogate=surrogate)
-    run = partial(tiny.run_step, policy, reward=REWARD, objective=objective)
-    optimizer = optax.sgd(1.0)
-    whole, one = run(
-        params=jax.tree.map(jnp.copy, params), batch=tiny.collator()(rollout), optimizer=optimizer
-    )
-    batch = tiny.collator(microbatches=micro, pack=pack)(rollout)
-    split, many = run(params=params, batch=batch, optimizer=optimizer)
-    close(whole.params, split.params, atol=1e-5)
+def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrogate, split):
+    """Nor is what it reports, where micro-batches after the last of a stage are not computed."""
+    before, one = in_one_piece(family, surrogate, split)
+    after, many = cut(family, sizes, micro, pack, surrogate, split)
+    assert (one["share"] > 0).all()
+    # other rounding of the weights alone (noise of 6e-8) moves gemma3's gradients by 1.5e-5, qwen3's by 3e-7
+    close(before, after, atol=5e-5 if family == "gemma3" else 1e-5)
     for name, value in one.items():
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
-
-
-@pytest.mark.slow
-def test_sizes_that_do_not_divide_the_mesh():
-    """An odd vocabulary, 3 KV heads over 2 tensor shards: the same step as on one device."""
-    shape = tiny.shape(vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)
-    how = {"objective": tiny.objective(), "optimizer": optax.sgd(0.1)}
-    run = lambda policy, params, batch: tiny.run_step(policy, params, batch, REWARD, **how)
-    (one, a), (eight, b) = on_meshes(run, shape=shape)
-    close(one.params, eight.params, atol=1e-5)
-    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
 
 
 def test_parameters_and_optimizer_state_are_really_sharded():

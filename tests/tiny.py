@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import logprobs, qwen2, sharding
+from jaxrl_llm.models import families, logprobs, qwen2, sharding
+from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.rollouts.sampler import Rollout
 
@@ -28,6 +29,37 @@ SHAPE = qwen2.Shape(
 
 def shape(**changes):
     return dataclasses.replace(SHAPE, **changes)
+
+
+LLAMA3 = LayerKind(1e4, None, 8.0, (1.0, 4.0, 16))
+ALL = (*families.QKV, "o_proj")
+MOE = {"family": "qwen3_moe", "biases": (), "norms_of_heads": True, "tied": False}
+FAMILIES = {  # a shape of each, which has all that sets it apart
+    "qwen2": shape(kinds=(LayerKind(1e6), LayerKind(1e6, 5))),
+    "qwen2 of odd sizes": shape(
+        vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3, tied=False
+    ),
+    "qwen3": shape(family="qwen3", biases=(), norms_of_heads=True, head_size=32),
+    "qwen3 with biases": shape(family="qwen3", biases=ALL, norms_of_heads=True),
+    "qwen3_moe": shape(**MOE, mixture=Mixture(8, 2, 48), head_size=32),
+    "qwen3_moe of six": shape(**MOE, mixture=Mixture(6, 3, 40, rescaled=False)),
+    "llama": shape(family="llama", biases=(), kinds=(LLAMA3,), tied=False),
+    "llama with biases": shape(family="llama", biases=(*ALL, *families.MLP)),
+    "mistral": shape(family="mistral", biases=(), kinds=(LayerKind(1e4, 7),), tied=False),
+    "smollm3": shape(
+        family="smollm3", biases=(), kinds=(*[LayerKind(2e6)] * 3, LayerKind(None)), num_layers=5
+    ),
+    "exaone4": shape(
+        family="exaone4", biases=(), tied=False, num_layers=4,
+        kinds=(*[dataclasses.replace(LLAMA3, window=6)] * 2, LayerKind(None)),
+        **families.FAMILIES["exaone4"].fixed,
+    ),
+    "gemma3": shape(
+        family="gemma3_text", biases=(), query_scalar=48, activation="gelu", num_layers=4,
+        kinds=(LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6, None, 8.0)),
+        **families.FAMILIES["gemma3_text"].fixed,
+    ),
+}  # fmt: skip
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):

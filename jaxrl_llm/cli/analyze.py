@@ -59,6 +59,8 @@ def main(
     folder, console = folders.at(run), terminal.plain()
     target = folder / "analysis" if out is None else storage.local(out)
     with opened(run, data, step) as (config, parts, sampler, chosen):
+        if parts.shape.lora is not None:
+            raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)
         with console.status("sampling") as status:
             state = folders.state(folder, parts, config.optimizer, chosen)

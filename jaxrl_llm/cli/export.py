@@ -1,11 +1,13 @@
 """`jaxrl-llm export`: a run's policy as a Hugging Face folder."""
 
+from dataclasses import replace
+
 import jax
 
 from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, lora
 from jaxrl_llm.training import folder as folders
 
 
@@ -14,21 +16,40 @@ def run(words: list[str]) -> None:
     parse.call(main, words, "export")
 
 
-def main(run: str, target: str, /, *, step: int | None = None, dtype: str = "float32") -> None:
+def main(
+    run: str,
+    target: str,
+    /,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    merge: bool = False,
+) -> None:
     """Write a run's policy as a Hugging Face folder: safetensors, config.json and tokenizer.
 
-    It reads the model and the checkpoint; the run's config file is not executed.
+    It reads the model and the checkpoint; the run's config file is not executed. Of a run of
+    adapters (LoRA) they alone are written, in PEFT's format.
 
     Args:
         run: the folder or URL of a run.
         target: a new folder, or a URL where nothing lies yet.
         step: which checkpoint; if not given, the best.
         dtype: float32 or bfloat16.
+        merge: write adapters merged into the model that they belong to.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
     here, there = folders.at(run), storage.local(target)
     chosen, shape, params = folders.weights(here, step)
-    hf.export(params, shape, there, source=here / "model", dtype=jax.numpy.dtype(dtype))
+    model, kind = here / "model", jax.numpy.dtype(dtype)
+    if shape.lora is None:
+        if merge:
+            raise UserError(f"{run} has no adapters: leave --merge out")
+        hf.export(params, shape, there, source=model, dtype=kind)
+    elif merge:
+        whole = lora.whole(params, shape, model)
+        hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
+    else:
+        lora.export(params, there, source=model, dtype=kind)
     storage.push(there)
     print(f"step {chosen} of {run} written to {target}")

@@ -21,8 +21,6 @@ def main(runs: tuple[str, ...], /, *, out: str = curves.PICTURE) -> None:
     """
     if not runs:
         raise UserError("plot wants the folders of one or several runs")
-    where, _, name = out.rpartition("/")
-    target = storage.local(where or ".") / name
-    curves.draw([folders.at(run) for run in runs], target)
-    storage.push(target)
+    with storage.sent(out) as target:
+        curves.draw([folders.at(run) for run in runs], target)
     print(f"written to {out}")

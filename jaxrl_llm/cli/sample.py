@@ -7,8 +7,9 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import in_words
-from jaxrl_llm.tasks.task import Prompt, as_text, score_responses
+from jaxrl_llm.tasks.task import Prompt, as_text
 from jaxrl_llm.training import terminal
+from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.parts import DATA
 
 
@@ -60,18 +61,15 @@ def main(
         def answer(given: Prompt) -> None:
             rollout = sampler.generate([parts.tokenizer.prompt(given)], n=n, sampling=sampling)
             for response in rollout.responses:
-                words = parts.tokenizer.decode(response)
-                console.print(words)
-                if chosen is not None:
-                    scored = score_responses(
-                        parts.task, [chosen], [words], seconds=config.reward_seconds
-                    )
-                    console.print(in_words(scored[0]))
+                console.print(parts.tokenizer.decode(response))
 
         if chosen is not None:
-            asked = parts.task.prompt(chosen)
-            console.print(as_text(asked), style="dim")
-            answer(asked)
+            console.print(as_text(parts.task.prompt(chosen)), style="dim")
+            task = parts.token_task(config)
+            answers = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
+            for response, reward in zip(answers.rollout.responses, answers.rewards, strict=True):
+                console.print(parts.tokenizer.decode(response))
+                console.print(in_words(reward))
             return
         if prompt is not None:
             answer(prompt)

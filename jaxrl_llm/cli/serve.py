@@ -53,7 +53,7 @@ def main(options: Options, config: Config) -> None:
     with (
         stoppable(stop),
         storage.temporary_folder(engine.memory or storage.memory()) as root,
-        engine.sidecars(root, Path(options.out)) as sidecars,
+        engine.sidecars(root, Path(options.out), made.policy.served(1).adapter) as sidecars,
     ):
         weights = _first_weights(options, config, made, engine.dtype, root / "first")
         for sidecar in sidecars:
@@ -66,7 +66,7 @@ def _first_weights(options: Options, config: Config, made: Parts, dtype: str, ta
     """Writes the weights that the servers start with; the folder."""
     with jax.set_mesh(made.mesh):
         if options.run is None:
-            params = made.fresh(config.seed)
+            params = made.whole(made.fresh(config.seed))
         else:
             _, params = folders.params(folders.at(options.run), made)
         model = made.policy.served(1)

@@ -3,15 +3,18 @@
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm import distributed
 from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
-from jaxrl_llm.tasks.task import Reward, Task, score_responses
+from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, Task, score_responses
+
+BY_RESPONSE = ("responses", "logps", "finished", "turns", "rewards")  # fields of a rollout
 
 
 class Answers(NamedTuple):
@@ -59,23 +62,57 @@ class TokenTask:
         """`n` responses to each of this process's share of `examples`."""
         prompts = self.prompts(examples)
         own = [prompts[i] for i in _own(prompts)]
-        return sampler.generate(own, n=n, sampling=sampling) if own else Rollout([], [], [])
+        if not own:
+            return Rollout([], [], [])
+        if not isinstance(self.task, Interactive):
+            return sampler.generate(own, n=n, sampling=sampling)
+        mine = [examples[i] for i in _own(prompts) for _ in range(n)]
+        with self._episodes(mine) as reply:
+            made = sampler.generate(own, n=n, sampling=sampling, reply=reply)
+        return replace(made, rewards=list(map(astuple, reply.rewards)))
+
+    def played(self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]) -> Rollout:
+        """Episodes in which the policy says these turns, or this one, with `eos` after each."""
+        endless = Sampling(max_tokens=2**31, max_turns=2**31)
+        made = [Episode(endless) for _ in said]
+        with self._episodes(examples) as reply:
+            for i, turns in enumerate(said):
+                for turn in [turns] if isinstance(turns, str) else turns:
+                    tokens = [*self.tokenizer.encode(turn), self.tokenizer.eos]
+                    made[i].sampled(tokens, [0.0] * len(tokens), stopped=True)
+                    if not made[i].goes_on(reply(i, tokens).result()):
+                        break
+        rewards = list(map(astuple, reply.rewards))
+        return rollout(self.prompts(examples), made, turns=True, rewards=rewards)
+
+    def tried(self, example: Any, response: str | Sequence[str]) -> Reward:
+        """The reward of one response, or of the turns of an episode."""
+        if isinstance(self.task, Interactive):
+            return Reward(*self.played([example], [response]).rewards[0])
+        said = [response] if isinstance(response, str) else response
+        return self._scored([example], said)[0]
+
+    def _episodes(self, examples: Sequence[Any]) -> Episodes:
+        assert isinstance(self.task, Interactive)
+        return Episodes(self.task, self.tokenizer, examples, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        names = ("threads", "seconds", "beat", "asked", "said")
+        return {name: getattr(self, name) for name in names}
 
     def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
         """The responses that `sample` returned for `examples`, with rewards; Leaving if `asked`."""
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
-        rewards = score_responses(
-            self.task,
-            [example for example in mine for _ in range(n)],
-            [self.tokenizer.decode(response) for response in own.responses],
-            threads=self.threads,
-            seconds=self.seconds,
-            beat=self.beat,
-            asked=self.asked,
-            said=self.said,
-        )
+        if own.rewards:
+            return Answers(mine, own, [Reward(*one) for one in own.rewards])
+        texts = [self.tokenizer.decode(response) for response in own.responses]
+        rewards = self._scored([example for example in mine for _ in range(n)], texts)
         return Answers(mine, own, rewards)
+
+    def _scored(self, examples: Sequence[Any], responses: Sequence[str]) -> list[Reward]:
+        return score_responses(self.task, examples, responses, **self._settings)
 
     def answer(
         self,
@@ -113,10 +150,9 @@ class TokenTask:
         """This process's share of the responses of all: the inverse of `whole`."""
         n = len(whole.responses) // len(examples)
         rows = [i * n + k for i in _own(self.prompts(examples)) for k in range(n)]
-        pick = lambda values: [values[row] for row in rows]
-        prompts, responses = pick(whole.prompts), pick(whole.responses)
-        logps, finished = pick(whole.logps), pick(whole.finished)
-        return Rollout(prompts, responses, logps, finished, whole.version, whole.tolerance)
+        pick = lambda values: [values[row] for row in rows] if values else ()
+        picked = {name: pick(getattr(whole, name)) for name in ("prompts", *BY_RESPONSE)}
+        return replace(whole, **picked)
 
 
 def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -131,7 +167,7 @@ def _own(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 def _merged(
     prompts: Sequence[Sequence[int]], shares: Sequence[Answers]
-) -> tuple[Rollout, list[Reward]]:
+) -> tuple[Rollout, Sequence[Reward]]:
     """The shares of all processes, equally many responses a prompt, in the order of the prompts."""
     n = sum(len(share.rollout.responses) for share in shares) // len(prompts)
     taken, order = [0] * len(shares), []
@@ -141,15 +177,14 @@ def _merged(
     rollouts = [share.rollout for share in shares]
     held = [one for one in rollouts if one.responses]
     tolerances = [one.tolerance for one in held if one.tolerance is not None]
+    pick = lambda by_share: [by_share[i][row] for i, row in order if by_share[i]] or ()
     whole = Rollout(
         prompts=[prompt for prompt in prompts for _ in range(n)],
-        responses=[rollouts[i].responses[row] for i, row in order],
-        logps=[rollouts[i].logps[row] for i, row in order],
-        finished=[rollouts[i].finished[row] for i, row in order],
         version=max(one.version for one in held),
         tolerance=max(tolerances, default=None),
+        **{name: pick([getattr(one, name) for one in rollouts]) for name in BY_RESPONSE},
     )
-    return whole, [shares[i].rewards[row] for i, row in order if shares[i].rewards]
+    return whole, pick([share.rewards for share in shares])
 
 
 def _packed(share: Answers) -> bytes:
@@ -160,6 +195,8 @@ def _packed(share: Answers) -> bytes:
         "version": rollout.version,
         "tolerance": rollout.tolerance,
         "rewards": [astuple(reward) for reward in share.rewards],
+        "turns": rollout.turns,
+        "episodes": rollout.rewards,
     }
     buffer = io.BytesIO()
     np.savez(
@@ -184,5 +221,6 @@ def _unpacked(payload: bytes) -> Answers:
         for name in ("tokens", "logps")
     )
     finished = part["finished"].tolist()
-    rollout = Rollout((), tokens, logps, finished, rest["version"], rest["tolerance"])
+    known = (rest[name] for name in ("version", "tolerance", "turns", "episodes"))
+    rollout = Rollout((), tokens, logps, finished, *known)
     return Answers((), rollout, [Reward(*one) for one in rest["rewards"]])

@@ -1,10 +1,11 @@
 """Ragged rollouts to arrays of fixed shape (`Batch`): the only code that pads and packs.
 
-There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row is a response, tokens
-from the left. The model runs on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L
-tokens, a bin holding one sequence (padded) or several (packed); of each bin only C response tokens
-are scored. `Layout` maps one to the other, so no other code depends on padding or packing. Padding
-to multiples of `round_to` makes an update 1.0 to 2.7 times as fast as padding to the limits does.
+There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row has the sampled
+tokens of a response, from the left, and none that an environment gave between them. The model runs
+on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L tokens, a bin holding one sequence
+(padded) or several (packed); of each bin only C sampled tokens are scored. `Layout` maps one to the
+other, so no other code depends on turns, padding or packing. Padding to multiples of `round_to`
+makes an update 1.0 to 2.7 times as fast as padding to the limits does.
 """
 
 from collections.abc import Sequence
@@ -40,12 +41,16 @@ class Layout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rollout as arrays: inputs in the model's layout, the mask of response tokens in `[B,T]`."""
+    """A rollout as arrays: inputs in the model's layout, the mask of sampled tokens in `[B,T]`.
+
+    `turn` numbers the turns of episodes from 1; it is 0 where there is no token.
+    """
 
     inputs: Inputs
     layout: Layout
     mask: Bool[Array, "B T"]
     sampler_logp: Float[Array, "B T"]
+    turn: Int[Array, "B T"] | None = None
 
 
 def _take(flat, index):
@@ -86,10 +91,11 @@ class Collator:
         """
         self._check(rollout)
         rows = len(rollout.responses)
-        longest = self.response_length if self.pack else max(map(len, rollout.responses))
+        sampled: list[Any] = [np.asarray(rollout.sampled(i)) for i in range(rows)]
+        longest = self.response_length if self.pack else max(map(len, sampled))
         width = min(_round_up(longest, self.round_to), self.response_length)
         sequences = [
-            _Sequence(i, np.asarray(p, np.int32), np.asarray(r, np.int32))
+            _Sequence(i, np.asarray(p, np.int32), np.asarray(r, np.int32), sampled[i])
             for i, (p, r) in enumerate(zip(rollout.prompts, rollout.responses, strict=True))
         ]
         kept = lambda some: [s for s in some if keep is None or keep[s.row]]
@@ -114,11 +120,16 @@ class Collator:
             target=arrays["target"],
             scored=arrays["in_rows"] >= 0,
         )
+        logps = [np.asarray(x)[at] for x, at in zip(rollout.logps, sampled, strict=True)]
+        lengths = [[end - start for start, end in spans] for spans in rollout.turns]
+        turns = [np.repeat(np.arange(1, 1 + len(each)), each) for each in lengths]
+        turn: Any = np.where(in_bins >= 0, _right_padded(turns, in_bins.shape, np.int32), 0)
         return Batch(
             inputs=inputs,
             layout=Layout(in_bins=in_bins, in_rows=arrays["in_rows"], response=arrays["response"]),
             mask=in_bins >= 0,
-            sampler_logp=_right_padded(rollout.logps, in_bins.shape),
+            sampler_logp=_right_padded(logps, in_bins.shape),
+            turn=turn if rollout.turns else None,
         )
 
     @property
@@ -165,6 +176,7 @@ class _Sequence:
     row: int
     prompt: np.ndarray
     response: np.ndarray
+    sampled: np.ndarray
     length: int = field(init=False)
 
     def __post_init__(self):
@@ -208,23 +220,23 @@ def _write_bin(arrays, in_bins, index, sequences, width):
     start, column = 0, 0
     first = np.ravel_multi_index((*index, 0), arrays["in_rows"].shape)
     for number, s in enumerate(sequences, 1):
-        p, r = len(s.prompt), len(s.response)
+        p, r = len(s.prompt), len(s.sampled)
         here = slice(start, start + s.length)
         scored = slice(column, column + r)
         arrays["tokens"][(*index, here)] = np.concatenate([s.prompt, s.response])
         arrays["positions"][(*index, here)] = np.arange(s.length)
         arrays["segments"][(*index, here)] = number
         # the logits at a position predict the next token
-        arrays["index"][(*index, scored)] = start + p - 1 + np.arange(r)
-        arrays["target"][(*index, scored)] = s.response
+        arrays["index"][(*index, scored)] = start + p - 1 + s.sampled
+        arrays["target"][(*index, scored)] = s.response[s.sampled]
         arrays["response"][(*index, scored)] = number
         arrays["in_rows"][(*index, scored)] = s.row * width + np.arange(r)
         in_bins[s.row, :r] = first + column + np.arange(r)
         start, column = start + s.length, column + r
 
 
-def _right_padded(rows, shape) -> Any:
-    out = np.zeros(shape, np.float32)
+def _right_padded(rows, shape, dtype: Any = np.float32) -> Any:
+    out = np.zeros(shape, dtype)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row
     return out

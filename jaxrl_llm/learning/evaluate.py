@@ -124,13 +124,14 @@ def _line(
     """The line of the examples at `index`; `drawn` has the rewards of each example's k samples."""
     greedy = [i for i in index if rewards[i].checked]
     solved = sum(rewards[i].correct for i in greedy)
+    lengths = rollout.lengths
     line = Line(
         name=name,
         examples=len(greedy),
         greedy=_mean([rewards[i].correct for i in greedy]),
         interval=wilson(solved, len(greedy)),
         score=_mean([rewards[i].score for i in greedy]),
-        length=_mean([len(rollout.responses[i]) for i in greedy]),
+        length=_mean([lengths[i] for i in greedy]),
         cut=_mean([not rollout.finished[i] for i in greedy]),
     )
     if not any(drawn):

@@ -18,6 +18,7 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, losses
 from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.tasks.task import Interactive
 
 IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
 
@@ -32,13 +33,20 @@ class Programs:
 
 def demonstrations(
     task: TokenTask,
-    demonstration: Callable[[Any], str],
+    demonstration: Callable[[Any], Any],
     longest: int,
     examples: Sequence[Any],
 ) -> Rollout:
-    """Solutions as a rollout; one over `longest` tokens is cut and not `finished`."""
-    encode, eos = task.tokenizer.encode, task.tokenizer.eos
-    whole = [[*encode(demonstration(example)), eos] for example in examples]
+    """Solutions, texts or the turns of episodes, as a rollout.
+
+    One over `longest` tokens is cut and not `finished`.
+    """
+    encode, eos, said = task.tokenizer.encode, task.tokenizer.eos, map(demonstration, examples)
+    if isinstance(task.task, Interactive):
+        played = task.played(examples, list(said))
+        whole, spans = played.responses, played.turns
+    else:
+        whole, spans = [[*encode(one), eos] for one in said], ()
     fits = [len(response) <= longest for response in whole]
     if not any(fits):
         raise UserError(
@@ -46,7 +54,9 @@ def demonstrations(
             "response_length of the warm start"
         )
     responses = [response[:longest] for response in whole]
-    return Rollout(task.prompts(examples), responses, [[0.0] * len(r) for r in responses], fits)
+    logps = [[0.0] * len(r) for r in responses]
+    turns = [each if fit else [(0, longest)] for fit, each in zip(fits, spans, strict=False)]
+    return Rollout(task.prompts(examples), responses, logps, fits, turns=turns)
 
 
 def compiled(
@@ -55,8 +65,12 @@ def compiled(
     collate: Collator,
     mesh: Mesh,
     like: update.TrainState,
+    frozen: Any = None,
 ) -> Programs:
-    """The programs for states sharded like `like`; cut demonstrations are not learned from."""
+    """The programs for states sharded like `like`; cut demonstrations are not learned from.
+
+    `frozen` are parameters that are not trained.
+    """
     credit = update.make_credit(IMITATION)
 
     def make_batch(rollout: Rollout) -> update.Credited:
@@ -68,7 +82,7 @@ def compiled(
 
     shardings = jax.tree.map(lambda x: x.sharding, like)
     step = update.make_train_step(policy.logp(), IMITATION, optimizer, shardings=shardings)
-    return Programs(make_batch, step)
+    return Programs(make_batch, partial(step, frozen=frozen))
 
 
 def describe(visits: Any, too_long: int) -> dict[str, Any]:

@@ -30,9 +30,8 @@ def token_sums(
     estimate of its part of KL(old || new).
     """
     surrogate, penalty = objective.per_token(logp, advantage, seen)
-    pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
     stage = seen.mask & (weight > 0)
-    lost = stage & (pull == 0) & (advantage != 0)
+    lost = stage & without_slope(objective, logp, advantage, seen)
     dual = (advantage < 0) & (logp > seen.old_logp)
     weighted = {"policy": surrogate, "penalty": penalty}
     if seen.ref_logp is not None:
@@ -47,6 +46,14 @@ def token_sums(
         {name: jnp.sum(weight * x) for name, x in weighted.items()},
         {name: jnp.sum(x, dtype=jnp.float32) for name, x in over_tokens.items()},
     )
+
+
+def without_slope(
+    objective: Objective, logp: Tokens, advantage: Tokens, seen: Seen
+) -> Bool[Array, "R C"]:
+    """Where the surrogate has lost its gradient though there is an advantage."""
+    pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
+    return (pull == 0) & (advantage != 0)
 
 
 def as_means(sums: Sums, tokens: Int[Array, "..."]) -> dict[str, Float[Array, "..."]]:

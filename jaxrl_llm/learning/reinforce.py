@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import metrics, update
+from jaxrl_llm.learning import metrics, tokens, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch, Collator
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Reward
@@ -27,12 +29,17 @@ FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "gra
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a step; rewards are `[P,G]`, `score` returns `Seen` fields and metrics."""
+    """The programs of a step; rewards are `[P,G]`, `score` returns `Seen` fields and metrics.
+
+    `look(params, batch, reward, credited, rows)` returns numbers of these rows' tokens after the
+    update (`learning/tokens.py`).
+    """
 
     batch: Callable[[Rollout, Sequence[Reward]], tuple[Batch, jax.Array]]
     score: Callable[[Any, Batch], tuple[dict[str, Any], dict[str, Any]]]
     credit: Callable[..., update.Credited]
     update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
+    look: Callable[..., dict[str, np.ndarray]]
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
@@ -61,6 +68,7 @@ def compiled(
     *,
     group_size: int,
     reference: Any = None,
+    frozen: Any = None,
     temperature: float = 1.0,
     order: Callable[[int, int], np.ndarray] = update.interleaved,
     sampler_ratios: bool = False,
@@ -68,8 +76,9 @@ def compiled(
 ) -> Programs:
     """The programs for states sharded like `like`.
 
-    `reference` are the parameters of the reference policy, or None. With `sampler_ratios`
-    `old_logp` is the sampler's. `learned_from` says which responses count.
+    `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
+    are not trained. With `sampler_ratios` `old_logp` is the sampler's. `learned_from` says which
+    responses count.
     """
     score_once: Any = scoring(policy, objective, temperature)
     sampled = jax.jit(lambda batch: batch.layout.to_bins(batch.sampler_logp))
@@ -86,26 +95,27 @@ def compiled(
         reward = np.asarray([r.score for r in rewards], np.float32).reshape(-1, group_size)
         return batch, sharding.replicated(reward, mesh)
 
+    def scores(trained: Any, inputs: Any):
+        return score_once(joined(trained, frozen), inputs)
+
     def score(params: Any, batch: Batch):
-        now = score_once(params, batch.inputs)
-        ref = None if reference is None else score_once(reference, batch.inputs).logp
+        now = scores(params, batch.inputs)
+        ref = None if reference is None else scores(reference, batch.inputs).logp
         old = sampled(batch) if sampler_ratios else now.logp
         seen = now._asdict() | {"old_logp": old, "ref_logp": ref}
         seen = {name: x for name, x in seen.items() if x is not None and name != "logp"}
         return seen, describe(batch, now, ref)
 
-    return Programs(
-        batch=make_batch,
-        score=score,
-        credit=update.make_credit(objective),
-        update=update.make_train_step(
-            policy.logp(temperature),
-            objective,
-            optimizer,
-            order=order,
-            shardings=jax.tree.map(lambda x: x.sharding, like),
-        ),
+    step = update.make_train_step(
+        policy.logp(temperature),
+        objective,
+        optimizer,
+        order=order,
+        shardings=jax.tree.map(lambda x: x.sharding, like),
     )
+    credit = update.make_credit(objective)
+    look = tokens.looking(objective, scores, mesh)
+    return Programs(make_batch, score, credit, partial(step, frozen=frozen), look)
 
 
 def scoring(policy: Policy, objective: Objective, temperature: float) -> Callable[[Any, Any], Any]:
@@ -140,7 +150,7 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
 
     `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint).
     """
-    checked, lengths = answers.checked, [len(r) for r in answers.rollout.responses]
+    checked, lengths = answers.checked, answers.rollout.lengths
     groups = len(answers.examples)
     known = np.asarray([r.checked for r in answers.rewards]).reshape(groups, -1)
     comparable = known.sum(1) > 1
@@ -153,6 +163,8 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
     }
     if seconds:
         out["time/tokens_per_second"] = sum(lengths) / seconds
+    if answers.rollout.turns:
+        out["turns"] = float(np.mean([len(turns) for turns in answers.rollout.turns]))
     if comparable.any():
         out["even_groups"] = float(np.mean(_even(answers.rewards, known)[comparable]))
     if checked:

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.primitives import Inputs, up_to
+from jaxrl_llm.models.primitives import Inputs, joined, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, Seen
+from jaxrl_llm.objectives.seen import UNKNOWN
 
 PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
 Binned = Float[Array, "M m R C"]
@@ -111,7 +112,8 @@ def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> B
     model_side, credit_side = by(P(None, None, BATCH)), by(P(BATCH))
     layout = Layout(credit_side(batch.layout.in_bins), *map(model_side, batch.layout[1:]))
     inputs = jax.tree.map(model_side, batch.inputs)
-    return Batch(inputs, layout, credit_side(batch.mask), credit_side(batch.sampler_logp))
+    rows = (batch.mask, batch.sampler_logp, batch.turn)
+    return Batch(inputs, layout, *jax.tree.map(credit_side, rows))
 
 
 # The three jitted programs of a training step: score, credit, update.
@@ -144,12 +146,16 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     The scores are fields of `Seen` in the model's layout: `old_logp`, and others as they are read.
     """
 
+    reads_turn = objective.reads("turn")
+
     @jax.jit
     def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
         layout: Layout = batch.layout
+        turn: Any = batch.mask.astype(jnp.int32) if batch.turn is None else batch.turn
         seen = Seen(
             mask=batch.mask,
             sampler_logp=batch.sampler_logp,
+            turn=turn if reads_turn else UNKNOWN,
             **{name: layout.to_rows(x) for name, x in scores.items() if x is not None},
         )
         rows = objective.credit(reward, seen, minibatches=layout.in_rows.shape[0])
@@ -169,11 +175,12 @@ def make_train_step(
     *,
     order: Callable[[int, int], Int[np.ndarray, "K 2"]] = interleaved,
     shardings: TrainState | None = None,
-) -> Callable[[TrainState, Credited], tuple[TrainState, dict[str, Float[Array, "K"]]]]:
+) -> Callable[..., tuple[TrainState, dict[str, Float[Array, "K"]]]]:
     """`(state, credited) -> (state, metrics)`, jitted; donates the state; metrics `[K]` by visit.
 
-    A stage without tokens is skipped. A gradient that is not finite changes nothing and is counted.
-    `shardings` fixes where the state lies; what is in host memory is fetched for each update.
+    A third argument, `frozen`, has parameters of the model that are not trained. A stage without
+    tokens is skipped. A gradient that is not finite changes nothing and is counted. `shardings`
+    fixes where the state lies; what is in host memory is fetched for each update.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     pinned = lambda state: state
@@ -182,21 +189,22 @@ def make_train_step(
 
     whole = objective.whole_responses
 
-    def sums_and_loss(params, micro: Credited):
+    def sums_and_loss(frozen, params, micro: Credited):
         stage, seen = micro.weight > 0, micro.seen
         scored = seen.mask if whole else stage
-        logp = policy_logp(params, micro.inputs._replace(scored=scored))
+        logp = policy_logp(joined(params, frozen), micro.inputs._replace(scored=scored))
         logp = jnp.where(scored, logp, seen.old_logp)  # unscored: a ratio of 1
         surrogate, penalty = objective.per_token(logp, micro.advantage, seen)
         loss = jnp.sum(micro.weight * (surrogate + penalty))
         logp = jax.lax.stop_gradient(logp)
         return loss, metrics.token_sums(objective, logp, micro.advantage, micro.weight, seen)
 
-    def visit(data: Credited, state: TrainState, which):
+    def visit(data: Credited, frozen, state: TrainState, which):
         m, s = which
         weight = data.weight[s, m]
         rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
-        (loss, sums), grads = accumulate(sums_and_loss, state.params, rest._replace(weight=weight))
+        minibatch = rest._replace(weight=weight)
+        (loss, sums), grads = accumulate(partial(sums_and_loss, frozen), state.params, minibatch)
         norm = optax.tree.norm(grads)
         # offloaded moments are fetched only now: earlier they would take memory from the gradient
         opt_state, norm = sharding.brought(state.opt_state, after=norm)
@@ -212,10 +220,10 @@ def make_train_step(
         state = state._replace(skipped=state.skipped + ~finite)
         return state, (sums, {"loss": loss, "grad_norm": norm})
 
-    def train_step(state: TrainState, data: Credited):
+    def train_step(state: TrainState, data: Credited, frozen=None):
         stages, minibatches = data.weight.shape[:2]
         plan = order(minibatches, stages)
-        state, (sums, rows) = jax.lax.scan(lambda s, which: visit(data, s, which), state, plan)
+        state, (sums, rows) = jax.lax.scan(partial(visit, data, frozen), state, plan)
         rows |= {"minibatch": jnp.asarray(plan[:, 0]), "stage": jnp.asarray(plan[:, 1])}
         tokens = jnp.sum(data.seen.mask, axis=(1, 2, 3))[rows["minibatch"]]
         return state._replace(step=state.step + 1), rows | metrics.as_means(sums, tokens)

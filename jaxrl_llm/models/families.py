@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.qwen2 import LayerKind, Shape
+from jaxrl_llm.models.qwen2 import LayerKind, Mixture, Shape
 
 SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
     "vocab_size": "vocab_size",
@@ -49,10 +49,15 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
     ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",)),
     "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias")),
     "mistral": Family("MistralForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM", flags=("attention_bias", "mlp_bias"), tied=True, theta=2e6
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        {"norms_of_heads": True, "norms_before": False, "norms_after": True},
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -109,11 +114,13 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         biases=(*family.biases, *(one for some in flagged for one in some)),
         query_scalar=None if scalar == width else scalar,
         activation=ACTIVATIONS[act],
+        mixture=_mixture(read) if name == "qwen3_moe" else None,
     )
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
-    """The config.json of an architecture; a UserError if its family has no such model."""
+    """The config.json of an architecture without adapters; a UserError if its family has none."""
+    shape = replace(shape, lora=None)
     family = FAMILIES[shape.family]
     layers = [shape.distinct[kind] for kind in shape.kind_of]
     windows = [kind.window for kind in layers]
@@ -136,10 +143,17 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     }
     if shape.family in ("qwen2", "qwen3", "smollm3"):
         out["use_sliding_window"] = window is not None
-    if window is not None or shape.family == "mistral":
+    if window is not None or shape.family in ("mistral", "exaone4"):
         out["sliding_window"] = window
-    if window is not None and shape.family != "mistral":
+    if (window is not None and shape.family != "mistral") or shape.family == "exaone4":
         out["layer_types"] = types
+    if mixture := shape.mixture:
+        out |= {
+            "num_experts": mixture.experts,
+            "num_experts_per_tok": mixture.chosen,
+            "moe_intermediate_size": mixture.size,
+            "norm_topk_prob": mixture.rescaled,
+        }
     if shape.family == "smollm3":
         out["no_rope_layers"] = [int(kind.theta is not None) for kind in layers]
     if shape.family == "gemma3_text":
@@ -157,6 +171,22 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
             f"no {shape.family} has {other[0]} = {getattr(shape, other[0])!r}: choose another family"
         )
     return out
+
+
+def _mixture(read: "_Reader") -> Mixture:
+    """The experts of every layer; some layers without are refused, as no public model has them."""
+    for key, only in (
+        ("decoder_sparse_step", 1),
+        ("mlp_only_layers", []),
+        ("use_sliding_window", False),
+    ):
+        given = read.config.get(key)
+        read.require(given in (None, only), f"{key} = {given!r} is not supported, only {only!r}")
+    older = read.number("num_local_experts", 128)  # as transformers 5 calls num_experts
+    number, chosen = read.number("num_experts", older), read.number("num_experts_per_tok", 8)
+    read.require(chosen <= number, f"num_experts_per_tok {chosen} of {number} experts cannot be")
+    size = read.number("moe_intermediate_size", 768)
+    return Mixture(number, chosen, size, read.truth("norm_topk_prob", False))
 
 
 def _written_out(shape: Shape) -> Shape:
@@ -181,10 +211,12 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
     for what, given in (("layer_types", types), ("no_rope_layers", rotated)):
         fine = isinstance(given, list) and len(given) >= layers
         read.require(fine, f"{what} is not a list of the {layers} layers")
+    windows_turn = name == "exaone4" and config.get("sliding_window")  # and whole layers do not
     found = []
     for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
         read.require(kind in (FULL, SLIDING), f"layers of type {kind!r} are not supported")
         window = read.number("sliding_window") if kind == SLIDING else None
+        turns = turns and not (windows_turn and window is None)
         found.append(
             _rotary(name, family, kind, read, window) if turns else LayerKind(None, window)
         )
@@ -197,8 +229,8 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
 def _types(name: str, layers: int, read: "_Reader") -> list[str]:
     """The types of layers where a config does not list them."""
     config = read.config
-    if name == "gemma3_text":
-        every = read.number("sliding_window_pattern", 6)
+    if name == "gemma3_text" or (name == "exaone4" and config.get("sliding_window")):
+        every = read.number("sliding_window_pattern", 6 if name == "gemma3_text" else 4)
         return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
     if name == "mistral":
         return [SLIDING if config.get("sliding_window") else FULL] * layers
@@ -319,6 +351,10 @@ PRESETS = {
     "Qwen3-8B": _qwen3(4096, 12_288, 36, 32, 8, tied=False),
     "Qwen3-14B": _qwen3(5120, 17_408, 40, 40, 8, tied=False),
     "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, 8, tied=False),
+    "Qwen3-30B-A3B": _preset(
+        "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, tied=False, head_size=128,
+        kinds=(LayerKind(1e6),), max_length=40_960, mixture=Mixture(128, 8, 768),
+    ),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
     "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),

@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.models import lora, qwen2
 from jaxrl_llm.models.primitives import einsum
-from jaxrl_llm.models.sharding import BATCH, constrain, fit, param_shardings
+from jaxrl_llm.models.sharding import BATCH, constrain, count, fit, param_shardings, split_over
 
 
 class Cache(NamedTuple):
@@ -47,10 +47,12 @@ class Decoder:
     definition: Any
     block: int
     mesh: Mesh
+    adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
     static: ClassVar[bool] = False
 
     def weights(self, params):
         """The parameters, placed and cast for generation; not copied where they are so already."""
+        params = _merging(self.adapted)(params) if self.adapted else params
         dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
 
         def move(x, to):
@@ -124,6 +126,12 @@ class Decoder:
 
 
 @cache
+def _merging(adapted: qwen2.Lora):
+    """The program that merges adapters; cached, so compiled once."""
+    return jax.jit(partial(lora.merged, lora=adapted))
+
+
+@cache
 def _moving(dtype, to):
     """The program that casts an array and moves it to a sharding; cached, so compiled once."""
     return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
@@ -186,6 +194,7 @@ class Unrolled:
 
     definition: Any
     mesh: Mesh
+    adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
     static: ClassVar[bool] = True
 
     def weights(self, params):
@@ -196,16 +205,19 @@ class Unrolled:
 
     def weights_like(self, params):
         """Shapes, dtypes and shardings of `weights`, nothing allocated."""
-        where = param_shardings(params, self.mesh)
+        where = param_shardings(jax.eval_shape(self._merged, params), self.mesh)
         one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
         shapes = jax.eval_shape(self._apart, params)
         where |= {"layers": [one] * len(shapes["layers"])}
         like = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
         return jax.tree.map(like, shapes, where)
 
+    def _merged(self, params):
+        return lora.merged(params, self.adapted)
+
     def _apart(self, params):
         shape, compute = qwen2.settings(self.definition)
-        params = jax.tree.map(lambda x: x.astype(compute.dtype), params)
+        params = jax.tree.map(lambda x: x.astype(compute.dtype), self._merged(params))
         layer = lambda i: jax.tree.map(itemgetter(i), params["layers"])
         return params | {"layers": [layer(i) for i in range(shape.num_layers)]}
 
@@ -302,7 +314,7 @@ def _attend(
 def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position: Int[Array, "S"]):
     """Writes one column per sequence at its position, on the device that holds it."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, heads = fit(P(BATCH, "tensor"), cache.shape[:2], mesh)
+    rows, heads = fit(P(*_apart(cache.shape[1])), cache.shape[:2], mesh)
     here = P(rows, heads)
 
     def put(cache, new, position):
@@ -321,9 +333,15 @@ def _grown(cache: LayerCache, columns: int) -> LayerCache:
 
 
 def _shard(cache):
-    """The cache with sequences over the batch axes, and heads over the tensor axis."""
+    """The cache in its place."""
     lead = [None] * (cache.k.ndim - 4)
-    return type(cache)(*(constrain(x, *lead, BATCH, "tensor", None, None) for x in cache))
+    return type(cache)(*(constrain(x, *lead, *_apart(x.shape[-3]), None, None) for x in cache))
+
+
+def _apart(heads: int):
+    """Axes over which sequences, and these key-value heads, are split: all sequences if heads do not divide."""
+    divide = heads % count(split_over("tensor")) == 0
+    return (BATCH, "tensor") if divide else ((*BATCH, "tensor"), None)
 
 
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
@@ -354,9 +372,9 @@ def _prefill_layer(model, layer, x, ropes, kind):
 
 def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
     """A layer's input, and the queries, keys and values of one token a sequence, sharded."""
-    x = constrain(x, BATCH, None, None)
-    qkv = (constrain(y, BATCH, None, "tensor", None)[:, 0] for y in layer.qkv(x, rope))
-    return x, *qkv
+    x, qkv = constrain(x, BATCH, None, None), layer.qkv(x, rope)
+    rows, heads = _apart(qkv[1].shape[2])
+    return x, *(constrain(y, rows, None, heads, None)[:, 0] for y in qkv)
 
 
 def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:

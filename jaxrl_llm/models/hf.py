@@ -10,7 +10,9 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl_llm import storage
@@ -32,7 +35,10 @@ SUMS = "SHA256SUMS"
 COMMIT = "commit "  # what `version` begins with for a folder from the hub
 SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
 EXPONENT = 0x7F800000  # bits of a float32
-HEADS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # the axis that counts heads
+# the axis that counts heads, in weights, biases and factors of adapters
+HEADS = dict.fromkeys(
+    (f"{x}_proj{factor}" for x in "qkv" for factor in ("", ".lora_B")), 0
+) | dict.fromkeys(("o_proj", "o_proj.lora_A"), 1)
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -106,13 +112,13 @@ def read_config(folder: pathlib.Path) -> dict:
     """config.json as a dict."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder / 'config.json'} is missing: {folder} is not a model folder")
-    return _record(folder / "config.json")
+    return record(folder / "config.json")
 
 
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a response, by generation_config.json: chat models have several."""
     path = folder / "generation_config.json"
-    found = _record(path).get("eos_token_id") if path.exists() else None
+    found = record(path).get("eos_token_id") if path.exists() else None
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
@@ -123,7 +129,7 @@ def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tokens))
 
 
-def _record(path: pathlib.Path) -> dict:
+def record(path: pathlib.Path) -> dict:
     """The JSON object in a file; a UserError if it holds anything else."""
     try:
         found = json.loads(regular(path).read_bytes().decode())
@@ -138,35 +144,56 @@ def _record(path: pathlib.Path) -> dict:
     return found
 
 
-def load(folder: pathlib.Path, shape: Shape, shardings, dtype: DTypeLike | None = None):
-    """Parameters of a folder; a device reads only its slices. `dtype` None keeps the file's."""
+def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None = None, **how):
+    """Sharded parameters, without adapters; a device reads only its slices. `dtype` None keeps the file's."""
+    shapes = graph(replace(shape, lora=None))[1]
+    ignore = {"lm_head.weight"} if shape.tied else set()
+    return read(folder, shapes, sharding.param_shardings(shapes, mesh), dtype, ignore=ignore, **how)
+
+
+def read(
+    folder: pathlib.Path,
+    shapes,
+    shardings,
+    dtype: DTypeLike | None = None,
+    *,
+    single: str = SINGLE,
+    prefix: str = "",
+    ignore: Collection[str] = (),
+    keep: Callable[..., Any] = lambda path, array: array,
+):
+    """Parameters of these shapes; in the file `single`, or several, names begin with `prefix`.
+
+    `keep(path, array)` says what to keep of each, as soon as it is read.
+    """
     check_sums(folder)
-    tensors = Tensors(folder)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(graph(shape)[1])
+    tensors = Tensors(folder, single, prefix)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     wanted = {
         name: _file_shape(name, leaf.shape[stacked(path) :])
         for path, leaf in leaves
         for name in hf_names(path, leaf.shape)
     }
-    tensors.check(wanted, ignore={"lm_head.weight"} if shape.tied else set())
+    tensors.check(wanted, ignore)
     arrays = [
-        _read(tensors, path, leaf.shape, where, dtype)
+        keep(path, _read(tensors, path, leaf.shape, where, dtype))
         for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True)
     ]
     return jax.tree.unflatten(tree, arrays)
 
 
-def stacked(path) -> bool:
-    """Whether the parameter at this tree path holds all layers, on axis 0."""
-    return path[0].key == "layers"
+def stacked(path) -> int:
+    """How many leading axes of the parameter at this tree path count layers, then experts."""
+    return (path[0].key == "layers") + ("experts" in [key.key for key in path])
 
 
 def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
-    """The file's names for the parameter at this tree path, one per layer if it is stacked."""
+    """The file's names for the parameter at this tree path, one per layer and expert if stacked."""
     keys = [key.key for key in path]
     if keys[0] == "layers":
-        for i in range(shape[0]):
-            yield ".".join(["model", "layers", str(i), *keys[1:]])
+        for layer, *expert in np.ndindex(shape[: stacked(path)]):
+            name = ".".join(["model", "layers", str(layer), *keys[1:]])
+            yield name.replace(".experts.", f".experts.{expert[0]}.") if expert else name
     else:
         yield ".".join(keys if keys[0] == "lm_head" else ["model", *keys])
 
@@ -177,11 +204,12 @@ def named_tensors(params, dtype: DTypeLike | None = None) -> Iterator[tuple[str,
     With `dtype` they are cast before the transfer. All processes must iterate: it is collective.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        names = list(hf_names(path, leaf.shape))
-        parts = (leaf[i] for i in range(len(names))) if stacked(path) else iter([leaf])
-        for name, part in zip(names, parts, strict=True):
+        names, lead = hf_names(path, leaf.shape), stacked(path)
+        for part in (leaf[i] for i in range(len(leaf))) if lead else [leaf]:
             array = sharding.on_host(part if dtype is None else part.astype(dtype))
-            yield name, array.reshape(_file_shape(name, array.shape))
+            for one in array if lead > 1 else [array]:
+                name = next(names)
+                yield name, one.reshape(_file_shape(name, one.shape))
 
 
 def named_checksums(params, dtype: DTypeLike) -> dict[str, int]:
@@ -205,13 +233,11 @@ def _checksums(params, dtype):
     """`[layers]` checksums for each parameter that is stacked, one for each other."""
 
     def one(path, x):
-        x = x.astype(dtype)
-        width = 8 * dtype.itemsize
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
-        bits = bits << np.uint32(32 - width)
+        bits = primitives.bits_of(x.astype(dtype))
         bits = jnp.where(bits & np.uint32(EXPONENT), bits, 0)
-        # mixed twice: else the signs of two numbers could change unseen
-        return primitives.checksum(primitives.mixed(primitives.mixed(bits)), int(stacked(path)))
+        name, lead = next(hf_names(path, x.shape)), stacked(path)
+        bits = bits.reshape(*x.shape[:lead], *_file_shape(name, x.shape[lead:]))
+        return primitives.checksum(bits, lead)
 
     return jax.tree_util.tree_map_with_path(one, sharding.on_devices(params))
 
@@ -226,34 +252,41 @@ def export(
     shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes safetensors, config.json and the tokenizer of `source`; complete or not at all."""
+    with new_folder(folder, source) as there:
+        kind = write_safetensors(named_tensors(params, dtype), there, shard_bytes)
+        config = read_config(source) if source else {}
+        config = {"pad_token_id": None} | config | families.config_of(shape, kind)
+        (there / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(folder: pathlib.Path, source: pathlib.Path | None) -> Iterator[pathlib.Path]:
+    """A folder to write to, which becomes `folder` at the end, with the tokenizer of `source`.
+
+    A UserError leaves nothing.
+    """
     folder = folder.absolute()
     try:
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder} is not empty: export to a new folder")
-        partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-        partial.mkdir(parents=True)
+        there = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+        there.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"cannot export to {folder}: {error.strerror}") from error
     try:
-        kind = write_safetensors(named_tensors(params, dtype), partial, shard_bytes)
-        config = read_config(source) if source else {}
-        description = partial / "config.json"
-        description.write_text(
-            json.dumps({"pad_token_id": None} | config | families.config_of(shape, kind), indent=2)
-            + "\n"
-        )
+        yield there
         if source:
             for path in filter(pathlib.Path.exists, (source / name for name in TOKENIZER)):
-                shutil.copyfile(regular(path), partial / path.name)
-        for path in partial.glob("*.safetensors"):  # safetensors creates them with mode 600
-            shutil.copymode(description, path)
-        write_sums(partial)
-        storage.sync_tree(partial)
-        partial.rename(folder)  # also replaces an empty folder
+                shutil.copyfile(regular(path), there / path.name)
+        for path in there.glob("*.safetensors"):  # safetensors creates them with mode 600
+            shutil.copymode(next(there.glob("*config.json")), path)
+        write_sums(there)
+        storage.sync_tree(there)
+        there.rename(folder)  # also replaces an empty folder
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}; nothing is left there") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(there, ignore_errors=True)
 
 
 def write_safetensors(
@@ -290,7 +323,8 @@ def write_safetensors(
 
 def _heads_axis(name: str, shape: tuple[int, ...]) -> int | None:
     """The axis of heads; in the file it is one axis with the next, the width of a head."""
-    axis = HEADS.get(name.split(".")[-2])
+    found = re.search(r"(\w+_proj(\.lora_[AB])?)\.\w+$", name)
+    axis = HEADS.get(found[1]) if found else None
     return None if axis is None or len(shape) < axis + 2 else axis
 
 
@@ -314,33 +348,33 @@ def _file_index(name, index, shape):
 
 def _read(tensors, path, shape, where, dtype):
     """A sharded parameter; each shard is read from the file on its own."""
-    names, layered = list(hf_names(path, shape)), stacked(path)
-    inner = shape[layered:]
+    lead = stacked(path)
+    names, inner = np.reshape(list(hf_names(path, shape)), shape[:lead]), shape[lead:]
 
     def read(index):
-        layers = range(*index[0].indices(shape[0])) if layered else [0]
-        rest = index[layered:]
+        some, rest = np.asarray(names[index[:lead]]), index[lead:]
         size = [len(range(*s.indices(d))) for s, d in zip(rest, inner, strict=True)]
-        parts = (tensors.slice(names[i])[_file_index(names[i], rest, inner)] for i in layers)
+        parts = (tensors.slice(str(n))[_file_index(str(n), rest, inner)] for n in some.flat)
         first = next(parts)
-        out = np.empty((len(layers), *size), first.dtype if dtype is None else jnp.dtype(dtype))
+        out = np.empty((some.size, *size), first.dtype if dtype is None else jnp.dtype(dtype))
         for n, part in enumerate(itertools.chain([first], parts)):
             out[n] = part.reshape(size)
-        return out if layered else out[0]
+        return out.reshape(*some.shape, *size)
 
     return jax.make_array_from_callback(shape, where, read)
 
 
 class Tensors:
-    """The tensors of a folder by name; no data are read before a slice is indexed."""
+    """The tensors of a folder by name, less a prefix; none is read before a slice is indexed."""
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, single: str = SINGLE, prefix: str = ""):
         self.folder, self.handles = folder, {}
         index = folder / INDEX
-        where = _weight_map(index) if index.exists() else None
-        if where is None and not (folder / SINGLE).exists():
-            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: only safetensors are read")
-        for name in [SINGLE] if where is None else sorted(set(where.values())):
+        where = _weight_map(index) if single == SINGLE and index.exists() else None
+        if where is None and not (folder / single).exists():
+            neither = f"neither {single} nor {INDEX}" if single == SINGLE else f"no {single}"
+            raise UserError(f"{folder} has {neither}: only safetensors are read")
+        for name in [single] if where is None else sorted(set(where.values())):
             handle = _opened(folder / name)
             for tensor in handle.keys():  # noqa: SIM118, it is no dictionary
                 if where is not None and where.get(tensor) != name:
@@ -348,9 +382,10 @@ class Tensors:
                         f"{folder / name} holds {tensor}, which {INDEX} files elsewhere: download "
                         "both again"
                     )
-                self.handles[tensor] = handle
+                self.handles[tensor.removeprefix(prefix)] = handle
+        self.prefix = prefix
 
-    def check(self, expected: dict[str, tuple[int, ...]], ignore: set[str]):
+    def check(self, expected: dict[str, tuple[int, ...]], ignore: Collection[str]):
         """A UserError unless exactly these tensors, or `ignore` too, exist in these shapes."""
         for name, want in expected.items():
             if name not in self.handles:
@@ -363,18 +398,18 @@ class Tensors:
             kind = self.slice(name).get_dtype()
             if kind not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder}: {name} holds {kind}, not floating-point numbers")
-        extra = sorted(set(self.handles) - set(expected) - ignore)
+        extra = sorted(set(self.handles) - set(expected) - set(ignore))
         if extra:
             raise UserError(f"{self.folder} has {len(extra)} tensors too many, first {extra[0]}")
 
     def slice(self, name):
         """A view of a tensor that reads only what is indexed."""
-        return self.handles[name].get_slice(name)
+        return self.handles[name].get_slice(self.prefix + name)
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     """The file of each tensor by the index; all must lie in the folder of the index."""
-    where = _record(index).get("weight_map")
+    where = record(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index} has no weight_map: download it again")
     for tensor, name in where.items():

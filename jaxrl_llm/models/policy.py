@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, hf, logprobs, qwen2, sharding, tokenizer
+from jaxrl_llm.models import families, hf, int8, logprobs, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.primitives import Inputs
@@ -57,8 +57,15 @@ class Served:
         shape, _ = qwen2.settings(self.definition)
         return families.config_of(replace(shape, tied=False), dtype)
 
+    @property
+    def adapter(self) -> "ServedAdapter | None":
+        """The adapters beside the model, which then are brought over alone."""
+        shape, _ = qwen2.settings(self.definition)
+        return shape.lora and ServedAdapter(shape.lora)
+
     def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) pairs of the untied model, one at a time."""
+        """(name, array) pairs of the untied model without adapters, one at a time."""
+        params = int8.widened(lora.base_of(params), dtype)
         tied = HEAD.split(".")[0] not in params
         for name, array in hf.named_tensors(params, dtype):
             yield name, array
@@ -67,7 +74,7 @@ class Served:
 
     def checksums(self, params, dtype: str) -> dict[str, int]:
         """A checksum of each of `tensors`, by name."""
-        found = hf.named_checksums(params, dtype)
+        found = hf.named_checksums(int8.widened(lora.base_of(params), dtype), dtype)
         return {HEAD: found[EMBEDDING], **found}
 
     def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
@@ -80,6 +87,39 @@ class Served:
     @cached_property
     def _logp(self):
         return jax.jit(partial(logprobs.of_responses, self.definition))
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """Adapters for servers: as `Served`, but B is multiplied by alpha / rank.
+
+    Servers would do so after rounding it.
+    """
+
+    lora: qwen2.Lora
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapters."""
+        return self.lora.rank
+
+    def config(self, params, dtype: str) -> dict[str, Any]:
+        """The adapter_config.json, with the dtype."""
+        del params
+        return lora.config_of(replace(self.lora, alpha=float(self.lora.rank))) | {"dtype": dtype}
+
+    def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) pairs, one at a time."""
+        return lora.named_tensors(self._scaled(params), dtype)
+
+    def checksums(self, params, dtype: str) -> dict[str, int]:
+        """A checksum of each tensor, by its name in the model."""
+        return hf.named_checksums(self._scaled(params), dtype)
+
+    def _scaled(self, params):
+        own = lora.adapters(params)
+        scale = lambda path, x: self.lora.scale * x if path[-2].key == "lora_B" else x
+        return jax.tree_util.tree_map_with_path(scale, own)
 
 
 @dataclass(frozen=True)
@@ -114,9 +154,11 @@ class Policy:
         """
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
+        shape, compute = qwen2.settings(self.definition)
+        definition, _ = qwen2.graph(replace(shape, lora=None), compute)
         if mesh.devices.flat[0].platform == "cpu":
-            return Decoder(self.definition, block, there)
-        return Unrolled(self.definition, there)
+            return Decoder(definition, block, there, shape.lora)
+        return Unrolled(definition, there, shape.lora)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""
@@ -143,10 +185,13 @@ def fewest_devices(definition: Any, mesh: Mesh | AbstractMesh, memory: int | Non
     if memory is None:
         return 1
     shape, compute = qwen2.settings(definition)
-    count = qwen2.parameter_count(shape)
+    count = qwen2.parameter_count(replace(shape, lora=None))
+    trained = qwen2.parameter_count(shape) - count if shape.lora else count
     width = jnp.dtype(compute.dtype).itemsize
-    room = memory - (TRAINER + width) * count / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     copy = count * width
+    held = count if shape.lora and shape.lora.base == "int8" else copy
+    taken = TRAINER * trained + held
+    room = memory - taken / (mesh.shape["fsdp"] * mesh.shape["tensor"])
     sizes = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
     return next((n for n in sizes if copy / n <= room / 2), mesh.size)
 

@@ -36,6 +36,14 @@ class Inputs(NamedTuple):
     scored: Bool[Array, "*lead R C"]
 
 
+def joined(params: Any, frozen: Any) -> Any:
+    """A model's parameters, from those that are trained and the others, if there are any."""
+    if params is None or frozen is None or not isinstance(params, dict):
+        return frozen if params is None else params
+    keys = params.keys() | frozen.keys()
+    return {key: joined(params.get(key), frozen.get(key)) for key in sorted(keys)}
+
+
 def einsum(subscripts: str, a: Array, b: Array, dtype: DTypeLike = jnp.float32) -> Array:
     """The product, accumulated and returned in `dtype`; float32 inputs keep all bits everywhere."""
     return jnp.einsum(subscripts, a, b, precision=precision(a, b), preferred_element_type=dtype)
@@ -59,8 +67,8 @@ def up_to(most: int, used: jax.Array, body: Callable[..., T], start: T) -> T:
         return jax.lax.fori_loop(0, used, body, start)
 
 
-def whole_shards(table: Float[Array, "V D"]) -> Float[Array, "W D"]:
-    """The table sharded over the vocabulary, with zero rows appended until it divides."""
+def whole_shards(table: Float[Array, "V *rest"]) -> Float[Array, "W *rest"]:
+    """A table sharded as those of the vocabulary are, with zero rows appended until it divides."""
     return constrain(_filled_up(table, VOCAB), VOCAB, None)
 
 
@@ -123,18 +131,29 @@ def _here(table, tokens, vocab):
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def checksum(words: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
-    """The sum, modulo 2^32, of words times odd numbers by position; one an index of the `lead` axes.
+def checksum(bits: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
+    """The sum, modulo 2^32, of hashed bits times odd numbers; one an index of the `lead` axes.
 
-    Odd factors make each altered word count; that they differ shows two exchanged ones. Words may
-    be summed in parts, on devices or servers, in any order.
+    Odd factors make each altered number count. A product of one factor an axis, by the position
+    there, they differ: that shows what is exchanged. Parts may be summed, on devices or servers, in
+    any order.
     """
-    index, stride = jnp.zeros(words.shape, jnp.uint32), 1
-    for axis in reversed(range(lead, words.ndim)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        index, stride = index + place * np.uint32(stride % 2**32), stride * words.shape[axis]
-    factors = mixed(index) | np.uint32(1)
-    return jnp.sum(words * factors, tuple(range(lead, words.ndim)), dtype=jnp.uint32)
+    words, stride = mixed(mixed(bits)), 1  # once, two signs could change unseen
+    for axis in reversed(range(lead, bits.ndim)):
+        place = jnp.arange(bits.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
+        words = words * jnp.expand_dims(
+            mixed(place) | 1, [i for i in range(bits.ndim) if i != axis]
+        )
+        stride *= bits.shape[axis]
+    return jnp.sum(words, tuple(range(lead, bits.ndim)), dtype=jnp.uint32)
+
+
+def bits_of(x: Array) -> UInt32[Array, "..."]:
+    """The bits of each number, those of a narrower one on top: a bfloat16 has those of its float32."""
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    width = 8 * x.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    return bits << np.uint32(32 - width)
 
 
 def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

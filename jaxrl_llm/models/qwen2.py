@@ -4,17 +4,20 @@ Families of models differ by fields of their `Shape` alone.
 """
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models import attention, primitives
+from jaxrl_llm.errors import UserError, at_least
+from jaxrl_llm.models import attention, experts, int8, primitives
 from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
@@ -40,13 +43,68 @@ class LayerKind:
     bands: tuple[float, float, int] | None = None
 
 
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of low rank on the products in `targets`; only they are trained.
+
+    A product W x becomes W x + (alpha / rank) B A x, with A `[rank, in]` and B `[out, rank]`, which
+    begins as 0. The learning rate is about ten times that of training all weights. `base` is how the
+    other weights of products are kept: in the compute precision, or in 8 bits (half of bfloat16).
+
+    >>> jl.Pretrained("Qwen/Qwen2.5-3B", lora=jl.Lora(rank=16, targets=("q_proj", "v_proj"))).lora.scale
+    2.0
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LINEAR
+    base: Literal["compute", "int8"] = "compute"
+
+    def __post_init__(self):
+        at_least(1, "lora", self, "rank")
+        if self.base not in ("compute", "int8"):
+            raise UserError(f"lora: base = {self.base!r} is neither compute nor int8")
+        if not self.alpha > 0:
+            raise UserError(f"lora: alpha = {self.alpha} must be above 0")
+        if not self.targets or {*self.targets} - {*LINEAR}:
+            raise UserError(
+                f"lora: targets are some of {', '.join(LINEAR)}, not {', '.join(self.targets) or 'none'}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """So many `experts` in place of a layer's MLP, each `size` wide; a token is sent to `chosen`.
+
+    They are weighted by the softmax over all experts, divided by the chosen ones' sum if `rescaled`.
+
+    >>> mixture = jl.Mixture(experts=8, chosen=2, size=32)
+    >>> jl.Shape(64, 128, 384, 4, 4, 2, tied=False, mixture=mixture).mixture.chosen
+    2
+    """
+
+    experts: int
+    chosen: int
+    size: int
+    rescaled: bool = True
+
+
 @dataclass(frozen=True)
 class Shape:
     """The architecture: everything that the parameters' shapes and values depend on.
 
     `kinds` repeat through the layers. `head_size` None is hidden_size / num_heads. `biases` are names
-    of products. Scores are multiplied by `query_scalar`^-1/2 (None: head_dim). The last five are Gemma's:
-    norms multiply by 1 + weight, the embedding by sqrt(hidden_size).
+    of products. Scores are multiplied by `query_scalar`^-1/2 (None: head_dim). There are norms
+    before attention and MLP, or after, or both. `norm_offset` and `scaled_embedding` are Gemma's:
+    norms multiply by 1 + weight, the embedding by sqrt(hidden_size). `lora` adds adapters to products.
 
     >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
     >>> shape.head_dim
@@ -69,9 +127,12 @@ class Shape:
     norms_of_heads: bool = False
     query_scalar: int | None = None
     activation: Literal["silu", "gelu"] = "silu"
+    norms_before: bool = True
     norms_after: bool = False
     norm_offset: bool = False
     scaled_embedding: bool = False
+    mixture: Mixture | None = None
+    lora: Lora | None = None
 
     @property
     def head_dim(self) -> int:
@@ -109,19 +170,36 @@ class Compute:
 
 
 class Linear(nnx.Module):
-    """y = x W' + b with W `[*out, *in]` as in Hugging Face files, but heads as a separate axis."""
+    """y = x W' + b with W `[*out, *in]` as in Hugging Face files, but heads as a separate axis.
 
-    def __init__(self, out: tuple[int, ...], into: tuple[int, ...], *, bias: bool, rngs: nnx.Rngs):
+    With `lora` the same products of its two factors are added.
+    """
+
+    def __init__(
+        self,
+        out: tuple[int, ...],
+        into: tuple[int, ...],
+        *,
+        bias: bool = False,
+        lora: Lora | None = None,
+        rngs: nnx.Rngs,
+    ):
         scale = math.prod(into) ** -0.5  # keeps the variance of the input
         self.weight = nnx.Param(scale * rngs.params.normal((*out, *into)))
         self.bias = nnx.Param(jnp.zeros(out)) if bias else None
-        self.contracted = len(into)
+        self.contracted, self.scale = len(into), lora.scale if lora else 1.0
+        self.lora_A = Linear((lora.rank,), into, rngs=rngs) if lora else None
+        self.lora_B = Linear(out, (lora.rank,), rngs=rngs) if lora else None
+        if self.lora_B is not None:
+            self.lora_B.weight[...] *= 0.0
 
     def __call__(self, x):
         n = self.contracted
         w = self.weight[...].astype(x.dtype)
         dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(w.ndim - n, w.ndim)))
         y = jax.lax.dot_general(x, w, (dims, ((), ())), precision(x, w))
+        if self.lora_A is not None and self.lora_B is not None:
+            y = y + self.scale * self.lora_B(self.lora_A(x))
         return y if self.bias is None else y + _like(self.bias[...], y)
 
 
@@ -145,7 +223,8 @@ def _norm(shape: Shape, size: int | None = None) -> RMSNorm:
 
 
 def _linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
-    return Linear(out, into, bias=name in shape.biases, rngs=rngs)
+    lora = shape.lora if shape.lora and name in shape.lora.targets else None
+    return Linear(out, into, bias=name in shape.biases, lora=lora, rngs=rngs)
 
 
 class SelfAttention(nnx.Module):
@@ -188,33 +267,71 @@ class MLP(nnx.Module):
         return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nnx.Module):
+    """A router and MLPs: the sum of the chosen ones, by their weights; see `models/experts.py`."""
+
+    def __init__(self, shape: Shape, mixture: Mixture, *, rngs: nnx.Rngs):
+        self.gate = Linear((mixture.experts,), (shape.hidden_size,), bias=False, rngs=rngs)
+
+        @nnx.split_rngs(splits=mixture.experts)
+        @nnx.vmap
+        def stacked(rngs):
+            return MLP(replace(shape, intermediate_size=mixture.size), rngs=rngs)
+
+        self.experts = stacked(rngs)
+        self.mixture = mixture
+
+    def __call__(self, x, live=None):
+        """`[R,L,D]`; tokens that are not `live` (None: all are) cost nothing and get 0."""
+        gate, gate_weights = nnx.split(self.gate)
+        expert, expert_weights = nnx.split(self.experts)
+        route = lambda weights, x: choice(nnx.merge(gate, weights)(x), self.mixture)
+        apply = lambda weights, x: nnx.merge(expert, weights)(x)
+        live = jnp.ones(x.shape[:2], bool) if live is None else live
+        weights = nnx.to_pure_dict(gate_weights), nnx.to_pure_dict(expert_weights)
+        return experts.mixed(route, apply, x, live, *weights)
+
+
+def choice(logits: Float[Array, "R L E"], mixture: Mixture):
+    """The experts of each token and their weights, `[R,L,K]` both."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), mixture.chosen)
+    return chosen, weights / weights.sum(-1, keepdims=True) if mixture.rescaled else weights
+
+
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms_after` of both results too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `norms_after` of both results, also or only.
+
+    Names are those of files: `post_attention_layernorm` is the MLP's norm before, unless there are norms after.
+    """
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        self.input_layernorm = _norm(shape)
+        both = shape.norms_before and shape.norms_after
+        self.input_layernorm = _norm(shape) if shape.norms_before else None
         self.self_attn = SelfAttention(shape, rngs=rngs)
         self.post_attention_layernorm = _norm(shape)
-        self.pre_feedforward_layernorm = _norm(shape) if shape.norms_after else None
+        self.pre_feedforward_layernorm = _norm(shape) if both else None
         self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
-        self.mlp = MLP(shape, rngs=rngs)
+        mixture = shape.mixture
+        self.mlp = Experts(shape, mixture, rngs=rngs) if mixture else MLP(shape, rngs=rngs)
 
-    def __call__(self, x, rope, attend):
-        return self.finish(x, attend(*self.qkv(x, rope)))
+    def __call__(self, x, rope, attend, live=None):
+        return self.finish(x, attend(*self.qkv(x, rope)), live)
 
     def qkv(self, x, rope):
         """Queries, keys and values of the normalised input."""
-        return self.self_attn.qkv(self.input_layernorm(x), rope)
+        before = self.input_layernorm
+        return self.self_attn.qkv(x if before is None else before(x), rope)
 
-    def finish(self, x, mixed):
-        """The rest of the layer, from attention's output `mixed` on."""
+    def finish(self, x, mixed, live=None):
+        """The rest of the layer, from attention's output `mixed` on; experts skip what is not `live`."""
+        mlp = self.mlp if live is None else partial(self.mlp, live=live)
         y = self.self_attn.o_proj(mixed)
         before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-        if before is None or after is None:
+        if after is None:
             x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x))
+            return x + mlp(self.post_attention_layernorm(x))
         x = x + self.post_attention_layernorm(y)
-        return x + after(self.mlp(before(x)))
+        return x + after(mlp(x if before is None else before(x)))
 
 
 class Embedding(nnx.Module):
@@ -255,14 +372,15 @@ class Qwen2(nnx.Module):
         """
         x = self.embed(tokens)
         ropes = self.ropes(positions)
+        live = None if self.shape.mixture is None else _live(positions, segments)
         layer_def, layers = nnx.split(self.layers)
 
         def apply(x, layer, offset, kind):
             if offset is not None:
                 x = x + offset[None].astype(x.dtype)
-            weights = gathered(layer, self.compute.dtype)
+            weights = gathered(int8.widened(layer, self.compute.dtype), self.compute.dtype)
             attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
-            x = nnx.merge(layer_def, weights)(x, ropes[kind], attend)
+            x = nnx.merge(layer_def, weights)(x, ropes[kind], attend, live)
             return constrain(x, BATCH, None, None)
 
         if self.compute.remat is not None:
@@ -324,6 +442,13 @@ class OfKind:
         return jax.tree.map(lambda x: x[kind], self._all) if self._several else self._all
 
 
+def _live(positions: Int[Array, "R L"], segments: Int[Array, "R L"] | None) -> Bool[Array, "R L"]:
+    """Which tokens are no padding: that has segment 0, or position 0 behind the first column."""
+    if segments is not None:
+        return segments > 0
+    return (positions > 0) | (jnp.arange(positions.shape[1])[None] == 0)
+
+
 def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:
     """The `half` rotary frequencies of a kind of layer; 0, which turns nothing, without a base."""
     if kind.theta is None:
@@ -382,9 +507,11 @@ def matrices(params):
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not name.startswith("layers/") or not name.endswith("_proj/weight"):
+        if not re.fullmatch(r"layers/.*_proj(/lora_[AB])?/weight", name):
             return None
-        first_in = 2 if "o_proj" in name else leaf.ndim - 1
-        return tuple(range(first_in, leaf.ndim)), tuple(range(1, first_in))
+        whole = "o_proj/" in name and not name.endswith("lora_B/weight")  # heads go in
+        first_in = 2 if whole else leaf.ndim - 1
+        first_out = 2 if "/experts/" in name else 1
+        return tuple(range(first_in, leaf.ndim)), tuple(range(first_out, first_in))
 
     return jax.tree_util.tree_map_with_path(one, params)

@@ -29,8 +29,14 @@ RULES = (
     (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/bias", P(None, "tensor")),
     (r"layers/(self_attn/o|mlp/down)_proj/bias", P()),
     (r"layers/self_attn/o_proj/weight", P(None, "fsdp", "tensor")),
+    (r"layers/mlp/gate/weight", P()),
+    (r"layers/mlp/experts/\w+/weight", P(None, VOCAB)),  # see models/experts.py
     (r"layers/mlp/(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
     (r"layers/mlp/down_proj/weight", P(None, "fsdp", "tensor")),
+    (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/lora_A/weight", P(None, None, "fsdp")),
+    (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/lora_B/weight", P(None, "tensor")),
+    (r"layers/(self_attn/o|mlp/down)_proj/lora_A/weight", P(None, None, "tensor")),
+    (r"layers/(self_attn/o|mlp/down)_proj/lora_B/weight", P(None, "fsdp")),
 )
 
 

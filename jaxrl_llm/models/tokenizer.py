@@ -74,6 +74,23 @@ class Tokenizer:
             self._inner.decode(piece, skip_special_tokens=False) for piece in pieces
         )
 
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text that each token adds; nothing where a later one completes its character."""
+        text = lambda some: self._inner.decode(some, skip_special_tokens=False)
+        out, known = [], []  # `known`: since the last whole character, and the token before it
+        for i, token in enumerate(tokens):
+            if token >= len(self):
+                out.append("\ufffd")
+                continue
+            before, now = text(known[:1]), text([*known, token])
+            known.append(token)
+            if now.endswith("\ufffd") and i + 1 < len(tokens):
+                out.append("")
+            else:
+                out.append(now[len(before) :])
+                known = [token]
+        return out
+
     def save(self, folder: Path) -> None:
         """Writes the files that `load` reads."""
         self._inner.save_pretrained(folder)

@@ -135,7 +135,8 @@ class Objective:
         prompts, responses, tokens = self.tried_on
         of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
         known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
-        known |= {"mask": of(jnp.bool_), "selected": of(jnp.bool_), "response": of(jnp.int32)}
+        known |= dict.fromkeys(("mask", "selected"), of(jnp.bool_))
+        known |= dict.fromkeys(("response", "turn"), of(jnp.int32))
         return Seen(**known)
 
 

@@ -20,7 +20,7 @@ class Seen(NamedTuple):
     """
 
     mask: Mask
-    """True on tokens of a response, False on padding"""
+    """True on sampled tokens of a response, False on padding"""
     old_logp: Tokens
     """log-probs before this batch's update; with `ratios="sampler"` in a config, the sampler's"""
     ref_logp: Tokens = UNKNOWN
@@ -37,6 +37,8 @@ class Seen(NamedTuple):
     """the number of the token's response in its row; 0 on padding"""
     selected: Mask = UNKNOWN
     """tokens chosen by `Objective.select`"""
+    turn: Int[Array, "B T"] = UNKNOWN
+    """the number of the token's turn in its episode, from 1; 0 on padding"""
 
 
 def trainer(seen: Seen) -> Tokens:

@@ -13,6 +13,8 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * 2 * (heads + kv_heads)
     mlp = 3 * shape.hidden_size * shape.intermediate_size
+    if mixture := shape.mixture:
+        mlp = shape.hidden_size * (mixture.experts + 3 * mixture.chosen * mixture.size)
     layers = shape.num_layers * (2 * (attention + mlp) + 2 * length * heads)
     return tokens * layers + scored * 2 * shape.vocab_size * shape.hidden_size
 
@@ -27,9 +29,10 @@ def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
     size = {"scored": rows * tokens, "length": prompt + tokens}
     whole = forward(shape, tokens=rows * (prompt + tokens), **size)
+    passes = 2 if shape.lora else 3  # forward, back to the inputs, and to the weights if trained
     return {
         "prefill": forward(shape, tokens=config.prompts * prompt, scored=0, length=prompt),
         "decode": forward(shape, tokens=rows * tokens, **size),
         "score": (1 + config.keeps_reference) * whole,
-        "update": config.objective.stages * (3 + bool(config.compute.remat)) * whole,
+        "update": config.objective.stages * (passes + bool(config.compute.remat)) * whole,
     }

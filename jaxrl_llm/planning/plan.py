@@ -6,7 +6,7 @@ bytes, at the rates of a data sheet.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxrl_llm.config import Config, Pretrained
@@ -79,14 +79,14 @@ class Plan:
 
 
 def shape_of(config: Config) -> qwen2.Shape:
-    """The architecture of the config's model; for a published Qwen2.5 without any file."""
+    """The architecture of the config's model; for a preset without any file."""
     if not isinstance(config.model, Pretrained):
         return config.model.shape
-    name = config.model.name.rpartition("/")[2]
-    for known in (name, name.removesuffix("-Instruct")):
-        if known in families.PRESETS:
-            return families.PRESETS[known]
-    return hf.load_shape(hf.resolve(config.model.name, config.model.revision))
+    model = config.model
+    name, presets = model.name.rpartition("/")[2], families.PRESETS
+    known = presets.get(name) or presets.get(name.removesuffix("-Instruct"))
+    known = known or hf.load_shape(hf.resolve(model.name, model.revision))
+    return replace(known, lora=model.lora)
 
 
 def plan(

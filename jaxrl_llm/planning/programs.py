@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import reinforce, update
-from jaxrl_llm.models import logprobs, qwen2, sharding
+from jaxrl_llm.models import logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
+from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
@@ -55,10 +56,25 @@ class Step:
 
     @cached_property
     def state(self) -> update.TrainState:
-        """Parameters and optimizer state."""
-        params = sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
+        """Parameters that are trained, and optimizer state."""
+        params = sharding.params_like(lora.trained(self.shape), self.mesh)
         offload = self.config.offloads("optimizer")
         return update.state_like(params, self.config.optimizer, offload=offload)
+
+    @cached_property
+    def frozen(self) -> Any:
+        """The parameters that are not trained, None if all are."""
+        if self.shape.lora is None:
+            return None
+        shapes = qwen2.graph(replace(self.shape, lora=None))[1]
+        plain = jax.eval_shape(self.policy.narrowed, sharding.params_like(shapes, self.mesh))
+        held = jax.tree.map(like, plain, sharding.param_shardings(shapes, self.mesh))
+        return jax.tree_util.tree_map_with_path(lora.kept(self.shape), held)
+
+    @cached_property
+    def params(self) -> Any:
+        """All parameters."""
+        return joined(self.state.params, self.frozen)
 
     @cached_property
     def reference(self) -> Any:
@@ -108,15 +124,17 @@ class Step:
     @cached_property
     def weights(self) -> Any:
         """The weights that the embedded engine reads."""
-        params, decoder = self.state.params, self.decoder
+        params, decoder = self.params, self.decoder
         if decoder.static:
             return decoder.weights_like(params)
-        return jax.tree.map(like, self._narrowed, sharding.param_shardings(params, decoder.mesh))
+        plain = jax.eval_shape(partial(lora.merged, lora=self.shape.lora), params)
+        narrowed = jax.eval_shape(self.policy.narrowed, plain)
+        return jax.tree.map(like, narrowed, sharding.param_shardings(plain, decoder.mesh))
 
     @property
     def copies_weights(self) -> bool:
         """Whether those are a copy, in another precision or sharding than the trainer's."""
-        leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.state.params)
+        leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.params)
         same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
         return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))
 
@@ -141,7 +159,7 @@ class Step:
         """Bytes on one device by the name of the arrays, as far as shapes say."""
         config, params = self.config, local_bytes(self.state.params)
         trees = {"optimizer": self.state.opt_state, "reference": self.reference}
-        parts = {"parameters": params}
+        parts = {"parameters": params, "frozen": local_bytes(self.frozen)}
         parts |= {name: local_bytes(tree) - host_bytes(tree) for name, tree in trees.items()}
         parts = {name: size for name, size in parts.items() if size}
         if isinstance(config.engine, Native):
@@ -170,7 +188,8 @@ class Step:
         config, limit, engine = self.config, self.config.collate, self.engine
         weights, cache = local_bytes(self.weights), local_bytes(self.cache)
         others = self._bytes("optimizer", "reference")
-        learned = others + (self._bytes("parameters") if self.copies_weights else 0)
+        held = self._bytes("parameters", "frozen")
+        learned = others + (held if self.copies_weights else 0)
         stride = native.STRIDE if self.decoder.static else 1  # tokens a run
         turns = -(-config.prompts * config.group_size // engine.slots)
         filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
@@ -195,7 +214,8 @@ class Step:
 
     def _learning(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit = self.config, self.config.collate
-        params, state = local_bytes(self.state.params), local_bytes(self.state[:2])
+        params, state = local_bytes(self.params), local_bytes(self.state[:2])
+        frozen, moving = local_bytes(self.frozen), local_bytes(self.state.params)
         others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
@@ -217,7 +237,7 @@ class Step:
             runs=share,
             flops=work["update"],
             # a micro-batch reads the weights twice and adds its gradients up: 2 reads, 1 write
-            moved=steps * (2 * state + limit.microbatches * 5 * params),
+            moved=steps * (2 * state + limit.microbatches * (5 * moving + 2 * frozen)),
             copied=steps * 2 * host_bytes(self.state),
         )
         return [score, credit, update]
@@ -231,7 +251,7 @@ class Step:
             return program.lower(*arguments).compile()
 
     def _gather(self) -> jax.stages.Compiled:
-        return self._sampled_by(jax.jit(self.decoder.weights), self.state.params)
+        return self._sampled_by(jax.jit(self.decoder.weights), self.params)
 
     def _prefill(self) -> jax.stages.Compiled:
         shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
@@ -249,7 +269,7 @@ class Step:
     def _score(self) -> jax.stages.Compiled:
         config = self.config
         program: Any = reinforce.scoring(self.policy, config.objective, config.sampling.temperature)
-        return program.lower(self.state.params, self.batch.inputs).compile()
+        return program.lower(self.params, self.batch.inputs).compile()
 
     @cached_property
     def _credit(self) -> jax.stages.Compiled:
@@ -270,7 +290,8 @@ class Step:
             order=config.order,
             shardings=jax.tree.map(lambda x: x.sharding, self.state),
         )
-        return program.lower(self.state, self.credited).compile()
+        frozen = () if self.frozen is None else (self.frozen,)
+        return program.lower(self.state, self.credited, *frozen).compile()
 
 
 def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:

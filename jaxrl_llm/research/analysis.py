@@ -399,11 +399,12 @@ def _single_tokens(
 
 
 def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
-    """The group of every token; 'chatter' only if the model's own words include all fillers."""
+    """The group of every sampled token; 'chatter' only if the model's own words include all fillers."""
     model, tokenizer = of.config.model, of.parts.tokenizer
     known = isinstance(model, Scratch) and set(FILLERS) <= set(model.words)
     fillers = frozenset(FILLERS if known else ())
-    pieces = ([tokenizer.decode([t]) for t in r] for r in rollout.responses)
+    sampled = [[r[t] for t in rollout.sampled(i)] for i, r in enumerate(rollout.responses)]
+    pieces = ([tokenizer.decode([t]) for t in tokens] for tokens in sampled)
     return [words.group(piece, fillers) for piece in pieces]
 
 

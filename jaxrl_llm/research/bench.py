@@ -293,9 +293,8 @@ def _subject(model: str | None, mesh: Any, bfloat16: bool) -> Subject:
         return random_subject(SMALL, mesh, dtype, remat=REMAT)
     folder = hf.resolve(model)
     shape = hf.load_shape(folder)
-    definition, shapes = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
-    where = sharding.param_shardings(shapes, mesh)
-    return Subject(shape, definition, hf.load(folder, shape, where, jnp.float32), dtype)
+    definition, _ = qwen2.graph(shape, qwen2.Compute(dtype=dtype, remat=REMAT))
+    return Subject(shape, definition, hf.load(folder, shape, mesh, jnp.float32), dtype)
 
 
 def in_turn(

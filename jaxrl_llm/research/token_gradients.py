@@ -46,7 +46,8 @@ class Norms(NamedTuple):
 
 
 def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
-    """The tokens at these (response, position) pairs, with the sequences before them."""
+    """The tokens at these (response, number among its sampled tokens), with what is before them."""
+    where = [(i, rollout.sampled(i)[t]) for i, t in where]
     before = [[*rollout.prompts[i], *rollout.responses[i][:t]] for i, t in where]
     tokens = np.zeros((len(where), max(map(len, before))), np.int32)
     for row, sequence in zip(tokens, before, strict=True):

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -14,11 +14,12 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.rollouts.sampler import Sampler
+from jaxrl_llm.rollouts.sampler import Sampler, ServedAdapter
 
 if TYPE_CHECKING:  # the client of servers is read by whoever has some
     from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
 KEY_FILE = "key"  # in the folder of the servers' sockets
 
 
@@ -141,7 +142,12 @@ class Vllm:
 
         with ExitStack() as stack:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
-            sidecars = [] if self.servers else stack.enter_context(self.sidecars(root, folder))
+            served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
+            sidecars = (
+                []
+                if self.servers
+                else stack.enter_context(self.sidecars(root, folder, served.adapter))
+            )
 
             def publish(weights: Path) -> None:
                 for sidecar in sidecars:
@@ -155,7 +161,7 @@ class Vllm:
             yield VllmSampler(
                 [sidecar.server for sidecar in sidecars] or running,
                 WeightSync(root, self.patience, publish, supervise, remote=bool(self.servers)),
-                model.served(mesh.shape["data"] * mesh.shape["fsdp"]),
+                served,
                 dtype=self.dtype,
                 concurrency=self.concurrency,
                 tolerance=self.tolerance,
@@ -164,7 +170,9 @@ class Vllm:
             )
 
     @contextmanager
-    def sidecars(self, root: Path, folder: Path) -> Iterator["list[Sidecar]"]:
+    def sidecars(
+        self, root: Path, folder: Path, adapter: ServedAdapter | None = None
+    ) -> Iterator["list[Sidecar]"]:
         """A supervised server per device, weights under `root`, logs in `folder`."""
         from jaxrl_llm.rollouts.vllm.client import write_key
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
@@ -172,7 +180,8 @@ class Vllm:
         with ExitStack() as stack:
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
-            launches = self._launches(root, folder, key)
+            own = replace(self, arguments=(*_for_adapters(adapter), *self.arguments))
+            launches = own._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
             for sidecar in sidecars:
                 stack.callback(sidecar.stop)
@@ -209,6 +218,16 @@ class Vllm:
                 | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
                 key=key,
             )
+
+
+def _for_adapters(served: ServedAdapter | None) -> tuple[str, ...]:
+    """vLLM's arguments for adapters: room for those in use, and for those that replace them."""
+    if served is None:
+        return ()
+    rank = next((rank for rank in RANKS if rank >= served.rank), None)
+    if rank is None:
+        raise UserError(f"lora: vLLM takes ranks up to {RANKS[-1]}, not {served.rank}")
+    return ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2")
 
 
 ENGINES = (Native, Vllm)

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +27,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import Decoder, Unrolled
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.episode import Episode, rollout
+from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
 
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
 STRIDE = 8  # tokens that an accelerator decodes between checks whether to stop
+SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for every LOOK tokens
+LOOK = 16
+CHECK = 0.5  # seconds between checks where all slots wait for replies
 
 
 class Request(NamedTuple):
@@ -87,52 +92,62 @@ class NativeSampler:
         """Drops the weights and any copy of them; push before the next `generate`."""
         self.params = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> Rollout:
         """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before generate")
         if n < 1 or not prompts or not all(map(len, prompts)):
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
-        results: list[Any] = [None] * (n * len(prompts))
+        made = [Episode(sampling) for _ in range(n * len(prompts))]
         with jax.set_mesh(self.mesh):
-            self._serve(number(prompts, n), results, sampling)
-        tokens, logps, stopped = zip(*results, strict=True)
-        return Rollout(
-            prompts=[p for p in prompts for _ in range(n)],
-            responses=tokens,
-            logps=logps,
-            finished=stopped,
-            version=self.version,
-        )
+            self._serve(number(prompts, n), made, sampling, reply)
+        return rollout(prompts, made, turns=reply is not None, version=self.version)
 
-    def _serve(self, requests, results, sampling):
-        """The host's loop: fill free slots, decode, collect the finished responses."""
+    def _serve(self, requests, made, sampling, reply):
+        """The host's loop: fill free slots, decode, collect turns and what is replied to them."""
         start, busy = time.perf_counter(), 0.0
         longest = padded(max(map(len, requests)), SHORTEST)
         limit = longest + sampling.max_tokens
         columns = self._columns(longest + self.stride, limit)
         cache = self._empty(self.slots, columns)
-        slots = idle_slots(self.slots, sampling.max_tokens)
+        slots = idle_slots(self.slots, sampling.max_tokens, turns=reply is not None)
         rules = self._everywhere(rules_of(sampling))
         working: dict[int, Request] = {}  # by slot
+        asked: dict[int, futures.Future[Any]] = {}  # replies to come, by slot
+        left = len(made)
         count = {"prefill_tokens": 0, "decode_steps": 0}
         waiting = self._prefilled(requests, count)
-        while left := results.count(None):
+        while left:
             self._check()
             cache = self._admit(cache, slots, working, waiting)
-            end = int(slots.position[~slots.done].max())
+            if slots.done.all():  # all wait for replies
+                futures.wait(asked.values(), CHECK, futures.FIRST_COMPLETED)
+                left -= _collect(slots, working, asked, made, reply)
+                continue
+            live = ~slots.done
+            end = int(slots.position[live].max())
             if end + self.stride > columns < limit:
                 columns = self._columns(end + self.stride, limit)
                 cache = self.model.grow(cache, columns)
             quota = self.refill if left > len(working) else self.slots
-            steps = self.steps if columns == limit else min(self.steps, columns - end)
+            if reply:
+                quota = max(1, live.sum() // 16)
+            steps = max(LOOK, self.stride) if asked else self.steps
+            steps = steps if columns == limit else min(steps, columns - end)
             now = self._everywhere((slots, rules, np.int32(quota), np.int32(steps)))
             began = time.perf_counter()
             cache, *done = self._run(self.params, cache, *now)
             slots, steps = jax.tree.map(np.array, jax.device_get(done))
             busy += time.perf_counter() - began
             count["decode_steps"] += int(steps)
-            _collect(slots, working, results)
+            left -= _collect(slots, working, asked, made, reply)
         self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}
 
     def _everywhere(self, arrays: Any) -> Any:
@@ -231,16 +246,47 @@ def _start(slots: Slots, s: int, request: Request) -> None:
     arrays.number[s] = request.number
     arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
     arrays.count[s], arrays.done[s], arrays.stopped[s] = 0, False, False
+    if arrays.given is not None:
+        arrays.given[s] = 0
 
 
-def _collect(slots: Slots, working: dict[int, Request], results: list) -> None:
-    """Moves finished responses from their slots to `results`; frees the slots."""
-    for s in [s for s in working if slots.done[s]]:
-        size = slots.count[s]
-        tokens, logps = slots.tokens[s, :size].tolist(), slots.logps[s, :size].tolist()
+def _collect(
+    slots: Slots,
+    working: dict[int, Request],
+    asked: dict[int, futures.Future[Any]],
+    made: list[Episode],
+    reply: Reply | None,
+) -> int:
+    """Takes turns that are over and asks for replies; how many responses these end.
+
+    A slot whose episode goes on is set to read the reply next, another one is free.
+    """
+    arrays: Any = slots
+    over = [s for s in working if slots.done[s] and s not in asked]
+    for s in over:
+        turn = slice(0 if slots.given is None else slots.given[s], slots.count[s])
+        tokens, logps = slots.tokens[s, turn].tolist(), slots.logps[s, turn].tolist()
         if not all(map(math.isfinite, logps)):
             raise UserError(
                 "the model gives log-probs that are not finite: look at its weights, and for a "
                 "dtype that its logits are too large for"
             )
-        results[working.pop(s).index] = tokens, logps, bool(slots.stopped[s])
+        made[working[s].index].sampled(tokens, logps, bool(slots.stopped[s]))
+        if reply is None:
+            working.pop(s)
+        else:
+            asked[s] = reply(working[s].index, tokens)
+    if reply is None:
+        return len(over)
+    futures.wait([asked[s] for s in over], SOON)
+    ended = 0
+    for s in [s for s in asked if asked[s].done()]:
+        episode, size = made[working[s].index], slots.count[s]
+        if episode.goes_on(asked.pop(s).result()):
+            arrays.given[s] = len(episode.tokens)
+            arrays.tokens[s, size : arrays.given[s]] = episode.tokens[size:]
+            arrays.done[s] = arrays.stopped[s] = False
+        else:
+            working.pop(s)
+            arrays.position[s], ended = 0, ended + 1
+    return ended

@@ -1,20 +1,24 @@
 """The interface of engines: a sampler takes token ids and returns a `Rollout`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
+
+Reply: TypeAlias = Callable[[int, Sequence[int]], Future[Sequence[int] | None]]
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A response ends with the
-    first token in `stop`, which belongs to it, or after `max_tokens`. `seed` changes every draw.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing. A turn ends with the first
+    token in `stop`, which belongs to it. A response, which is one turn or an episode of up to
+    `max_turns`, ends after `max_tokens` at the latest. `seed` changes every draw.
 
     >>> jl.Sampling(temperature=0.7, top_p=0.95, max_tokens=64).stop
     ()
@@ -24,6 +28,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 256
+    max_turns: int = 16
     stop: tuple[int, ...] = ()
     seed: int = 0
 
@@ -33,6 +38,7 @@ class Sampling:
             ("top_p", 1e-6 <= self.top_p <= 1),
             ("top_k", self.top_k >= 0),
             ("max_tokens", self.max_tokens >= 1),
+            ("max_turns", self.max_turns >= 1),
             ("seed", 0 <= self.seed < 2**32),
         ):
             if not fine:
@@ -44,6 +50,9 @@ class Rollout:
     """Responses on the host: B prompts with one response each, those to one prompt side by side.
 
     `tolerance` is how far, on average, `logps` may be from the trainer's (None: same devices).
+    Where responses are episodes, `turns` are the spans of each one that were sampled, as (start,
+    end), and the environment gave the rest, whose log-probs are 0. `rewards` are the episodes', as
+    tuples of the fields of `Reward`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -52,6 +61,18 @@ class Rollout:
     finished: Sequence[bool] = ()
     version: int = 0
     tolerance: float | None = None
+    turns: Sequence[Sequence[Sequence[int]]] = ()
+    rewards: Sequence[Sequence[Any]] = ()
+
+    def sampled(self, i: int) -> list[int]:
+        """Where in response `i` its sampled tokens are."""
+        spans = self.turns[i] if self.turns else [(0, len(self.responses[i]))]
+        return [t for start, end in spans for t in range(start, end)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The sampled tokens of each response."""
+        return [len(self.sampled(i)) for i in range(len(self.responses))]
 
 
 class Sampler(Protocol):
@@ -59,14 +80,23 @@ class Sampler(Protocol):
 
     `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
-    response was cut. `counters` are figures of the last `generate`, `sync` of the last `push`
-    (empty where nothing is sent).
+    response was cut. With `reply` a response is an episode: `reply(index, tokens)` is called with
+    the tokens of each turn, also of one that was cut, and its result is what the environment says
+    next, or None at the end. Nothing else waits for it. `counters` are figures of the last
+    `generate`, `sync` of the last `push` (empty where nothing is sent).
     """
 
     counters: dict[str, Any]
     sync: dict[str, float]
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> Rollout:
         """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""
         ...
 
@@ -80,13 +110,27 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class Served(Protocol):
-    """A server's config.json and tensors, and the trainer's checksums and log-probs to verify it by."""
+class ServedTensors(Protocol):
+    """A config and tensors for a server, and the trainer's checksums to verify it by."""
 
     def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
 
     def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
 
     def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
+
+
+class ServedAdapter(ServedTensors, Protocol):
+    """Those of adapters (LoRA)."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Served(ServedTensors, Protocol):
+    """Those of a model, the trainer's log-probs, and the adapters if they alone are trained."""
+
+    @property
+    def adapter(self) -> ServedAdapter | None: ...
 
     def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...

@@ -18,6 +18,8 @@ class Slots(NamedTuple):
     """The state of S slots: `last` is the token to read at `position`, `count` tokens are drawn.
 
     `prompt` and `number` identify the response; `done` is idle, `stopped` ended on a stop token.
+    With turns the first `given` tokens are known, and read instead of drawn ones; a slot that is
+    done keeps its place, to go on from there.
     """
 
     prompt: UInt32[Array, "S"]
@@ -29,6 +31,7 @@ class Slots(NamedTuple):
     stopped: Bool[Array, "S"]
     tokens: Int[Array, "S T"]
     logps: Float[Array, "S T"]
+    given: Int[Array, "S"] | None = None
 
 
 class Rules(NamedTuple):
@@ -41,12 +44,13 @@ class Rules(NamedTuple):
     stop: Int[Array, "E"]
 
 
-def idle_slots(slots: int, limit: int) -> Slots:
-    """Host arrays of idle slots, with room for `limit` tokens each."""
+def idle_slots(slots: int, limit: int, *, turns: bool = False) -> Slots:
+    """Host arrays of idle slots, with room for `limit` tokens each, in turns or not."""
     shapes = ((slots,),) * 7 + ((slots, limit),) * 2
     types = (np.uint32,) * 2 + (np.int32,) * 3 + (bool,) * 2 + (np.int32, np.float32)
     arrays: Any = list(map(np.zeros, shapes, types))
-    return Slots(*arrays)._replace(done=np.ones(slots, bool))
+    given: Any = np.zeros(slots, np.int32) if turns else None
+    return Slots(*arrays)._replace(done=np.ones(slots, bool), given=given)
 
 
 def rules_of(sampling: Sampling) -> Rules:
@@ -90,7 +94,9 @@ def run(
 
     def advance(_, carry):
         cache, slots = carry
-        position = jnp.where(slots.done, 0, slots.position)
+        # a slot that waits for its next turn writes where that will begin
+        idle = 0 if slots.given is None else slots.position
+        position = jnp.where(slots.done, idle, slots.position)
         logits, cache = decode(params, cache, slots.last, position)
         return cache, record(slots, rules, logits)
 
@@ -111,19 +117,30 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
     identity = jnp.stack([seed, slots.prompt, slots.number, slots.count.astype(jnp.uint32)], 1)
     how = {"temperature": rules.temperature, "top_p": rules.top_p, "top_k": rules.top_k}
     token, logp = _by_row(partial(draw.token, **how))(logits, identity)
-    limit = slots.tokens.shape[1]
+    limit, position = slots.tokens.shape[1], slots.position + 1
     column = jnp.where(slots.done, limit, slots.count)  # `limit` is out of range: no write
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
+    if slots.given is not None:
+        known = slots.count < slots.given
+        token = jnp.where(known, _by_row(_get)(slots.tokens, column), token)
+        logp, stops = jnp.where(known, 0.0, logp), stops & ~known
+        token = jnp.where(slots.done, slots.last, token)
+        position = jnp.where(slots.done, slots.position, position)
     return slots._replace(
         last=token,
-        position=slots.position + 1,
+        position=position,
         count=count,
         done=slots.done | stops | (count == limit),
         stopped=slots.stopped | stops,
         tokens=_by_row(_put)(slots.tokens, column, token),
         logps=_by_row(_put)(slots.logps, column, logp),
     )
+
+
+def _get(rows, column):
+    """One value of each row."""
+    return rows.at[jnp.arange(len(rows)), column].get(mode="clip")
 
 
 def _put(rows, column, value):

@@ -1,5 +1,7 @@
-"""The interface of tasks (examples, prompts, rewards), and the scoring of responses."""
+"""The interface of tasks (examples, prompts, rewards or environments), and how they are called."""
 
+import asyncio
+import inspect
 import logging
 import math
 import queue
@@ -9,8 +11,10 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
@@ -63,14 +67,14 @@ LARGEST = 3.4e38  # of scores: they are learned from in float32
 UNCHECKED = Reward(0.0, False, checked=False)
 SLOW = 15.0  # seconds after which a reward that still runs is named
 LOOK = 1.0  # seconds between two looks at it
-_Outcome = Reward | BaseException
+Step = tuple[Sequence[int] | None, Reward]
 
 
 class Task(Protocol[E]):
     """A named task: examples to train and test on, a prompt for each, a reward for a response.
 
     A prompt is a text, or a list of messages for the model's chat template, as
-    `[{"role": "user", "content": "2 + 2?"}]`.
+    `[{"role": "user", "content": "2 + 2?"}]`. An `Interactive` task needs no `reward`.
     """
 
     @property
@@ -89,9 +93,27 @@ class Task(Protocol[E]):
 
 @runtime_checkable
 class Demonstrator(Protocol[E_contra]):
-    """A task that can also write a full-score response, for a supervised warm start."""
+    """A task that can also write a full-score response, for a supervised warm start.
 
-    def demonstration(self, example: E_contra, /) -> str: ...
+    Of an episode it is the policy's turns, between which the environment is asked.
+    """
+
+    def demonstration(self, example: E_contra, /) -> str | Sequence[str]: ...
+
+
+class Environment(Protocol):
+    """What the policy talks to in one episode; each has its own."""
+
+    def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step]:
+        """What follows a turn of these tokens: token ids, or None at the end; the reward so far."""
+        ...
+
+
+@runtime_checkable
+class Interactive(Protocol[E_contra]):
+    """A task of several turns: the policy's first follows the prompt."""
+
+    def environment(self, example: E_contra, tokenizer: Any, /) -> Environment: ...
 
 
 class Mapped(Generic[E]):
@@ -131,44 +153,137 @@ def score_responses(
     goes on in the background; an endless regular expression, which keeps the GIL, blocks all else.
     A task's UserError is raised.
     """
-    said, errors = set() if said is None else said, defaultdict[str, list[str]](list)
+    errors = _Errors(set() if said is None else said)
+    pairs = zip(examples, responses, strict=True)
+    calls = [
+        _Call(partial(task.reward, example, response), _plain, example,
+              f"the reward of response {i} of {len(responses)}", seconds, beat, asked)
+        for i, (example, response) in enumerate(pairs, 1)
+    ]  # fmt: skip
+    if threads == 1 and threading.current_thread() is threading.main_thread():
+        outcomes = map(_interrupted, calls)
+    else:
+        workers = _Workers(threads)
+        outcomes = [future.result() for future in [workers.submit(call) for call in calls]]
+        workers.close()
+    pairs = zip(calls, outcomes, strict=True)
+    rewards = [errors.settled(call, outcome) or UNCHECKED for call, outcome in pairs]
+    errors.log(len(calls))
+    return rewards
 
-    def settled(outcome: _Outcome) -> Reward:
-        if isinstance(outcome, Reward):
+
+class Episodes:
+    """The environments of a task's `examples`; a call takes the tokens of a turn of one of them.
+
+    It gives a future of what the environment says next, None at the end. `rewards` are the newest.
+    A step that raises, says what are no tokens of the tokenizer or takes over `seconds` ends its
+    episode unchecked. `threads` steps run at a time; those that are coroutines need no thread.
+    The other arguments, and what is logged when the block ends, are those of `score_responses`.
+    """
+
+    def __init__(
+        self,
+        task: Interactive[E],
+        tokenizer: Any,
+        examples: Sequence[E],
+        *,
+        threads: int = 1,
+        seconds: float = 300.0,
+        beat: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
+        said: set[str] | None = None,
+    ):
+        self.rewards = [UNCHECKED] * len(examples)
+        self._task, self._tokenizer, self._examples = task, tokenizer, examples
+        self._environments: dict[int, Environment] = {}
+        self._settings = seconds, beat, asked
+        self._errors = _Errors(set() if said is None else said)
+        self._workers = _Workers(threads)
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.close()
+        self._errors.log(len(self.rewards))
+
+    def __call__(self, index: int, tokens: Sequence[int]) -> Future[Sequence[int] | None]:
+        which = f"a step of episode {index + 1} of {len(self.rewards)}"
+        work = partial(self._step, index, list(tokens))
+        call = _Call(work, self._plain, self._examples[index], which, *self._settings)
+        reply: Future[Sequence[int] | None] = Future()
+
+        def settle(done: Future[Any]) -> None:
+            outcome = done.result()
+            if inspect.isawaitable(outcome):
+                waiting = asyncio.run_coroutine_threadsafe(_awaited(call, outcome), _loop())
+                waiting.add_done_callback(settle)
+                return
+            try:
+                given, self.rewards[index] = self._errors.settled(call, outcome) or (
+                    None,
+                    UNCHECKED,
+                )
+                reply.set_result(given)
+            except BaseException as error:
+                reply.set_exception(error)
+
+        self._workers.submit(call).add_done_callback(settle)
+        return reply
+
+    def _step(self, index: int, tokens: list[int]) -> Any:
+        if index not in self._environments:
+            made = self._task.environment(self._examples[index], self._tokenizer)
+            self._environments[index] = made
+        return self._environments[index].step(tokens)
+
+    def _plain(self, made: Any) -> Step:
+        """What a step returned, in plain numbers; TypeError or ValueError for anything else."""
+        given, reward = made
+        reward = _plain(reward)
+        if given is None:
+            return None, reward
+        known = range(len(self._tokenizer))
+        if wrong := [token for token in given if token not in known]:
+            raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
+        return list(map(int, given)), reward
+
+
+class _Errors:
+    """Errors of a task's functions, by type and place; `said` are the kinds logged before."""
+
+    def __init__(self, said: set[str]):
+        self.said, self.found = said, defaultdict[str, list[str]](list)
+
+    def settled(self, call: "_Call", outcome: Any) -> Any:
+        """What the call returned; None if it raised, unless that is for the caller."""
+        if not isinstance(outcome, BaseException):
             return outcome
         if isinstance(outcome, SystemExit):  # must not look like a run that is finished
             code, trace = outcome.code, outcome.__traceback__
             outcome = RuntimeError(f"it called exit({code})").with_traceback(trace)
         if isinstance(outcome, UserError | Leaving) or not isinstance(outcome, Exception):
             raise outcome  # KeyboardInterrupt and the like are for the caller
-        place = _place(traceback.extract_tb(outcome.__traceback__), task)
-        errors[f"{type(outcome).__name__} in {place}"].append(first_line(outcome))
-        return UNCHECKED
+        place = _place(traceback.extract_tb(outcome.__traceback__), call.work.func)
+        self.found[f"{type(outcome).__name__} in {place}"].append(first_line(outcome))
+        return None
 
-    pairs = zip(examples, responses, strict=True)
-    calls = [
-        _Call(task, example, response, f"response {i} of {len(responses)}", seconds, beat, asked)
-        for i, (example, response) in enumerate(pairs, 1)
-    ]
-    if threads == 1 and threading.current_thread() is threading.main_thread():
-        rewards = [settled(_interrupted(one)) for one in calls]
-    else:
-        rewards = list(map(settled, _in_threads(calls, threads)))
-    for kind, messages in errors.items():
-        if kind not in said:
-            count = f"{len(messages)} of {len(calls)} responses unchecked"
-            logger.warning("%s: %s; %s", kind, messages[0], count)
-    said.update(errors)
-    return rewards
+    def log(self, responses: int) -> None:
+        """Logs each new kind with its first message."""
+        for kind, messages in self.found.items():
+            if kind not in self.said:
+                count = f"{len(messages)} of {responses} responses unchecked"
+                logger.warning("%s: %s; %s", kind, messages[0], count)
+        self.said.update(self.found)
 
 
 @dataclass
 class _Call:
-    """The reward of one response to be worked out, and what is known of it meanwhile."""
+    """A call of a task's function, `check` on what it returns, and what is known meanwhile."""
 
-    task: Task[Any]
+    work: partial[Any]
+    check: Callable[[Any], Any]
     example: Any
-    response: str
     which: str
     seconds: float
     beat: Callable[[], None]
@@ -176,22 +291,23 @@ class _Call:
     begun: float = math.inf
     slow: bool = False
 
-    def __call__(self) -> Reward:
-        """The reward."""
+    def __call__(self) -> Any:
+        """The checked result, or what is to be awaited for it."""
         if self.asked():
             raise Leaving
         self.beat()
         self.begun = time.monotonic()
-        return _plain(self.task.reward(self.example, self.response))
+        made = self.work()
+        return made if inspect.isawaitable(made) else self.check(made)
 
     def over(self, frame: FrameType | None) -> Exception | None:
         """Why it has to end now, if it has; says once that it is slow, and where it is."""
         taken = time.monotonic() - self.begun
         if taken > SLOW and not self.slow:
             self.slow = True
-            place = _place(traceback.extract_stack(frame) if frame else [], self.task)
+            place = _place(traceback.extract_stack(frame) if frame else [], self.work.func)
             logger.warning(
-                "the reward of %s has been running for %.0f s: on example %.80r, now in %s; it is given "
+                "%s has been running for %.0f s: on example %.80r, now in %s; it is given "
                 "up after %g s (reward_seconds)", self.which, taken, self.example, place, self.seconds,
             )  # fmt: skip
         if self.asked():
@@ -199,14 +315,14 @@ class _Call:
         return TimeoutError(f"no result after {self.seconds:g} s") if taken > self.seconds else None
 
 
-def _place(stack: Sequence[traceback.FrameSummary], task: Task[Any]) -> str:
-    """The function and line that a reward's stack has come to in the reward's own file."""
+def _place(stack: Sequence[traceback.FrameSummary], function: Any) -> str:
+    """The function and line that a call's stack has come to in the task's own file."""
     inside = dropwhile(lambda frame: frame.filename != __file__, stack)
     frames = [frame for frame in inside if frame.filename != __file__]
     if frames:
         frame = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         return f"{frame.name} ({frame.filename}:{frame.lineno})"
-    code = getattr(task.reward, "__code__", None)
+    code = getattr(function, "__code__", None)
     return f"reward ({code.co_filename}:{code.co_firstlineno})" if code else "reward"
 
 
@@ -214,7 +330,7 @@ class _InterruptError(BaseException):
     """Raised within a reward that has to end; no Exception, so that little code catches it."""
 
 
-def _interrupted(call: _Call) -> _Outcome:
+def _interrupted(call: _Call) -> Any:
     """What the call returns or raises; SIGALRM interrupts it, even an endless regular expression."""
     over: Exception | None = None
 
@@ -242,39 +358,67 @@ def _interrupted(call: _Call) -> _Outcome:
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_threads(calls: Sequence[_Call], threads: int) -> list[_Outcome]:
-    """What the calls return or raise, `threads` at a time.
+class _Workers:
+    """Makes calls, `threads` at a time; a future's result is what one returns or raises.
 
     Each has a daemon thread of its own, which is left behind if it is late.
     """
-    outcomes: dict[int, _Outcome] = {}
-    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    for item in (*range(len(calls)), *[None] * threads):
-        waiting.put(item)
 
-    def attempt(call: _Call, found: list[_Outcome]) -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
+    def __init__(self, threads: int):
+        self._waiting: queue.SimpleQueue[tuple[_Call, Future[Any]] | None] = queue.SimpleQueue()
+        self._threads = threads
+        for _ in range(threads):
+            threading.Thread(target=self._work, daemon=True).start()
 
-    def work() -> None:
-        while (index := waiting.get()) is not None:
-            call, found = calls[index], list[_Outcome]()
-            one = threading.Thread(target=attempt, args=(call, found), daemon=True)
+    def submit(self, call: _Call) -> Future[Any]:
+        """A future of the outcome."""
+        future: Future[Any] = Future()
+        self._waiting.put((call, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the threads when nothing waits any more."""
+        for _ in range(self._threads):
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while item := self._waiting.get():
+            (call, future), found = item, list[Any]()
+            one = threading.Thread(target=_attempt, args=(call, found), daemon=True)
             one.start()
             while not found:
                 one.join(min(call.seconds, LOOK))
                 over = call.over(sys._current_frames().get(one.ident or 0))
                 found.extend([over] if over else [])
-            outcomes[index] = found[0]
+            future.set_result(found[0])
 
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return [outcomes[i] for i in range(len(calls))]
+
+def _attempt(call: _Call, found: list[Any]) -> None:
+    try:
+        found.append(call())
+    except BaseException as error:
+        found.append(error)
+
+
+async def _awaited(call: _Call, work: Awaitable[Any]) -> Any:
+    """What the awaitable gives, or the error of the call if it is late."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=min(call.seconds, LOOK)))[0]:
+            if over := call.over(None):
+                task.cancel()
+                return over
+        return call.check(task.result())
+    except BaseException as error:
+        return error
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
 
 
 def _plain(reward: Reward) -> Reward:
@@ -303,10 +447,11 @@ def check_members(task: Any, where: str) -> None:
     """Raises a UserError that names the first member of a Task that `task` lacks or has wrong."""
     if isinstance(task, type):
         raise UserError(f"{where} is a class: an instance is wanted, as {task.__name__}()")
-    for member in ("name", "train", "test", "prompt", "reward"):
+    scores = "environment" if isinstance(task, Interactive) else "reward"
+    for member in ("name", "train", "test", "prompt", scores):
         if not hasattr(task, member):
             raise UserError(f"{where}: it has no {member!r} (see jaxrl_llm/tasks/task.py)")
-    for member in ("prompt", "reward"):
+    for member in ("prompt", scores):
         if not callable(getattr(task, member)):
             raise UserError(f"{where}: {member!r} is not a function")
     for member in ("train", "test"):

@@ -58,12 +58,5 @@ def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 @jax.jit
 def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Checksums of the bits of each element as an integer."""
-
-    def one(x: jax.Array) -> jax.Array:
-        if x.dtype == jnp.bool_:
-            return primitives.checksum(x.astype(jnp.uint32))
-        width = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        return primitives.checksum(jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32))
-
-    return [one(x) for x in sharding.on_devices(arrays)]
+    """Checksums of the bits of each element."""
+    return [primitives.checksum(primitives.bits_of(x)) for x in sharding.on_devices(arrays)]

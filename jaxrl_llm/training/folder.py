@@ -28,7 +28,7 @@ from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import families, hf, qwen2, sharding
+from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
@@ -131,7 +131,7 @@ def _start(
     run = record.new(source, origin, given)
     parts.tokenizer.save(folder / MODEL)
     described = {
-        "config.json": families.config_of(parts.shape, "float32"),
+        **_described(parts),
         "generation_config.json": {"eos_token_id": [*parts.tokenizer.stops]},
     }
     for name, content in described.items():
@@ -147,18 +147,33 @@ def _start(
 
 def _require_model(folder: Path, parts: Parts) -> None:
     """A UserError if the folder's run has another model or tokenizer."""
-    there = hf.read_config(folder / MODEL)
-    for name, value in families.config_of(parts.shape, "float32").items():
-        if there.get(name) != value:
-            raise UserError(
-                f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "
-                "config: use the config and flags it was started with"
-            )
+    ours, adapted = _described(parts), (folder / MODEL / lora.CONFIG).exists()
+    if adapted != (lora.CONFIG in ours):
+        raise UserError(
+            f"{folder} is a run {'of' if adapted else 'without'} adapters, unlike the config: use the config and "
+            "flags it was started with"
+        )
+    for file, described in ours.items():
+        there = hf.record(folder / MODEL / file)
+        for name, value in described.items():
+            if there.get(name) != value:
+                raise UserError(
+                    f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "
+                    "config: use the config and flags it was started with"
+                )
     with tempfile.TemporaryDirectory() as ours:
         parts.tokenizer.save(Path(ours))
         written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
+
+
+def _described(parts: Parts) -> dict[str, dict[str, Any]]:
+    """The files that describe the model, by name."""
+    found = {"config.json": families.config_of(parts.shape, "float32")}
+    if parts.shape.lora is None:
+        return found
+    return found | {lora.CONFIG: lora.config_of(parts.shape.lora, *parts.base)}
 
 
 def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
@@ -229,7 +244,9 @@ def checkpoints(
 
 def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
     """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
-    return _restored(folder, step, lambda there, s: there.restore(s, parts.like, part="params"))
+    read = lambda there, s: there.restore(s, parts.like, part="params")
+    chosen, found = _restored(folder, step, read)
+    return chosen, parts.whole(found)
 
 
 def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
@@ -270,11 +287,16 @@ def initial(folder: Path, parts: Parts) -> Any:
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
-    """`(step, shape, parameters)`, sharded over all devices; executes no file of the run."""
+    """`(step, shape, parameters)`, sharded over all devices; executes no file of the run.
+
+    Where the shape has adapters the parameters are theirs alone.
+    """
     record.read(folder)
     shape = hf.load_shape(folder / MODEL)
+    if (folder / MODEL / lora.CONFIG).exists():
+        shape = replace(shape, lora=lora.read_config(folder / MODEL)[0])
     mesh = sharding.make_mesh(1, -1, 1, jax.devices())
-    like = sharding.params_like(qwen2.graph(shape)[1], mesh)
+    like = sharding.params_like(lora.trained(shape), mesh)
     chosen, found = _restored(folder, step, lambda there, s: there.restore(s, like, part="params"))
     return chosen, shape, found
 

@@ -30,6 +30,7 @@ from jaxrl_llm.training.stream import Cursor, Stream
 
 Save = Callable[[int, TrainState, Cursor], None]
 Evaluate = Callable[[int], float]
+Look = Callable[[Sequence[int]], dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def warm_start(
     if start.cursor is not None:
         data.set_state(start.cursor.data)
     programs = imitate.compiled(
-        parts.policy, warm.optimizer, parts.collator(warm.collate), parts.mesh, state
+        parts.policy, warm.optimizer, parts.collator(warm.collate), parts.mesh, state, parts.frozen
     )
     demonstrate = partial(
         imitate.demonstrations,
@@ -94,7 +95,7 @@ def warm_start(
                 credited, too_long = prepare()
             while step < warm.steps:
                 if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
-                    push(sampler, state.params, step, clock)
+                    push(sampler, parts.whole(state.params), step, clock)
                     evaluate(step)
                     sampler.release()
                 if step != saved and (config.saves(step) or stop.save):
@@ -135,7 +136,7 @@ def reinforcement(
     clock: Clock,
     save: Save,
     evaluate: Evaluate,
-    show: Callable[[int, Answers], None],
+    show: Callable[[int, Answers, Look], None],
 ) -> None:
     """Policy-gradient steps to the run's end: rollout, reward, batch, score, credit, update, sync.
 
@@ -180,7 +181,7 @@ def reinforcement(
         with clock("reward"):
             return task.judge(examples, own)
 
-    push(sampler, state.params, step, clock)
+    push(sampler, parts.whole(state.params), step, clock)
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
     with recorder.shown():
         try:
@@ -213,11 +214,11 @@ def reinforcement(
                 host = reinforce.describe_answers(answers, stream.seconds)
                 host |= {"lag": step - 1 - answers.rollout.version}
                 recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
-                show(step, answers)
+                show(step, answers, partial(programs.look, state.params, batch, reward, credited))
                 with clock("rollout"):
                     stream.settle()
                 with clock("sync"):
-                    sampler.push(state.params, step)
+                    sampler.push(parts.whole(state.params), step)
                 # the recorder fetches `host` later, with these in it
                 host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
                 host |= sampler.sync
@@ -255,7 +256,7 @@ def _can_save(error: BaseException, state: TrainState) -> bool:
     return whole and (isinstance(error, Leaving) or distributed.count() == 1)
 
 
-def _demonstration(task: Any) -> Callable[[Any], str]:
+def _demonstration(task: Any) -> Callable[[Any], Any]:
     if not isinstance(task, Demonstrator):
         raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
     return task.demonstration

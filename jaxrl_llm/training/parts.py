@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,8 +18,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import hf, qwen2, sharding, tokenizer
+from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
+from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -32,7 +34,10 @@ SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that commands share; `source` is the folder of a pretrained model, or None."""
+    """The parts that commands share; `source` is the folder of a pretrained model, or None.
+
+    `base` are name and revision of that, by which adapters name it.
+    """
 
     task: Task[Any]
     tokenizer: Tokenizer
@@ -40,6 +45,7 @@ class Parts:
     policy: Policy
     mesh: jax.sharding.Mesh
     source: Path | None
+    base: tuple[str, str | None] = ("", None)
 
     @property
     def given(self) -> dict[str, str]:
@@ -48,15 +54,30 @@ class Parts:
 
     @property
     def like(self) -> Any:
-        """Shapes and shardings of the parameters; allocates nothing."""
-        return sharding.params_like(qwen2.graph(self.shape)[1], self.mesh)
+        """Shapes and shardings of the parameters that are trained; allocates nothing."""
+        return sharding.params_like(lora.trained(self.shape), self.mesh)
+
+    @cached_property
+    def frozen(self) -> Any:
+        """The parameters that are not trained, in the compute precision; None if all are."""
+        if self.shape.lora is None or self.source is None:
+            return None
+        dtype, keep = qwen2.settings(self.policy.definition)[1].dtype, lora.kept(self.shape)
+        return hf.load(self.source, self.shape, self.mesh, dtype, keep=keep)
+
+    def whole(self, params: Any) -> Any:
+        """All parameters of the model, from those that are trained."""
+        return joined(params, self.frozen)
 
     def fresh(self, seed: int) -> Any:
         """The sharded parameters that a run starts from, in float32: read, or drawn by `seed`."""
-        places = sharding.param_shardings(qwen2.graph(self.shape)[1], self.mesh)
-        if self.source is not None:
-            return hf.load(self.source, self.shape, places, "float32")
-        return qwen2.init(self.shape, seed, shardings=places)
+        if self.shape.lora is None and self.source is not None:
+            return hf.load(self.source, self.shape, self.mesh, "float32")
+        places = jax.tree.map(lambda x: x.sharding, self.like)
+        if self.shape.lora is None:
+            return qwen2.init(self.shape, seed, shardings=places)
+        make = lambda: lora.adapters(qwen2.init(self.shape, seed))
+        return jax.jit(make, out_shardings=places)()
 
     def programs(
         self, config: Config, like: update.TrainState, reference: Any
@@ -71,6 +92,7 @@ class Parts:
             like,
             group_size=config.group_size,
             reference=reference,
+            frozen=self.frozen,
             temperature=config.sampling.temperature,
             order=config.order,
             sampler_ratios=config.ratios == "sampler",
@@ -102,10 +124,12 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
 
     Reads no parameters. Raises a UserError if the task cannot be made.
     """
+    base = "", None
     if isinstance(config.model, Pretrained):
-        name = config.model.name
+        base = name, _ = config.model.name, config.model.revision
         where = storage.local(name) if storage.is_url(name) else name
         source, shape, words = pretrained(where, config.model.revision, chat=config.model.chat)
+        shape = replace(shape, lora=config.model.lora)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -115,7 +139,7 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
         task = config.task(folder)
         check_members(task, "config: task")
     storage.push(folder)
-    return Parts(task, words, shape, Policy(definition), mesh, source)
+    return Parts(task, words, shape, Policy(definition), mesh, source, base)
 
 
 class Splits(NamedTuple):

@@ -29,7 +29,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.fingerprint import checksum
 
-NAME, CONFIG, VERSION = "run.json", "config.py", 3
+NAME, CONFIG, VERSION = "run.json", "config.py", 4
 LENGTHS = {
     "steps",
     "evaluate_every",
@@ -38,6 +38,7 @@ LENGTHS = {
     "save_minutes",
     "keep_checkpoints",
     "show_samples_every",
+    "keep_tokens",
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 Run = dict[str, Any]

@@ -21,7 +21,7 @@ from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Source as Examples
-from jaxrl_llm.tasks.task import as_text, score_responses
+from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
@@ -239,12 +239,8 @@ def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, sto
         what, response = "an empty response", ""
     else:
         what, response = "a demonstration", made_by(example)
-    threads, seconds = config.reward_threads, config.reward_seconds
-    asked = lambda: stop.asked
-    scored = score_responses(
-        made.task, [example], [response], threads=threads, seconds=seconds, asked=asked
-    )
-    if not scored[0].checked:
+    task = made.token_task(config, asked=lambda: stop.asked)
+    if not task.tried(example, response).checked:
         journal.say(
             f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing is "
             "learned from responses like it"
@@ -320,7 +316,7 @@ def _test(
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    loop.push(sampler, params, step, clock)
+    loop.push(sampler, made.whole(params), step, clock)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
     measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]
@@ -358,16 +354,34 @@ def _timed(
 
 
 def _show(
-    config: Config, made: Parts, journal: Journal, first: int, step: int, answers: Answers
+    config: Config,
+    made: Parts,
+    journal: Journal,
+    first: int,
+    step: int,
+    answers: Answers,
+    look: loop.Look,
 ) -> None:
-    """Every so many steps, writes the first response to each of the first four prompts."""
+    """Writes the tokens of a few groups, and every so many steps samples of responses as text.
+
+    The samples are the first responses to the first four prompts.
+    """
+    text = lambda row: as_text(made.task.prompt(answers.examples[row // config.group_size]))
+    if config.keep_tokens:
+        kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))
+        numbers = look(kept)  # a program of all processes
+        if distributed.first():
+            from jaxrl_llm.training import tokens
+
+            prompts = [text(row) for row in kept[:: config.group_size]]
+            tokens.write(journal.folder, step, answers, prompts, kept, config.group_size, numbers)
     every = config.show_samples_every
     if not every or (step - 1 - first) % every:
         return
     rows = range(0, min(len(answers.rewards), 4 * config.group_size), config.group_size)
     entries = [
         (
-            as_text(made.task.prompt(answers.examples[i // config.group_size])),
+            text(i),
             made.tokenizer.decode(answers.rollout.responses[i]),
             f"{in_words(answers.rewards[i])}, by the weights of step {answers.rollout.version}",
         )

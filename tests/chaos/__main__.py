@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos.faults import FAULTS
+from tests.chaos.faults import FAULTS, REAL
 from tests.chaos.trial import Stage, report, trial
 
 
@@ -18,23 +18,27 @@ def main() -> None:
     """Runs faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--count", type=int, default=len(FAULTS), help="faults; the kinds take turns"
+        "--count", type=int, help="faults; the kinds take turns, one each if not given"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others count on")
     parser.add_argument(
         "--only", action="append", help="a kind; may be given again; a word of it will do"
     )
     parser.add_argument("--bound", type=float, default=240.0, help="seconds that any run may take")
+    parser.add_argument(
+        "--vllm", action="store_true", help="beside a real vLLM, whose Python is JAXRL_VLLM_PYTHON"
+    )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     words = given.only or [""]
-    kinds = [k for k in FAULTS if k in words] or [k for k in FAULTS if any(w in k for w in words)]
+    there = [k for k, fault in FAULTS.items() if (fault.engine == REAL) == given.vllm]
+    kinds = [k for k in there if k in words] or [k for k in there if any(w in k for w in words)]
     if not kinds:
-        parser.error(f"no such kind; there are: {', '.join(FAULTS)}")
+        parser.error(f"no such kind; there are: {', '.join(there)}")
     scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
     stage = Stage(scratch, given.bound)
     try:
-        numbers = range(given.count)
+        numbers = range(given.count or len(kinds))
         report((trial(stage, kinds[i % len(kinds)], given.seed + i) for i in numbers), scratch)
     finally:
         stage.close()

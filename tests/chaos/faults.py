@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos import proxy
-from tests.chaos.scene import STALL, Finding, Scene, Undisturbed, checkpoints
+from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
 from tests.processes import kill
 from tests.training.process import steady
 
-NATIVE, OWN, SERVED = "native", "own server", "server elsewhere"
+NATIVE, OWN, SERVED, REAL = "native", "own server", "server elsewhere", "vLLM"
 FOREVER = 10**9
 OFTEN = (1, 3, FOREVER)
-SHORT = ("--patience", "8")
 REWARDS = 40  # in a run, at least
 Act = Callable[[Scene, random.Random, Undisturbed], str]
 Backup = dict[Path, bytes]
@@ -102,14 +101,14 @@ def hung(where: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> s
     """The main thread waits for ever at a moment of the run, or in a reward; or all who use the disk do."""
     if where == "disk":
         first = whole.operation(draw)
-        scene.start(first, first + FOREVER, -2, -1, 0, flags=STALL)
+        scene.start(first, first + FOREVER, -2, -1, 0, flags=scene.stall)
         moment = f"operation {first} of {whole.operations}"
     else:
         hang = ("reward", draw.randrange(REWARDS)) if where == "reward" else whole.moment(draw)
-        scene.start(flags=STALL, hang=hang)
+        scene.start(flags=scene.stall, hang=hang)
         moment = f"{hang[0]} {hang[1]}"
     scene.until()
-    scene.flags = scene.flags[: -len(STALL)]
+    scene.flags = scene.flags[: -len(scene.stall)]
     return f"{moment}, {scene.stalled()}"
 
 
@@ -211,6 +210,7 @@ def server_signalled(
     scene.told = (number,) if "trainer" in victims else ()
     scene.start()
     moment = scene.wait_for(draw, whole)
+    scene.until(lambda: bool(_pids(scene, keeper=False)))  # it starts at the first push
     chosen = [
         *(_pids(scene, keeper=True) if "keeper" in victims else []),
         *(_pids(scene, keeper=False) if "server" in victims else []),
@@ -225,8 +225,9 @@ def server_signalled(
 
 def stopped_for_good(victims: str, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The server, or its keeper, stands still and never goes on."""
-    scene.start(flags=SHORT)
+    scene.start(flags=scene.short)
     moment = scene.wait_for(draw, whole)
+    scene.until(lambda: bool(_pids(scene, keeper=False)))
     kill(chosen := _pids(scene, keeper=victims == "keeper"), signal.SIGSTOP)
     scene.until()
     return f"{moment}, {len(chosen)} processes"
@@ -255,7 +256,7 @@ def lied_to(
     kind = draw.choice(kinds)
     first, count = draw.randrange(whole.calls[kind]), draw.choice(counts)
     scene.proxy.lay(kind, first, count, fault)
-    scene.start(flags=SHORT if count == FOREVER else ())
+    scene.start(flags=scene.short if count == FOREVER else ())
     scene.until()
     met, _ = scene.proxy.met, scene.proxy.lift()
     return f"{kind} {first} of {whole.calls[kind]}, {met} met"
@@ -264,7 +265,7 @@ def lied_to(
 def away(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The server's address is gone for a while, or for good."""
     assert scene.proxy
-    scene.start(flags=SHORT)
+    scene.start(flags=scene.short)
     moment, seconds = scene.wait_for(draw, whole), draw.choice((1.0, 4.0, FOREVER))
     scene.proxy.vanish()
     if seconds < FOREVER:
@@ -342,4 +343,12 @@ FAULTS: dict[str, Fault] = {
     "another trainer at the server": Fault(SERVED, replaced),
     "kill -9 beside a server elsewhere": Fault(SERVED, partial(signalled, signal.SIGKILL, 1)),
     **{name: Fault(SERVED, partial(lied_to, *how)) for name, how in LIES.items()},
+    "vLLM killed": Fault(REAL, partial(server_signalled, signal.SIGKILL, "server")),
+    "vLLM stands still": Fault(REAL, partial(server_signalled, signal.SIGSTOP, "server")),
+    "trainer of vLLM stands still": Fault(REAL, paused),
+    "reward hangs beside vLLM": Fault(REAL, partial(hung, "reward")),
+    "kill -9 beside vLLM": Fault(REAL, partial(signalled, signal.SIGKILL, 1)),
+    "vLLM's keeper killed": Fault(REAL, partial(server_signalled, signal.SIGKILL, "keeper")),
+    "SIGTERM beside vLLM": Fault(REAL, partial(signalled, signal.SIGTERM, 1)),
+    "vLLM stops for good": Fault(REAL, partial(stopped_for_good, "server")),
 }

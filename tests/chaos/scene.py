@@ -26,6 +26,7 @@ MARK = (
 )
 STALLED = re.compile(r"no progress in the phase \w+ for (\d+) s")
 STALL = ("--stall-minutes", "0.07", "--stall-factor", "3")  # for runs that are made to hang
+SHORT = ("--patience", "8")  # for those whose server goes for good
 LEADER = (
     "the leader (usually slice 0 task 0)"  # as JAX calls process 0, without which nothing works
 )
@@ -118,6 +119,8 @@ class Scene:
     pid: int = 0
     started: int = 0
     told: tuple[int, ...] = ()  # signals that may end it at once
+    stall: tuple[str, ...] = STALL
+    short: tuple[str, ...] = SHORT
 
     def __post_init__(self):
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,5 +1,6 @@
 """A fault tried: the run disturbed, ended, resumed where that is needed, and compared."""
 
+import os
 import random
 import shlex
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.faults import FAULTS, NATIVE, OWN, Backup
+from tests.chaos.faults import FAULTS, NATIVE, OWN, REAL, Backup
 from tests.chaos.proxy import Proxy
 from tests.chaos.scene import ROOT, Finding, Nursery, Scene, Undisturbed, difference, recorded
 from tests.chaos.standin import Standin
@@ -94,6 +95,11 @@ class Stage:
             return made
         (folder / "m").mkdir()
         made.flags = ["--memory", str(folder / "m")]
+        if engine == REAL:  # the start takes half a minute, and the keeper waits for two
+            made.flags += ["--python", os.environ["JAXRL_VLLM_PYTHON"]]
+            made.flags += ["--timeout", "20", "--patience", "400"]
+            made.bound, made.stall, made.short = 600.0, ("--stall-minutes", "0.5"), ()
+            return made
         if engine == OWN:
             made.flags += ["--python", str(self._python())]
             return made
@@ -146,7 +152,8 @@ def trial(stage: Stage, kind: str, seed: int) -> Trial:
     fault, draw = FAULTS[kind], random.Random(f"{kind} {seed}")
     whole = stage.whole(fault.engine)
     scene = stage.scene(fault.engine, f"t{seed}")
-    start, one = time.monotonic(), Trial(kind, seed)
+    command = f"tests.chaos --vllm --only '{kind}'" if fault.engine == REAL else ""
+    start, one = time.monotonic(), Trial(kind, seed, command)
     try:
         one.moment = fault.act(scene, draw, whole)
         end, backup = scene.end(), {}

@@ -10,36 +10,23 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, hf, qwen2, sharding, tokenizer
-from jaxrl_llm.models.qwen2 import LayerKind
+from jaxrl_llm.models import families, hf, qwen2, tokenizer
+from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from tests import tiny
 from tests.reference import peer
 
-LLAMA3 = LayerKind(1e4, None, 8.0, (1.0, 4.0, 16))
-GEMMA = {**families.FAMILIES["gemma3_text"].fixed, "activation": "gelu", "num_layers": 4}
-ALL = (*families.QKV, "o_proj")
-SHAPES = {
-    "qwen2": tiny.shape(kinds=(LayerKind(1e6), LayerKind(1e6, 5))),
-    "qwen3": tiny.shape(family="qwen3", biases=(), norms_of_heads=True, head_size=32),
-    "qwen3 with biases": tiny.shape(family="qwen3", biases=ALL, norms_of_heads=True),
-    "llama": tiny.shape(family="llama", biases=(), kinds=(LLAMA3,), tied=False),
-    "llama with biases": tiny.shape(family="llama", biases=(*ALL, *families.MLP)),
-    "mistral": tiny.shape(family="mistral", biases=(), kinds=(LayerKind(1e4, 7),), tied=False),
-    "smollm3": tiny.shape(
-        family="smollm3", biases=(), kinds=(*[LayerKind(2e6)] * 3, LayerKind(None)), num_layers=5
-    ),
-    "gemma3": tiny.shape(
-        family="gemma3_text", biases=(), query_scalar=48,
-        kinds=(LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6, None, 8.0)), **GEMMA,
-    ),
-}  # fmt: skip
+SHAPES, LLAMA3 = tiny.FAMILIES, tiny.LLAMA3
 BROKEN = [  # a field of each feature, and what it would be without it
     ("qwen2", {"kinds": (LayerKind(1e6),)}),
     ("qwen3", {"norms_of_heads": False}),
+    ("qwen3_moe", {"mixture": Mixture(8, 1, 48)}),
+    ("qwen3_moe", {"mixture": Mixture(8, 2, 48, rescaled=False)}),
     ("llama", {"kinds": (LayerKind(1e4),)}),
     ("llama", {"kinds": (dataclasses.replace(LLAMA3, bands=None),)}),
     ("mistral", {"kinds": (LayerKind(1e4, 8),)}),
     ("smollm3", {"kinds": (LayerKind(2e6),)}),
+    ("exaone4", {"norms_before": True}),
+    ("exaone4", {"kinds": (*[dataclasses.replace(LLAMA3, window=6)] * 2, LLAMA3)}),
     ("gemma3", {"query_scalar": None}),
     ("gemma3", {"kinds": (LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6))}),
     ("gemma3", {"kinds": (LayerKind(1e6, 6), LayerKind(1e6, 6), LayerKind(1e6, None, 8.0))}),
@@ -56,7 +43,8 @@ def folders(tmp_path_factory):
     for name, shape in SHAPES.items():
         _, params = tiny.policy(shape, seed=1)
         hf.export(params, shape, there / name)
-        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, (3, 40)))
+        rows = 25 if shape.mixture else 3
+        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, (rows, 40)))
     peer.transformers("families", *(there / name for name in SHAPES))
     return there
 
@@ -64,13 +52,13 @@ def folders(tmp_path_factory):
 def scores(folder, shape=None, mesh=(1, 1, 1)):
     """Log-probs of all tokens at each position, and the embedding's gradient of the labels' mean."""
     shape = shape or hf.load_shape(folder)
-    definition, shapes = qwen2.graph(shape)
+    definition, _ = qwen2.graph(shape)
     mesh = tiny.mesh_of(*mesh)
     with jax.set_mesh(mesh):
-        params = hf.load(folder, hf.load_shape(folder), sharding.param_shardings(shapes, mesh))
+        params = hf.load(folder, hf.load_shape(folder), mesh)
         tokens = jnp.asarray(np.load(folder / "tokens.npy"))
-        rows = -(-3 // mesh.shape["fsdp"]) * mesh.shape["fsdp"]
-        tokens = jnp.pad(tokens, ((0, rows - 3), (0, 0)))
+        rows = len(tokens)
+        tokens = jnp.pad(tokens, ((0, -rows % mesh.shape["fsdp"]), (0, 0)))
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
         @jax.jit
@@ -78,8 +66,8 @@ def scores(folder, shape=None, mesh=(1, 1, 1)):
             def mean(params):
                 model = qwen2.nnx.merge(definition, params)
                 logits = jnp.einsum("rld,vd->rlv", model(tokens, positions), model.head)
-                logp = jax.nn.log_softmax(logits)[:3]
-                label = jnp.take_along_axis(logp[:, :-1], tokens[:3, 1:, None], -1)
+                logp = jax.nn.log_softmax(logits)[:rows]
+                label = jnp.take_along_axis(logp[:, :-1], tokens[:rows, 1:, None], -1)
                 return label.mean(), logp
 
             return jax.grad(mean, has_aux=True)(params)
@@ -101,12 +89,23 @@ def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
     np.testing.assert_allclose(entropy(logp), entropy(want["logp"]), atol=2e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if "moe" in name])
+def test_a_router_chooses_as_transformers_does(folders, name):
+    found, shape = np.load(folders / name / "found.npz"), SHAPES[name]
+    gates = hf.Tensors(folders / name)
+    assert found["inputs"].shape[:2] == (shape.num_layers, 1000)
+    for i, (x, chosen) in enumerate(zip(found["inputs"], found["chosen"], strict=True)):
+        logits = x @ gates.slice(f"model.layers.{i}.mlp.gate.weight")[:].T
+        ours, _ = qwen2.choice(jnp.asarray(logits)[None], shape.mixture)
+        np.testing.assert_array_equal(ours[0], chosen)
+
+
 @pytest.mark.parametrize(("name", "change"), BROKEN)
 def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypatch):
     shape = dataclasses.replace(SHAPES[name], **change)
     monkeypatch.setattr(hf, "load_shape", lambda _: shape)
-    if "norms_of_heads" in change:
-        with pytest.raises(UserError, match="too many, first"):
+    if {"norms_of_heads", "norms_before"} & {*change}:
+        with pytest.raises(UserError, match=r"too many, first|has no tensor"):
             scores(folders / name)
         return
     logp, _ = scores(folders / name)

@@ -1,5 +1,7 @@
 """Generation with a cache computes what the training forward computes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, qwen2, sharding
+from jaxrl_llm.models import experts, families, qwen2, sharding
 from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.policy import fewest_devices, mesh_of_copies
 from tests import tiny
@@ -68,9 +70,6 @@ def model(shape=tiny.SHAPE):
     return qwen2.graph(shape)[0], tiny.policy(shape)[1]
 
 
-UNTIED = tiny.shape(hidden_size=72, num_heads=9, num_kv_heads=3, tied=False)
-
-
 def agree(definition, params, prompts, logits, rows):
     """Every step's logits are those of a full recomputation, and each token is their largest."""
     full = recomputed(definition, params, rows)
@@ -80,22 +79,33 @@ def agree(definition, params, prompts, logits, rows):
         assert row[len(prompt) :] == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("shape", "block"), [(tiny.SHAPE, 8), (UNTIED, 128)], ids=["tied", "untied"]
-)
-def test_greedy_generation_is_a_full_recomputation(shape, block):
-    """Prompts of different lengths, 20 tokens each: the logits of every step, and the tokens."""
-    definition, params = model(shape)
+@pytest.mark.parametrize(("family", "block"), [*zip(tiny.FAMILIES, itertools.cycle((8, 128)))])
+def test_greedy_generation_is_a_full_recomputation(family, block):
+    """Prompts shorter and longer than a window, 20 tokens each: the logits of every step, and the tokens."""
+    definition, params = model(tiny.FAMILIES[family])
     generation = Generation(Decoder(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40)
     agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
 
 
+SHARED = {
+    "qwen2 of odd sizes": (4, 4),
+    "gemma3": (8, 2),
+    "qwen3_moe": (8, 4),
+}  # devices, and of these to a copy of the weights
+
+
 @pytest.mark.parametrize(
-    ("shape", "devices", "share"), [(tiny.SHAPE, 1, 1), (UNTIED, 4, 4), (tiny.SHAPE, 8, 2)]
+    "family",
+    [
+        pytest.param(family, marks=() if family in {*SHARED, "qwen2"} else pytest.mark.slow)
+        for family in tiny.FAMILIES
+    ],
 )
-def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
+def test_unrolled_generation_is_a_full_recomputation(family, monkeypatch):
     """As on accelerators: out of a cache that grows, the weights on so many devices, or shared by some."""
-    definition, params = model(shape)
+    definition, params = model(tiny.FAMILIES[family])
+    monkeypatch.setitem(experts.FEW, "cpu", experts.FEW["gpu"])
+    devices, share = SHARED.get(family, (1, 1))
     trainers = tiny.mesh_of(1, devices, 1)
     params = jax.device_put(params, sharding.param_shardings(params, trainers))
     decoder = Unrolled(definition, mesh_of_copies(trainers, share))
@@ -107,7 +117,9 @@ def test_unrolled_generation_is_a_full_recomputation(shape, devices, share):
         made.cache = decoder.grow(made.cache, 40)
         second, rows = made.greedy(rows, 8)
     agree(definition, params, prompts, np.concatenate([first, second], 1), rows)
-    table = weights["layers"][0]["mlp"]["up_proj"]["weight"]
+    mlp = weights["layers"][0]["mlp"]
+    assert made.cache[0].k.addressable_shards[0].data.size * devices == made.cache[0].k.size
+    table = mlp.get("experts", mlp)["up_proj"]["weight"]
     assert table.sharding.shard_shape(table.shape)[0] == table.shape[0] // share
 
 

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.models import hf, qwen2
 from tests import tiny
 from tests.reference import peer
 
@@ -28,9 +28,7 @@ def written(folder, shape=tiny.SHAPE, **how):
 
 
 def loaded(folder, sizes=(1, 1, 1), dtype=None):
-    shape = hf.load_shape(folder)
-    _, shapes = qwen2.graph(shape)
-    return hf.load(folder, shape, sharding.param_shardings(shapes, tiny.mesh_of(*sizes)), dtype)
+    return hf.load(folder, hf.load_shape(folder), tiny.mesh_of(*sizes), dtype)
 
 
 def equal(a, b):
@@ -38,14 +36,7 @@ def equal(a, b):
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
-SHAPES = [
-    tiny.SHAPE,
-    tiny.shape(tied=False),
-    tiny.shape(vocab_size=97, hidden_size=72, num_heads=9, num_kv_heads=3),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", tiny.FAMILIES.values(), ids=tiny.FAMILIES)
 @pytest.mark.parametrize(("sizes", "shard_bytes"), [((1, 1, 1), 2**30), ((2, 2, 2), 10_000)])
 def test_export_then_load_is_the_identity(tmp_path, shape, sizes, shard_bytes):
     params = written(tmp_path / "m", shape, shard_bytes=shard_bytes)
@@ -315,7 +306,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
 
 def reference_logits(folder, tokens):
-    """Logits of transformers in PyTorch, float32, computed in an environment of their own."""
+    """Logits of transformers in PyTorch, float64 as far as it goes, computed in an environment of their own."""
     np.save(folder / "tokens.npy", tokens)
     peer.transformers("logits", folder)
     return np.load(folder / "logits.npy")
@@ -332,14 +323,6 @@ def our_logits(folder, tokens):
 def logits(definition, params, tokens, positions):
     model = qwen2.nnx.merge(definition, params)
     return jnp.einsum("rld,vd->rlv", model(tokens, positions), model.head)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_transformers(tmp_path, shape):
-    written(tmp_path / "m", shape)
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (3, 40))
-    want = reference_logits(tmp_path / "m", tokens)
-    np.testing.assert_allclose(our_logits(tmp_path / "m", tokens), want, atol=1e-4)
 
 
 def test_a_real_model(tmp_path):

@@ -41,7 +41,10 @@ SMALL = {  # machine, mesh (data, fsdp, tensor), programs; the name says what el
 }
 PRESETS = """kk 3B h100x4; kk 3B h100x8; kk 3B h100x8 1 x -1 x 4; kk 3B h200x1; kk 3B v5e-16; kk 3B v5p-8;
 kk 7B h100x4; kk 7B h100x8; kk 7B h200x1 offload both; kk 7B v5p:2x2x2; kk 14B h100x4 offload both; kk 14B h100x8;
-kk 32B h200x4 offload both; kk 32B h200x8; kk 32B 4xh100x8; math 7B h100x8"""
+kk 32B h200x4 offload both; kk 32B h200x8; kk 32B 4xh100x8; math 7B h100x8; kk Qwen3-4B h100x4; kk Qwen3-4B h100x8;
+kk Qwen3-4B v5p-8; kk Qwen3-8B h100x8; kk Qwen3-8B v5p:2x2x2; kk Llama-3.1-8B h100x8; kk Llama-3.1-8B v5p:2x2x2;
+kk gemma-3-1b-it h100x4; kk gemma-3-1b-it v5e-16; kk Qwen3-30B-A3B h100x8 offload both;
+kk Qwen3-30B-A3B v5p:2x2x2"""
 SCALING = """kk 7B h100x8; kk 7B 8xh100x8; kk 7B 8xh100x8 8 x 8 x 1; kk 7B 32xh100x8; kk 7B 32xh100x8 32 x 8 x 1;
 kk 32B 4xh100x8; kk 32B 4xh100x8 1 x 4 x 8; kk 32B 32xh100x8; kk 32B 32xh100x8 8 x 4 x 8; kk 7B v5p:2x2x2;
 kk 7B v5p:4x4x4; kk 7B v5p:4x8x8; kk 32B v5p:2x4x4; kk 32B v5p:4x8x8"""
@@ -66,11 +69,11 @@ def small(name: str) -> Plan:
 
 
 def preset(name: str) -> tuple[Config, str]:
-    """A config and the name of a machine: file, model, machine, then a mesh and what is offloaded."""
+    """A config and a machine: file, preset (or size of Qwen2.5), machine, then a mesh or what is offloaded."""
     words = name.replace(" x ", " ").split()
     file, model, on, *sizes = words
     made: Any = configs.load(CONFIGS / f"{file}.py")
-    config = made(model=f"Qwen/Qwen2.5-{model}")
+    config = made(model=model if "-" in model else f"Qwen2.5-{model}")
     if "offload" in sizes:
         return replace(config, offload=sizes[-1]), on
     return replace(config, mesh=Mesh(*map(int, sizes))), on

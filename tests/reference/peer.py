@@ -37,3 +37,11 @@ def real_model(folder: pathlib.Path) -> pathlib.Path:
         except OSError:  # on another disk
             shutil.copy(path, folder / path.name)
     return folder
+
+
+def browser(page: pathlib.Path, pictures: pathlib.Path) -> None:
+    """Works through a page of tokens in Chromium; JAXRL_AXE may name axe-core's file."""
+    python = needed("JAXRL_BROWSER_PYTHON", "an interpreter with playwright, beside chromium")
+    axe = [os.environ["JAXRL_AXE"]] if "JAXRL_AXE" in os.environ else []
+    command = [python, HERE / "browser.py", page, pictures, *axe]
+    subprocess.run([*map(str, command)], check=True, timeout=300)

@@ -9,8 +9,14 @@ from transformers import AutoModelForCausalLM
 
 for folder in map(pathlib.Path, sys.argv[1:]):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    routed = []  # of a mixture: inputs of each layer's router, and the experts it chose
+    note = lambda module, x, y, to=routed: to.append((x[0].detach().numpy(), y[2].numpy()))
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(note)
     tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
     logp = model(tokens).logits.log_softmax(-1)
+    inputs, chosen = [x for x, _ in routed], [chosen for _, chosen in routed]
     logp[:, :-1].gather(-1, tokens[:, 1:, None]).mean().backward()
     gradient = model.get_input_embeddings().weight.grad
     prompt = tokens[:1, :9]
@@ -22,4 +28,6 @@ for folder in map(pathlib.Path, sys.argv[1:]):
         logp=logp.detach().numpy(),
         gradient=gradient.numpy(),
         greedy=greedy[0, 9:].numpy(),
+        inputs=inputs,
+        chosen=chosen,
     )

@@ -1,4 +1,4 @@
-"""`python transformers_logits.py FOLDER`, with torch: reads tokens.npy there, writes logits.npy."""
+"""`python transformers_logits.py FOLDER`, with torch: tokens.npy there gives logits.npy, of float64."""
 
 import pathlib
 import sys
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 folder = pathlib.Path(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 with torch.no_grad():
     logits = model(torch.from_numpy(np.load(folder / "tokens.npy"))).logits
 np.save(folder / "logits.npy", logits.numpy())

@@ -264,6 +264,8 @@ HARMS = {
     "all signs": lambda x: flip(x, *range(x.size)),
     "two exchanged": exchange,
     "two rows exchanged": lambda x: x.__setitem__([2, 5], x[[5, 2]]),
+    "two columns exchanged": lambda x: x.T.__setitem__([2, 5], x.T[[5, 2]]),
+    "row and column exchanged": lambda x: x[:16, :16].__setitem__(..., x[:16, :16].T.copy()),
     "a power of two": lambda x: x.__imul__(x.dtype.type(2)),
 }
 

@@ -78,6 +78,7 @@ def fake():
 
 def sampler_of(fake, root):
     served = SimpleNamespace(
+        adapter=None,
         config=lambda params, dtype: CONFIG,
         tensors=lambda params, dtype: params.items(),
         checksums=lambda params, dtype: {},

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
     }
     root.mkdir(exist_ok=True)
     served = SimpleNamespace(
+        adapter=None,
         config=lambda params, dtype: CONFIG | {"dtype": dtype},
         tensors=lambda params, dtype: params.items(),
         checksums=lambda params, dtype: {},
@@ -432,8 +434,14 @@ def answered_by(*servers, requests=REQUESTS, width=16, patience=30.0):
     """Has them answer all requests; how often something was asked again."""
     limits = Patience(servers, patience)
     prepare = lambda server: server.prepare()
-    responses = asyncio.run(answer_all(requests, limits, width, Stub.ask, prepare))  # pyright: ignore[reportArgumentType]
-    assert [r.tokens for r in responses] == [[x.seed] for x in requests]
+    answers: dict[int, Any] = {}
+
+    async def nothing_more(request, response):
+        answers[request.index] = response.tokens
+
+    work: Any = answer_all(requests, limits, width, Stub.ask, prepare, nothing_more)  # pyright: ignore[reportArgumentType]
+    asyncio.run(work)
+    assert [answers[x.index] for x in requests] == [[x.seed] for x in requests]
     assert all(server.most <= width and not server.flying for server in servers)
     return limits.retries
 

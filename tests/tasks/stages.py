@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import cache
 
 from jaxrl_llm.tasks.math import grade, worker
-from jaxrl_llm.tasks.math.expression import Node, parse
+from jaxrl_llm.tasks.math.expression import Node
+from jaxrl_llm.tasks.workers import limit_time
 from tests.tasks import adversary
 from tests.tasks.answers import QUESTIONS, pairs
 from tests.tasks.tricks import integer_tricks
@@ -62,7 +63,7 @@ def apart(same: Callable[[], bool]) -> bool | None:
     if child == 0:
         code = 2
         try:
-            worker.limit_time(2.0)
+            limit_time(2.0)
             code = 0 if same() else 1
         finally:
             os._exit(code)
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="of the cases, grades each n-th")
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
-    worker.equivalent(*map(parse, worker._WARMING))
+    worker.warm()
     found = cases()[:: options.every]
     if options.plain:
         graded(found, plain)

@@ -78,24 +78,24 @@ ALGEBRA = (r"\sqrt{8}", r"2\sqrt{2}")  # a pair that numbers and notation alone 
 
 
 def test_a_worker_that_dies_or_stops_is_replaced_and_asked_again(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.tasks.math.worker._WALL", 2)
+    monkeypatch.setattr("jaxrl_llm.tasks.workers._WALL", 2)
     with AnswerChecker(workers=1, seconds=0.5) as pool:
         for fatal in (signal.SIGKILL, signal.SIGSTOP):
-            process = pool._workers[0].process
+            process = pool._workers._workers[0].process
             os.kill(process.pid, fatal)
             assert pool.check(*ALGEBRA) is Verdict.EQUAL
             assert process.poll() is not None
-        process = pool._workers[0].process
+        process = pool._workers._workers[0].process
     assert process.poll() is not None
     pool.close()  # once more does no harm
 
 
 def test_without_any_worker_check_says_so_and_a_later_one_starts_it_again(monkeypatch):
     with AnswerChecker(workers=1) as pool:
-        process = pool._workers[0].process
+        process = pool._workers._workers[0].process
         os.kill(process.pid, signal.SIGKILL)
         with monkeypatch.context() as broken:
-            broken.setattr("jaxrl_llm.tasks.math.worker.sys.executable", "/no/python")
+            broken.setattr("jaxrl_llm.tasks.workers.sys.executable", "/no/python")
             for _ in range(2):
                 with pytest.raises(UserError, match="cannot be started"):
                     pool.check(*ALGEBRA)
@@ -107,13 +107,13 @@ def test_without_any_worker_check_says_so_and_a_later_one_starts_it_again(monkey
 def test_time_that_passes_without_work_is_not_counted():
     """A worker that the machine does not let run for twice its seconds still decides."""
     with AnswerChecker(workers=1, seconds=0.5) as pool, ThreadPoolExecutor(1) as threads:
-        process = pool._workers[0].process
+        process = pool._workers._workers[0].process
         os.kill(process.pid, signal.SIGSTOP)
         verdict = threads.submit(pool.check, *ALGEBRA)
         time.sleep(1.5)
         os.kill(process.pid, signal.SIGCONT)
         assert verdict.result(60) is Verdict.EQUAL
-        assert pool._workers[0].process is process
+        assert pool._workers._workers[0].process is process
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -122,7 +122,7 @@ def test_workers_inherit_neither_secrets_nor_files_nor_jax(monkeypatch, tmp_path
     with (tmp_path / "open").open("w") as open_file:
         os.set_inheritable(open_file.fileno(), True)
         with AnswerChecker(workers=1) as pool:
-            process = pool._workers[0].process
+            process = pool._workers._workers[0].process
             proc = Path(f"/proc/{process.pid}")
             assert b"secret" not in (proc / "environ").read_bytes()
             assert str(tmp_path / "open") not in [os.readlink(fd) for fd in (proc / "fd").iterdir()]

@@ -1,18 +1,21 @@
 """A run of seconds, for tests: nothing is learned, everything happens."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Literal
 
-from jaxrl_llm.config import Config, Evaluation, Offload, Scratch, WarmStart
+from jaxrl_llm.config import Config, Evaluation, Offload, Pretrained, Scratch, WarmStart
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.objectives import Objective, advantages, factors, kl, partition
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
+from tests import tiny
 
 SHAPE = qwen2.Shape(64, 32, 64, 2, 2, 1, tied=True)
 
@@ -35,6 +38,8 @@ def config(
     drop_even_groups: bool = False,
     ratios: Literal["trainer", "sampler"] = "trainer",
     offload: Offload = "none",
+    model: str = "",
+    family: str = "",
     seed: int = 0,
 ) -> Config:
     """For tests.
@@ -42,12 +47,18 @@ def config(
     Args:
         eta: separates the stages of Lopti.
         steps: of reinforcement.
+        model: a folder; adapters are trained beside it.
+        family: of `tests.tiny.FAMILIES`.
     """
     collate = Collator(prompt_length, 48, minibatches=2, microbatches=2, pack=True)
     shape = qwen2.Shape(64, hidden, 64, 2, 2, 1, tied=True)
+    if family:
+        shape = replace(tiny.FAMILIES[family], vocab_size=64)
     return Config(
         task=task,
-        model=Scratch(shape, kk_tiny.vocabulary()),
+        model=Pretrained(model, lora=Lora(rank=2, alpha=4.0))
+        if model
+        else Scratch(shape, kk_tiny.vocabulary()),
         objective=Objective(
             advantage=advantages.grpo,
             factors=(partial(factors.linear_in_probability, alpha=0.3),),

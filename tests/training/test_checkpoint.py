@@ -217,7 +217,15 @@ def test_a_fingerprint_sees_every_bit_and_every_exchange():
         words[[one, other]] = words[[other, one]]
         assert number() != said
         words[[one, other]] = words[[other, one]]
+        words[[one, other]] ^= np.uint32(1 << 31)  # two signs
+        assert number() != said
+        words[[one, other]] ^= np.uint32(1 << 31)
     assert number() == said
+    for axes in ((0, 2, 1), (2, 1, 0)):  # cubes, turned
+        turned = array[:3, :3, :3].transpose(axes).copy()
+        array[:3, :3, :3], kept = turned, array[:3, :3, :3].copy()
+        assert number() != said
+        array[:3, :3, :3] = kept
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "bool", "uint8"])

@@ -14,11 +14,12 @@ import pytest
 from jaxrl_llm import config, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.parts import parts
 from jaxrl_llm.training.record import Source
-from tests.training import quick
+from tests.training import quick, s3
 from tests.training.process import QUICK, ROOT, contents, written
 
 
@@ -190,6 +191,31 @@ def test_a_run_without_a_checkpoint_has_no_policy(begun, made):
         folder.params(begun, made)
 
 
+def test_weights_are_read_of_a_run_alone(begun):
+    (begun / "run.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged: take it from a copy"):
+        folder.weights(begun)
+
+
+def test_other_processes_see_a_run_in_a_bucket_before_it_has_saved(made, wire):
+    url = f"s3://{s3.BUCKET}/begun"
+    with folder.opened(folder.at(url), made, SOURCE, resume=False):
+        other = storage._Mirror(url)
+        other.pull("", "")
+        assert folder.resumable(other.folder)
+
+
+def test_a_bucket_that_another_fills_meanwhile_is_refused(opening, wire, monkeypatch):
+    url, locked = f"s3://{s3.BUCKET}/filled", storage.locked
+
+    def later(out):
+        storage._file_system("s3").pipe_file(f"{url}/something", b"x")
+        return locked(out)
+
+    monkeypatch.setattr(storage, "locked", later)
+    refused(opening, "is not empty and holds no run", folder.at(url), resume=False)
+
+
 def test_a_folder_that_another_fills_meanwhile_is_refused(opening, tmp_path, monkeypatch):
     """Between the first look and the lock."""
     locked = storage.locked
@@ -299,6 +325,15 @@ def test_another_model_or_tokenizer_is_refused(begun, opening, made):
     name = begun / "model" / "tokenizer.json"
     name.write_text(name.read_text() + " ")
     refused(opening, "its tokenizer is another")
+
+
+def test_a_run_with_other_adapters_or_without_is_refused(begun, opening, made, tmp_path):
+    adapted = lambda rank: replace(made, shape=replace(made.shape, lora=Lora(rank, 4.0)))
+    refused(opening, "is a run without adapters, unlike the config", parts=adapted(2))
+    out = opening(tmp_path / "adapted", resume=False, parts=adapted(2))
+    opening(out, parts=adapted(2))
+    refused(opening, "is a run of adapters, unlike the config", out)
+    refused(opening, "another model: r is 2 there and 3 in the config", out, parts=adapted(3))
 
 
 def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):

@@ -69,6 +69,7 @@ class Trial:
         self.parts = SimpleNamespace(
             token_task=lambda *_: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
+            frozen=None, whole=lambda params: params,
             programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
         self.sampler = Scripted(lambda prompt, number: [prompt[0], WORDS.eos])
@@ -146,6 +147,7 @@ def trial(tmp_path, monkeypatch):
         score=lambda params, batch: ({}, {}),
         credit=lambda batch, reward: batch,
         update=lambda *args: trials[-1].update(*args),
+        look=lambda *_: {},
     )
     for module in (loop.reinforce, loop.imitate):
         monkeypatch.setattr(module, "compiled", lambda *_, **__: programs)

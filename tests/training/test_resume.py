@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jaxrl_llm as jl
 from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
@@ -72,6 +74,41 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     with pytest.raises(UserError, match=r"step 4: .* is not finite though its gradient was"):
         run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
     assert folder.checkpoints(tmp_path / "run").steps == [0, 2, 3]  # all of them finite
+
+
+def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_path, capsys):
+    """Their checkpoints hold them alone, as do exports; merged they are the policy that was tested."""
+    main(["export", str(whole), str(tmp_path / "model")])
+    flags = ("--model", str(tmp_path / "model"))
+    through = finished(environment, tmp_path / "through", *flags)
+    killed(environment, tmp_path / "run", "save", 3, 0.02, *flags)
+    resumed(environment, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(through)
+    for origin, kind, other in ((whole, "without", flags), (tmp_path / "run", "of", ())):
+        said = fails(capsys, "train", QUICK, "--out", tmp_path / "new", "--from", origin, *other)
+        assert f"is a run {kind} adapters, unlike the config" in said
+    for flag, name in ((), "adapter"), (("--merge",), "merged"):
+        main(["export", str(tmp_path / "run"), str(tmp_path / name), *flag])
+    small, merged = (
+        sum(x.stat().st_size for x in (tmp_path / name).glob("*.safetensors"))
+        for name in ("adapter", "merged")
+    )
+    assert small < merged / 2
+    tokens = [[2, 3, 4, 5, 6]]
+    beside = jl.load(tmp_path / "model", adapter=tmp_path / "adapter")
+    logps = [jl.token_logps(x, tokens) for x in (beside, jl.load(tmp_path / "merged"))]
+    np.testing.assert_array_equal(*logps)
+    assert (logps[0] != jl.token_logps(jl.load(tmp_path / "model"), tokens)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+def test_a_killed_run_of_another_family_goes_on_bit_for_bit(environment, family, tmp_path):
+    flags = ("--family", family)
+    through = finished(environment, tmp_path / "through", *flags)
+    killed(environment, tmp_path / "run", "save", 3, 0.02, *flags)
+    resumed(environment, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(through)
 
 
 @pytest.mark.slow

@@ -14,8 +14,13 @@ from jaxrl_llm.training.stream import Stream
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
 
 
+ROWS = range(2 * len(PROMPTS))
+EPISODES = [[[0, 1]] for _ in ROWS], [[0.5 * i, True, {"a": i}, True] for i in ROWS]
+
+
+@pytest.mark.parametrize("episodes", [(), EPISODES], ids=["one turn", "episodes"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_the_shares_of_all_are_the_whole(monkeypatch, count):
+def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
     """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
     job, payloads, owners = distributed._Job(count=count), [], {}
     words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
@@ -23,7 +28,7 @@ def test_the_shares_of_all_are_the_whole(monkeypatch, count):
     task, rows = TokenTask(words, words), range(2 * len(PROMPTS))
     whole = Rollout(
         [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in rows],
-        [[-0.5 * i] * (1 + i % 3) for i in rows], [i % 2 > 0 for i in rows], 3, 0.25,
+        [[-0.5 * i] * (1 + i % 3) for i in rows], [i % 2 > 0 for i in rows], 3, 0.25, *episodes,
     )  # fmt: skip
     monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
     shares = []

@@ -462,6 +462,17 @@ def test_who_stood_still_stores_and_removes_nothing_more(url):
     assert objects(url)["writers/000002"] > 0  # nor takes it anything back
 
 
+def test_who_asks_for_its_lease_gives_a_sign_of_life(url, monkeypatch):
+    """A process that stood still would else be given up between its look and what it stores."""
+    monkeypatch.setattr(storage, "STALE", -1.0)
+    mirror, signs = storage._Mirror(url), []
+    monkeypatch.setattr(storage._Mirror, "_sign", lambda self, content: signs.append(content))
+    monkeypatch.setattr(storage._Mirror, "_writer", lambda self: (3, b""))
+    mirror._lease = 3
+    mirror._require_lease()
+    assert len(signs) == 1
+
+
 def test_of_many_at_once_one_writes(url, monkeypatch):
     monkeypatch.setattr(storage, "BEAT", 0.2)
     mirrors, outcomes = [storage._Mirror(url) for _ in range(6)], []

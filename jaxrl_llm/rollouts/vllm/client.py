@@ -62,6 +62,7 @@ class Server:
 
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
         self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
+        self.model = MODEL  # or the name of the adapters beside it
         parts = address(self.url)
         self._socket = Path(parts.path) if parts.scheme == "unix" else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
@@ -70,7 +71,7 @@ class Server:
         self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
     ) -> Response:
         """One response to a prompt; its tokens must be below `vocabulary`."""
-        body = _tokens_only(prompt) | {
+        body = self._tokens_only(prompt) | {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -85,7 +86,11 @@ class Server:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of each token but the first."""
-        body = _tokens_only(tokens) | {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = self._tokens_only(tokens) | {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
         answer = await self.post("/v1/completions", body, tokens=len(tokens))
         try:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
@@ -93,6 +98,11 @@ class Server:
             return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
+
+    def _tokens_only(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The fields that ask for token ids throughout, so that the server needs no tokenizer."""
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return {"model": self.model, "prompt": [int(token) for token in tokens], **ids}
 
     async def label(self) -> str | None:
         """The label of its weights; None if none was set since the server started."""
@@ -102,11 +112,19 @@ class Server:
         return None if label in ("", UNLABELLED) else _one_line(label)
 
     async def post(
-        self, path: str, body: dict[str, Any] | None = None, tokens: int = 0
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        tokens: int = 0,
+        *,
+        plain: bool = False,
     ) -> dict[str, Any]:
-        """The JSON answer to a POST of `body`; `tokens` extends its deadline and size limit."""
+        """The JSON answer to a POST of `body`; `tokens` extends its deadline and size limit.
+
+        A `plain` answer is a sentence, which is left out.
+        """
         content = None if body is None else json.dumps(body).encode()
-        return await self.request("POST", path, content, tokens)
+        return await self.request("POST", path, content, tokens, plain=plain)
 
     async def request(
         self,
@@ -114,6 +132,8 @@ class Server:
         path: str,
         content: bytes | AsyncIterable[bytes] | None = None,
         tokens: int = 0,
+        *,
+        plain: bool = False,
     ) -> dict[str, Any]:
         """The JSON answer to a request; it goes to `url` alone, by no proxy and no redirect."""
         limit, received = ANSWER_BYTES + TOKEN_BYTES * tokens, bytearray()
@@ -138,7 +158,8 @@ class Server:
             raise NoAnswer("the time for an answer is over") from None
         except httpx.HTTPError as error:
             raise NoAnswer(_one_line(f"{type(error).__name__}: {error}")) from error
-        return self._read(path, reply.status_code, bytes(received))
+        answer = self._read(path, reply.status_code, bytes(received))
+        return {} if plain else self._json(answer)
 
     def _refuse_strangers(self) -> None:
         """A UserError, before the key is sent, if another user owns the socket."""
@@ -149,7 +170,7 @@ class Server:
                     f"user {owner} listens on {self._socket}, and not you: its place was taken"
                 )
 
-    def _read(self, path: str, status: int, content: bytes) -> dict[str, Any]:
+    def _read(self, path: str, status: int, content: bytes) -> bytes:
         if status in (401, 403):
             raise UserError(f"{self.url} refused the key: give the one that it was started with")
         if status == 404:
@@ -161,6 +182,9 @@ class Server:
             raise UserError(f"{self.url}{path} refused a request: {_one_line(content)}")
         if status != 200:
             raise NoAnswer(f"status {status}: {_one_line(content)}")
+        return content
+
+    def _json(self, content: bytes) -> dict[str, Any]:
         try:
             answer = json.loads(content) if content else {}
         except (ValueError, RecursionError) as error:
@@ -190,12 +214,6 @@ def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -
             f"a completion of {len(tokens)} tokens and {len(logps)} log-probs that ended by {reason!r:.40}"
         )
     return Response(tokens, [float(logp) for logp in logps], stopped)
-
-
-def _tokens_only(tokens: Sequence[int]) -> dict[str, Any]:
-    """The fields that ask for token ids throughout, so that the server needs no tokenizer."""
-    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    return {"model": MODEL, "prompt": [int(token) for token in tokens], **ids}
 
 
 def _one_line(said: str | bytes) -> str:

@@ -37,11 +37,12 @@ class Proved(NamedTuple):
 class Proof:
     """Compares servers with the trainer; other weights are a UserError.
 
-    So are log-probs that differ by more than `tolerance` (nats).
+    So are log-probs that differ by more than `tolerance` (nats). `rank` is that of adapters, if they
+    are what servers are given.
     """
 
-    def __init__(self, tolerance: float):
-        self.tolerance = tolerance
+    def __init__(self, tolerance: float, rank: int = 0):
+        self.tolerance, self._rank = tolerance, rank
         self._config: Mapping[str, Any] = {}
         self._checksums: Mapping[str, int] = {}
         self._changed = 0.0
@@ -66,7 +67,7 @@ class Proof:
     async def __call__(self, server: Server) -> Proved:
         """Compares a server with the trainer."""
         began = time.monotonic()
-        exact = await self._same_weights(server)
+        exact = await self.same_weights(server, self._checksums, self._rank)
         seconds = time.monotonic() - began
         sequences = probe_sequences(self._config["vocab_size"])
         got = np.concatenate([await server.score(x) for x in sequences])
@@ -81,9 +82,12 @@ class Proof:
         self._answers[server.url] = got
         return Proved(difference, exact, seconds)
 
-    async def _same_weights(self, server: Server) -> bool:
-        """Whether a server has the trainer's weights; False if it cannot tell, else a UserError."""
-        asked, ours = {"method": "jaxrl_checksums"}, self._checksums
+    async def same_weights(self, server: Server, ours: Mapping[str, int], rank: int = 0) -> bool:
+        """Whether a server has the trainer's weights; False if it cannot tell, else a UserError.
+
+        With `rank` they are adapters of that rank.
+        """
+        asked = {"method": "jaxrl_checksums"} | ({"args": [rank]} if rank else {})
         try:
             answer = await server.post(CHECKSUMS, asked, tokens=len(ours))
             parts = {

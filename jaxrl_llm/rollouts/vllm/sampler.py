@@ -1,8 +1,9 @@
 """A sampler whose responses come from vLLM servers, each a process of its own.
 
-One request is one response. Its seed is a function of (sampling seed, prompt, number of the
-response), so any server may answer it, in any batch, at any attempt. If a server dies, only the
-responses it was working on are lost; they are requested again, there or elsewhere.
+One request is one turn of a response, its prompt all tokens before that. Its seed is a function of
+(sampling seed, prompt, number of the response), so any server may answer it, in any batch, at any
+attempt. If a server dies, only the turns it was working on are lost; they are requested again,
+there or elsewhere.
 """
 
 import asyncio
@@ -11,16 +12,17 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling, Served
+from jaxrl_llm.rollouts.episode import Episode, rollout
+from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling, Served
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
-from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, loading
+from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
 
 
 class VllmSampler:
@@ -51,18 +53,25 @@ class VllmSampler:
         self._concurrency, self._longest, self._check = concurrency, max_model_len, check
         self._vocabulary = 0
         self._label = ""
-        self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance)
+        self._base: dict[str, int] = {}  # checksums of the model beside adapters
+        rank = served.adapter.rank if served.adapter else 0
+        self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance, rank)
 
     def push(self, params: Any, version: int) -> None:
         """Has every server load the weights and prove it; sets `sync` to the figures."""
         config = self._served.config(params, self._dtype)
-        written = self.weights.write(self._served.tensors(params, self._dtype), config)
+        trained = self._served.adapter or self._served
+        if self._served.adapter is not None and self.version is None:
+            self._base = self._served.checksums(params, self._dtype)
+            self.weights.write_base(self._served.tensors(params, self._dtype), config)
+        described = trained.config(params, self._dtype)
+        written = self.weights.write(trained.tensors(params, self._dtype), described)
         self.version, self._vocabulary = version, config["vocab_size"]
         self._label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
         start = time.monotonic()
         expected = self._served.score(params, probe_sequences(self._vocabulary))
         scored = time.monotonic()
-        checksums = self._served.checksums(params, self._dtype)
+        checksums = trained.checksums(params, self._dtype)
         summed = time.monotonic()
         self._proof.expect(expected, checksums, config, written.changed)
         proved = run(self._load_all(), self.weights.check)
@@ -76,37 +85,52 @@ class VllmSampler:
         }
         self.sync = {f"sync/{name}": value for name, value in figures.items()}
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> Rollout:
         """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.version is None:
             raise UserError("the sampler has no weights: push some before generate")
         self._refuse(prompts, n, sampling)
         patience = Patience(self.servers, self.weights.patience)
 
+        made = [Episode(sampling) for _ in range(n * len(prompts))]
+
         async def ask(server: Server, request: Request) -> Response:
+            left = sampling.max_tokens - len(made[request.index].tokens)
             response = await server.complete(
-                request.prompt, sampling, request.seed, self._vocabulary
+                request.prompt, replace(sampling, max_tokens=left), request.seed, self._vocabulary
             )
             if (label := await server.label()) != self._label:
                 raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")
             return response
+
+        async def following(request: Request, response: Response) -> Request | None:
+            episode = made[request.index]
+            episode.sampled(*response)
+            if reply is None:
+                return None
+            given = await asyncio.wrap_future(reply(request.index, response.tokens))
+            if not episode.goes_on(given):
+                return None
+            prompt = (*request.prompt, *response.tokens, *(given or ()))
+            return Request(prompt, request_seed(request.seed, prompt, 0), request.index)
 
         def check() -> None:
             self._check()
             self.weights.check()
 
         requests = make_requests(prompts, n, sampling.seed)
-        work = answer_all(requests, patience, self._concurrency, ask, self._prepare)
-        responses = run(work, check)
+        work = answer_all(requests, patience, self._concurrency, ask, self._prepare, following)
+        run(work, check)
         self.counters = {"retries": patience.retries}
-        return Rollout(
-            prompts=[p for p in prompts for _ in range(n)],
-            responses=[response.tokens for response in responses],
-            logps=[response.logps for response in responses],
-            finished=[response.finished for response in responses],
-            version=self.version,
-            tolerance=self._proof.tolerance,
-        )
+        known = {"version": self.version, "tolerance": self._proof.tolerance}
+        return rollout(prompts, made, turns=reply is not None, **known)
 
     def release(self) -> None:
         """Nothing to do: the servers' weights take none of the trainer's memory."""
@@ -122,7 +146,11 @@ class VllmSampler:
 
     async def _load(self, server: Server) -> Proved:
         folder = await self.weights.newest_for(server)
-        return await load(server, folder, self._label, self._proof)
+        if self._served.adapter is None:
+            return await load(server, folder, self._label, self._proof)
+        if await server.label() is None:  # it has just started
+            await self._proof.same_weights(server, self._base)
+        return await load_adapters(server, folder, self._label, self._proof)
 
     async def _prepare(self, server: Server) -> None:
         """Gives a server that has restarted the newest weights; a UserError if it has others."""
@@ -163,7 +191,7 @@ def refuse_truncation(sampling: Sampling, where: str = "") -> None:
 
 
 class Request(NamedTuple):
-    """One requested response, and its `index` in the rollout."""
+    """One requested turn, and the `index` of its response in the rollout."""
 
     prompt: tuple[int, ...]
     seed: int
@@ -193,14 +221,14 @@ async def answer_all(
     concurrency: int,
     ask: Callable[[Server, Request], Awaitable[Response]],
     prepare: Callable[[Server], Awaitable[None]],
-) -> list[Response]:
-    """The responses to all requests, in order, from servers that may fail.
+    following: Callable[[Request, Response], Awaitable[Request | None]],
+) -> None:
+    """Answers all requests, and those `following` from their responses, by servers that may fail.
 
     Many requests fail of one cause, so the first failure of a server calls off its other requests.
     Then it is prepared anew, gets one request, and after that `concurrency` at a time. What a
     server has failed waits at the end of the queue, for any server.
     """
-    responses: dict[int, Response] = {}
     waiting: asyncio.Queue[Request] = asyncio.Queue()
     for request in requests:
         waiting.put_nowait(request)
@@ -208,13 +236,18 @@ async def answer_all(
     async def answer_one(server: Server) -> None:
         request = await waiting.get()
         try:
-            responses[request.index] = await ask(server, request)
-            patience.answered(server)
+            response = await ask(server, request)
         except BaseException:  # called off, too
             waiting.put_nowait(request)
-            raise
-        finally:
             waiting.task_done()
+            raise
+        patience.answered(server)
+        group.create_task(follow(request, response))
+
+    async def follow(request: Request, response: Response) -> None:
+        if (more := await following(request, response)) is not None:
+            waiting.put_nowait(more)
+        waiting.task_done()
 
     async def answer_on_and_on(server: Server) -> None:
         while True:
@@ -224,13 +257,12 @@ async def answer_all(
         await prepare(server)
         if patience.failing(server):
             await answer_one(server)
-        async with tasks() as group:
+        async with tasks() as answering:
             for _ in range(min(concurrency, len(requests))):
-                group.create_task(answer_on_and_on(server))
+                answering.create_task(answer_on_and_on(server))
 
     async with tasks() as group:
         serving = [group.create_task(patience.persist(x, serve)) for x in patience.servers]
         await waiting.join()
         for task in serving:
             task.cancel()
-    return [responses[request.index] for request in requests]

@@ -155,7 +155,9 @@ class Receiver:
 
     def _find(self, name, theirs):
         """The trainer's folder if this host sees it, else a copy here, complete or not."""
-        folder = theirs if os.access(theirs / "config.json", os.R_OK) else self._copy(name)
+        names = ("config.json", "adapter_config.json")
+        here = any(os.access(theirs / config, os.R_OK) for config in names)
+        folder = theirs if here else self._copy(name)
         files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return {"path": str(folder), "files": files}
 
@@ -166,7 +168,9 @@ class Receiver:
 
     async def _write(self, receive, name, file, checksum):
         """Whether the file was whole, and is kept; new weights delete the old ones first."""
-        if not re.fullmatch(r"config\.json|model-\d{5}\.safetensors", file):
+        if not re.fullmatch(
+            r"(adapter_)?config\.json|(model-\d{5}|adapter_model)\.safetensors", file
+        ):
             raise ValueError("no such file in a folder of weights")
         folder, found, more = self._copy(name), 0, True
         if not folder.is_dir():
@@ -189,19 +193,25 @@ class Receiver:
 class Extension:
     """A method for vLLM's workers, by --worker-extension-cls."""
 
-    def jaxrl_checksums(self):
+    def jaxrl_checksums(self, rank=0):
         """Checksums of what this worker computes with, `{name: [[place, number], ...]}`.
 
         Names are those of Hugging Face's files, a place is the position of a part's first number in
-        that tensor: copies of a part have the same. A quantized model has none.
+        that tensor: copies of a part have the same. A quantized model has none, nor has one with
+        experts: vLLM packs their weights in an order of each device's kernel. With `rank` those of
+        the adapters of that rank which were loaded last, but of zeros.
         """
         worker: Any = self
-        if worker.vllm_config.quant_config is not None:
-            return {}
+        if rank:
+            return adapters(worker, rank)
         model, found = worker.get_model(), {}
-        for path, parameter in model.named_parameters(remove_duplicate=False):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        packed = any(path.endswith("w13_weight") for path in parameters)
+        if packed or worker.vllm_config.quant_config is not None:
+            return {}
+        for path, parameter in parameters.items():
             layer, _, kind = path.rpartition(".")
-            module = model.get_submodule(layer)
+            module, layer = model.get_submodule(layer), layer.removesuffix(".base_layer")
             matrix = kind == "weight" and hasattr(module, "input_size_per_partition")
             own, width = (module.input_size_per_partition, module.input_size) if matrix else (1, 1)
             left = module.tp_rank * own if own < width else 0
@@ -209,12 +219,33 @@ class Extension:
                 for name, first, size, there in tensors(model, layer, module):
                     low, high = max(first, row), min(first + size, row + len(block))
                     if low < high:
-                        start = (there + low - first) * width + left + column
-                        number = checksum(block[low - row : high - row], start, width)
+                        part, at = block[low - row : high - row], there + low - first
+                        number = checksum(part, at, left + column, width)
                         parts = found.setdefault(f"{name}.{kind}", {})
                         place = there * width + left
                         parts[place] = (parts.get(place, 0) + number) % 2**32
         return {name: list(parts.items()) for name, parts in found.items()}
+
+
+def adapters(worker, rank):
+    """Checksums of the newest adapters' factors where the layers read them."""
+    model, manager = worker.get_model(), worker.model_runner.lora_manager._adapter_manager
+    slot, found = manager.lora_index_to_id.index(max(manager.list_adapters())), {}
+    for layer, module in manager.modules.items():
+        base = module.base_layer
+        if not isinstance(module.lora_a_stacked, tuple):  # embedding or head
+            continue
+        own, width = module.input_size, base.input_size
+        left = base.tp_rank * own if own < width else 0
+        slices = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        for (name, _, _, row), (a, b) in zip(tensors(model, layer, base), slices, strict=True):
+            for part, block, down, across, size in (
+                ("lora_A", a, 0, left, width),
+                ("lora_B", b, row, 0, rank),
+            ):
+                if number := checksum(block[slot, 0], down, across, size):
+                    found[f"{name}.{part}.weight"] = [(down + across, number)]
+    return found
 
 
 def blocks(module, parameter, width, matrix):
@@ -255,24 +286,27 @@ def tensors(model, layer, module):
     return found
 
 
-def checksum(block, start, width):
-    """The trainer's checksum (models/hf.py) of rows from position `start` of a tensor `[_, width]`."""
+def checksum(block, row, column, width) -> int:
+    """The trainer's checksum (models/hf.py) of a part of a tensor `[_, width]`, by its first number's place."""
     import torch  # pyright: ignore[reportMissingImports]
 
     def mixed(words):
         spread = words * -1_640_531_535  # 2,654,435,761 as int32, which wraps
-        return spread ^ ((spread >> 16) & 0xFFFF)
+        spread ^= (spread >> 16) & 0xFFFF
+        return spread
 
-    step = max(1, CACHED // block.shape[1])
-    if str(block.device) == "cpu" and len(block) > step:
-        pieces = range(0, len(block), step)
-        return sum(checksum(block[i : i + step], start + i * width, width) for i in pieces) % 2**32
-    rows, columns = (torch.arange(n, dtype=torch.int32, device=block.device) for n in block.shape)
-    start = (start + 2**31) % 2**32 - 2**31
-    factors = mixed((rows * width)[:, None] + (columns + start)) | 1
-    bits = block.float().contiguous().view(torch.int32)
-    bits = bits * ((bits & 0x7F800000) != 0)
-    return int((mixed(mixed(bits)) * factors).sum()) % 2**32
+    def factors(first, count, stride):
+        places = torch.arange(count, dtype=torch.int32, device=block.device)
+        return mixed((places + first) * stride) | 1
+
+    total, columns = 0, factors(column, block.shape[1], 1)
+    step = max(1, CACHED // block.shape[1]) if str(block.device) == "cpu" else len(block)
+    for i in range(0, len(block), step):
+        bits = block[i : i + step].float().contiguous().view(torch.int32)
+        words = mixed(mixed(bits * (bits & 0x7F800000).clip(max=1)))
+        words *= factors(row + i, len(words), width)[:, None]
+        total += int((words.sum(0, dtype=torch.int32) * columns).sum(dtype=torch.int32))
+    return total % 2**32
 
 
 async def answer(send, status, content):

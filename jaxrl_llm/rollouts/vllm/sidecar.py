@@ -66,6 +66,7 @@ class Launch:
         return {
             **{name: value for name, value in os.environ.items() if ALLOWED.fullmatch(name)},
             "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of the sync
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(plugins),
             "PYTHONSAFEPATH": "1",  # else a math.py in the working folder hides Python's

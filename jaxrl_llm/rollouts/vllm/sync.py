@@ -2,7 +2,7 @@
 
 A folder in memory-backed storage is written first, while the servers go on with the old one; then
 each loads it and proves that (proof.py). A server whose host does not see the folder is sent its
-files. Another way to bring weights over, such as a LoRA adapter, is another `load`.
+files. Where only adapters are trained, servers start with the model, and get the adapters alone.
 """
 
 import asyncio
@@ -24,11 +24,17 @@ import safetensors
 import safetensors.numpy
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import lora
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
 
 SHARD_BYTES = 2**28  # of a file of weights
 PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
 COMPARED = 2**22  # numbers compared at a time
+# the names of a folder's config and of its files of tensors; adapters fit into one
+MODEL, ADAPTERS = (
+    ("config.json", "model-{:05d}.safetensors"),
+    (lora.CONFIG, lora.TENSORS),
+)
 
 Tensors = Iterable[tuple[str, np.ndarray]]
 T = TypeVar("T")
@@ -66,13 +72,20 @@ class WeightSync:
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def write(self, tensors: Tensors, config: Mapping[str, Any]) -> Written:
-        """Writes the folder that servers load from now on."""
+        """Writes the folder that servers load from now on: weights, or adapters."""
         self._serial += 1
         folder = self.root / f"weights-{self._serial:06d}"
         written = write_folder(tensors, config, folder, before=self._newest)
         self._newest = folder
-        self.publish(folder)
+        if not _adapters(config):
+            self.publish(folder)
         return written
+
+    def write_base(self, tensors: Tensors, config: Mapping[str, Any]) -> None:
+        """Writes the model that servers of our own start with, and load adapters beside."""
+        if not self.remote:
+            write_folder(tensors, config, self.root / "base")
+            self.publish(self.root / "base")
 
     def delete_old(self) -> None:
         """Deletes all folders but the newest."""
@@ -115,6 +128,30 @@ async def load(
         raise NoAnswer("its prefix cache was not cleared")
     await server.post("/resume")
     proved = await prove(server)
+    await _require_label(server, label)
+    await server.post("/update_weight_version", {"new_version": label})
+    return proved
+
+
+async def load_adapters(
+    server: Server, folder: str, label: str, prove: Callable[[Server], Awaitable[T]]
+) -> T:
+    """As `load`, of adapters under the name `label`; the server forgets the earlier ones."""
+    await server.post("/update_weight_version", {"new_version": loading(label)})
+    asked = {"lora_name": label, "lora_path": folder, "load_inplace": True}
+    await server.post("/v1/load_lora_adapter", asked, plain=True)
+    server.model = label
+    proved = await prove(server)
+    await _require_label(server, label)
+    for one in (await server.request("GET", "/v1/models")).get("data", []):
+        if one.get("parent") is not None and one["id"] != label:
+            await server.post("/v1/unload_lora_adapter", {"lora_name": one["id"]}, plain=True)
+    await server.post("/update_weight_version", {"new_version": label})
+    return proved
+
+
+async def _require_label(server: Server, label: str) -> None:
+    """Raises unless the server still loads these weights."""
     meanwhile = await server.label()
     if meanwhile is None:
         raise NoAnswer("it has started again")
@@ -123,8 +160,6 @@ async def load(
             f"{server.url} was given the weights {meanwhile} by somebody else while it loaded {label}: "
             "one trainer a server"
         )
-    await server.post("/update_weight_version", {"new_version": label})
-    return proved
 
 
 def loading(label: str) -> str:
@@ -153,20 +188,21 @@ async def send_file(server: Server, path: Path, name: str) -> None:
 def write_folder(
     tensors: Tensors, config: Mapping[str, Any], folder: Path, before: Path | None = None
 ) -> Written:
-    """Writes a Hugging Face model folder, in the dtype of `config`; a UserError leaves nothing.
+    """Writes a folder of a model or adapters, in the dtype of `config`; a UserError leaves nothing.
 
     `Written.changed` is counted against the folder `before`.
     """
     start, dtype = time.monotonic(), jnp.dtype(config["dtype"])
     size, changed, write = 0, 0, 0.0
+    described, name = ADAPTERS if _adapters(config) else MODEL
     try:
         if folder.parent.lstat().st_uid != os.geteuid():  # another user has replaced it
             raise PermissionError(errno.EPERM, "it belongs to another user", str(folder.parent))
         folder.mkdir(mode=0o700)
-        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-        for i, shard in enumerate(_shards(tensors, dtype)):
+        (folder / described).write_text(json.dumps(dict(config), indent=2) + "\n")
+        for i, shard in enumerate(_shards(tensors, dtype, whole=_adapters(config))):
             began = time.monotonic()
-            path = folder / f"model-{i:05d}.safetensors"
+            path = folder / name.format(i)
             safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
             size += sum(array.nbytes for array in shard.values())
             changed += _changed(path, before and before / path.name, dtype.itemsize)
@@ -183,11 +219,15 @@ def write_folder(
     return Written(size, share, gather=time.monotonic() - start - write, write=write)
 
 
-def _shards(tensors: Tensors, dtype: np.dtype) -> Iterator[dict[str, np.ndarray]]:
-    """Tensors in groups of about SHARD_BYTES, a file each, cast to `dtype`."""
+def _adapters(config: Mapping[str, Any]) -> bool:
+    return "peft_type" in config
+
+
+def _shards(tensors: Tensors, dtype: np.dtype, *, whole: bool) -> Iterator[dict[str, np.ndarray]]:
+    """Tensors in groups of about SHARD_BYTES, or `whole`, a file each, cast to `dtype`."""
     shard: dict[str, np.ndarray] = {}
     for name, array in tensors:
-        if shard and sum(a.nbytes for a in shard.values()) >= SHARD_BYTES:
+        if shard and not whole and sum(a.nbytes for a in shard.values()) >= SHARD_BYTES:
             yield shard
             shard = {}
         shard[name] = np.ascontiguousarray(array, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Environments and tasks of other packages, each an extra of its own."""

@@ -1,0 +1,96 @@
+"""`jaxrl-llm view`: a page on which the tokens of one or several runs can be looked at."""
+
+import http.server
+import json
+import secrets
+from pathlib import Path
+
+from jaxrl_llm import storage
+from jaxrl_llm.cli import parse
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.research import page
+from jaxrl_llm.training import folder as folders
+
+
+def run(words: list[str]) -> None:
+    """Parse the words after `view` and run `main`."""
+    parse.call(main, words, "view")
+
+
+def main(
+    runs: tuple[str, ...],
+    /,
+    *,
+    out: str = "tokens.html",
+    tokens: int = 200_000,
+    serve: bool = False,
+    port: int = 0,
+) -> None:
+    """Write a page that shows every token of the responses that runs kept, and their curves.
+
+    Args:
+        runs: the folders or URLs of runs.
+        out: the page to write, a file or URL; it needs no network and nothing beside it.
+        tokens: about how many tokens to show; of a longer run steps evenly apart are shown.
+        serve: show it at an address of this machine instead, with new steps as the runs go on.
+        port: of that address; 0 takes a free one.
+    """
+    if not runs:
+        raise UserError("view wants the folders of one or several runs")
+    if tokens < 1:
+        raise UserError(f"--tokens {tokens} must be at least 1")
+    if serve:
+        with server(runs, tokens, port) as made:
+            print(f"{made.address}   (Ctrl-C ends it)", flush=True)
+            made.serve_forever()
+    with storage.sent(out) as target:
+        storage.write(target, page.page(page.gathered(_folders(runs), tokens)))
+    print(f"written to {out}: open it in a browser")
+
+
+def _folders(runs: tuple[str, ...]) -> list[Path]:
+    return [folders.at(run) for run in runs]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Shows the page on loopback to those who know its address."""
+
+    daemon_threads = True
+    address: str
+
+
+def server(runs: tuple[str, ...], tokens: int, port: int) -> Server:
+    """A server of the page of runs; raises a UserError if that cannot be made, or the port is taken."""
+    key = f"/{secrets.token_urlsafe(16)}/"
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path not in (key, f"{key}data"):
+                self.send_error(404)
+                return
+            try:
+                data = page.gathered(_folders(runs), tokens) | {"live": True}
+            except UserError as error:
+                self.send_error(503, str(error)[:200])
+                return
+            whole = self.path == key
+            body = (page.page(data) if whole else json.dumps(data)).encode()
+            self.send_response(200)
+            self.send_header(
+                "Content-Type", f"{'text/html' if whole else 'application/json'}; charset=utf-8"
+            )
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object, **_: object) -> None:
+            del args
+
+    page.gathered(_folders(runs), tokens)  # what is wrong is said now
+    try:
+        made = Server(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port {port}: {error}: choose another") from error
+    made.address = f"http://127.0.0.1:{made.server_port}{key}"
+    return made

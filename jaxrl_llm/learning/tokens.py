@@ -1,0 +1,83 @@
+"""What a step knew of each token of a few responses, and did to it: numbers for people to look at."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.learning import metrics
+from jaxrl_llm.learning.batch import Batch, Layout
+from jaxrl_llm.learning.update import Credited
+from jaxrl_llm.objectives import Objective
+
+
+def looking(
+    objective: Objective, score: Callable[[Any, Any], Any], mesh: Mesh
+) -> Callable[..., dict[str, np.ndarray]]:
+    """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, 0 without a token.
+
+    `score(params, inputs)` is the program of the step's scores; `params` are those after the
+    update. The numbers are log-probs (`old`, `new`, `sampler`, and `reference` if there is one),
+    `entropy` if it was computed, the `advantage`, the product of its factors (`factor`), the weight
+    in each stage's loss (`weight1`, ...), and `clip`: 1 where the surrogate has no slope left.
+    """
+
+    @jax.jit
+    def only(batch: Batch, rows: Int[Array, " k"]):
+        here = jnp.isin(_row(batch.layout), rows)
+        return batch.inputs._replace(scored=batch.inputs.scored & here)
+
+    everywhere = NamedSharding(mesh, P())
+
+    @jax.jit(out_shardings=everywhere)
+    def numbers(
+        batch: Batch,
+        reward: Float[Array, "P G"],
+        credited: Credited,
+        after: Float[Array, "M m R C"],
+        rows: Int[Array, " k"],
+    ):
+        to_rows = batch.layout.to_rows
+        seen, here = credited.seen, jnp.isin(_row(batch.layout), rows)
+        new = jnp.where(here, after, seen.old_logp)
+        whole = jax.tree.map(to_rows, seen)._replace(response=batch.mask.astype(jnp.int32))
+        flat = partial(jax.tree.map, lambda x: x.reshape(-1, x.shape[-1]))
+        of = (new, credited.advantage, seen)
+        base, final = objective.advantage(reward, whole), to_rows(credited.advantage)
+        found = {
+            "old": to_rows(seen.old_logp),
+            "new": to_rows(new),
+            "sampler": batch.sampler_logp,
+            "advantage": base,
+            "factor": jnp.where(base == 0, 1.0, final / jnp.where(base == 0, 1.0, base)),
+            "clip": to_rows(metrics.without_slope(objective, *map(flat, of)).reshape(new.shape)),
+        }
+        found |= {f"weight{s + 1}": to_rows(x) for s, x in enumerate(credited.weight)}
+        extra = {"reference": whole.ref_logp, "entropy": whole.entropy}
+        found |= {name: x for name, x in extra.items() if x is not None}
+        return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in found.items()}
+
+    def look(params: Any, batch: Batch, reward: Any, credited: Credited, rows: Sequence[int]):
+        at = np.asarray(rows, np.int32)
+        after = score(params, only(batch, at)).logp
+        return jax.device_get(numbers(batch, reward, credited, after, at))
+
+    return look
+
+
+def _row(layout: Layout) -> Int[Array, "M m R C"]:
+    """The response, in the batch, of each token of the bins; -1 without one."""
+    return layout.in_rows // layout.in_bins.shape[1]
+
+
+def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """In 16 bits, `new` as the difference from `old`: `moved`, which then keeps its digits."""
+    rest = {name: x for name, x in numbers.items() if name != "new"}
+    rest["moved"] = numbers["new"] - numbers["old"]
+    return {name: x.astype(np.float16) for name, x in rest.items()}

@@ -1,0 +1,173 @@
+"""Adapters of low rank (LoRA) in a tree of parameters, and in the two files of PEFT's format.
+
+The layers compute with them in qwen2.py.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf, int8, qwen2, sharding
+from jaxrl_llm.models.int8 import widened
+from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.qwen2 import Lora
+
+ADAPTER = ("lora_A", "lora_B")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# what would change the numbers, and the values under which it does not
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "lora_bias": (False,),
+    "fan_in_fan_out": (False,),
+}
+
+
+def adapters(params):
+    """The part of a tree of parameters that belongs to adapters; empty without any."""
+    inner = {
+        key: value if key in ADAPTER else adapters(value)
+        for key, value in params.items()
+        if isinstance(value, dict)
+    }
+    return {key: value for key, value in inner.items() if value}
+
+
+def kept(shape: qwen2.Shape) -> Callable[[Any, Any], Any]:
+    """`(path, array) -> ` what is kept of a parameter that is not trained: the array, or an `Int8`."""
+    return _rounded if shape.lora and shape.lora.base == "int8" else lambda path, x: x
+
+
+def _rounded(path, weight):
+    """A product's weight in 8 bits, others as they are."""
+    if not (
+        path[0].key == "layers" and path[-2].key.endswith("_proj") and path[-1].key == "weight"
+    ):
+        return weight
+    places = int8.placed(weight, weight.sharding)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        like = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        return jax.tree.map(like, jax.eval_shape(int8.rounded, weight), places)
+    return jax.jit(int8.rounded, out_shardings=places)(weight)
+
+
+def base_of(params):
+    """The other part of a tree."""
+    inner = {
+        key: base_of(value) if isinstance(value, dict) else value for key, value in params.items()
+    }
+    return {key: value for key, value in inner.items() if key not in ADAPTER}
+
+
+def merged(params, lora: Lora | None) -> Any:
+    """The parameters of a model without adapters that computes the same: W + scale B A."""
+    if lora is None or not isinstance(params, dict):
+        return widened(params, jnp.float32)
+    rest = {key: merged(value, lora) for key, value in params.items() if key not in ADAPTER}
+    if not params.keys() >= {*ADAPTER}:
+        return rest
+    a, b = (params[key]["weight"].astype(jnp.float32) for key in ADAPTER)  # [N,r,*in], [N,*out,r]
+    exact = jax.lax.Precision.HIGHEST
+    product = jax.lax.dot_general(b, a, (((b.ndim - 1,), (1,)), ((0,), (0,))), exact)
+    weight = rest["weight"]
+    return rest | {"weight": (weight + lora.scale * product).astype(weight.dtype)}
+
+
+def trained(shape: qwen2.Shape):
+    """Shapes of the parameters that are trained: of adapters if there are any, else all."""
+    shapes = qwen2.graph(shape)[1]
+    return adapters(shapes) if shape.lora else shapes
+
+
+def config_of(lora: Lora, base: str = "", revision: str | None = None) -> dict[str, Any]:
+    """adapter_config.json; `base` is the name of the model that the adapters belong to."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [*lora.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
+    """What the adapters in a folder are, and its config; a UserError for what we do not compute."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise UserError(f"{path} is missing: {folder} is no folder of adapters")
+    config = hf.record(path)
+    for name, values in PLAIN.items():
+        if config.get(name, values[0]) not in values:
+            raise UserError(f"{path}: {name} = {config[name]!r} is not supported, only {values[0]}")
+    rank, alpha, named = (config.get(x) for x in ("r", "lora_alpha", "target_modules"))
+    targets: Any = [*qwen2.LINEAR] if named == "all-linear" else named
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(targets, list)):
+        raise UserError(
+            f"{path}: r, lora_alpha and target_modules must be a number, a number and a list of names"
+        )
+    scaled = alpha * rank**0.5 if config.get("use_rslora") else alpha
+    targets = {str(name).rpartition(".")[2] for name in targets}  # PEFT may write whole paths
+    order = [name for name in qwen2.LINEAR if name in targets]
+    return Lora(rank, float(scaled), (*order, *sorted(targets - {*order}))), config
+
+
+def load(folder: Path, shape: qwen2.Shape, mesh: Mesh) -> tuple[Lora, Any]:
+    """`(lora, parameters)` of the adapters in a folder, sharded, in float32."""
+    lora, _ = read_config(folder)
+    shapes = trained(replace(shape, lora=lora))
+    places = sharding.param_shardings(shapes, mesh)
+    return lora, hf.read(folder, shapes, places, "float32", single=TENSORS, prefix=PREFIX)
+
+
+def named_tensors(params: Any, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
+    """(PEFT's name, array) pairs of adapters; all processes must iterate."""
+    for name, array in hf.named_tensors(params, dtype):
+        yield PREFIX + name, array
+
+
+def merge(params: Any, lora: Lora, added: Any) -> Any:
+    """A model's parameters with adapters merged into them; consumes the former."""
+    together = lambda params, added: merged(joined(added, params), lora)
+    return jax.jit(together, donate_argnums=0)(params, added)
+
+
+def whole(params: Any, shape: qwen2.Shape, folder: Path) -> Any:
+    """The parameters in float32 of the model that a folder's config names, with adapters merged."""
+    lora, config = read_config(folder)
+    where = hf.resolve(config["base_model_name_or_path"], config["revision"])
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    return merge(hf.load(where, shape, mesh, "float32"), lora, params)
+
+
+def export(params: Any, folder: Path, *, source: Path, dtype: DTypeLike) -> None:
+    """Writes adapters with the config and the tokenizer of `source`; complete or not at all."""
+    with hf.new_folder(folder, source) as there:
+        tensors = dict(named_tensors(params, dtype))
+        safetensors.numpy.save_file(tensors, there / TENSORS, metadata={"format": "pt"})
+        config = hf.record(source / CONFIG)
+        (there / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,121 @@
+"""`page`: the tokens that runs kept, and their curves, as one HTML file without a network."""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import tokenizer
+from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import journal, tokens
+from jaxrl_llm.training.journal import REINFORCE
+
+CURVES = ("reward", "eval/accuracy", "entropy", "kl_reference", "length", "clip", "grad_norm")
+
+Written = tuple[tokens.Step, list[str]]  # a kept step, and the text of each of its tokens
+
+
+def page(data: dict[str, Any]) -> str:
+    """The HTML file that shows `data`; the only scripts that it may run are its own."""
+    template = resources.files("jaxrl_llm.research").joinpath("page.html").read_text()
+    allowed = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'"
+        for x in re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
+    )
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return template.replace("SCRIPTS", allowed).replace("DATA", text)
+
+
+def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
+    """What the page shows of these runs: of steps evenly apart so many that `most` tokens suffice.
+
+    A UserError if a folder has no tokens.
+    """
+    made = [_run(folder, most // len(runs)) for folder in runs]
+    steps = [step for _, found in made for step, _ in found]
+    texts = [text for _, found in made for _, written in found for text in written]
+    pieces = list(dict.fromkeys(texts))
+    place = {text: i for i, text in enumerate(pieces)}
+    sampled = np.concatenate([step.sampled for step in steps])
+    names = dict.fromkeys(name for step in steps for name in step.numbers)
+    shown, at = [], 0
+    for run, (_, found) in enumerate(made):
+        for step, _ in found:
+            responses = []
+            for response in step.responses:
+                responses.append({**response, "start": at})
+                at += response["tokens"]
+            shown.append({"run": run, "step": step.step, "responses": responses})
+    return {
+        "runs": [about for about, _ in made],
+        "steps": shown,
+        "pieces": pieces,
+        "token": _packed(np.asarray([place[text] for text in texts], np.int32)),
+        "sampled": _packed(sampled.astype(np.uint8)),
+        "numbers": {name: _packed(_column(name, steps, sampled)) for name in names},
+    }
+
+
+def _run(folder: Path, most: int) -> tuple[dict[str, Any], list[Written]]:
+    """What a run is called and its curves; and steps that it kept."""
+    found = tokens.steps(folder)
+    if not found:
+        raise UserError(
+            f"{folder} has kept no tokens: is it the folder of a run, with keep_tokens above 0?"
+        )
+    records = [r for r in journal.read(folder) if r["phase"] == REINFORCE]
+    last = max((r["step"] for r in records), default=0)
+    read = [_written(folder, step) for step in _spread(folder, found, last, most)]
+    curves = {
+        name: [[r["step"], r[name]] for r in records if np.isfinite(r.get(name, np.nan))]
+        for name in CURVES
+    }
+    return {"name": folder.absolute().name, "kept": len(found), "curves": curves}, read
+
+
+def _spread(folder: Path, found: list[int], last: int, most: int) -> list[int]:
+    """Steps evenly apart, the first and the last among them, of about `most` tokens in all."""
+    known = [step for step in found if step <= last] or found[:1]
+    of_one = len(_written(folder, known[-1])[1])
+    count = max(1, min(len(known), most // max(of_one, 1)))
+    return [known[i] for i in sorted({*np.linspace(0, len(known) - 1, count).round().astype(int)})]
+
+
+def _written(folder: Path, step: int) -> Written:
+    """A kept step and the text of each token; read once while its file stays as it is."""
+    return _as_of(folder, step, tokens.at(folder, step).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _as_of(folder: Path, step: int, changed: int) -> Written:
+    del changed
+    kept = tokens.read(folder, step)
+    ends = np.cumsum([response["tokens"] for response in kept.responses])
+    rows = np.split(kept.tokens, ends[:-1])
+    words = _tokenizer(folder)
+    return kept, [text for row in rows for text in words.pieces(row.tolist())]
+
+
+@lru_cache
+def _tokenizer(folder: Path) -> tokenizer.Tokenizer:
+    return tokenizer.load(folder / folders.MODEL)
+
+
+def _column(name: str, steps: Sequence[tokens.Step], sampled: np.ndarray) -> np.ndarray:
+    """A number for each token; NaN where it was not sampled, or the number is not known."""
+    column = np.full(len(sampled), np.nan, np.float32)
+    unknown = lambda step: np.full(int(step.sampled.sum()), np.nan)
+    column[sampled] = np.concatenate([step.numbers.get(name, unknown(step)) for step in steps])
+    return column
+
+
+def _packed(array: np.ndarray) -> str:
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()

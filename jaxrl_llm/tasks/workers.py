@@ -1,0 +1,168 @@
+"""Processes that judge what a model wrote, so that none of it can hang, harm or end the run.
+
+Each is a module in a fresh Python, without the caller's main module, JAX, and most environment
+variables. It reads a question in JSON a line and writes a line of answer. One that takes too long
+is ended by the kernel, and the next question finds a new process.
+"""
+
+import json
+import logging
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import jaxrl_llm
+from jaxrl_llm.errors import UserError
+
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
+_SET = {"PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "0"}  # sets have one order in all workers
+_WALL = 200.0  # wall-clock seconds for one of CPU time until a worker counts as stuck
+_START = 300.0  # seconds a worker may take to import its libraries
+_MEMORY = 4 << 30  # bytes of address space a worker may use
+
+
+class Workers:
+    """`count` processes of `python -m module arguments`, each answering one question at a time.
+
+    Thread-safe. Raises UserError if they do not start.
+    """
+
+    def __init__(self, count: int, module: str, *arguments: str):
+        self._workers = [_Worker([module, *arguments]) for _ in range(count)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
+        try:
+            for worker in self._workers:
+                worker.start()
+            for worker in self._workers:  # all start before one is ready
+                worker.ready()
+                self._idle.put(worker)
+        except UserError:
+            self.close()
+            raise
+
+    def ask(self, question: Sequence[Any], seconds: float) -> str:
+        """The answer, or "" if there was none in `seconds` of CPU time: load does not decide it."""
+        worker = self._idle.get()
+        try:
+            if not self._finalizer.alive:
+                raise UserError("nothing can be judged any more: the workers are closed")
+            return worker.ask([seconds, *question], _WALL * seconds)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Ends the workers; garbage collection and the end of the program do the same."""
+        self._finalizer()
+
+
+class _Worker:
+    """A process that answers one question at a time; one that is lost is replaced when asked."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def __init__(self, command: Sequence[str]):
+        self._command = command
+
+    def start(self) -> None:
+        """Starts the process, which gets no secrets from the environment and no Ctrl-C."""
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        package = str(Path(jaxrl_llm.__file__).parents[1])
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 (a module of this package)
+                [sys.executable, "-P", "-W", "ignore", "-m", *self._command],
+                env=kept | _SET | {"PYTHONPATH": package},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"a worker that judges answers cannot be started: {error}") from error
+
+    def ready(self) -> None:
+        """Waits until the process can answer; UserError if it does not come to that."""
+        if self._reply(_START) != "ready":
+            raise UserError("a worker that judges answers did not start: see its message above")
+
+    def ask(self, question: list[Any], timeout: float) -> str:
+        """The reply, or "" if the process had ended, or has ended or been stopped since."""
+        if self.process is None:
+            self.start()
+            self.ready()
+        return self._reply(timeout, json.dumps(question) + "\n")
+
+    def _reply(self, timeout: float, line: str = "") -> str:
+        """The next line of output, after `line` is sent; if there is none, the process is ended."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        reply = ""
+        try:
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+            if wait([self.process.stdout.fileno()], timeout):
+                reply = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            pass  # it has ended
+        finally:
+            if not reply:
+                self.stop()
+        return reply
+
+    def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _stop_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def serve(answer: Callable[..., str], warm: Callable[[], object] = lambda: None) -> None:
+    """The main loop of a worker: for each question a line, `answer(*question)`; "failed" if it raises.
+
+    `warm` is called first: no question's time goes into loading libraries.
+    """
+    _limit_memory()
+    logging.disable(logging.CRITICAL)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints must not look like a reply
+    warm()
+    print("ready", file=replies)
+    for line in sys.stdin:
+        seconds, *question = json.loads(line)
+        limit_time(seconds)
+        try:
+            reply = answer(*question)
+        except Exception:  # libraries raise anything
+            reply = "failed"
+        limit_time(0)
+        print(reply, file=replies)
+
+
+def limit_time(seconds: float) -> None:
+    """The kernel ends this process after so much CPU time, or far more time; 0 lifts the limit."""
+    for alarm in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(alarm, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, _WALL / 2 * seconds)
+
+
+def _limit_memory() -> None:
+    """Caps the address space of this process, on Linux (macOS cannot)."""
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

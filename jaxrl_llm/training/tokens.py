@@ -1,0 +1,102 @@
+"""tokens/step-N.npz: numbers of each token of a few responses of a step (`jaxrl-llm view`).
+
+Flat arrays over the tokens of all responses, in order; JSON says what belongs to whole responses.
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.tokens import rounded
+
+FOLDER = "tokens"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is kept of a step: `numbers[name]` has a value for each `sampled` token.
+
+    `tokens` and `sampled` are flat over `responses`, dicts of the fields written by `write`.
+    """
+
+    step: int
+    responses: list[dict[str, Any]]
+    tokens: np.ndarray
+    sampled: np.ndarray
+    numbers: dict[str, np.ndarray]
+
+
+def write(
+    folder: Path,
+    step: int,
+    answers: Answers,
+    prompts: Sequence[str],
+    rows: Sequence[int],
+    group_size: int,
+    numbers: Mapping[str, np.ndarray],
+) -> None:
+    """Writes the tokens of these rows, the first groups of a step; `prompts` are the groups' texts."""
+    rollout = answers.rollout
+    ours: list[np.ndarray] = [np.asarray(rollout.responses[i], np.int32) for i in rows]
+    marked = [
+        np.isin(np.arange(len(x)), rollout.sampled(i)) for x, i in zip(ours, rows, strict=True)
+    ]
+    counts = [int(x.sum()) for x in marked]
+    responses = [
+        {
+            "group": i // group_size,
+            "prompt": prompts[i // group_size],
+            "tokens": len(tokens),
+            "reward": answers.rewards[i].score,
+            "correct": answers.rewards[i].correct,
+            "checked": answers.rewards[i].checked,
+            "fields": dict(answers.rewards[i].fields),
+            "finished": bool(rollout.finished[i]),
+            "version": rollout.version,
+        }
+        for i, tokens in zip(rows, ours, strict=True)
+    ]
+    flat = lambda x: np.concatenate([row[:n] for row, n in zip(x, counts, strict=True)])
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        allow_pickle=False,
+        tokens=np.concatenate(ours),
+        sampled=np.concatenate(marked),
+        about=np.frombuffer(json.dumps(responses).encode(), np.uint8),
+        **{f"of_{name}": flat(x) for name, x in rounded(numbers).items()},
+    )
+    (folder / FOLDER).mkdir(exist_ok=True)
+    storage.write(at(folder, step), buffer.getvalue())
+
+
+def at(folder: Path, step: int) -> Path:
+    """The file of a step."""
+    return folder / FOLDER / f"step-{step:06d}.npz"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of which tokens are kept."""
+    return sorted(int(path.stem[5:]) for path in (folder / FOLDER).glob("step-*.npz"))
+
+
+def read(folder: Path, step: int) -> Step:
+    """What is kept of a step; a UserError if the file is missing or damaged."""
+    path = at(folder, step)
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as found:
+            kept = dict(found)
+        responses = json.loads(kept["about"].tobytes())
+        numbers = {k[3:]: x.astype(np.float32) for k, x in kept.items() if k.startswith("of_")}
+        return Step(step, responses, kept["tokens"], kept["sampled"], numbers)
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise UserError(f"{path} cannot be read: leave it out, or delete it") from error

@@ -1,0 +1,90 @@
+"""The puzzles of reasoning-gym: every generator loads, takes its own answers and refuses wrong ones."""
+
+import os
+import signal
+from contextlib import closing
+
+import pytest
+
+from jaxrl_llm.adapters.reasoning_gym import ReasoningGym, framed, library, tagged
+from jaxrl_llm.errors import UserError
+
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+LENIENT = {"game_of_life_halting"}  # takes any text but one of the two answers for the other one
+
+
+@pytest.fixture(scope="module")
+def sums():
+    with closing(ReasoningGym("chain_sum", train=20, test=5, workers=1)) as task:
+        yield task
+
+
+def test_examples_are_repeated_and_those_to_test_are_others(sums):
+    with closing(ReasoningGym("chain_sum", train=20, test=5, workers=1)) as again:
+        assert list(sums.train) == list(again.train)
+    assert not {e.question for e in sums.train} & {e.question for e in sums.test}
+
+
+def test_the_verifier_decides(sums):
+    example = sums.train[3]
+    right = sums.reward(example, f"so <answer>0</answer>, no: <answer> {example.answer} </answer>")
+    assert (right.score, right.correct, right.checked) == (1.0, True, True)
+    for wrong in (f"<answer>{example.answer}1</answer>", str(example.answer), "<answer></answer>"):
+        reward = sums.reward(example, wrong)
+        assert (reward.score < 1, reward.correct, reward.checked) == (True, False, True)
+    assert sums.reward(example, "nothing").fields == {"answered": 0.0}
+
+
+def test_a_prompt_asks_for_what_is_read(sums):
+    [message] = sums.prompt(sums.train[0])
+    assert sums.train[0].question in message["content"]
+    assert tagged(framed("?")[0]["content"]) == "..."
+
+
+def test_what_ends_its_worker_is_unchecked_and_the_next_answer_is_judged(sums):
+    example = sums.train[0]
+    right = f"<answer>{example.answer}</answer>"
+    os.kill(sums._workers._workers[0].process.pid, signal.SIGKILL)
+    assert not sums.reward(example, right).checked
+    assert sums.reward(example, right).correct
+
+
+def test_puzzles_do_not_depend_on_the_process():
+    """Its generator puts variables into a set."""
+    with closing(ReasoningGym("polynomial_multiplication", workers=1, train=5)) as task:
+        for example in task.train:
+            assert task.reward(example, f"<answer>{example.answer}</answer>").correct
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [("sums_of_chains", {}, "sums_of_chains"), ("chain_sum", {"min_terms": 0}, "min_terms")],
+)
+def test_a_wrong_name_or_setting_is_refused(name, settings, words):
+    with pytest.raises(UserError, match=words):
+        ReasoningGym(name, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the package needs leaves files open
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_generator(quarter):
+    """All but one that needs others: 100 know an answer, which is right by their verifier."""
+    names = sorted(set(library().factory.DATASETS) - {"composite"})
+    assert len(names) > 100
+    for name in names[quarter::4]:
+        made = library().create_dataset(name, size=3, seed=0)
+        for entry in made:
+            wrong, right = _scores(made, entry)
+            assert wrong < 1 or name in LENIENT, name
+            assert (entry["answer"] is None) == (name in WITHOUT_ANSWER), name
+            assert right == 1 or name in WITHOUT_ANSWER, name
+
+
+def _scores(made, entry):
+    """Of no answer, and of the answer, as the task would have them."""
+    wrong, right = "no such answer", tagged(f"<answer>{entry['answer']}</answer>")
+    try:
+        return made.score_answer(wrong, entry), made.score_answer(right, entry)
+    except Exception:  # a verifier that cannot read the wrong one: no score of 1
+        return 0.0, made.score_answer(right, entry)

@@ -1,0 +1,127 @@
+"""`python browser.py PAGE PICTURES [AXE]`, with playwright and chromium: works through the page of tokens.
+
+PAGE is the file of `tests/research/test_page.py`: two runs of the same prompts. Prints figures as JSON.
+"""
+
+import json
+import pathlib
+import shutil
+import sys
+import time
+
+from playwright.sync_api import sync_playwright
+
+page_file, pictures = sys.argv[1:3]
+axe = pathlib.Path(sys.argv[3]).read_text() if len(sys.argv) > 3 else None
+figures = {}
+
+
+def opened(browser, link="", width=1440, scheme="light"):
+    """A new page, and the errors that it reports."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=axe is not None
+    )
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.on("dialog", lambda dialog: errors.append("a dialog"))
+    start = time.perf_counter()
+    page.goto(f"file://{page_file}{link}")
+    page.wait_for_selector(".t")
+    figures.setdefault("first paint, s", round(time.perf_counter() - start, 2))
+    return page, errors
+
+
+def controls(page):
+    """Every control, one after the other; what it does is seen in the page."""
+    count = lambda of: page.locator(of).count()
+    said = lambda of: page.locator(of).inner_text()
+    responses = count(".response")
+    assert responses > 1
+    steps = page.locator("#step option").all_inner_texts()
+    page.select_option("#step", steps[-1])
+    assert f"step={steps[-1]}" in page.url
+    colours = {}
+    for by in page.locator("#by option").evaluate_all("all => all.map(x => x.value)"):
+        page.select_option("#by", by)
+        colours[by] = page.locator(".t").evaluate_all(
+            "all => all.map(x => x.style.backgroundColor)"
+        )
+        assert said("#meaning")
+    assert len({json.dumps(x) for x in colours.values()}) > 3
+    page.select_option("#by", "p")
+    page.fill("#to", "0.5")
+    assert 0 < count(".t.out") < count(".t")
+    page.click("#clear")
+    assert count(".t.out") == 0
+    box = page.locator("#histogram").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.mouse.up()
+    assert "to=" in page.url
+    assert count(".t.out") > 0
+    page.mouse.click(box["x"] + 5, box["y"] + 20)
+    assert count(".t.out") == 0
+    for value in ("right", "wrong"):
+        page.select_option("#right", value)
+        assert count(".response") < responses
+    page.click("#clear")
+    page.fill("#least", "3")
+    few = count(".response")
+    page.click("#clear")
+    page.fill("#text", "no such text at all")
+    assert count(".response") == 0
+    page.click("#clear")
+    assert few < count(".response") == responses
+    page.locator(".t").first.hover()
+    assert "probability" in said("#token")
+    page.locator(".tokens").first.focus()
+    first = said("#token")
+    page.keyboard.press("ArrowRight")
+    assert said("#token") != first
+    page.select_option("#run2", "1")
+    assert count(".response") == 2 * responses
+    page.keyboard.press("Tab")
+    slider = page.locator("[data-curve]").first
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#step").input_value() == steps[-2]
+    return page.url
+
+
+def of(page):
+    """What a page shows."""
+    return page.locator("main").inner_text(), page.locator(".t").evaluate_all(
+        "all => all.map(x => x.style.backgroundColor)"
+    )
+
+
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(
+        executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+    )
+    page, errors = opened(browser)
+    link = controls(page)
+    again, more = opened(browser, "#" + link.partition("#")[2])
+    assert of(again) == of(page)
+    assert not errors + more, errors + more
+    assert page.evaluate("window.acted") is None
+    recolour = """() => { const box = document.getElementById("by"), start = performance.now();
+        box.value = "entropy" in quantities ? "entropy" : "p"; box.dispatchEvent(new Event("change"));
+        document.body.getBoundingClientRect(); return performance.now() - start; }"""
+    figures["another colour, ms"] = round(page.evaluate(recolour))
+    for scheme in ("light", "dark"):
+        for width in (1440, 390):
+            page, errors = opened(browser, width=width, scheme=scheme)
+            page.screenshot(path=f"{pictures}-{scheme}-{width}.png")
+            assert not errors, errors
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width, f"{wide} pixels in {width}"
+            if axe:
+                page.evaluate(axe)
+                found = page.evaluate("axe.run()")["violations"]
+                serious = [x["id"] for x in found if x["impact"] in ("serious", "critical")]
+                assert not serious, json.dumps(found, indent=1)[:3000]
+    browser.close()
+print(json.dumps(figures))

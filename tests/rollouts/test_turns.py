@@ -1,0 +1,295 @@
+"""Episodes of several turns: the trainer scores exactly the tokens that the engine saw, and nothing waits."""
+
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from tests import tiny
+from tests.rollouts.fake_vllm import LOGP, Fake, tokens_of
+from tests.rollouts.test_vllm import ready
+
+STOP = tuple(range(7, 19))
+SAMPLING = Sampling(max_tokens=40, max_turns=6, stop=STOP)
+DEFINITION, _ = qwen2.graph(tiny.SHAPE)
+
+
+DECODER = partial(Decoder, block=16)
+
+
+@functools.cache
+def engine(kind=DECODER, slots=32):
+    model = kind(DEFINITION, mesh=tiny.mesh_of())
+    made = NativeSampler(model, slots=slots, prefill_prompts=8, steps=24)
+    made.push(tiny.policy()[1], 1)
+    return made
+
+
+def prompts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 96, rng.integers(1, 12)).tolist() for _ in range(count)]
+
+
+class Random:
+    """Random environments: replies of 0 to 8 tokens, ends at random; `heard` is what each was told and told."""
+
+    def __init__(self, seed=0, late=0.0):
+        self.seed, self.late, self.heard = seed, late, {}
+        self.pool = ThreadPoolExecutor(8) if late else None
+
+    def answer(self, index, tokens):
+        rng = np.random.default_rng((self.seed, index, len(self.heard.get(index, ()))))
+        time.sleep(self.late * rng.random())
+        end = rng.random() < 0.2
+        reply = None if end else rng.integers(0, 96, rng.integers(0, 9)).tolist()
+        self.heard.setdefault(index, []).append((list(tokens), reply))
+        return reply
+
+    def __call__(self, index, tokens):
+        if self.pool:
+            return self.pool.submit(self.answer, index, tokens)
+        done = Future()
+        done.set_result(self.answer(index, tokens))
+        return done
+
+
+def seen_by_the_engine(rollout, heard):
+    """Each episode as its environment heard it: its tokens, and where the sampled ones are."""
+    for i, prompt in enumerate(rollout.prompts):
+        tokens, sampled = list(prompt), []
+        for n, (turn, reply) in enumerate(heard[i]):
+            sampled += range(len(tokens), len(tokens) + len(turn))
+            tokens += [*turn, *(reply or ())] if n < len(heard[i]) - 1 else turn
+        yield tokens, sampled
+
+
+def trainer(rollout, **how):
+    """The trainer's log-probs of a batch in `[B,T]`, and the batch."""
+    batch = Collator(prompt_length=12, response_length=40, round_to=8, **how)(rollout)
+    score = update.make_score(partial(logprobs.of_responses, DEFINITION))
+    return np.asarray(batch.layout.to_rows(score(tiny.policy()[1], batch.inputs))), batch
+
+
+def forward(sequences):
+    """Log-probs of every token but the first, of plain sequences."""
+    inputs = logprobs.of_sequences([np.asarray(s, np.int32) for s in sequences], len(sequences), 64)
+    policy, params = tiny.policy()
+    return np.asarray(jax.jit(policy)(params, inputs))
+
+
+def furthest(rollout, heard, **how):
+    """The largest distance between the trainer's log-probs and a forward on what the engine saw."""
+    ours, batch = trainer(rollout, **how)
+    sequences, where = zip(*seen_by_the_engine(rollout, heard), strict=True)
+    plain = forward(sequences)
+    gaps = []
+    for i, sampled in enumerate(where):
+        if int(batch.mask[i].sum()) != len(sampled):
+            return np.inf
+        gaps.append(np.abs(ours[i, : len(sampled)] - plain[i, np.asarray(sampled) - 1]).max())
+    return max(gaps)
+
+
+@functools.cache
+def rollout_of(count=125, seed=0):
+    environments = Random(seed)
+    made = engine().generate(prompts(count), n=4, sampling=SAMPLING, reply=environments)
+    return made, environments.heard
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_trainer_scores_what_the_engine_saw(pack):
+    """Over 500 random environments, with empty replies, empty turns and cuts at every place."""
+    rollout, heard = rollout_of()
+    counts = [len(x) for x in heard.values()]
+    assert len(counts) == 500
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+    assert any(reply == [] for turns in heard.values() for _, reply in turns)
+    assert any(len(turn) == 1 for turns in heard.values() for turn, _ in turns)
+    assert {len(r) for r, f in zip(rollout.responses, rollout.finished, strict=True) if not f} > {
+        38,
+        39,
+        40,
+    }
+    assert furthest(rollout, heard, pack=pack) < 1e-5
+    ours, batch = trainer(rollout, pack=pack)
+    mask = np.asarray(batch.mask)
+    np.testing.assert_allclose(np.asarray(batch.sampler_logp)[mask], ours[mask], atol=1e-4)
+
+
+def shifted(rollout):
+    turns = [[(a + (a > 0), min(b + 1, len(r))) for a, b in spans]
+             for spans, r in zip(rollout.turns, rollout.responses, strict=True)]  # fmt: skip
+    return dataclasses.replace(rollout, turns=turns)
+
+
+def tokenised_anew(rollout):
+    """As a tokenizer may: two tokens of a reply become others of the same text."""
+    responses = [list(r) for r in rollout.responses]
+    for spans, response in zip(rollout.turns, responses, strict=True):
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            if start - end > 1:
+                response[end] = (response[end] + 1) % 96
+    return dataclasses.replace(rollout, responses=responses)
+
+
+@pytest.mark.parametrize("wrong", [shifted, tokenised_anew])
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_law_sees_other_tokens(wrong, pack):
+    rollout, heard = rollout_of()
+    assert furthest(wrong(rollout), heard, pack=pack) > 1e-2
+
+
+def test_a_cut_episode_is_not_finished_and_ends_with_a_sampled_token():
+    rollout, heard = rollout_of()
+    for i, (response, logps, spans) in enumerate(
+        zip(rollout.responses, rollout.logps, rollout.turns, strict=True)
+    ):
+        assert spans[0][0] == 0
+        assert spans[-1][1] == len(response) == len(logps) <= 40
+        assert len(spans) == len(heard[i]) <= 6
+        given = set(range(len(response))) - set(rollout.sampled(i))
+        assert all(logps[t] == 0.0 for t in given)
+        turn, reply = heard[i][-1]
+        assert rollout.finished[i] == (reply is None and turn[-1] in STOP)
+
+
+def test_turns_are_numbered_in_the_batch():
+    rollout, _ = rollout_of()
+    for pack in (False, True):
+        _, batch = trainer(rollout, pack=pack)
+        for i, spans in enumerate(rollout.turns):
+            numbers = [n for n, (a, b) in enumerate(spans, 1) for _ in range(a, b)]
+            assert batch.turn[i].tolist() == numbers + [0] * (batch.turn.shape[1] - len(numbers))
+
+
+def test_episodes_do_not_depend_on_company_or_time():
+    """The same tokens from late environments, in fewer slots, by the engine of accelerators."""
+    asked = prompts(12)
+    base = engine().generate(asked, n=4, sampling=SAMPLING, reply=Random())
+    for made in (engine(slots=8), engine()):
+        again = made.generate(asked, n=4, sampling=SAMPLING, reply=Random(late=0.03))
+        assert (again.responses, again.logps, again.turns) == (
+            base.responses,
+            base.logps,
+            base.turns,
+        )
+    other = engine(Unrolled).generate(asked, n=4, sampling=SAMPLING, reply=Random())
+    assert (other.responses, other.turns) == (base.responses, base.turns)
+
+
+def test_one_turn_is_as_it_was():
+    """An environment that ends at once changes nothing."""
+
+    def end(index, tokens):
+        del index, tokens
+        done = Future()
+        done.set_result(None)
+        return done
+
+    asked = prompts(12)
+    plain = engine().generate(asked, n=4, sampling=SAMPLING)
+    ended = engine().generate(asked, n=4, sampling=SAMPLING, reply=end)
+    assert plain.turns == ()
+    assert dataclasses.replace(ended, turns=()) == plain
+
+
+def test_others_do_not_wait_for_a_slow_environment():
+    """One of 64 replies only when three quarters of the others have ended."""
+    ended, others = set(), threading.Event()
+
+    class OneSlow(Random):
+        def answer(self, index, tokens):
+            if index == 0:
+                assert others.wait(60), f"{len(ended)} others had ended"
+            reply = super().answer(index, tokens)
+            if index and (reply is None or tokens[-1] not in STOP or len(self.heard[index]) == 6):
+                ended.add(index)
+            if len(ended) >= 48:
+                others.set()
+            return reply
+
+    engine().generate(prompts(64), n=1, sampling=SAMPLING, reply=OneSlow(late=1e-4))
+    assert others.is_set()
+
+
+def test_an_environment_that_fails_for_the_caller_ends_the_rollout():
+    def fail(index, tokens):
+        del index, tokens
+        done = Future()
+        done.set_exception(UserError("the tool is not installed"))
+        return done
+
+    with pytest.raises(UserError, match="not installed"):
+        engine().generate(prompts(2), n=1, sampling=SAMPLING, reply=fail)
+
+
+# vLLM, by its stand-in: a request a turn.
+
+
+def test_requests_hold_exactly_the_tokens_so_far(tmp_path):
+    asked, heard = [[1, 2], [3, 4], [5]], Random(late=0.01)
+    sampling = Sampling(max_tokens=30, max_turns=4, stop=tuple(range(0, 50, 5)))
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path)
+        before = len(fake.bodies)
+        rollout = made.generate(asked, n=8, sampling=sampling, reply=heard)
+        again = made.generate(asked, n=8, sampling=sampling, reply=Random())
+        bodies = fake.bodies[before:]
+    assert again == rollout
+    sent = {tuple(b["prompt"]): b for b in bodies}
+    turns = 0
+    for i, (tokens, sampled) in enumerate(seen_by_the_engine(rollout, heard.heard)):
+        prompt = rollout.prompts[i]
+        assert [*prompt, *rollout.responses[i]] == tokens
+        assert [t + len(prompt) for t in rollout.sampled(i)] == sampled
+        for start, end in rollout.turns[i]:
+            turns += 1
+            body = sent[tuple(tokens[: len(prompt) + start])]
+            assert body["max_tokens"] == 30 - start
+            if start:
+                made_of = tokens_of(body["prompt"], body["seed"], end - start)
+                assert list(rollout.responses[i][start:end]) == made_of
+        assert [rollout.logps[i][t] for t in rollout.sampled(i)] == [LOGP] * len(sampled)
+    assert turns > 40
+    assert len({b["seed"] for b in bodies}) == len(bodies) // 2 == turns
+
+
+def test_a_server_that_fails_repeats_only_the_turn(tmp_path):
+    asked, sampling = [[1, 2], [3]], Sampling(max_tokens=20, stop=tuple(range(0, 50, 5)))
+    with Fake() as fake:
+        whole = ready(fake, root=tmp_path / "a").generate(
+            asked, n=6, sampling=sampling, reply=Random()
+        )
+    fault = lambda path, body, number: (
+        (500, b"") if path == "/v1/completions" and number > 4 and number % 7 == 0 else None
+    )
+    heard = Random()
+    with Fake(fault=fault) as fake:
+        made = ready(fake, root=tmp_path / "b")
+        rollout = made.generate(asked, n=6, sampling=sampling, reply=heard)
+    assert made.counters["retries"] > 0
+    assert (rollout.responses, rollout.turns) == (whole.responses, whole.turns)
+    assert [len(heard.heard[i]) for i in range(12)] == [len(turns) for turns in rollout.turns]
+
+
+def test_a_rollout_knows_its_sampled_tokens():
+    rollout = Rollout(
+        [[1]] * 2, [[2, 3, 4, 5], [6]], [[-1.0] * 4, [-1.0]], turns=[[(0, 1), (3, 4)], [(0, 1)]]
+    )
+    assert rollout.sampled(0) == [0, 3]
+    assert rollout.lengths == [2, 1]

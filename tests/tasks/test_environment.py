@@ -1,0 +1,143 @@
+"""Environments: what a step says goes on, what fails ends its episode unchecked, and nothing else waits."""
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.models import tokenizer
+from jaxrl_llm.tasks import task as tasks
+from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, check_members
+from tests.tasks.test_task import said
+
+WORDS = tokenizer.of_words(("a", "b"))
+
+
+class Of:
+    """A task whose environments take steps by a function of (example, tokens)."""
+
+    name, train, test = "of", (1, 2, 3), (4,)
+
+    def __init__(self, step):
+        self.made, self.taken = [], step
+
+    def prompt(self, example):
+        return "a"
+
+    def environment(self, example, words):
+        assert words is WORDS
+        self.made.append(example)
+        return Stepping(self.taken, example)
+
+
+class Stepping:
+    def __init__(self, taken, example):
+        self.taken, self.example = taken, example
+
+    def step(self, tokens):
+        return self.taken(self.example, tokens)
+
+
+def echo(example, tokens):
+    return None if len(tokens) > 2 else [*tokens, 2], Reward(
+        float(len(tokens)), True, {"at": example}
+    )
+
+
+def test_a_step_gives_the_next_tokens_and_the_reward_so_far():
+    task = Of(echo)
+    with Episodes(task, WORDS, [1, 2]) as episodes:
+        assert episodes(0, [3, 1]).result() == [3, 1, 2]
+        assert episodes.rewards == [Reward(2.0, True, {"at": 1.0}), tasks.UNCHECKED]
+        assert episodes(0, [3, 1, 1]).result() is None
+        assert episodes(1, []).result() == [2]
+    assert task.made == [1, 2]
+    assert [reward.score for reward in episodes.rewards] == [3.0, 0.0]
+
+
+def test_a_coroutine_holds_no_thread():
+    """One thread, sixteen steps that wait for one another."""
+    begun, all_began = [], asyncio.Event()
+
+    async def wait(example, tokens):
+        begun.append(example)
+        if len(begun) == 16:
+            all_began.set()
+        await asyncio.wait_for(all_began.wait(), 20)
+        return [example], Reward(1.0, True)
+
+    with Episodes(Of(wait), WORDS, [1] * 16) as episodes:
+        replies = [episodes(i, [2]) for i in range(16)]
+        assert [reply.result() for reply in replies] == [[1]] * 16
+
+
+def fails(example, tokens):
+    raise ValueError("no such tool")
+
+
+async def fails_later(example, tokens):
+    await asyncio.sleep(0)
+    raise ValueError("no such tool")
+
+
+def hangs(example, tokens):
+    time.sleep(3600)
+
+
+async def hangs_too(example, tokens):
+    await asyncio.sleep(3600)
+
+
+def leaves(example, tokens):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (fails, r"ValueError in fails \(.*test_environment.py:\d+\): no such tool; 1 of 3"),
+        (
+            fails_later,
+            r"ValueError in fails_later \(.*test_environment.py:\d+\): no such tool; 1 of 3",
+        ),
+        (hangs, r"TimeoutError in .*: no result after 0.3 s; 1 of 3"),
+        (hangs_too, r"TimeoutError in .*: no result after 0.3 s; 1 of 3"),
+        (leaves, r"RuntimeError in leaves .*: it called exit\(0\)"),
+        (lambda *_: ([1, 99], Reward(1.0, True)), r"ValueError in .*99, which is no token of 4"),
+        (lambda *_: (["a"], Reward(1.0, True)), r"ValueError in .*'a', which is no token of 4"),
+        (lambda *_: (None, 1.0), r"TypeError in .*returned float, not Reward"),
+        (lambda *_: (None, Reward(float("nan"), True)), r"ValueError in .*not finite"),
+        (lambda *_: None, r"TypeError in "),
+    ],
+)
+def test_a_step_that_fails_leaves_its_episode_unchecked(bad, message, caplog):
+    step = lambda example, tokens: bad(example, tokens) if example == 2 else echo(example, tokens)
+    with Episodes(Of(step), WORDS, [1, 2, 3], seconds=0.3, threads=2) as episodes:
+        replies = [episodes(i, [1]) for i in range(3)]
+        assert [reply.result() for reply in replies] == [[1, 2], None, [1, 2]]
+    assert [reward.checked for reward in episodes.rewards] == [True, False, True]
+    [line] = said(caplog)
+    assert re.search(message, line), line
+
+
+def test_errors_of_the_task_and_a_stop_are_for_the_caller():
+    def refuse(example, tokens):
+        raise UserError("the tool is not installed")
+
+    with Episodes(Of(refuse), WORDS, [1]) as episodes, pytest.raises(UserError):
+        episodes(0, [1]).result()
+    with Episodes(Of(echo), WORDS, [1], asked=lambda: True) as episodes, pytest.raises(Leaving):
+        episodes(0, [1]).result()
+
+
+def test_an_interactive_task_needs_no_reward():
+    assert isinstance(Of(echo), Interactive)
+    check_members(Of(echo), "task")
+
+    class Neither:
+        name, train, test, prompt = "neither", (1,), (1,), Of.prompt
+
+    with pytest.raises(UserError, match="has no 'reward'"):
+        check_members(Neither(), "task")
