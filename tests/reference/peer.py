@@ -39,9 +39,9 @@ def real_model(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def browser(page: pathlib.Path, pictures: pathlib.Path) -> None:
-    """Works through a page of tokens in Chromium; JAXRL_AXE may name axe-core's file."""
+def browser(page: pathlib.Path, pictures: pathlib.Path, readable: bool) -> None:
+    """Works through a page of tokens in Chromium; `readable`: axe-core finds nothing serious in it."""
     python = needed("JAXRL_BROWSER_PYTHON", "an interpreter with playwright, beside chromium")
-    axe = [os.environ["JAXRL_AXE"]] if "JAXRL_AXE" in os.environ else []
+    axe = [needed("JAXRL_AXE", "axe.min.js of axe-core")] if readable else []
     command = [python, HERE / "browser.py", page, pictures, *axe]
     subprocess.run([*map(str, command)], check=True, timeout=300)
