@@ -22,7 +22,7 @@ from tests.reference import peer
 LORA = jl.Lora(rank=4, alpha=6.0)
 SOME = jl.Lora(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
 ADAPTED = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "gemma3")
-MESHES = [(1, 1, 1), (2, 2, 2)]
+MESHES = [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
 
 
 def adapted(shape, one=LORA, **compute):
@@ -168,7 +168,9 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(
+    "name", [ADAPTED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in ADAPTED[1:])]
+)
 def test_log_probs_are_those_of_peft(folders, name, whose):
     adapter = folders / name / {"ours": "adapter", "theirs": "theirs"}[whose]
     tokens = np.load(folders / name / "tokens.npy")

@@ -44,6 +44,7 @@ def found(run):
     return json.loads((run / "analysis" / analysis_report.NAME).read_text())
 
 
+@pytest.mark.slow
 def test_it_measures_the_run_and_draws(run, found, tmp_path):
     there = run / "analysis"
     assert {p.name for p in there.iterdir()} == FIGURES | {analysis_report.NAME}
@@ -87,6 +88,7 @@ def test_what_is_unchecked_counts_for_nothing():
     assert found["reward"] == found["accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_the_table_has_the_key_numbers_and_gaps_where_there_is_none(found, tmp_path, capsys):
     found = json.loads(json.dumps(found))
     found["words"] = []

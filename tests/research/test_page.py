@@ -51,7 +51,11 @@ def label_logps(params, rollout, row):
     return logps[np.arange(len(logps)), sequence[0, 1:]][len(prompt) - 1 :]
 
 
-@pytest.mark.parametrize(("mesh", "pack"), [((1, 1, 1), False), ((2, 2, 2), True)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "pack"),
+    [((1, 1, 1), False), pytest.param((2, 2, 2), True, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
     mesh, optimizer, rollout = tiny.mesh_of(*mesh), optimizers.adamw(3e-2), tiny.rollout()
     _, before = tiny.policy(mesh=mesh)

@@ -241,7 +241,9 @@ def test_a_server_that_accepts_and_never_answers_is_restarted(root, python, tmp_
         made.stop()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_the_server_ends_with_its_trainer(root, how):
     """However that ends; and a child that does not heed SIGTERM ends as well."""
     stubborn = f"trap '' TERM; sleep 987{how}{RUN} & wait; wait"

@@ -127,7 +127,8 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
     assert samples(job.out) == samples(pair)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     environment, pair, tmp_path, victim
 ):

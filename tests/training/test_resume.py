@@ -76,6 +76,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     assert folder.checkpoints(tmp_path / "run").steps == [0, 2, 3]  # all of them finite
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_path, capsys):
     """Their checkpoints hold them alone, as do exports; merged they are the policy that was tested."""
     main(["export", str(whole), str(tmp_path / "model")])

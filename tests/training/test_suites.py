@@ -63,6 +63,7 @@ def percent(cell):
     return float(cell.split()[0])
 
 
+@pytest.mark.slow
 def test_suites_over_the_last_checkpoints(environment, run, tmp_path):
     few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
     for path, count in ((few, 3), (many, 40)):
