@@ -94,6 +94,7 @@ def config(
     lora: int = 0,
     vllm: str = "",
     look_ahead: bool = False,
+    redraws: int = 0,
     seed: int = 0,
 ) -> Config:
     """A run of minutes on two cores.
@@ -120,6 +121,7 @@ def config(
         vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or addresses of
             running servers, separated by commas.
         look_ahead: let vLLM sample the next batch during the update, with the weights before it.
+        redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
         seed: of everything: initial weights, order of the data, sampling.
     """
     if not 0 <= chatter < 1:
@@ -153,6 +155,7 @@ def config(
         prompts=32,
         group_size=8,
         drop_even_groups=algo in ("dapo", "entropy_80_20"),
+        redraws=redraws,
         sampling=Sampling(temperature=1.0),
         engine=sidecar(vllm, prompt_length + response_length)
         if vllm

@@ -150,7 +150,8 @@ class Config:
     unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
-    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards. A response
+    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `redraws` puts
+    groups of other prompts in their place, so many times at most. A response
     whose reward, or a step of whose environment, raises or takes `reward_seconds`, is unchecked:
     not learned from, and neither right nor wrong; the run ends if more than `most_unchecked` of the
     last steps' responses are unchecked.
@@ -196,6 +197,7 @@ class Config:
     look_ahead: bool = False
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
+    redraws: int = 0
     reward_threads: int = 1
     reward_seconds: float = 300.0
     most_unchecked: float = 0.5
@@ -208,11 +210,16 @@ class Config:
 
     def __post_init__(self):
         _check_types(self)
-        at_least(0, "config", self, "steps", "show_samples_every", "keep_tokens")
+        at_least(0, "config", self, "steps", "show_samples_every", "keep_tokens", "redraws")
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
             raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
+        if self.redraws and self.group_size == 1:
+            raise UserError(
+                f"config: redraws = {self.redraws} replaces groups of equal rewards, and a group of "
+                "one response has none: set group_size above 1, or redraws = 0"
+            )
         if not 0 <= self.save_minutes < math.inf:
             raise UserError(
                 f"config: save_minutes = {self.save_minutes} must be a number from 0 on"

@@ -24,6 +24,24 @@ class Answers(NamedTuple):
     rollout: Rollout
     rewards: Sequence[Reward]
 
+    def groups(self, chosen: Sequence[int]) -> "Answers":
+        """The examples of these numbers, with their responses."""
+        n = len(self.rewards) // len(self.examples)
+        rows = [i * n + k for i in chosen for k in range(n)]
+        examples, rewards = [self.examples[i] for i in chosen], [self.rewards[row] for row in rows]
+        return Answers(examples, _rows(self.rollout, rows), rewards)
+
+    def followed(self, other: "Answers") -> "Answers":
+        """Both, one after the other; the version is the older one."""
+        a, b = self.rollout, other.rollout
+        tolerances = [one.tolerance for one in (a, b) if one.tolerance is not None]
+        both = {name: [*getattr(a, name), *getattr(b, name)] for name in ("prompts", *BY_RESPONSE)}
+        rollout = replace(
+            a, version=min(a.version, b.version), tolerance=max(tolerances, default=None), **both
+        )
+        rewards = [*self.rewards, *other.rewards]
+        return Answers([*self.examples, *other.examples], rollout, rewards)
+
     @property
     def checked(self) -> list[Reward]:
         """The rewards that could be computed."""
@@ -150,9 +168,14 @@ class TokenTask:
         """This process's share of the responses of all: the inverse of `whole`."""
         n = len(whole.responses) // len(examples)
         rows = [i * n + k for i in _own(self.prompts(examples)) for k in range(n)]
-        pick = lambda values: [values[row] for row in rows] if values else ()
-        picked = {name: pick(getattr(whole, name)) for name in ("prompts", *BY_RESPONSE)}
-        return replace(whole, **picked)
+        return _rows(whole, rows)
+
+
+def _rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+    """These responses of a rollout."""
+    pick = lambda values: [values[row] for row in rows] if values else ()
+    picked = {name: pick(getattr(rollout, name)) for name in ("prompts", *BY_RESPONSE)}
+    return replace(rollout, **picked)
 
 
 def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:

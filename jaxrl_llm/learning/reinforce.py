@@ -132,13 +132,14 @@ def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) ->
     checked = np.asarray([r.checked for r in rewards]).reshape(-1, group_size)
     keep = checked & (checked.sum(1, keepdims=True) >= min(group_size, 2))
     if drop_even:
-        keep &= ~_even(rewards, checked)[:, None]
+        keep &= ~even(rewards, group_size)[:, None]
     return keep.ravel()
 
 
-def _even(rewards: Sequence[Reward], checked: np.ndarray) -> np.ndarray:
+def even(rewards: Sequence[Reward], group_size: int) -> np.ndarray:
     """`[P]`: groups without two checked rewards that differ; none where groups are of one."""
-    if checked.shape[1] == 1:
+    checked = np.asarray([r.checked for r in rewards]).reshape(-1, group_size)
+    if group_size == 1:
         return np.zeros(len(checked), bool)
     score = np.asarray([r.score for r in rewards], np.float32).reshape(checked.shape)
     highest, lowest = (np.where(checked, score, end) for end in (-np.inf, np.inf))
@@ -166,7 +167,7 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
     if answers.rollout.turns:
         out["turns"] = float(np.mean([len(turns) for turns in answers.rollout.turns]))
     if comparable.any():
-        out["even_groups"] = float(np.mean(_even(answers.rewards, known)[comparable]))
+        out["even_groups"] = float(np.mean(even(answers.rewards, known.shape[1])[comparable]))
     if checked:
         out["reward"] = float(np.mean([r.score for r in checked]))
         out["accuracy"] = float(np.mean([r.correct for r in checked]))
@@ -175,6 +176,14 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
             np.mean([r.fields[name] for r in checked if name in r.fields])
         )
     return out
+
+
+def describe_learned(answers: Answers, drawn: Answers) -> dict[str, float]:
+    """Metrics of the responses learned from, where others were drawn as well; and how many were."""
+    names = ("length", "reward", "accuracy", "even_groups")
+    found = describe_answers(answers, 0.0)
+    learned = {f"learned/{name}": found[name] for name in names if name in found}
+    return learned | {"drawn": float(len(drawn.examples))}
 
 
 def describe_update(visits: Any, described: Any, host: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.models import attention, experts, int8, primitives
+from jaxrl_llm.models import attention, int8, primitives
 from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
@@ -289,6 +289,8 @@ class Experts(nnx.Module):
         apply = lambda weights, x: nnx.merge(expert, weights)(x)
         live = jnp.ones(x.shape[:2], bool) if live is None else live
         weights = nnx.to_pure_dict(gate_weights), nnx.to_pure_dict(expert_weights)
+        from jaxrl_llm.models import experts  # other models do without
+
         return experts.mixed(route, apply, x, live, *weights)
 
 

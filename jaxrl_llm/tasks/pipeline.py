@@ -1,4 +1,4 @@
-"""Batches of examples, shuffled anew each epoch and resumable at any batch."""
+"""Batches of examples, shuffled anew each epoch and resumable at any example."""
 
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -30,30 +30,37 @@ class Batches(Iterator[list[E]], Generic[E]):
                 "use more epochs or a smaller batch"
             )
         stream: Any = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat(epochs)
-        self._batches = stream.map(source.__getitem__).batch(batch_size, batch_fn=list)
+        self._examples, self._size = stream.map(source.__getitem__), batch_size
         self._batch_count = len(stream) // batch_size
-        self._next = 0
+        self._taken = 0
         self._identity = {"examples": len(source), "global_batch": batch_size, "seed": seed}
 
     def __len__(self) -> int:
         return self._batch_count
 
     def __next__(self) -> list[E]:
-        if self._next >= self._batch_count:
+        if self._taken + self._size > self._batch_count * self._size:
             raise StopIteration
-        batch = self._batches[self._next]
-        self._next += 1
-        return batch
+        return self.draw(self._size)
+
+    def draw(self, count: int) -> list[E]:
+        """The next `count` examples."""
+        at, self._taken = self._taken, self._taken + count
+        return [self._examples[i] for i in range(at, self._taken)]
 
     def get_state(self) -> dict[str, int]:
-        """The state for a checkpoint: the next batch's number, and the settings of the stream."""
-        return {"next": self._next, **self._identity}
+        """The state for a checkpoint: how many examples were taken, and the settings of the stream."""
+        return {"taken": self._taken, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where `state` was taken; UserError if its settings were others."""
+        if "taken" not in state:
+            raise UserError(
+                "cannot resume the data: the checkpoint is of an older version of jaxrl_llm"
+            )
         for key, value in self._identity.items():
             if state[key] != value:
                 raise UserError(
                     f"cannot resume the data at {key}={value}: the checkpoint was written with {state[key]}"
                 )
-        self._next = state["next"]
+        self._taken = state["taken"]

@@ -148,9 +148,9 @@ def reinforcement(
     task = parts.token_task(config, clock.beat, lambda: stop.asked)
     sampling = parts.sampling(config)
 
-    def sample(step: int, prompts: Sequence[Any]) -> Rollout:
-        drawn = int(np.random.SeedSequence([config.seed, step]).generate_state(1)[0])
-        settings = replace(sampling, seed=drawn)
+    def sample(step: int, prompts: Sequence[Any], *nth: int) -> Rollout:
+        seed = int(np.random.SeedSequence([config.seed, step, *nth]).generate_state(1)[0])
+        settings = replace(sampling, seed=seed)
         return task.sample(sampler, prompts, n=config.group_size, sampling=settings)
 
     stream = Stream(
@@ -169,17 +169,41 @@ def reinforcement(
     saved = step
     programs = parts.programs(config, state, reference)
 
-    def answer() -> Answers:
-        """This process's share of the step's responses, scored; a stop may discard it."""
-        examples = stream.examples
+    def answer(examples: list[Any], nth: int) -> Answers:
+        """This process's share of the responses to a draw, scored; a stop may discard it."""
         with clock("rollout"):
-            own = stream.take(step)
+            own = stream.answer(step, examples, nth) if nth else stream.take(step)
+        if not config.redraws:
+            onward()
+        with clock("reward"):
+            return task.judge(examples, own)
+
+    def onward() -> None:
+        """After the last rollout of a step: the next step's, or room for the update."""
         if config.look_ahead and step + 1 < last:
             stream.begin(step + 1)
         else:
             sampler.release()
-        with clock("reward"):
-            return task.judge(examples, own)
+
+    def draw() -> tuple[Answers, Answers]:
+        """All scored responses of the step, and those to learn from.
+
+        Groups of equal rewards give way to other prompts', `redraws` times at most.
+        """
+        examples = stream.examples
+        drawn = task.together(examples, partial(answer, examples, 0), stop)
+        chosen = np.arange(len(drawn.examples))
+        for nth in range(1, config.redraws + 1):
+            even = reinforce.even(drawn.rewards, config.group_size)[chosen]
+            if not even.any():
+                break
+            examples = stream.draw(int(even.sum()))
+            chosen[even] = len(drawn.examples) + np.arange(len(examples))
+            more = task.together(examples, partial(answer, examples, nth), stop)
+            drawn = drawn.followed(more)
+        if config.redraws:
+            onward()
+        return drawn, drawn.groups(chosen.tolist())
 
     push(sampler, parts.whole(state.params), step, clock)
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
@@ -198,7 +222,7 @@ def reinforcement(
                 if step == last:
                     break
                 clock.restart()
-                answers = task.together(stream.examples, answer, stop)
+                drawn, answers = draw()
                 with clock("collate"):
                     batch, reward = programs.batch(answers.rollout, answers.rewards)
                 with clock("score"):
@@ -211,7 +235,9 @@ def reinforcement(
                     stream.advance()
                     recorder.flush()  # metrics of the previous step, while the devices work
                     jax.block_until_ready(state)
-                host = reinforce.describe_answers(answers, stream.seconds)
+                host = reinforce.describe_answers(drawn, stream.seconds)
+                if config.redraws:
+                    host |= reinforce.describe_learned(answers, drawn)
                 host |= {"lag": step - 1 - answers.rollout.version}
                 recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
                 show(step, answers, partial(programs.look, state.params, batch, reward, credited))

@@ -27,8 +27,8 @@ class Cursor:
 
 
 class Stream(Generic[E]):
-    """The batches of `data`; `sample(step, examples)` answers this process's share of each.
-
+    """The batches of `data`; `sample(step, examples)` answers this process's share of each, and
+    `sample(step, examples, n)` those that `draw` added to the batch of `step` the nth time.
     `whole(examples, own)` gathers the responses of all processes (None if one has none), and
     `own(examples, whole)` takes this one's share. `cursor` resumes an earlier stream. `seconds` is
     how long the last batch took to sample (0: restored from a checkpoint).
@@ -37,7 +37,7 @@ class Stream(Generic[E]):
     def __init__(
         self,
         data: Batches[E],
-        sample: Callable[[int, list[E]], Rollout],
+        sample: Callable[..., Rollout],
         *,
         whole: Callable[[list[E], Rollout | None], Rollout | None] = lambda _, own: own,
         own: Callable[[list[E], Rollout], Rollout] = lambda _, whole: whole,
@@ -74,6 +74,18 @@ class Stream(Generic[E]):
         self._examples, self._next = None, self._data.get_state()
         return own
 
+    def draw(self, count: int) -> list[E]:
+        """`count` more examples for the batch from `take`; before `begin`."""
+        examples = self._data.draw(count)
+        self._next = self._data.get_state()
+        return examples
+
+    def answer(self, step: int, examples: list[E], nth: int) -> Rollout:
+        """This process's responses to examples from the nth `draw` of a step."""
+        own, seconds = self._answer(step, examples, nth)
+        self.seconds += seconds
+        return own
+
     def begin(self, step: int) -> None:
         """Starts sampling the next batch, that of `step`, in the background."""
         examples = self.examples
@@ -102,7 +114,7 @@ class Stream(Generic[E]):
         ahead = None if self._kept is None else self._whole(*self._kept)
         return Cursor(dict(self._reached), ahead)
 
-    def _answer(self, step: int, examples: list[E]) -> tuple[Rollout, float]:
+    def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[Rollout, float]:
         start = time.perf_counter()
-        own = self._sample(step, examples)
+        own = self._sample(step, examples, *nth)
         return own, time.perf_counter() - start

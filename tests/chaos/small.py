@@ -24,6 +24,7 @@ def config(
     patience: float = 60.0,
     timeout: float = 3.0,
     look_ahead: bool = False,
+    redraws: int = 0,
     steps: int = STEPS,
 ) -> Config:
     """For chaos.
@@ -35,6 +36,7 @@ def config(
         patience: seconds to wait for a server that is away.
         timeout: seconds for an answer.
         look_ahead: sample a step ahead.
+        redraws: how often groups of equal rewards are replaced.
         steps: of reinforcement.
     """
     engine = Native(slots=PROMPTS * GROUP, prefill_prompts=PROMPTS, block=24)
@@ -64,6 +66,7 @@ def config(
         engine=engine,
         ratios="sampler" if look_ahead else "trainer",
         look_ahead=look_ahead,
+        redraws=redraws,
         warm_start=WarmStart(WARM_STEPS, collate, optimizers.adamw(2e-3), batch=4),
         evaluation=Evaluation(every=2, validation=4, examples=4),
         save_every=1,

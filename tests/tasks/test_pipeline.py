@@ -49,6 +49,14 @@ def test_resume_continues_with_exactly_the_next_examples(stop, more, batch_size)
     assert resumed.get_state() == uninterrupted.get_state()
 
 
+def test_more_may_be_drawn_between_batches():
+    batches, plain = Batches(SOURCE, 4, seed=1), flat(take(Batches(SOURCE, 1, seed=1), 40))
+    taken = [*next(batches), *batches.draw(3), *next(batches), *batches.draw(17)]
+    resumed = Batches(SOURCE, 4, seed=1)
+    resumed.set_state(json.loads(json.dumps(batches.get_state())))
+    assert [*taken, *next(resumed), *resumed.draw(5)] == plain[:37]
+
+
 def test_epochs_bound_the_stream():
     batches = Batches(SOURCE, 12, seed=0, epochs=2)
     everything = list(batches)

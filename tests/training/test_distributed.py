@@ -15,7 +15,7 @@ from jaxrl_llm import distributed
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.leaving import UNFINISHED, Stop
 from tests.processes import QUICKLY
-from tests.training.process import ROOT, metrics, port
+from tests.training.process import QUICK, ROOT, metrics, port
 
 SMALL = "tests/chaos/small.py"
 LOST = 15.0
@@ -102,6 +102,16 @@ def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
     alone = Job(environment, tmp_path / "run", 1, 4).finished()
     assert close(metrics(pair), metrics(alone))
     assert samples(pair) == samples(alone)
+
+
+@pytest.mark.slow
+def test_processes_draw_other_prompts_alike(environment, tmp_path):
+    flags = ("--redraws", "2", "--warm-steps", "0", "--steps", "1")
+    two = Job(environment, tmp_path / "two", 2, 2, *flags, config=QUICK).finished()
+    one = Job(environment, tmp_path / "one", 1, 4, *flags, config=QUICK).finished()
+    assert close(metrics(two), metrics(one))
+    assert samples(two) == samples(one)
+    assert [r["drawn"] for r in metrics(one) if "drawn" in r] == [12]  # not one of 4 was solved
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ class Trial:
     `at` is what to do before something of the log happens.
     """
 
-    def __init__(self, folder, *, scores=(), at=None, **changes):
-        self.log, self.saved, self.stop, self.at = [], {}, Stop(), at or {}
+    def __init__(self, folder, *, scores=(), at=None, task=Echo, reply=None, **changes):
+        self.log, self.saved, self.stop, self.at, self.task = [], {}, Stop(), at or {}, task
         self.scores = dict(scores)
         self.journal = Journal(folder, rich.console.Console(quiet=True))
         inner = self.journal.record
@@ -62,17 +62,17 @@ class Trial:
         self.config = SimpleNamespace(
             steps=6, warm_start=None, evaluation=SimpleNamespace(every=3), prompts=2, group_size=1, seed=0,
             collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
-            drop_even_groups=False, look_ahead=False, most_unchecked=1.0, offloads=lambda what: False,
+            drop_even_groups=False, redraws=0, look_ahead=False, most_unchecked=1.0, offloads=lambda what: False,
             saves=lambda step: step % 2 == 0,
         )  # fmt: skip
         vars(self.config).update(changes)
         self.parts = SimpleNamespace(
-            token_task=lambda *_: TokenTask(Echo(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
+            token_task=lambda *_: TokenTask(task(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
             frozen=None, whole=lambda params: params,
             programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
-        self.sampler = Scripted(lambda prompt, number: [prompt[0], WORDS.eos])
+        self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
         self.sampler.counters, self.sampler.sync = {}, {}
         for name in ("push", "release", "generate"):
             setattr(self.sampler, name, partial(self._sampler, name, getattr(self.sampler, name)))
@@ -103,8 +103,8 @@ class Trial:
         with self.journal:
             self.journal.start(after=start.step if isinstance(start, Point) else -1)
             loop.reinforcement(
-                self.config, self.parts, Echo.train, self.sampler, self.journal, self.stop, start, jnp.int32(0),
-                None, clock=Clock(), save=self.save, evaluate=partial(self.evaluate, REINFORCE),
+                self.config, self.parts, self.task.train, self.sampler, self.journal, self.stop, start,
+                jnp.int32(0), None, clock=Clock(), save=self.save, evaluate=partial(self.evaluate, REINFORCE),
                 show=lambda *_: None,
             )  # fmt: skip
         return self
@@ -229,14 +229,65 @@ HEARD = [
 ]
 
 
+class Even(Echo):
+    """Of even examples both responses have the same reward."""
+
+    train = tuple(range(10))
+
+    def reward(self, example, response):
+        return Reward(float(example % 2 and len(response) > 1), True)
+
+
+def both(prompt, number):
+    return [prompt[0], *[prompt[0]] * number, WORDS.eos]
+
+
+def redrawn(**how):
+    return {"group_size": 2, "task": Even, "reply": both, **how}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("redraws", [0, 1, 9])
+def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ahead):
+    made = trial(**redrawn(redraws=redraws, look_ahead=ahead), steps=5, saves=lambda step: True)
+    learned = []
+    made.update = lambda state, rollout: (learned.append(rollout), (learn(state, rollout), {}))[1]
+    made.reinforce()
+    stream = data(Even.train, seed=1)
+    records = [r for r in made.journal.records if "reward" in r]
+    for rollout, record in zip(learned, records, strict=True):
+        kept, every = next(stream), []
+        every += kept
+        for _ in range(redraws):
+            more = stream.draw(sum(e % 2 == 0 for e in kept))
+            every += more
+            kept = [e if e % 2 else more.pop(0) for e in kept]
+        prompts = [prompt[0] - 2 for prompt in rollout.prompts]
+        assert prompts == [e for e in kept for _ in range(2)]
+        assert [len(r) for r in rollout.responses] == [2, 3, 2, 3]
+        odd = [e % 2 for e in every]
+        assert record["reward"] == sum(odd) / len(odd) / 2
+        assert record["even_groups"] == pytest.approx(1 - sum(odd) / len(odd))
+        if redraws:
+            assert record["drawn"] == len(every)
+            assert record["learned/reward"] == sum(e % 2 for e in kept) / 4
+            assert record["learned/even_groups"] == sum(e % 2 == 0 for e in kept) / 2
+        else:
+            assert not {"drawn", "learned/reward"} & set(record)
+    if redraws == 9:
+        assert all(r["learned/even_groups"] == 0 for r in records)
+    assert stream.get_state() == made.last[2].data
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("event", "nth", "happens"),
     [(*one, happens) for happens in (leave, fail) for one in DROPPED]
     + [(*one, hear) for one in HEARD],
 )
-def test_a_run_that_ends_early_goes_on_to_the_same(trial, event, nth, happens, ahead):
-    how = {"scores": {3: 0.5}, "look_ahead": ahead}
+@pytest.mark.parametrize("how", [{}, redrawn(redraws=2)], ids=["", "redraws"])
+def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happens, ahead):
+    how = {"scores": {3: 0.5}, "look_ahead": ahead, **how}
     whole = trial(**how).reinforce()
     expected, made, calls = figures(whole), trial(**how), iter(range(100))
     made.at[event] = lambda: happens(made) if next(calls) == nth else None
@@ -303,8 +354,8 @@ def test_a_warm_start_that_ends_early_goes_on_to_the_same(trial, event, happens)
 # The stream of batches.
 
 
-def data():
-    return Batches(list(range(20)), 2, seed=3)
+def data(source=range(20), seed=3):
+    return Batches(source, 2, seed=seed)
 
 
 def answer(step, examples):

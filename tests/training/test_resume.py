@@ -103,9 +103,10 @@ def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
-def test_a_killed_run_of_another_family_goes_on_bit_for_bit(environment, family, tmp_path):
-    flags = ("--family", family)
+@pytest.mark.parametrize(
+    "flags", [("--family", "gemma3"), ("--family", "qwen3_moe"), ("--redraws", "2")], ids=" ".join
+)
+def test_a_killed_run_of_another_kind_goes_on_bit_for_bit(environment, flags, tmp_path):
     through = finished(environment, tmp_path / "through", *flags)
     killed(environment, tmp_path / "run", "save", 3, 0.02, *flags)
     resumed(environment, tmp_path / "run")
