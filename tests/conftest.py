@@ -20,6 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join([
 os.environ["NPROC"] = "16"
 
 import jax
+
+jax.devices()
+del os.environ["NPROC"]  # other processes have threads for their cores
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import lora, qwen2
@@ -42,22 +43,28 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """Generation on CPUs, with a cache in blocks of `block` columns."""
+    """Generation on CPUs, with a cache in blocks of `block` columns.
+
+    `rounded` is the dtype of the policy that is sampled. `definition` computes with weights rounded
+    to it in float32: XLA widens narrower ones on CPUs at every use (docs/benchmarks.md).
+    """
 
     definition: Any
     block: int
     mesh: Mesh
     adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
+    rounded: DTypeLike = jnp.float32
     static: ClassVar[bool] = False
 
     def weights(self, params):
         """The parameters, placed and cast for generation; not copied where they are so already."""
         params = _merging(self.adapted)(params) if self.adapted else params
-        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
+        wide = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
+        narrow = jnp.dtype(self.rounded)
 
         def move(x, to):
-            there = x.dtype == dtype and x.sharding.is_equivalent_to(to, x.ndim)
-            return x if there else _moving(dtype, to)(x)
+            there = x.dtype == wide == narrow and x.sharding.is_equivalent_to(to, x.ndim)
+            return x if there else _moving(narrow, wide, to)(x)
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
@@ -132,9 +139,11 @@ def _merging(adapted: qwen2.Lora):
 
 
 @cache
-def _moving(dtype, to):
-    """The program that casts an array and moves it to a sharding; cached, so compiled once."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=to)
+def _moving(narrow, wide, to):
+    """The program that rounds an array, casts it and moves it to a sharding; cached, so compiled once."""
+    kept = jnp.finfo(narrow)  # two casts XLA would take for none
+    rounded = lambda x: jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(wide)
+    return jax.jit(rounded, out_shardings=to)
 
 
 def _attend_blocks(

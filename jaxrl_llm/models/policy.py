@@ -155,10 +155,11 @@ class Policy:
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
-        definition, _ = qwen2.graph(replace(shape, lora=None), compute)
+        base = replace(shape, lora=None)
         if mesh.devices.flat[0].platform == "cpu":
-            return Decoder(definition, block, there, shape.lora)
-        return Unrolled(definition, there, shape.lora)
+            definition, _ = qwen2.graph(base, replace(compute, dtype=jnp.float32))
+            return Decoder(definition, block, there, shape.lora, compute.dtype)
+        return Unrolled(qwen2.graph(base, compute)[0], there, shape.lora)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import experts, families, qwen2, sharding
 from jaxrl_llm.models.generation import Decoder, Unrolled
-from jaxrl_llm.models.policy import fewest_devices, mesh_of_copies
+from jaxrl_llm.models.policy import Policy, fewest_devices, mesh_of_copies
 from tests import tiny
 
 PROMPTS = ([5, 3, 9], [17], list(range(40, 57)), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -180,19 +180,33 @@ def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
     same = Decoder(definition, 8, tiny.mesh_of()).weights(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (same, params)), strict=True))
-    definition, _ = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
-    half = Decoder(definition, 8, tiny.mesh_of()).weights(params)
-    assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_on_a_cpu_bfloat16_weights_are_rounded_and_multiplied_in_float32():
+    _, params = model()
+    definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
+    decoder = Policy(definition).decoder(tiny.mesh_of(), block=8)
+    rounded = decoder.weights(params)
+    exact = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16).astype(np.float32), params)
+    for a, b in zip(*map(jax.tree.leaves, (rounded, exact)), strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_array_equal(a, b)
+    at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
+    found = Generation(decoder, rounded, PROMPTS, columns=40).logits(*at)
+    same = Generation(Decoder(model()[0], 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
+    np.testing.assert_array_equal(found, same.logits(*at))
 
 
 def test_half_precision_stays_near_full():
     """bfloat16 with its cache: logits within rounding of the float32 model's."""
     _, params = model()
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
-    cast = Decoder(definition, 8, tiny.mesh_of()).weights(params)
-    half = Generation(Decoder(definition, 8, tiny.mesh_of()), cast, PROMPTS, columns=40)
-    assert half.cache.k.dtype == jnp.bfloat16
-    full = Generation(Decoder(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
+    with jax.set_mesh(mesh := tiny.mesh_of(1, 1, 1)):
+        decoder = Unrolled(definition, mesh)
+        half = Generation(decoder, decoder.weights(params), PROMPTS, columns=40)
+        assert {x.dtype for x in jax.tree.leaves(half.cache)} == {jnp.dtype(jnp.bfloat16)}
+        found = half.logits(*at)
+    full = Generation(Decoder(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     exact = full.logits(*at)
-    assert np.abs(half.logits(*at) - exact).max() < 0.05 * np.abs(exact).max()
+    assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
