@@ -20,15 +20,14 @@ os.environ["XLA_FLAGS"] = " ".join([
 os.environ["NPROC"] = "16"
 
 import jax
-
-jax.devices()
-del os.environ["NPROC"]  # other processes have threads for their cores
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs queued without waiting can starve each other's reductions where devices outnumber cores, and
 # XLA ends a process whose reduction waits for 40 seconds.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+jax.devices()  # made with all of this
+del os.environ["NPROC"]  # other processes have threads for their cores
 CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learning.update", "rollouts.draw",
            "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm.sampler",
            "rollouts.vllm.sync")  # fmt: skip
