@@ -16,6 +16,8 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import Seen, kl, losses, partition, recipes
 from jaxrl_llm.objectives.seen import sampler
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
@@ -184,6 +186,26 @@ def test_chatter_adds_rare_words_and_changes_no_score():
         hasty, guessed = hasty + (not kept[0]), guessed + (not kept[0] and bool(fillers))
     assert filled / words == pytest.approx(0.35, abs=0.02)
     assert guessed / hasty == pytest.approx(0.35, abs=0.08)
+
+
+def test_the_people_of_calculator_are_what_the_config_says():
+    """One in ten calls the calculator, half of those wrongly; all products are right."""
+    calculator = load("calculator")
+    task = calculator.config().task(ROOT)
+    known = TokenTask(task, tokenizer.of_words(calculator.config().model.words))
+    pairs = task.train[:3000]
+    turns = [calculator.person(pair, 0.1) for pair in pairs]
+    rewards = [known.tried(pair, said) for pair, said in zip(pairs, turns, strict=True)]
+    assert all(reward.correct for reward in rewards)
+    share = lambda name: sum(reward.fields[name] for reward in rewards) / len(rewards)
+    assert share("tool_used") == share("tool_calls") == pytest.approx(0.1, abs=0.02)
+    assert share("tool_errors") == pytest.approx(0.05, abs=0.015)
+    asked = known.played([(37, 85)], [["calculate 3 7 * 8 5 ;", "3 1 4 5"]])
+    assert known.tokenizer.decode(asked.responses[0]) == (
+        "calculate 3 7 * 8 5 ; <eos> 3 1 4 5 3 1 4 5"
+    )
+    assert not known.tried((37, 85), "3 1 4 6").correct
+    assert max(map(len, known.prompts(pairs))) == 6
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])

@@ -16,6 +16,7 @@ from jaxrl_llm.cli.main import COMMANDS, main
 from jaxrl_llm.models import families
 from jaxrl_llm.objectives import Seen, recipes
 from jaxrl_llm.training import journal
+from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
@@ -51,7 +52,7 @@ def test_every_snippet_is_tested():
         "objectives.md": 3,
         "own-task.md": 1,
         "models.md": 3,
-        "environments.md": 2,
+        "environments.md": 3,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -109,8 +110,24 @@ def test_who_asks_learns_to_use_the_answer(tmp_path, monkeypatch, capsys):
     assert steps[-1]["turns"] > 1.3
 
 
+def test_a_function_is_a_tool():
+    task, made = run("environments.md", 1)["task"], templates.of_bytes(templates.QWEN25)
+    assert "How many people live in a city." in made.decode(made.prompt(task.prompt(task.test[0])))
+    episode, answers = task.environment(task.test[0], made), []
+    for turn in (
+        '<tool_call>{"name": "population", "arguments": {"city": "Oslo", "unit": 1000}}</tool_call>',
+        '<tool_call>{"name": "population", "arguments": {"city": "Rome"}}</tool_call>',
+        '<tool_call>{"name": "python", "arguments": {"code": "print(3.7 + 0.7)"}}</tool_call>',
+    ):
+        given, _ = episode.step([*made.encode(turn), made.eos])
+        answers += re.findall(r"<tool_response>\n(.*)\n", made.decode(given))
+    assert answers == ["700.0", "error: KeyError: 'Rome'", "4.4"]
+    given, reward = episode.step([*made.encode("It is 4.4"), made.eos])
+    assert (given, reward.correct, reward.fields["tool_errors"]) == (None, True, 1)
+
+
 def test_an_advantage_sees_turns():
-    late = run("environments.md", 1)["late_turns"]
+    late = run("environments.md", 2)["late_turns"]
     seen = Seen(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),

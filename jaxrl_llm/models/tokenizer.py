@@ -19,7 +19,7 @@ class Tokenizer:
     """
 
     def __init__(self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False):
-        self._inner, self._chat = inner, chat
+        self._inner, self.chats = inner, chat
         if inner.eos_token_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token: set eos_token in its config"
@@ -44,18 +44,28 @@ class Tokenizer:
 
     def prompt(self, given: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
-        if isinstance(given, str) and not self._chat:
+        if tokens := getattr(given, "tokens", None):  # it tells of tools
+            return tokens(self)
+        if isinstance(given, str) and not self.chats:
             return self.encode(given)
         said = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        return self.turns(said, add_generation_prompt=True)
+
+    def turns(self, said: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Token ids of messages by the chat template, to which `settings` go; else a UserError."""
+        template = self._inner.apply_chat_template
         try:
-            return self._inner.apply_chat_template(
-                said, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            return template(said, tokenize=True, return_dict=False, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
             reason = first_line(error)
             raise UserError(
                 f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
+
+    @property
+    def marks(self) -> list[str]:
+        """Texts but spaces that are always one token, such as those around turns."""
+        return [text for text in self._inner.get_added_vocab() if text.strip()]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response without the token that ends it.
@@ -106,7 +116,7 @@ def load(folder: Path, *, chat: bool = False) -> Tokenizer:
     room = hf.load_shape(folder).vocab_size if of_model else None
     stops = () if room is None else hf.stop_tokens(folder, room)
     try:
-        inner = getattr(_transformers(), kind).from_pretrained(folder, trust_remote_code=False)
+        inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
         made = Tokenizer(inner, stops, chat=chat)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
@@ -125,14 +135,14 @@ def of_words(words: Sequence[str]) -> Tokenizer:
     from tokenizers import Tokenizer as Words
     from tokenizers import models, pre_tokenizers
 
-    fast = _transformers().PreTrainedTokenizerFast
+    fast = library().PreTrainedTokenizerFast
     ids = {word: i for i, word in enumerate((PAD, EOS, *words))}
     inner = Words(models.WordLevel(ids))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return Tokenizer(fast(tokenizer_object=inner, eos_token=EOS, pad_token=PAD))
 
 
-def _transformers():
+def library():
     """The library, imported late (it takes seconds) and without its notice on missing PyTorch."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import transformers

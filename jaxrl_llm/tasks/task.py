@@ -384,7 +384,7 @@ class _Workers:
     def _work(self) -> None:
         while item := self._waiting.get():
             (call, future), found = item, list[Any]()
-            one = threading.Thread(target=_attempt, args=(call, found), daemon=True)
+            one = threading.Thread(target=attempt, args=(call, found), daemon=True)
             one.start()
             while not found:
                 one.join(min(call.seconds, LOOK))
@@ -393,7 +393,8 @@ class _Workers:
             future.set_result(found[0])
 
 
-def _attempt(call: _Call, found: list[Any]) -> None:
+def attempt(call: Callable[[], Any], found: list[Any]) -> None:
+    """Adds to `found` what a call returns or raises; for a thread."""
     try:
         found.append(call())
     except BaseException as error:

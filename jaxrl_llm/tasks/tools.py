@@ -1,0 +1,283 @@
+"""Python functions as tools: how a policy is told of them, calls them and hears what they return."""
+
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+from jaxrl_llm.errors import UserError, at_least, first_line
+from jaxrl_llm.models.tokenizer import Tokenizer, library
+from jaxrl_llm.tasks.task import Interactive, Prompt, Reward, Step, Task, attempt, check_members
+
+_TOLD = (
+    "You can call functions, which are described here in JSON, one a line:\n{}\nTo call one, write "
+    '<tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call> and end your turn. You are then '
+    "given its result. An answer without a call is final."
+)
+_ASKED = {"role": "user", "content": "?"}
+_SAID = {"role": "assistant", "content": "!"}
+_CALL = {"name": "f", "arguments": {"x": 1}}
+_CALLED = _SAID | {
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
+}
+_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array"}
+
+
+# a call: the name, and arguments by name or a text for the first one; or what is wrong with it
+Call = tuple[str, Mapping[str, Any] | str] | str
+Form = Callable[[str], list[Call]]  # the calls of a turn
+
+
+def hermes(turn: str) -> list[Call]:
+    """Calls as Hermes and Qwen write them: JSON in `<tool_call>`, any number; none in a thought."""
+    said = turn.rpartition("</think>")[2]
+    found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", said, re.DOTALL)
+    return [_in_json(text, "arguments") for text in found]
+
+
+def llama(turn: str) -> list[Call]:
+    """The call that a whole turn of Llama 3.1 or 3.2 is: JSON, or what follows its tag."""
+    said = turn.strip().removeprefix("<|python_tag|>")
+    is_call = said != turn.strip() or (said.startswith("{") and '"name"' in said)
+    return [_in_json(said, "parameters")] if is_call else []
+
+
+def words(turn: str) -> list[Call]:
+    """Calls in plain words, each up to a semicolon: `add 3 4 ;` gives `add` the text "3 4"."""
+    pieces = [piece.strip().partition(" ") for piece in turn.split(";")[:-1]]
+    return [(name, rest.strip()) for name, _, rest in pieces]
+
+
+def _in_json(text: str, key: str) -> Call:
+    try:
+        match json.loads(text):
+            case {"name": str(name), **rest} if isinstance(given := rest.get(key, {}), dict):
+                return name, given
+    except (ValueError, RecursionError) as error:
+        return f"the call is no JSON: {first_line(error)}"
+    return f'a call is {{"name": ..., "{key}": {{...}}}}'
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """Functions as tools: their annotations and docstrings (with `Args:`) are told to the model.
+
+    Types are those of JSON (int, float, str, bool, list[...]) and Literal. A wrong call, an
+    exception or no result in `seconds` is answered by a line that says so. At most `calls` of a
+    turn are made, and a result is cut after `characters`. `form` reads calls: `hermes`, `llama`,
+    `words` or your own (None: as the chat template writes them; `hermes` if it does not know tools,
+    `words` if there is none). Raises UserError for a function that is not described.
+    """
+
+    functions: Sequence[Callable[..., Any]]
+    form: Form | None = None
+    calls: int = 8
+    seconds: float = 30.0
+    characters: int = 2000
+
+    def __post_init__(self):
+        at_least(1, "tools", self, "calls", "characters")
+        if len(self.schemas) < len(self.functions):
+            raise UserError("tools: two functions have one name: rename one")
+
+    def for_task(self, task: Task[Any], *, whole: bool = False) -> "WithTools":
+        """The task, with a policy that may call these tools before it answers.
+
+        `task.reward` gets the last turn, which has no call (`whole`: all turns, on lines).
+        """
+        return WithTools(task, self, whole)
+
+    @cached_property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The functions by name, as chat templates take them."""
+        try:
+            get = library().utils.chat_template_utils.get_json_schema
+            return {function.__name__: get(function) for function in self.functions}
+        except Exception as error:  # the library has an exception for each kind of mistake
+            raise UserError(f"tools: {first_line(error)}") from error
+
+    def answer(self, call: Call) -> tuple[str, bool]:
+        """The result of a call as text, and whether it is one; UserError if the tool raises it."""
+        try:
+            function, arguments = self._checked(call)
+            made: list[Any] = []
+            work = partial(function, **arguments)
+            one = threading.Thread(target=attempt, args=(work, made), daemon=True)
+            one.start()
+            one.join(self.seconds)
+            if not made:
+                raise TimeoutError(f"no result in {self.seconds:g} s")
+            if isinstance(made[0], BaseException):
+                raise made[0]
+            text = made[0] if isinstance(made[0], str) else json.dumps(made[0], default=str)
+            text = text.encode(errors="replace").decode()  # JSON may have halves of characters
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the call's mistakes, and tools raise anything
+            return f"error: {type(error).__name__}: {first_line(error)}", False
+        more = len(text) - self.characters
+        return f"{text[:-more]}... ({more} more characters)" if more > 0 else text, True
+
+    def _checked(self, call: Call) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+        """The function and its arguments, by name."""
+        if isinstance(call, str):
+            raise ValueError(call)
+        name, given = call
+        if name not in self.schemas:
+            raise ValueError(f"no tool {name!r}: there is {', '.join(self.schemas)}")
+        function = self.functions[[*self.schemas].index(name)]
+        known = self.schemas[name]["function"]["parameters"]["properties"]
+        given = dict.fromkeys([*known][:1], given) if isinstance(given, str) else given
+        inspect.signature(function).bind(**given)
+        for key, value in given.items():
+            if not _fits(value, known[key]):
+                raise TypeError(f"{key} must be {json.dumps(known[key])}")
+        return function, given
+
+    def told(self, tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of messages as a prompt that names the tools."""
+        if self.form or _template(tokenizer)[1]:
+            tools = [*self.schemas.values()]
+            return tokenizer.turns(said, tools=tools, add_generation_prompt=True)
+        listed = "\n".join(json.dumps(one["function"]) for one in self.schemas.values())
+        text = _TOLD.format(listed)
+        if said[0]["role"] == "system":
+            text, said = f"{said[0]['content']}\n\n{text}", said[1:]
+        system = {"role": "system", "content": text}
+        return tokenizer.turns([system, *said], add_generation_prompt=True)
+
+    def read(self, tokenizer: Tokenizer, turn: str) -> list[Call]:
+        """The calls of a turn."""
+        there, form = _template(tokenizer)
+        return (self.form or form or (hermes if there else words))(turn)
+
+    def replied(self, tokenizer: Tokenizer, results: Sequence[str]) -> list[int]:
+        """The tokens that follow a turn with calls, after the one that ended it.
+
+        They are what the template adds to an assistant's turn for these results and the next turn.
+        Without a template they are the results alone, or "error" if no words of the vocabulary.
+        """
+        there, form = _template(tokenizer)
+        if not there:
+            try:
+                return tokenizer.encode("\n".join(results))
+            except UserError:
+                return tokenizer.encode("error")
+        for mark in tokenizer.marks:  # in a result they are text
+            results = [text.replace(mark, f"{mark[:1]} {mark[1:]}") for text in results]
+        if form:
+            tool = {"role": "tool", "name": "f", "tool_call_id": "call00000"}
+            turn, given = _CALLED, [tool | {"content": text} for text in results]
+        else:
+            text = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in results)
+            turn, given = _SAID, [{"role": "user", "content": text}]
+        tools = [*self.schemas.values()]
+        before = tokenizer.turns([_ASKED, turn], tools=tools)
+        after = tokenizer.turns([_ASKED, turn, *given], tools=tools, add_generation_prompt=True)
+        ended = sum(token in tokenizer.stops for token in before)
+        ends = [i for i, token in enumerate(after, 1) if token in tokenizer.stops]
+        if not 0 < ended <= len(ends):
+            raise UserError(
+                "tools: the chat template ends a turn with no token that ends a response: name that "
+                "in eos_token_id of generation_config.json"
+            )
+        return after[ends[ended - 1] :]
+
+
+class _Asked(tuple[Mapping[str, str], ...]):
+    """A prompt as messages, whose tokens name the tools too if it goes by the chat template."""
+
+    given: Prompt
+    tools: Toolbox
+
+    def tokens(self, tokenizer: Tokenizer) -> list[int]:
+        plain = isinstance(self.given, str) and not tokenizer.chats
+        return tokenizer.prompt(self.given) if plain else self.tools.told(tokenizer, self)
+
+
+class WithTools:
+    """A task of episodes: turns with calls are answered by tools; one without ends it.
+
+    Rewards have further fields, of the whole episode: `tool_used` (0 or 1), `tool_calls` and
+    `tool_errors`.
+    """
+
+    def __init__(self, task: Task[Any], tools: Toolbox, whole: bool = False):
+        check_members(task, "tools: the task")
+        if isinstance(task, Interactive):
+            raise UserError("tools: the task has an environment, whose step is where to call them")
+        self.name, self.train, self.test = task.name, task.train, task.test
+        self.task, self.tools, self.whole = task, tools, whole
+        if demonstration := getattr(task, "demonstration", None):
+            self.demonstration = demonstration
+
+    def prompt(self, example: Any) -> Prompt:
+        given = self.task.prompt(example)
+        made = _Asked([{"role": "user", "content": given}] if isinstance(given, str) else given)
+        made.given, made.tools = given, self.tools
+        return made
+
+    def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
+        join = "\n".join if self.whole else lambda said: said[-1]
+        return _Turns(self.tools, tokenizer, lambda said: self.task.reward(example, join(said)))
+
+
+@dataclass
+class _Turns:
+    """An episode with tools: what the policy said, how many calls that had, how many were wrong."""
+
+    tools: Toolbox
+    tokenizer: Tokenizer
+    reward: Callable[[list[str]], Reward]
+    said: list[str] = field(default_factory=list)
+    made: int = 0
+    wrong: int = 0
+
+    def step(self, tokens: Sequence[int]) -> Step:
+        self.said.append(self.tokenizer.decode(tokens))
+        ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
+        calls = self.tools.read(self.tokenizer, self.said[-1]) if ended else []
+        most = self.tools.calls
+        answers = [self.tools.answer(call) for call in calls[:most]]
+        answers += [(f"error: only {most} calls of a turn are made", False)] * (len(calls) > most)
+        self.made += len(calls)
+        self.wrong += sum(not fine for _, fine in answers)
+        counts = {"used": self.made > 0, "calls": self.made, "errors": self.wrong}
+        counts = {f"tool_{name}": float(count) for name, count in counts.items()}
+        reward = self.reward(self.said)  # at every turn, since the episode may be cut after it
+        reward = replace(reward, fields={**reward.fields, **counts})
+        results = [text for text, _ in answers]
+        return self.tools.replied(self.tokenizer, results) if calls else None, reward
+
+
+@lru_cache(maxsize=8)
+def _template(tokenizer: Tokenizer) -> tuple[bool, Form | None]:
+    """Whether there is a chat template, and in which form it writes a call (None: it does not)."""
+    try:
+        before = tokenizer.turns([_ASKED], add_generation_prompt=True)
+    except UserError:
+        return False, None
+    try:
+        turn = tokenizer.turns([_ASKED, _CALLED])[len(before) :]
+    except UserError:
+        return True, None
+    end = next((i for i, token in enumerate(turn) if token in tokenizer.stops), len(turn))
+    text = tokenizer.decode(turn[:end])
+    return True, next(
+        (form for form in (hermes, llama) if form(text) == [(*_CALL.values(),)]), None
+    )
+
+
+def _fits(value: Any, kind: Mapping[str, Any]) -> bool:
+    """Whether a value read from JSON is of a schema; a whole number is a float too."""
+    if value is None or "enum" in kind:
+        return value in kind.get("enum", [None] * kind.get("nullable", False))
+    if isinstance(value, list) and not all(_fits(one, kind.get("items", {})) for one in value):
+        return False
+    wanted = kind.get("type")
+    return wanted in (None, _TYPES.get(type(value))) or (wanted == "number" and type(value) is int)
