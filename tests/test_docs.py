@@ -52,7 +52,7 @@ def test_every_snippet_is_tested():
         "objectives.md": 3,
         "own-task.md": 1,
         "models.md": 3,
-        "environments.md": 3,
+        "environments.md": 4,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -126,8 +126,19 @@ def test_a_function_is_a_tool():
     assert (given, reward.correct, reward.fields["tool_errors"]) == (None, True, 1)
 
 
+def test_a_class_made_for_trl_is_a_task():
+    task, made = run("environments.md", 2)["task"], templates.of_bytes(templates.QWEN25)
+    row = task.train[6]
+    assert "Guess my number.\n\nIt is from 1 to 9." in made.decode(made.prompt(task.prompt(row)))
+    episode = task.environment(row, made)
+    turn = '<tool_call>{"name": "guess", "arguments": {"value": 7}}</tool_call>'
+    following, _ = episode.step([*made.encode(turn), made.eos])
+    assert "right" in made.decode(following)
+    assert episode.step([*made.encode("It is 7."), made.eos])[1].correct
+
+
 def test_an_advantage_sees_turns():
-    late = run("environments.md", 2)["late_turns"]
+    late = run("environments.md", 3)["late_turns"]
     seen = Seen(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),
