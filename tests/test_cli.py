@@ -1,11 +1,17 @@
 """`bench`: its tables, and one line with exit code 2 for what is wrong."""
 
+import io
+import json
+import pathlib
+import re
 import shlex
+import sys
 
 import pytest
 
 from jaxrl_llm.cli.main import main
 
+ROOT = pathlib.Path(__file__).parents[1]
 SMALL = shlex.split("bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1")
 
 
@@ -51,3 +57,39 @@ def test_an_unknown_flag_names_the_nearest(capsys):
     captured = capsys.readouterr()
     assert "Unrecognized options: --repeat; " in captured.err
     assert "--repeats" in captured.err
+
+
+class Stream(io.StringIO):
+    """Standard output, of a terminal or not."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(("flag", "said"), [("", "step 12\n"), ("--quiet", ""), ("--json", None)])
+def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
+    """Colours are for terminals alone; records are whole lines of JSON."""
+    records = [{"step": 1, "phase": "x", "loss": 0.1 + 0.2}, {"step": 2, "phase": "y", "n": 3}]
+
+    def train(config, out, *, console, told, **_):
+        console.print("step 12")
+        for record in records if told else []:
+            told(record)
+
+    monkeypatch.setattr("jaxrl_llm.training.run.train", train)
+    monkeypatch.setattr(sys, "stdout", stream := Stream(terminal))
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    main(["train", str(ROOT / "configs" / "kk_tiny.py"), *flag.split()])
+    out = stream.getvalue()
+    if said is None:
+        assert [json.loads(line) for line in out.splitlines()] == records
+    else:
+        assert re.sub(r"\x1b\[[\d;]*m", "", out) == said
+        assert ("\x1b" in out) == (terminal and said != "")

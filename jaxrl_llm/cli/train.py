@@ -66,6 +66,10 @@ class Options:
     dry_run: bool = False
     """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is
     started, but missing data sets are made"""
+    quiet: bool = False
+    """print nothing but warnings and errors"""
+    json: bool = False
+    """print nothing on standard output but each record of metrics.jsonl, as it is written"""
     data: str = DATA
     """where data sets are kept, a folder or URL"""
 
@@ -96,12 +100,14 @@ def main(options: Options, config: Config, source: Source) -> None:
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
         distributed.joined(options.process, stop, lost=options.lost),
     ):
-        console = terminal.console(quiet=not distributed.first())
+        silent = (options.quiet or options.json) and not options.dry_run
+        console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
             from jaxrl_llm.cli import plan  # compilers of other machines, which no run needs
 
             plan.dry_run(config, options.data, console)
             return
+        from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import train  # not needed to plan, to launch, or for help
 
         try:
@@ -115,6 +121,7 @@ def main(options: Options, config: Config, source: Source) -> None:
                 stall=(60 * options.stall_minutes, options.stall_factor),
                 stop=stop,
                 console=console,
+                told=printed if options.json else None,
             )
         except Leaving as error:
             raise SystemExit(UNFINISHED) from error

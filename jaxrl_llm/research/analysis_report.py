@@ -27,14 +27,21 @@ def write(found: Found, folder: Path) -> None:
 
 def table(found: Found) -> rich.table.Table:
     """The key numbers, for a terminal."""
-    sample, single = found["sample"], found["single_tokens"]
     out = rich.table.Table("", "", title=f"{found['run']}, step {found['step']}", show_header=False)
-    out.add_row("responses, tokens", f"{sample['responses']}, {sample['tokens']}")
+    for row in rows(found):
+        out.add_row(*row)
+    return out
+
+
+def rows(found: Found) -> list[tuple[str, str]]:
+    """The key numbers: what each is, and its value."""
+    sample, single = found["sample"], found["single_tokens"]
+    out = [("responses, tokens", f"{sample['responses']}, {sample['tokens']}")]
     bins = found["updates"]["probability"]["bins"]
     for entry in bins:
         norm = entry.get("gradient_norm")
         value = "no tokens" if norm is None else f"{entry['share']:.1%}, {norm:.3g}"
-        out.add_row(f"tokens, gradient norm: {entry['name']}", value)
+        out.append((f"tokens, gradient norm: {entry['name']}", value))
     known = single["correlation"]
     ranks = correlation(single["one_minus_p"], single["over_parameters"], ranks=True)
     for name, value in (
@@ -42,24 +49,26 @@ def table(found: Found) -> rich.table.Table:
         ("... over all parameters", known["over_parameters"]),
         ("... over all parameters, of ranks", ranks),
     ):
-        out.add_row(name, _number(value))
+        out.append((name, _number(value)))
     outside = f"{len(single['at_logits'])} tokens at the logits: {single['outside_at_logits']}"
     if "stretch" in single:
         layers = sum(single["outside_at_layers"])
         outside += f"; {single['stretch']['tokens']} at the layers: {layers}"
-    out.add_row("outside the bounds of Prop. 4.2", outside)
+    out.append(("outside the bounds of Prop. 4.2", outside))
     rare, likely = bins[0]["name"], bins[-1]["name"]
     for by, tried in found["updates"]["probability"]["updates"].items():
         moved = [
             _number(tried[on]["logp_size"][-1] if on in tried else None) for on in (rare, likely)
         ]
-        out.add_row(f"likely tokens moved by the {by}: on the rare, on their own", ", ".join(moved))
+        out.append(
+            (f"likely tokens moved by the {by}: on the rare, on their own", ", ".join(moved))
+        )
     for name, part in found["directions"]["probability"]["variants"].items():
         rising = part["rising"][-1]
         said = "none" if rising is None else f"{rising:.1%}"
-        out.add_row(f"good tokens that rise: {name}", said)
+        out.append((f"good tokens that rise: {name}", said))
     if not found["words"]:
-        out.add_row("words that tell reasoning", "none in this vocabulary")
+        out.append(("words that tell reasoning", "none in this vocabulary"))
     return out
 
 

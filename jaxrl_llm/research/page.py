@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.training import curves, journal, tokens
 from jaxrl_llm.training import folder as folders
-from jaxrl_llm.training import journal, tokens
 from jaxrl_llm.training.journal import REINFORCE
 
 CURVES = ("reward", "eval/accuracy", "entropy", "kl_reference", "length", "clip", "grad_norm")
@@ -71,26 +71,26 @@ def _run(folder: Path, most: int) -> tuple[dict[str, Any], list[Written]]:
         raise UserError(
             f"{folder} has kept no tokens: is it the folder of a run, with keep_tokens above 0?"
         )
-    records = [r for r in journal.read(folder) if r["phase"] == REINFORCE]
-    last = max((r["step"] for r in records), default=0)
-    read = [_written(folder, step) for step in _spread(folder, found, last, most)]
-    curves = {
-        name: [[r["step"], r[name]] for r in records if np.isfinite(r.get(name, np.nan))]
-        for name in CURVES
-    }
-    return {"name": folder.absolute().name, "kept": len(found), "curves": curves}, read
+    records = journal.read(folder)
+    last = max((r["step"] for r in records if r["phase"] == REINFORCE), default=0)
+    read = [written(folder, step) for step in _spread(folder, found, last, most)]
+    shown = {k: x for name in CURVES for k, x in curves.series(records, name).items()}
+    return {"name": folder.absolute().name, "kept": len(found), "curves": shown}, read
 
 
 def _spread(folder: Path, found: list[int], last: int, most: int) -> list[int]:
     """Steps evenly apart, the first and the last among them, of about `most` tokens in all."""
     known = [step for step in found if step <= last] or found[:1]
-    of_one = len(_written(folder, known[-1])[1])
+    of_one = len(written(folder, known[-1])[1])
     count = max(1, min(len(known), most // max(of_one, 1)))
     return [known[i] for i in sorted({*np.linspace(0, len(known) - 1, count).round().astype(int)})]
 
 
-def _written(folder: Path, step: int) -> Written:
-    """A kept step and the text of each token; read once while its file stays as it is."""
+def written(folder: Path, step: int) -> Written:
+    """A kept step and the text of each token; read once while its file stays as it is.
+
+    Raises a UserError if it is missing or damaged.
+    """
     return _as_of(folder, step, tokens.at(folder, step).stat().st_mtime_ns)
 
 

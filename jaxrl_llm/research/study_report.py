@@ -1,7 +1,7 @@
 """The report of a study: tables in Markdown, mean curves, and differences to the baseline."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ three eighths of its steps; the mean of the curve is that of all steps. Greedy: 
 three evaluations. Steps to the level: until {level:.0%} of what the same seed's **{baseline}** gains in sampled
 accuracy is made; a run that never gets there counts with all its steps, and a seed whose **{baseline}** gains
 nothing has no such number. The others are means over the last ten steps."""
+NAME, PICTURES = "results.json", ("curves.png", "differences.png")
 CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
 DIFFERENCES = {
     "sampled": "sampled\nat the end",
@@ -42,25 +43,39 @@ DIFFERENCES = {
 def write(results: Results, folder: Path) -> str:
     """results.json, results.md, curves.png and differences.png; returns the text of results.md."""
     text = markdown(results)
-    storage.write(folder / "results.json", json.dumps(results, indent=1, default=str) + "\n")
+    storage.write(folder / NAME, json.dumps(results, indent=1, default=str) + "\n")
     storage.write(folder / "results.md", text)
-    save(partial(_curves, results), folder / "curves.png")
-    save(partial(_differences, results), folder / "differences.png")
+    for name, picture in zip(PICTURES, (_curves, _differences), strict=True):
+        save(partial(picture, results), folder / name)
     return text
 
 
 def markdown(results: Results) -> str:
     """results.md: the question, tables, how to read them, commands to repeat runs."""
-    study, entries = results["study"], _entries(results)
     parts = [f"# {results['title']}", results["text"], results["state"]]
+    for panel, titles, rows in tables(results):
+        parts += [f"## {panel}"] if panel else []
+        lines = [titles, ["---"] * len(titles), *rows]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    parts.append(reading(results))
+    parts += [f"![{name[:-4]}]({name})" for name in PICTURES]
+    parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")
+    parts.append("\n".join(f"    {command}" for command in results["commands"]))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def reading(results: Results) -> str:
+    """How to read the tables."""
+    study = results["study"]
+    return READING.format(baseline=study["baseline"], level=study["level"])
+
+
+def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Each panel with the titles and rows of its table; what is `**significant**` is marked so."""
+    study, entries = results["study"], _entries(results)
     for panel in _panels(results):
         columns = [n for n in COLUMNS if any((panel, v, n) in entries for v in study["variants"])]
-        parts += [f"## {panel}"] if panel else []
-        titles = [title for name in columns for title in (COLUMNS[name][0], "Δ")]
-        lines = [
-            "| variant | seeds | " + " | ".join(titles) + " |",
-            "|---" * (2 + len(titles)) + "|",
-        ]
+        titles, rows = [title for name in columns for title in (COLUMNS[name][0], "Δ")], []
         for variant in study["variants"]:
             found = {name: entries.get((panel, variant, name)) for name in columns}
             seeds = max((entry["n"] for entry in found.values() if entry), default=0)
@@ -69,13 +84,8 @@ def markdown(results: Results) -> str:
                 _, scale, digits = COLUMNS[name]
                 cells.append(_cell(entry, scale, f".{digits}f", seeds))
                 cells.append(_cell(entry and entry["difference"], scale, f"+.{digits}f", seeds))
-            lines.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
-    parts.append(READING.format(baseline=study["baseline"], level=study["level"]))
-    parts += ["![curves](curves.png)", "![differences](differences.png)"]
-    parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")
-    parts.append("\n".join(f"    {command}" for command in results["commands"]))
-    return "\n\n".join(filter(None, parts)) + "\n"
+            rows.append(cells)
+        yield panel, ["variant", "seeds", *titles], rows
 
 
 def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: int) -> str:

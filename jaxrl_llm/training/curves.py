@@ -1,5 +1,6 @@
 """Learning curves of runs as a picture; how all pictures of the package are styled and written."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,19 @@ def draw(folders: Sequence[Path], target: Path) -> None:
         raise UserError(f"cannot write {target}: {reason}") from error
 
 
+def series(records: Sequence[journal.Record], name: str) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of a metric of reinforcement where it is finite: a curve, or one a stage."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for r in records:
+        if r["phase"] != REINFORCE:
+            continue
+        for key, value in r.items():
+            mine = key == name or key.startswith(f"{name}/stage")
+            if mine and math.isfinite(value):
+                found.setdefault(key, []).append((r["step"], value))
+    return found
+
+
 def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """A figure of `size` inches and its axes `[rows, columns]`, without decoration."""
     figure = _figure(size)
@@ -68,8 +82,8 @@ def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
         colour = COLOURS[number % len(COLOURS)]
         _accuracy(axes["accuracy"], found, name, colour)
         for key in SMALL:
-            points = [(r["step"], r[key]) for r in found if r["phase"] == REINFORCE and key in r]
-            axes[key].plot([x for x, _ in points], [y for _, y in points], color=colour, lw=1)
+            for points in series(found, key).values():
+                axes[key].plot(*zip(*points, strict=True), color=colour, lw=1)
     for key, title in SMALL.items():
         axes[key].set_title(title, fontsize=9)
     axes["accuracy"].set_ylabel("validation accuracy, greedy")

@@ -1,37 +1,24 @@
-"""The records of a run: metrics.jsonl, TensorBoard, Weights & Biases, samples, the terminal."""
+"""The records of a run: metrics.jsonl, loggers, samples, the terminal."""
 
 import json
 import logging
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Self
 
 import rich.console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError, first_line, printable
-from jaxrl_llm.training import alarms
+from jaxrl_llm.errors import UserError, printable
+from jaxrl_llm.training import alarms, terminal
 from jaxrl_llm.training.terminal import duration
 
+if TYPE_CHECKING:
+    from jaxrl_llm.training.loggers import Loggers
+
 METRICS = "metrics.jsonl"
-WANDB = "JAXRL_WANDB"  # the environment variable that asks for Weights & Biases
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
-SETTLED = 3  # steps after which the time of a step is no longer that of compiling
-_event, _summary = cast(Any, event_pb2), cast(Any, summary_pb2)  # members are made on import
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 
@@ -70,8 +57,8 @@ def best(
 class Journal:
     """Writes the records of a run; processes other than the writer only keep them in `records`.
 
-    `records` are those of the run so far, of the writer's folder. Leaving the block without an
-    error ends the run at Weights & Biases, too.
+    `records` are those of the run so far, of the writer's folder; `told` is called with each new
+    one, by the writer. Leaving the block without an error ends the run for its loggers, too.
     """
 
     def __init__(
@@ -81,22 +68,22 @@ class Journal:
         records: list[Record] | None = None,
         *,
         writes: bool = True,
+        told: Callable[[Record], None] | None = None,
     ):
-        self.folder, self.console, self._writes = folder, console, writes
+        self.folder, self.console, self._writes, self._told = folder, console, writes, told
         self.records = read(folder) if records is None else records
-        self._board: _Board | None = None
-        self._wandb: Any = None
+        self._loggers: Loggers | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._board:
-            self._board.close()
-            self._board = None
-        if kind is None:
-            self.sync()
-            self._log(lambda: self._wandb.finish())
+        try:
+            if kind is None:
+                self.sync()
+        finally:
+            if self._loggers:
+                self._loggers.close(finished=kind is None)
 
     def start(self, after: int) -> None:
         """Opens the files; drops records of steps after `after` (-1: all records)."""
@@ -107,20 +94,20 @@ class Journal:
         if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
             self.say(f"{len(lost)} steps have no record in {METRICS}, the first is step {lost[0]}")
         storage.write(self.folder / METRICS, b"".join(map(_line, self.records)))
-        self._board = _Board(self.folder / "tensorboard", after + 1 if known else None)
-        self._wandb = self._start_wandb()
+        from jaxrl_llm.training.loggers import Loggers  # which no other command needs
+
+        self._loggers = Loggers(self.folder, after + 1 if known else None)
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
-        """Adds a record of a step: to the files, TensorBoard and Weights & Biases."""
+        """Adds a record of a step: to the file, and for the loggers."""
         values = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
         record = {"step": step, "phase": phase, **values}
-        if self._board:
-            named = {f"{phase}/{name}": value for name, value in values.items()}
-            self._board.add(step, named)
-            # after TensorBoard: a step that failed there is recorded again
+        if self._loggers:
             with (self.folder / METRICS).open("ab") as file:
                 file.write(_line(record))
-            self._log(lambda: self._wandb.log(named, step=step))
+            self._loggers.log(step, {f"{phase}/{name}": value for name, value in values.items()})
+            if self._told:
+                self._told(record)
         self.records.append(record)
 
     def find(self, name: str, step: int, phase: str) -> float | None:
@@ -138,9 +125,11 @@ class Journal:
         self.console.print(text)
 
     def samples(self, step: int, entries: list[tuple[str, str, str]]) -> None:
-        """Writes responses for people to samples/step-N.md: (prompt, response, remark) each."""
-        if not self._writes:
+        """Responses for people, (prompt, response, remark) each: samples/step-N.md, and loggers."""
+        if not self._loggers:
             return
+        rows = [[*map(printable, entry)] for entry in entries]
+        self._loggers.table(step, "samples", ["prompt", "response", "remark"], rows)
         lines = [f"# Sampled responses, step {step}", ""]
         for prompt, response, remark in entries:
             lines += ["## Prompt", "", _quoted(prompt), ""]
@@ -149,48 +138,23 @@ class Journal:
         folder.mkdir(exist_ok=True)
         storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
 
-    def _log(self, call: Callable[[], Any]) -> None:
-        """Calls Weights & Biases, whose errors never end a run."""
-        if self._wandb is None:
-            return
-        try:
-            call()
-        except Exception as error:  # the library's own errors have no common base
-            logger.warning("Weights & Biases is left out from here on: %s", first_line(error))
-            self._wandb = None
 
-    def _start_wandb(self) -> Any:
-        """The run at Weights & Biases, resumed by its id; None unless the variable asks for it."""
-        if os.environ.get(WANDB, "0") in ("", "0"):
-            return None
-        identity = json.loads((self.folder / "run.json").read_bytes())["id"]
-        name = self.folder.absolute().name
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-
-            return wandb.init(
-                project="jaxrl_llm", name=name, dir=self.folder, id=identity, resume="allow"
-            )
-        except Exception as error:  # as in `_log`; but a run that has not begun may end
-            raise UserError(
-                f"Weights & Biases does not start ({first_line(error)}): pip install wandb, log in to it, or "
-                f"leave {WANDB} out"
-            ) from error
-
-
-_SHOWN = {
-    "reward": "reward {:.2f}",
-    "accuracy": "accuracy {:.0%}",
-    "loss": "loss {:.3f}",
-    "length": "length {:.0f}",
-    "kl_reference": "KL {:.4f}",
-    "time/tokens_per_second": "{:,.0f} tokens/s",
-    "time/step": "{:.2f} s a step",
+_SHOWN = {  # columns of the line of a step: title, width, form
+    "loss": ("loss", 9, ".3f"),
+    "reward": ("reward", 8, ".2f"),
+    "accuracy": ("accuracy", 10, ".0%"),
+    "length": ("length", 8, ",.0f"),
+    "kl_reference": ("KL", 9, ".4f"),
+    "time/tokens_per_second": ("tokens/s", 11, ",.0f"),
+    "time/step": ("s/step", 9, ".2f"),
 }
+_COLUMNS = {WARM_START: ("loss", "time/step"), REINFORCE: tuple(_SHOWN)[1:]}
+_HEAD = 25  # lines after which the titles are said again
+_RECENT = 10  # steps whose mean time tells how long the rest will take
 
 
 class Recorder:
-    """Records a phase's steps, each while the devices work on the next; shows a progress bar.
+    """Records a phase's steps, each while the devices work on the next; says a line about each.
 
     `hold` takes the metrics of a step, `flush` fetches and records them; alarms see all of them.
     An evaluation comes `every` so many steps, and at the end.
@@ -212,33 +176,14 @@ class Recorder:
         self._records = [r for r in journal.records if mine(r)]
         self._before = len(self._records)
         self._pending: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
-        figures = Column(no_wrap=True, ratio=1)
-        self._progress = Progress(
-            "{task.description}",
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            "left",
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}", table_column=figures),
-            console=journal.console,
-            expand=True,
-        )
-        self._title = phase.replace("_", " ")
-        self._bar = self._progress.add_task(
-            self._title, total=len(steps), completed=start - steps.start, figures=""
-        )
+        self._title, self._lines = phase.replace("_", " "), 0
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows the progress bar for the block, and says first that the first step compiles."""
+    def begin(self) -> None:
+        """Says that the first step compiles."""
         if self._start < self._steps.stop:
             before = max((r.get("time/compile", 0.0) for r in self._records), default=0.0)
             known = f", {duration(before)} when it last did" if before else ""
             self._journal.say(f"{self._title}: the first step also compiles its programs{known}")
-        with self._progress:
-            yield
-        self._progress.remove_task(self._bar)
 
     def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
         """Sets the step that `flush` records; `figures()` may wait for the devices."""
@@ -267,51 +212,34 @@ class Recorder:
             raise UserError(reason)
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        done = step - self._steps.start
-        known = [text.format(float(values[n])) for n, text in _SHOWN.items() if n in values]
-        self._progress.update(self._bar, completed=done, figures=" | ".join(known))
-        left = len(self._steps) - done
-        if len(self._records) - self._before == SETTLED and left and "time/step" in values:
-            self._journal.say(f"{self._title}: {self._to_go(done, float(values['time/step']))}")
-        rarely = done % max(1, len(self._steps) // 20) == 0
-        if not self._progress.console.is_terminal and rarely:
-            self._journal.say(f"{done}/{len(self._steps)} {' | '.join([self._title, *known])}")
+        """A line of at most 80 columns: the step, its figures, and how long the phase will go on."""
+        done, total = step - self._steps.start, len(self._steps)
+        recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
+        columns = [(name, *_SHOWN[name]) for name in _COLUMNS[self._phase]]
+        if self._lines % _HEAD == 0:
+            titles = "".join(f"{title:>{width}}" for _, title, width, _ in columns)
+            self._journal.say(f"{self._title:<13}{titles}{'left':>12}")
+        self._lines += 1
+        cells = [
+            f"{format(float(values[name]), form) if name in values else '-':>{width}}"
+            for name, _, width, form in columns
+        ]
+        left = duration(self._left(done, fmean(recent))) if recent else "-"
+        self._journal.say(f"{f'{done}/{total}':>13}{''.join(cells)}{left:>12}")
 
-    def _to_go(self, done: int, seconds: float) -> str:
-        """The rest of the phase in words, at so many seconds a step."""
-        total = len(self._steps)
-        left, evaluations = total - done, [*range(self._every, total, self._every), total]
-        due = sum(step > done for step in evaluations)
-        named = {"eval/accuracy", "time/evaluation"}
+    def _left(self, done: int, seconds: float) -> float:
+        """The rest of the phase at so many seconds a step, with its evaluations if one is known."""
+        total, named = len(self._steps), {"eval/accuracy", "time/evaluation"}
+        due = sum(step > done for step in {*range(self._every, total, self._every), total})
         known = [r["time/evaluation"] for r in self._journal.records if named <= r.keys()]
-        said = duration(left * seconds + due * min(known, default=0.0))
-        steps, tests = (
-            f"{n} {what}{'s'[n == 1 :]}" for n, what in ((left, "step"), (due, "evaluation"))
-        )
-        return f"{steps} to go, about {said} {'with' if known else 'and'} {tests}"
+        return (total - done) * seconds + due * min(known, default=0.0)
 
 
-class _Board:
-    """TensorBoard event files, written at once.
-
-    tensorboardX's own writer has a thread, which would wait for ever on a full disk.
-    """
-
-    def __init__(self, folder: Path, purge: int | None):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"))
-        self.close = self._writer.close
-        if purge is not None:  # makes TensorBoard drop later steps
-            start = _event.SessionLog(status=_event.SessionLog.START)
-            self._write(step=purge, session_log=start)
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        points = [_summary.Summary.Value(tag=name, simple_value=x) for name, x in values.items()]
-        self._write(step=step, summary=_summary.Summary(value=points))
-
-    def _write(self, **event: Any) -> None:
-        self._writer.write_event(_event.Event(wall_time=time.time(), **event))
-        self._writer.flush()
+def printed(record: Mapping[str, Any]) -> None:
+    """Prints a record as a line of JSON on standard output, while somebody reads that."""
+    output = terminal.console().file
+    output.write(json.dumps(record) + "\n")
+    output.flush()
 
 
 def _line(record: Record) -> bytes:

@@ -89,36 +89,36 @@ def warm_start(
     recorder = Recorder(
         journal, WARM_START, range(warm.steps), start.step, config.most_unchecked, every
     )
-    with recorder.shown():
-        try:
-            with clock("collate"):
-                credited, too_long = prepare()
-            while step < warm.steps:
-                if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
-                    push(sampler, parts.whole(state.params), step, clock)
-                    evaluate(step)
-                    sampler.release()
-                if step != saved and (config.saves(step) or stop.save):
-                    save(step, state, cursor)
-                    saved = step
-                distributed.check(stop)
-                clock.restart()
-                with clock("update"):
-                    state, visits = programs.update(state, credited)
-                    step += 1
-                    cursor, cut = Cursor(data.get_state()), too_long
-                    if step < warm.steps:
-                        credited, too_long = prepare()
-                    figures = imitate.describe(visits, cut)
-                recorder.hold(step, partial(dict, figures | clock.lap()))
-                recorder.flush()
-                recorder.check()
-        except (Leaving, UserError) as error:
-            # not the last step: reinforcement saves it when it begins
-            if saved < step < warm.steps and _can_save(error, state):
-                recorder.flush()
+    recorder.begin()
+    try:
+        with clock("collate"):
+            credited, too_long = prepare()
+        while step < warm.steps:
+            if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
+                push(sampler, parts.whole(state.params), step, clock)
+                evaluate(step)
+                sampler.release()
+            if step != saved and (config.saves(step) or stop.save):
                 save(step, state, cursor)
-            raise
+                saved = step
+            distributed.check(stop)
+            clock.restart()
+            with clock("update"):
+                state, visits = programs.update(state, credited)
+                step += 1
+                cursor, cut = Cursor(data.get_state()), too_long
+                if step < warm.steps:
+                    credited, too_long = prepare()
+                figures = imitate.describe(visits, cut)
+            recorder.hold(step, partial(dict, figures | clock.lap()))
+            recorder.flush()
+            recorder.check()
+    except (Leaving, UserError) as error:
+        # not the last step: reinforcement saves it when it begins
+        if saved < step < warm.steps and _can_save(error, state):
+            recorder.flush()
+            save(step, state, cursor)
+        raise
     return state.params
 
 
@@ -207,53 +207,53 @@ def reinforcement(
 
     push(sampler, parts.whole(state.params), step, clock)
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
-    with recorder.shown():
-        try:
-            while True:
-                better, due = False, step == last or (step - first) % every == 0
-                if due and not _evaluated(journal, step, REINFORCE):
-                    recorder.flush()
-                    highest = _highest_score(journal, first)
-                    better = evaluate(step) > highest and step > first
-                if step != saved and (better or config.saves(step) or stop.save):
-                    recorder.flush()
-                    save(step, state, stream.cursor())
-                    saved = step
-                if step == last:
-                    break
-                clock.restart()
-                drawn, answers = draw()
-                with clock("collate"):
-                    batch, reward = programs.batch(answers.rollout, answers.rewards)
-                with clock("score"):
-                    seen, described = jax.block_until_ready(programs.score(state.params, batch))
-                    reinforce.require_our_policy(answers.rollout, step, described)
-                with clock("update"):
-                    credited = programs.credit(batch, reward, **seen)
-                    state, visits = programs.update(state, credited)
-                    step += 1
-                    stream.advance()
-                    recorder.flush()  # metrics of the previous step, while the devices work
-                    jax.block_until_ready(state)
-                host = reinforce.describe_answers(drawn, stream.seconds)
-                if config.redraws:
-                    host |= reinforce.describe_learned(answers, drawn)
-                host |= {"lag": step - 1 - answers.rollout.version}
-                recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
-                show(step, answers, partial(programs.look, state.params, batch, reward, credited))
-                with clock("rollout"):
-                    stream.settle()
-                with clock("sync"):
-                    sampler.push(parts.whole(state.params), step)
-                # the recorder fetches `host` later, with these in it
-                host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
-                host |= sampler.sync
-                recorder.check()
-        except (Leaving, UserError) as error:
-            if step > saved and _can_save(error, state):
+    recorder.begin()
+    try:
+        while True:
+            better, due = False, step == last or (step - first) % every == 0
+            if due and not _evaluated(journal, step, REINFORCE):
+                recorder.flush()
+                highest = _highest_score(journal, first)
+                better = evaluate(step) > highest and step > first
+            if step != saved and (better or config.saves(step) or stop.save):
                 recorder.flush()
                 save(step, state, stream.cursor())
-            raise
+                saved = step
+            if step == last:
+                break
+            clock.restart()
+            drawn, answers = draw()
+            with clock("collate"):
+                batch, reward = programs.batch(answers.rollout, answers.rewards)
+            with clock("score"):
+                seen, described = jax.block_until_ready(programs.score(state.params, batch))
+                reinforce.require_our_policy(answers.rollout, step, described)
+            with clock("update"):
+                credited = programs.credit(batch, reward, **seen)
+                state, visits = programs.update(state, credited)
+                step += 1
+                stream.advance()
+                recorder.flush()  # metrics of the previous step, while the devices work
+                jax.block_until_ready(state)
+            host = reinforce.describe_answers(drawn, stream.seconds)
+            if config.redraws:
+                host |= reinforce.describe_learned(answers, drawn)
+            host |= {"lag": step - 1 - answers.rollout.version}
+            recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
+            show(step, answers, partial(programs.look, state.params, batch, reward, credited))
+            with clock("rollout"):
+                stream.settle()
+            with clock("sync"):
+                sampler.push(parts.whole(state.params), step)
+            # the recorder fetches `host` later, with these in it
+            host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
+            host |= sampler.sync
+            recorder.check()
+    except (Leaving, UserError) as error:
+        if step > saved and _can_save(error, state):
+            recorder.flush()
+            save(step, state, stream.cursor())
+        raise
 
 
 def push(sampler: Sampler, params: Any, step: int, clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,14 +46,16 @@ def train(
     stall: tuple[float, float] = (LEAST, FACTOR),
     stop: Stop | None = None,
     console: rich.console.Console | None = None,
+    told: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Path:
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
     `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
     and keeps the later ones aside. `origin` is a run whose warm start to use. `source` records how
     the config was made, for later commands. `stall`: the process ends, with code 76, when a phase
-    makes no progress for so many seconds, and so many times as long as ever before. Raises Leaving,
-    after saving, when `stop` is asked; a UserError for faults outside the program.
+    makes no progress for so many seconds, and so many times as long as ever before. `told` is called
+    with each new record of metrics.jsonl, by the first process. Raises Leaving, after saving, when
+    `stop` is asked; a UserError for faults outside the program.
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
     clock, (least, factor) = Clock(since=time.perf_counter()), stall
@@ -91,7 +93,7 @@ def train(
             stack.enter_context(jax.set_mesh(made.mesh))
             known = distributed.from_first(lambda: read(folder))
             journal = stack.enter_context(
-                Journal(folder, console, known, writes=distributed.first())
+                Journal(folder, console, known, writes=distributed.first(), told=told)
             )
             checkpoints = stack.enter_context(
                 folders.checkpoints(

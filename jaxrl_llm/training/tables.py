@@ -21,10 +21,10 @@ def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Ta
     for lines in zip(*(result.lines for result in results), strict=True):
         cells = []
         for line in lines:
-            cells.append(_percent(line.greedy, line.interval))
+            cells.append(percent(line.greedy, line.interval))
             if k:
-                cells.append(_percent(line.mean_k, line.mean_interval))
-                cells.append(_percent(line.pass_k, line.pass_interval))
+                cells.append(percent(line.mean_k, line.mean_interval))
+                cells.append(percent(line.pass_k, line.pass_interval))
         out.add_row(lines[0].name, str(lines[0].examples), *cells)
     return out
 
@@ -43,7 +43,7 @@ def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.t
             measures[f"{name} avg@{k}"] = [(line.mean_k, line.mean_interval) for line in lines]
             measures[f"{name} pass@{k}"] = [(line.pass_k, line.pass_interval) for line in lines]
         for measure, values in measures.items():
-            cells = [_percent(*value) for value in values]
+            cells = [percent(*value) for value in values]
             if len(values) > 1:
                 cells.append(f"{100 * sum(value for value, _ in values) / len(values):.1f}")
             out.add_row(measure, str(max(line.examples for line in lines)), *cells)
@@ -55,7 +55,8 @@ def _unchecked(results: Iterable[Result]) -> str | None:
     return f"unchecked responses, which count nowhere: {count}" if count else None
 
 
-def _percent(value: float, interval: tuple[float, float]) -> str:
+def percent(value: float, interval: tuple[float, float]) -> str:
+    """A share and its 95% interval, in percent."""
     low, high = interval
     if interval == wilson(0, 0):
         return "all unchecked"

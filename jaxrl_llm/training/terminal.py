@@ -30,11 +30,12 @@ def console(*, quiet: bool = False) -> rich.console.Console:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 42 s, 3 min 20 s, 5 h 10 min."""
+    """Seconds for people: 42 s, 3 min 20 s, 5 h 10 min, 6 d 5 h."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    hours = minutes // 60
+    return f"{hours // 24} d {hours % 24} h" if hours >= 100 else f"{hours} h {minutes % 60} min"
 
 
 class _Output:

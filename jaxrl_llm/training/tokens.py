@@ -62,6 +62,7 @@ def write(
             "fields": dict(answers.rewards[i].fields),
             "finished": bool(rollout.finished[i]),
             "version": rollout.version,
+            **({"turns": [[*span] for span in rollout.turns[i]]} if rollout.turns else {}),
         }
         for i, tokens in zip(rows, ours, strict=True)
     ]

@@ -50,7 +50,7 @@ class Nursery:
             "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "XLA_FLAGS": QUICKLY,
-            "JAXRL_WANDB": "0",
+            "JAXRL_LOGGERS": "",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.nursery"],

@@ -1,6 +1,6 @@
-"""`python browser.py PAGE PICTURES [AXE]`, with playwright and chromium: works through the page of tokens.
+"""`python browser.py tokens|report PAGE PICTURES [AXE]`, with playwright and chromium: works through a page.
 
-PAGE is the file of `tests/research/test_page.py`: two runs of the same prompts. Prints figures as JSON.
+That of tokens is the file of `tests/research/test_page.py`: two runs of the same prompts. Prints figures as JSON.
 """
 
 import json
@@ -11,8 +11,8 @@ import time
 
 from playwright.sync_api import sync_playwright
 
-page_file, pictures = sys.argv[1:3]
-axe = [pathlib.Path(path).read_text() for path in sys.argv[3:]]
+kind, page_file, pictures = sys.argv[1:4]
+axe = [pathlib.Path(path).read_text() for path in sys.argv[4:]]
 figures = {}
 
 
@@ -27,7 +27,7 @@ def opened(browser, link="", width=1440, scheme="light"):
     page.on("dialog", lambda dialog: errors.append("a dialog"))
     start = time.perf_counter()
     page.goto(f"file://{page_file}{link}")
-    page.wait_for_selector(".t")
+    page.wait_for_selector({"tokens": ".t", "report": "h1"}[kind])
     figures.setdefault("first paint, s", round(time.perf_counter() - start, 2))
     return page, errors
 
@@ -50,6 +50,15 @@ def controls(page):
         )
         assert said("#meaning")
     assert len({json.dumps(x) for x in colours.values()}) > 3
+    assert len({*colours["turn"]}) > 2  # turns, and what was given
+    starts, given = page.locator("[data-turn='2']"), page.locator(".t.given")
+    assert starts.count() == responses
+    style = "(x, [of, name]) => getComputedStyle(x, of)[name]"
+    assert "turn" in starts.first.evaluate(style, ["::before", "content"])
+    assert given.first.evaluate(style, [None, "fontStyle"]) == "italic"
+    assert "in 2 turns" in page.locator(".response h3").all_text_contents()[-1]
+    given.first.hover()
+    assert "given by the environment" in said("#token")
     page.select_option("#by", "p")
     page.fill("#to", "0.5")
     assert 0 < count(".t.out") < count(".t")
@@ -98,10 +107,8 @@ def of(page):
     )
 
 
-with sync_playwright() as playwright:
-    browser = playwright.chromium.launch(
-        executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-    )
+def work(browser):
+    """All controls of the page of tokens; what they did is in its link."""
     page, errors = opened(browser)
     link = controls(page)
     again, more = opened(browser, link)
@@ -112,10 +119,20 @@ with sync_playwright() as playwright:
         box.value = "entropy" in quantities ? "entropy" : "p"; box.dispatchEvent(new Event("change"));
         document.body.getBoundingClientRect(); return performance.now() - start; }"""
     figures["another colour, ms"] = round(page.evaluate(recolour))
+
+
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(
+        executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+    )
+    if kind == "tokens":
+        work(browser)
+    else:
+        opened(browser, scheme="dark")[0].pdf(path=f"{pictures}.pdf", format="A4")
     for scheme in ("light", "dark"):
         for width in (1440, 390):
             page, errors = opened(browser, width=width, scheme=scheme)
-            page.screenshot(path=f"{pictures}-{scheme}-{width}.png")
+            page.screenshot(path=f"{pictures}-{scheme}-{width}.png", full_page=kind == "report")
             assert not errors, errors
             wide = page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width, f"{wide} pixels in {width}"

@@ -39,9 +39,11 @@ def real_model(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def browser(page: pathlib.Path, pictures: pathlib.Path, readable: bool) -> None:
-    """Works through a page of tokens in Chromium; `readable`: axe-core finds nothing serious in it."""
+def browser(
+    page: pathlib.Path, pictures: pathlib.Path, readable: bool, kind: str = "tokens"
+) -> None:
+    """Works through a page in Chromium; `readable`: axe-core finds nothing serious in it."""
     python = needed("JAXRL_BROWSER_PYTHON", "an interpreter with playwright, beside chromium")
     axe = [needed("JAXRL_AXE", "axe.min.js of axe-core")] if readable else []
-    command = [python, HERE / "browser.py", page, pictures, *axe]
+    command = [python, HERE / "browser.py", kind, page, pictures, *axe]
     subprocess.run([*map(str, command)], check=True, timeout=300)

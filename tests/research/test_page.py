@@ -170,6 +170,24 @@ def test_a_page_holds_what_was_kept_and_nothing_that_acts(run, capsys):
     assert data["runs"][0]["curves"]["reward"] == [[3, 0.3], [4, 0.4]]
 
 
+def test_turns_are_where_they_were(run):
+    """A response of two turns, with what the environment said between them, and one of one turn."""
+    turns = [[(0, 2), (3, 4)], [(0, 1)]]
+    rollout = Rollout([[7]] * 2, [[2, 3, 4, 5], [6]], [], [True] * 2, turns=turns)
+    numbers = {name: np.asarray([[1, 2, 4], [8, 0, 0]], np.float32) for name in ("old", "new")}
+    kept.write(run, 5, Answers([0], rollout, [Reward(1.0, True)] * 2), ["a"], range(2), 2, numbers)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "phase": "reinforce"}\n')
+    data = page.gathered([run], 1000)
+    first, second = data["steps"][-1]["responses"]
+    assert (first["turns"], second["turns"]) == ([[0, 2], [3, 4]], [[0, 1]])
+    assert "turns" not in data["steps"][0]["responses"][0]
+    sampled = np.frombuffer(base64.b64decode(data["sampled"]), np.uint8)[first["start"] :]
+    assert sampled.tolist() == [1, 1, 0, 1, 1]
+    old = numbers_of(data, "old")[first["start"] :]
+    np.testing.assert_array_equal(old, [1, 2, np.nan, 4, 8])
+
+
 def test_of_a_long_run_steps_evenly_apart_are_shown(run):
     for step in range(5, 14):
         (run / "tokens" / f"step-{step:06d}.npz").write_bytes(
@@ -237,7 +255,8 @@ def test_in_a_browser(rows, length, run, tmp_path):
             numbers["weight2"] = 1 - numbers["weight1"]
             responses = [rng.integers(2, 10, 2 + i % (length - 1)).tolist() for i in range(rows)]
             rewards = [Reward(float(i), i % 2 == 1) for i in range(rows)]
-            rollout = Rollout([], responses, [], [True] * rows)
+            turns = [[(0, max(1, len(r) // 3)), (len(r) // 2, len(r))] for r in responses]
+            rollout = Rollout([], responses, [], [True] * rows, turns=turns)
             prompts = [EVIL[i // (rows // 4)] for i in range(rows // 2)]
             kept.write(
                 folder, step, Answers([], rollout, rewards), prompts, range(rows), 2, numbers

@@ -1,18 +1,20 @@
 """What a run writes down is whole, is that of the run, and ends it only where it is lost."""
 
+import html
 import io
 import json
+import re
 import subprocess
 import sys
-import types
 
 import pytest
 import rich.console
 from tensorboardX.proto import event_pb2
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.training import journal
+from jaxrl_llm.training import journal, loggers
 from jaxrl_llm.training.journal import METRICS, REINFORCE, Journal, Recorder
+from jaxrl_llm.training.terminal import duration
 
 
 @pytest.fixture
@@ -45,6 +47,16 @@ def test_records_come_back_as_they_were_written(tmp_path, opened):
     assert journal.scores(made.records) == {1: 0.5}
     assert made.find("eval/accuracy", 1, REINFORCE) == 0.5
     assert made.find("eval/accuracy", 1, "x") is made.find("loss", 2, "x") is None
+
+
+def test_who_listens_is_told_each_record_that_is_written(tmp_path):
+    heard = []
+    for writes in (True, False):
+        console = rich.console.Console(file=io.StringIO())
+        with Journal(tmp_path, console, [], writes=writes, told=heard.append) as made:
+            made.start(-1)
+            made.record(1, "x", {"loss": 0.5})
+    assert heard == journal.read(tmp_path) == [{"step": 1, "phase": "x", "loss": 0.5}]
 
 
 def test_a_resume_forgets_what_is_later(tmp_path, opened):
@@ -112,7 +124,7 @@ def test_a_full_disk_is_an_error_and_a_resume_forgets_what_it_tore(tmp_path, ope
     code = (
         f"{limit}; import io, pathlib, rich.console; from jaxrl_llm.training import journal; "
         f"made = journal.Journal(pathlib.Path({str(tmp_path)!r}), rich.console.Console()); "
-        "made._board = type('Board', (), {'add': print, 'close': print}); made.record(2, 'x', {})"
+        "made._loggers = type('Loggers', (), {'log': print}); made.record(2, 'x', {})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "File too large" in done.stderr
@@ -122,13 +134,14 @@ def test_a_full_disk_is_an_error_and_a_resume_forgets_what_it_tore(tmp_path, ope
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_full_disk_for_tensorboard_is_an_error_and_no_record(tmp_path, opened):
+def test_a_full_disk_for_tensorboard_is_one_warning(tmp_path, opened, caplog):
     made = opened()
-    writer = made._board._writer._py_recordio_writer
+    writer = made._loggers._known["TensorBoard"]._writer._py_recordio_writer
     writer._writer = Full(writer._writer, 10)
-    with pytest.raises(OSError, match="No space left"):
-        made.record(1, "x", {"loss": 0.5})
-    assert steps(tmp_path) == []
+    for step in (1, 2):
+        made.record(step, "x", {"loss": 0.5})
+    assert steps(tmp_path) == [1, 2]
+    assert caplog.text.count("TensorBoard is left out from here on: [Errno 28] No space left") == 1
 
 
 def events(folder):
@@ -175,50 +188,122 @@ def test_the_best_is_that_of_the_highest_accuracy(scores, steps, best):
     assert journal.best(records, [*steps], lambda step: step != 11) == best
 
 
+class Hub:
+    """A stand-in for Weights & Biases or trackio that keeps what it is told."""
+
+    def __init__(self):
+        self.begun, self.logged, self.finished, self.broken = [], [], 0, ""
+
+    def init(self, **how):
+        self._may_break("init")
+        self.begun.append(how)
+        print("welcome")
+        return self
+
+    def log(self, values, step):
+        self._may_break("log")
+        self.logged.append((step, values))
+
+    def Table(self, columns, data):
+        self._may_break("Table")
+        return columns, data
+
+    def finish(self):
+        self._may_break("finish")
+        self.finished += 1
+
+    def _may_break(self, call):
+        if self.broken == call:
+            raise RuntimeError("api_key not configured (no-tty). call wandb.login\nmore")
+
+
 @pytest.fixture
-def wandb(monkeypatch, tmp_path):
-    """A stand-in for Weights & Biases, that is asked for."""
-    (tmp_path / "run.json").write_text(json.dumps({"id": "abc"}))
-    nothing = lambda *_, **__: None
-    fake = types.SimpleNamespace(log=nothing, finish=nothing, begun=[], __spec__=object())
-    fake.init = lambda **how: (fake.begun.append(how), fake)[1]
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv(journal.WANDB, "1")
-    return fake
+def hubs(monkeypatch, tmp_path):
+    """Stand-ins that are asked for."""
+    (tmp_path / "run.json").write_text(json.dumps({"id": "abcdefghijk"}))
+    found = {name: Hub() for name in ("wandb", "trackio")}
+    for name, hub in found.items():
+        monkeypatch.setitem(sys.modules, name, hub)
+    monkeypatch.setenv(loggers.ASKED, "wandb, trackio")
+    return found
 
 
-def test_weights_and_biases_only_when_asked_for(opened, wandb, monkeypatch):
-    monkeypatch.setenv(journal.WANDB, "0")
-    opened().record(1, "x", {})
-    assert not wandb.begun
-    monkeypatch.setenv(journal.WANDB, "1")
+def test_loggers_only_when_asked_for(opened, hubs, monkeypatch, tmp_path, capsys):
+    for value in ("", ","):
+        monkeypatch.setenv(loggers.ASKED, value)
+        opened().record(1, "x", {})
+    assert not hubs["wandb"].begun + hubs["trackio"].begun
+    monkeypatch.setenv(loggers.ASKED, "wandb,trackio,wandb")
     opened()
-    assert (wandb.begun[0]["id"], wandb.begun[0]["resume"]) == ("abc", "allow")
+    [wandb], [trackio] = hubs["wandb"].begun, hubs["trackio"].begun
+    assert (wandb["id"], wandb["resume"], wandb["dir"]) == ("abcdefghijk", "allow", tmp_path)
+    assert (trackio["name"], trackio["resume"]) == (f"{tmp_path.name}-abcdefgh", "allow")
+    assert capsys.readouterr().out.count("welcome") == 1  # of wandb, which speaks to stderr
 
 
-def broken(*_, **__):
-    raise RuntimeError("api_key not configured (no-tty). call wandb.login\nmore")
-
-
-@pytest.mark.parametrize("call", ["log", "finish"])
-def test_weights_and_biases_never_ends_a_run(opened, wandb, call, tmp_path, caplog):
-    setattr(wandb, call, broken)
+def test_loggers_have_the_same_names_and_tables(opened, hubs, tmp_path):
     made = opened()
-    made.record(1, "x", {})
-    made.record(2, "x", {})
+    made.samples(3, [("one|two\n<b>", "*a*\x1b", "reward 1")])
+    made.record(3, REINFORCE, {"loss": 0.5, "count": 2})
+    made.__exit__(None)
+    text = ("one|two\n<b>", "*a*\\x1b", "reward 1")
+    for hub in hubs.values():
+        (first, table), (second, values) = hub.logged
+        assert (first, second) == (3, 3)
+        assert table == {"samples": (["prompt", "response", "remark"], [[*text]])}
+        assert values == {"reinforce/loss": 0.5, "reinforce/count": 2}
+        assert hub.finished == 1
+    shown = [(e.step, v) for e in events(tmp_path) for v in e.summary.value]
+    assert {v.tag for _, v in shown} == {
+        "reinforce/loss",
+        "reinforce/count",
+        "samples/text_summary",
+    }
+    [board] = [v.tensor.string_val[0].decode() for _, v in shown if "samples" in v.tag]
+    head, _, row = board.split("\n")
+    assert head == "| prompt | response | remark |"
+    cells = [html.unescape(x).replace("<br>", "\n") for x in row.strip("| ").split(" | ")]
+    assert cells == [*text]
+    assert not {*"<*\\"} & {*row.replace("<br>", "")}
+
+
+@pytest.mark.parametrize("call", ["log", "finish", "Table"])
+def test_loggers_never_end_a_run(opened, hubs, call, tmp_path, caplog):
+    hubs["wandb"].broken = call
+    made = opened()
+    for step in (1, 2):
+        made.samples(step, [("a", "b", "c")])
+        made.record(step, "x", {})
     made.__exit__(None)
     assert steps(tmp_path) == [1, 2]
     assert caplog.text.count("Weights & Biases is left out from here on: api_key") == 1
+    assert len(caplog.records) == 1
+    assert [step for step, _ in hubs["trackio"].logged] == [1, 1, 2, 2]
 
 
-def test_weights_and_biases_that_does_not_start_is_one_line(opened, wandb, monkeypatch):
-    wandb.init = broken
-    with pytest.raises(UserError, match=r"api_key not configured.*JAXRL_WANDB") as error:
+def test_a_run_that_fails_is_not_finished_for_its_loggers(opened, hubs):
+    opened().__exit__(KeyError)
+    assert hubs["wandb"].finished == hubs["trackio"].finished == 0
+
+
+def test_a_logger_that_does_not_start_is_one_line(opened, hubs, monkeypatch, caplog, tmp_path):
+    hubs["wandb"].broken = "init"
+    with pytest.raises(UserError, match=r"api_key not configured.*JAXRL_LOGGERS") as error:
         opened()
     assert "\n" not in str(error.value)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setenv(loggers.ASKED, "trackio")
+    with pytest.raises(UserError, match="pip install trackio"):
         opened()
+    monkeypatch.setenv(loggers.ASKED, "wanb")
+    with pytest.raises(UserError, match="no logger 'wanb', only wandb and trackio"):
+        opened()
+    monkeypatch.setenv(loggers.ASKED, "")
+    opened().record(1, "x", {})
+    monkeypatch.setenv(loggers.ASKED, "wandb")
+    opened(after=1).record(2, "x", {})  # a run under way is not held up
+    assert steps(tmp_path) == [1, 2]
+    assert "the run goes on without" in caplog.text
 
 
 def test_samples_are_quoted(tmp_path, opened):
@@ -259,28 +344,58 @@ def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
     recorder(opened(after=3)).check()  # resumed, it has three steps to do better
 
 
-def test_a_phase_says_once_how_long_it_will_take(opened):
+def test_each_line_says_how_long_the_phase_will_take(opened):
     one = recorder(opened(said=(said := io.StringIO())))
     one._journal.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
-    with one.shown():
-        for step in range(1, 6):
-            one.hold(step, lambda: {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
-            one.flush()
-    assert said.getvalue().count("to go") == 1
-    assert "reinforce: 17 steps to go, about 3 min 50 s with 3 evaluations" in said.getvalue()
+    one.begin()
+    for step in range(1, 6):
+        one.hold(step, lambda: {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
+        one.flush()
+    # 17 steps, and evaluations after 8, 16 and 20
+    assert re.search(r"^ +3/20 .* 10\.00  3 min 50 s$", said.getvalue(), re.MULTILINE)
     assert "reinforce: the first step also compiles its programs\n" in said.getvalue()
     again = Recorder(one._journal, REINFORCE, range(4), 3, 0.5, 8)
-    with again.shown():
-        assert "compiles its programs, 30 s when it last did" in said.getvalue()
+    again.begin()
+    assert "compiles its programs, 30 s when it last did" in said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("steps", "text"), [(4, "1 step to go, about 10 s and 1 evaluation"), (3, "")]
-)
-def test_the_end_of_a_phase_is_near(opened, steps, text):
-    made = opened(said=(said := io.StringIO()))
-    one = Recorder(made, REINFORCE, range(steps), 0, 0.5, steps)
-    for step in (1, 2, 3):
-        one.hold(step, lambda: {"time/step": 10.0})
+FIGURES = {
+    "reward": -1.5,
+    "accuracy": 1.0,
+    "length": 31_000.0,
+    "kl_reference": 0.12345,
+    "updates": 1,
+}
+
+
+@pytest.mark.parametrize("count", [40, 12_345])
+def test_each_step_is_a_line_of_80_columns_under_its_titles(opened, count):
+    one = Recorder(
+        opened(said=(said := io.StringIO())), REINFORCE, range(4, 4 + count), 4, 0.5, count
+    )
+    for step in range(5, 5 + 30):
+        figures = {**FIGURES, "time/tokens_per_second": 1_234_567.0, "time/step": 900.0}
+        one.hold(step, lambda figures=figures: figures)
         one.flush()
-    assert ("to go" in said.getvalue(), text in said.getvalue()) == (bool(text), True)
+    one.hold(35, lambda: {"updates": 0})  # no response was checked
+    one.flush()
+    lines = said.getvalue().splitlines()
+    heads = [line for line in lines if line.startswith("reinforce ") and "reward" in line]
+    steps = [line for line in lines if re.match(r" *\d+/\d+ ", line)]
+    assert (len(heads), len(steps)) == (2, 31)
+    assert {len(line) for line in heads + steps} == {80}
+    assert steps[0].split()[:7] == [
+        f"1/{count}",
+        "-1.50",
+        "100%",
+        "31,000",
+        "0.1235",
+        "1,234,567",
+        "900.00",
+    ]
+    assert steps[-1].split()[1:5] == ["-"] * 4
+    ends = [
+        [m.end() for m in re.finditer(r"\S+(?= |$)", line)][:7] for line in (heads[0], steps[0])
+    ]
+    assert ends[0][1:] == ends[1][1:]
+    assert steps[0].endswith(f"{duration(900.0 * (count - 1))}")

@@ -1,0 +1,155 @@
+"""What takes the records of a run beside metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+
+None of them can end a run that has begun: what one raises becomes a warning, once, and it is left
+out from there on.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+
+from jaxrl_llm.errors import UserError, first_line
+
+ASKED = "JAXRL_LOGGERS"  # the environment variable that names loggers, with commas between
+HUBS = {"wandb": "Weights & Biases", "trackio": "trackio"}
+_event = cast(Any, event_pb2)  # members are made on import
+logger = logging.getLogger(__name__)
+Columns = Sequence[str]
+Rows = Sequence[Sequence[str]]
+
+
+class Logger(Protocol):
+    """Takes metrics of a step by name, and tables of text; may raise whatever it likes."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
+
+
+class Loggers:
+    """TensorBoard, and those that are asked for, of the run in a folder.
+
+    `purge` is the step from which on earlier records are void, if there are any. Raises a UserError
+    for an unknown name, and if one does not start with a new run; a resumed run goes on without.
+    """
+
+    def __init__(self, folder: Path, purge: int | None):
+        self._known: dict[str, Logger] = {}
+        asked = [name for name in os.environ.get(ASKED, "").replace(" ", "").split(",") if name]
+        for name in {*asked} - {*HUBS}:
+            raise UserError(f"{ASKED}: there is no logger {name!r}, only {' and '.join(HUBS)}")
+        for name in ("tensorboard", *dict.fromkeys(asked)):
+            try:
+                started = _Board(folder, purge) if name not in HUBS else _Hub(name, folder)
+                self._known[HUBS.get(name, "TensorBoard")] = started
+            except Exception as error:  # the libraries' own errors have no common base
+                said = f"{HUBS.get(name, 'TensorBoard')} does not start ({first_line(error)})"
+                if name not in HUBS or purge:
+                    logger.warning("%s: the run goes on without", said)
+                    continue
+                self.close(finished=False)
+                raise UserError(
+                    f"{said}: pip install {name}, log in to it, or leave it out of {ASKED}"
+                ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hands on metrics of a step."""
+        self._each(lambda one: one.log(step, values))
+
+    def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
+        """Hands on a table of text."""
+        self._each(lambda one: one.table(step, name, columns, rows))
+
+    def close(self, *, finished: bool) -> None:
+        """Closes all; `finished` if the run is at its end."""
+        self._each(lambda one: one.close(finished=finished))
+        self._known = {}
+
+    def _each(self, call: Callable[[Logger], Any]) -> None:
+        for name, one in [*self._known.items()]:
+            try:
+                call(one)
+            except Exception as error:  # as above
+                logger.warning("%s is left out from here on: %s", name, first_line(error))
+                del self._known[name]
+                with contextlib.suppress(Exception):
+                    one.close(finished=False)
+
+
+class _Board:
+    """TensorBoard event files, written at once.
+
+    tensorboardX's own writer has a thread, which would wait for ever on a full disk.
+    """
+
+    def __init__(self, folder: Path, purge: int | None):
+        (folder / "tensorboard").mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "tensorboard" / "events"))
+        if purge is not None:  # makes TensorBoard drop later steps
+            start = _event.SessionLog(status=_event.SessionLog.START)
+            self._write(step=purge, session_log=start)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        made: Any = summary.Summary
+        points = [made.Value(tag=name, simple_value=x) for name, x in values.items()]
+        self._write(step=step, summary=made(value=points))
+
+    def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
+        cells = [columns, ["---"] * len(columns), *([*map(_shown, row)] for row in rows)]
+        text = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        self._write(step=step, summary=summary.text(name, text))
+
+    def close(self, *, finished: bool) -> None:
+        del finished
+        self._writer.close()
+
+    def _write(self, **event: Any) -> None:
+        self._writer.write_event(_event.Event(wall_time=time.time(), **event))
+        self._writer.flush()
+
+
+class _Hub:
+    """Weights & Biases, or trackio, which has its interface; a resumed run goes on there by its id."""
+
+    def __init__(self, name: str, folder: Path):
+        identity = json.loads((folder / "run.json").read_bytes())["id"]
+        self._module, label = importlib.import_module(name), folder.absolute().name
+        settings: dict[str, Any] = {"project": "jaxrl_llm", "resume": "allow", "name": label}
+        if name == "wandb":
+            self._run = self._module.init(**settings, id=identity, dir=folder)
+            return
+        settings["name"] += f"-{identity[:8]}"  # trackio knows runs by name
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run = self._module.init(**settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
+        made = self._module.Table(columns=[*columns], data=[[*row] for row in rows])
+        self._run.log({name: made}, step=step)
+
+    def close(self, *, finished: bool) -> None:
+        if finished:
+            with contextlib.redirect_stdout(sys.stderr):
+                self._module.finish()
+
+
+def _shown(text: str) -> str:
+    """Text for a cell of a table in Markdown, whatever is in it."""
+    plain = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
+    return plain.replace("\n", "<br>")
