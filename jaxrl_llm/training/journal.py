@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -150,6 +152,7 @@ _SHOWN = {  # columns of the line of a step: title, width, form
 }
 _COLUMNS = {WARM_START: ("loss", "time/step"), REINFORCE: tuple(_SHOWN)[1:]}
 _HEAD = 25  # lines after which the titles are said again
+_PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
 _RECENT = 10  # steps whose mean time tells how long the rest will take
 
 
@@ -177,6 +180,7 @@ class Recorder:
         self._before = len(self._records)
         self._pending: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
         self._title, self._lines = phase.replace("_", " "), 0
+        self._next_line = -math.inf  # by the monotonic clock
 
     def begin(self) -> None:
         """Says that the first step compiles."""
@@ -214,6 +218,9 @@ class Recorder:
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         """A line of at most 80 columns: the step, its figures, and how long the phase will go on."""
         done, total = step - self._steps.start, len(self._steps)
+        if time.monotonic() < self._next_line and done < total:
+            return
+        self._next_line = time.monotonic() + _PACE
         recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
         columns = [(name, *_SHOWN[name]) for name in _COLUMNS[self._phase]]
         if self._lines % _HEAD == 0:

@@ -344,6 +344,25 @@ def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
     recorder(opened(after=3)).check()  # resumed, it has three steps to do better
 
 
+def test_quick_steps_share_a_line(opened, monkeypatch):
+    """The first, then one when 2 seconds have gone by, and the last."""
+    monkeypatch.setattr(journal.time, "monotonic", (i / 4 for i in range(999)).__next__)
+    one = recorder(opened(said=(said := io.StringIO())))
+    for step in range(1, 21):
+        one.hold(step, lambda: {"updates": 1, "time/step": 0.25})
+        one.flush()
+    shown = [int(n) for n in re.findall(r"^ +(\d+)/20 ", said.getvalue(), re.MULTILINE)]
+    assert shown == [1, 9, 17, 20]  # the clock is read twice where a line is shown
+    assert len(journal.read(one._journal.folder)) == 20
+
+
+@pytest.fixture
+def each(monkeypatch):
+    """A line of every step."""
+    monkeypatch.setattr(journal, "_PACE", 0.0)
+
+
+@pytest.mark.usefixtures("each")
 def test_each_line_says_how_long_the_phase_will_take(opened):
     one = recorder(opened(said=(said := io.StringIO())))
     one._journal.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
@@ -368,6 +387,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.usefixtures("each")
 @pytest.mark.parametrize("count", [40, 12_345])
 def test_each_step_is_a_line_of_80_columns_under_its_titles(opened, count):
     one = Recorder(
