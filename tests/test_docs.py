@@ -98,7 +98,7 @@ def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_asks_learns_to_use_the_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "asking.py").write_text(snippet("environments.md", 0))

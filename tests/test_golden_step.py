@@ -23,16 +23,23 @@ PLANS = {
     "lopti_minibatch_reversed": (partition.reversed, update.interleaved),
 }
 MESHES = {"1-device": (1, 1, 1), "8-devices": (2, 2, 2), "fsdp-8": (1, 8, 1), "tensor-4": (2, 1, 4)}
-ALWAYS = {
-    ("1-device", 1, False),
-    ("8-devices", 4, True),
+FAST = {("1-device", 1, False), ("8-devices", 4, True)}
+SLOW = {
+    ("1-device", 4, True),
+    ("8-devices", 2, False),
+    ("fsdp-8", 2, True),
+    ("tensor-4", 1, True),
 }
+
+
+def tier(case):
+    return () if case in FAST else pytest.mark.slow if case in SLOW else pytest.mark.long
 
 
 @pytest.mark.parametrize(
     ("mesh", "micro", "pack"),
     [
-        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        pytest.param(*case, marks=tier(case))
         for case in itertools.product(MESHES, (1, 2, 4), (False, True))
     ],
 )

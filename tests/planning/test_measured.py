@@ -31,8 +31,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 SHAPE = qwen2.Shape(8192, 512, 1536, 4, 8, 2, tied=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_step_uses_what_its_plan_says_within_a_tenth(devices):
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

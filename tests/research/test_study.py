@@ -184,7 +184,7 @@ def test_a_study_is_made_stopped_and_finished(small, tmp_path):
     command = [sys.executable, "-m", "jaxrl_llm.cli", "study", str(small), "--out", "out"]
     command += ["--seeds", "0", "--jobs", "1", "--data", "data"]
     study = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not (tmp_path / "out" / "runs" / "plain-seed0" / "metrics.jsonl").exists():
         assert study.poll() is None
         assert time.monotonic() < until

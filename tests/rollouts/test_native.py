@@ -200,8 +200,9 @@ def test_sampling_out_of_range_is_an_error(bad):
         Sampling(**bad)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [50])
+@pytest.mark.parametrize(
+    "count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)]
+)
 def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
     """Prompts of different lengths, token for token."""
     folder = peer.real_model(tmp_path / "model")
