@@ -27,17 +27,16 @@ class Answers(NamedTuple):
     def groups(self, chosen: Sequence[int]) -> "Answers":
         """The examples of these numbers, with their responses."""
         n = len(self.rewards) // len(self.examples)
-        rows = [i * n + k for i in chosen for k in range(n)]
+        rows = _rows(chosen, n)
         examples, rewards = [self.examples[i] for i in chosen], [self.rewards[row] for row in rows]
-        return Answers(examples, _rows(self.rollout, rows), rewards)
+        return Answers(examples, _picked(self.rollout, rows), rewards)
 
     def followed(self, other: "Answers") -> "Answers":
         """Both, one after the other; the version is the older one."""
         a, b = self.rollout, other.rollout
-        tolerances = [one.tolerance for one in (a, b) if one.tolerance is not None]
         both = {name: [*getattr(a, name), *getattr(b, name)] for name in ("prompts", *BY_RESPONSE)}
         rollout = replace(
-            a, version=min(a.version, b.version), tolerance=max(tolerances, default=None), **both
+            a, version=min(a.version, b.version), tolerance=_tolerance((a, b)), **both
         )
         rewards = [*self.rewards, *other.rewards]
         return Answers([*self.examples, *other.examples], rollout, rewards)
@@ -167,11 +166,21 @@ class TokenTask:
     def own(self, examples: Sequence[Any], whole: Rollout) -> Rollout:
         """This process's share of the responses of all: the inverse of `whole`."""
         n = len(whole.responses) // len(examples)
-        rows = [i * n + k for i in _own(self.prompts(examples)) for k in range(n)]
-        return _rows(whole, rows)
+        return _picked(whole, _rows(_own(self.prompts(examples)), n))
 
 
-def _rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+def _rows(groups: Sequence[int], n: int) -> list[int]:
+    """The responses of groups of `n`, by number."""
+    return [i * n + k for i in groups for k in range(n)]
+
+
+def _tolerance(rollouts: Sequence[Rollout]) -> float | None:
+    """The widest of those that are known."""
+    known = [one.tolerance for one in rollouts if one.tolerance is not None]
+    return max(known, default=None)
+
+
+def _picked(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     """These responses of a rollout."""
     pick = lambda values: [values[row] for row in rows] if values else ()
     picked = {name: pick(getattr(rollout, name)) for name in ("prompts", *BY_RESPONSE)}
@@ -199,12 +208,11 @@ def _merged(
         taken[owner] += n
     rollouts = [share.rollout for share in shares]
     held = [one for one in rollouts if one.responses]
-    tolerances = [one.tolerance for one in held if one.tolerance is not None]
     pick = lambda by_share: [by_share[i][row] for i, row in order if by_share[i]] or ()
     whole = Rollout(
         prompts=[prompt for prompt in prompts for _ in range(n)],
         version=max(one.version for one in held),
-        tolerance=max(tolerances, default=None),
+        tolerance=_tolerance(held),
         **{name: pick([getattr(one, name) for one in rollouts]) for name in BY_RESPONSE},
     )
     return whole, pick([share.rewards for share in shares])

@@ -201,8 +201,9 @@ def reinforcement(
             chosen[even] = len(drawn.examples) + np.arange(len(examples))
             more = task.together(examples, partial(answer, examples, nth), stop)
             drawn = drawn.followed(more)
-        if config.redraws:
-            onward()
+        if not config.redraws:
+            return drawn, drawn
+        onward()
         return drawn, drawn.groups(chosen.tolist())
 
     push(sampler, parts.whole(state.params), step, clock)
