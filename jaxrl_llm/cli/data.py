@@ -45,6 +45,6 @@ def main(options: Options, config: Config) -> None:
         )
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
-            console.print(as_text(made.task.prompt(source[i])), highlight=False)
+            console.print(as_text(made.task.prompt(source[i])))
             if isinstance(made.task, Demonstrator):
                 console.print(made.task.demonstration(source[i]), style="dim")

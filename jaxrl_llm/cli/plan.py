@@ -70,7 +70,7 @@ def dry_run(config: Config, data: str, console: rich.console.Console) -> None:
     console.print(f"{known:,} training examples, {divided.skipped} left out as too long")
     console.print(f"{len(divided.test):,} test examples")
     prompt = as_text(made.task.prompt(divided.train[0]))
-    console.print("the first prompt:", prompt, sep="\n", highlight=False)
+    console.print("the first prompt:", prompt, sep="\n")
     with console.status("compiling") as status:
         planned = plan(config, machines.machine("here"), shape=made.shape, say=status.update)
     for part in report.tables(planned, config.steps):

@@ -48,7 +48,7 @@ def main(
     """
     if prompt is not None and example is not None:
         raise UserError("a prompt and --example were given: choose one")
-    console = terminal.plain(highlight=False)
+    console = terminal.plain()
     with opened(run, data, step) as (config, parts, sampler, _):
         if example is not None and not 0 <= example < len(parts.task.test):
             raise UserError(

@@ -92,7 +92,7 @@ def _watch(engine: Vllm, sidecars: list[Sidecar], logs: Path, stop: Stop) -> Non
     servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
     console = terminal.plain()
     console.print(f"ready; logs in {logs}. In the config of the trainer:")
-    console.print(f"  engine=Vllm({servers})", highlight=False)
+    console.print(f"  engine=Vllm({servers})")
     while True:
         time.sleep(0.5)
         check()

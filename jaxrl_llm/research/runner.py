@@ -285,7 +285,7 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
         commands=["jaxrl-llm " + shlex.join(grid.command(one)) for one in steps],
         others=[one for name, one in grid.recorded().items() if name not in outcomes],
     )
-    console.print(study_report.write(found, grid.out), highlight=False)
+    console.print(study_report.write(found, grid.out))
     console.print(f"written to {grid.out / 'results.md'}, results.json, and pictures beside them")
 
 

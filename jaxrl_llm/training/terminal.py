@@ -17,11 +17,12 @@ class _Console(rich.console.Console):
 
 
 def plain(**options: Any) -> rich.console.Console:
-    """A console that prints text as it is: no markup, no emoji, no line breaks of its own.
+    """A console that prints text as it is: no markup, emoji, colours or line breaks of its own.
 
     But control characters, which a terminal would obey, are written out (`errors.printable`).
     """
-    return _Console(**{"markup": False, "emoji": False, "soft_wrap": True, **options})
+    plainly = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
+    return _Console(**{**plainly, **options})
 
 
 def console(*, quiet: bool = False) -> rich.console.Console:
