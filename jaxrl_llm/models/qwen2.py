@@ -194,10 +194,7 @@ class Linear(nnx.Module):
             self.lora_B.weight[...] *= 0.0
 
     def __call__(self, x):
-        n = self.contracted
-        w = self.weight[...].astype(x.dtype)
-        dims = (tuple(range(x.ndim - n, x.ndim)), tuple(range(w.ndim - n, w.ndim)))
-        y = jax.lax.dot_general(x, w, (dims, ((), ())), precision(x, w))
+        y = primitives.product(x, self.weight[...].astype(x.dtype), self.contracted)
         if self.lora_A is not None and self.lora_B is not None:
             y = y + self.scale * self.lora_B(self.lora_A(x))
         return y if self.bias is None else y + _like(self.bias[...], y)

@@ -34,7 +34,8 @@ from jaxrl_llm.training import terminal
 
 PEER = Path(__file__).with_name("peer.py")
 SMALL = qwen2.Shape(8192, 256, 704, 6, 4, 2, tied=True)
-REMAT = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+KEPT = jax.checkpoint_policies.save_only_these_names("product")
+REMAT = partial(jax.checkpoint, policy=KEPT)
 GRPO = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
 TWO_STAGES = replace(GRPO, partition=partial(partition.random, share=0.5))
 PLAIN, LOPTI, TORCH = "plain GRPO", "Lopti (2 stages)", "PyTorch with transformers"
@@ -342,7 +343,7 @@ def _peer(
         return
     if not model:
         raise UserError("the peer needs a model folder: give one before --peer-python")
-    words = [str(python), str(PEER), kind, str(hf.resolve(model)), *map(str, sizes)]
+    words = [str(python), "-P", str(PEER), kind, str(hf.resolve(model)), *map(str, sizes)]
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)  # noqa: S603
