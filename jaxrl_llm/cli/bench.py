@@ -4,18 +4,20 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research.accelerator import accelerator
 from jaxrl_llm.research.bench import compilation, rollout, update
+from jaxrl_llm.research.versus import against
 
 COMMANDS = {
     "update": update,
     "rollout": rollout,
     "compile": compilation,
     "accelerator": accelerator,
+    "against": against,
 }
 
 
 def run(words: list[str]) -> None:
     """Parse the words after `bench`, the name and its flags, and run that benchmark."""
-    name = words[0] if words else ""
+    name = words[0].removeprefix("--") if words else ""  # `bench --against torch` reads well
     if name in COMMANDS:
         parse.call(COMMANDS[name], words[1:], f"bench {name}")
     elif {*words} & {"-h", "--help"}:

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models import attention, int8, primitives
-from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.models.sharding import BATCH, constrain, gathered
 
 Hidden = Float[Array, "R L D"]

@@ -1,10 +1,9 @@
-"""Times an optimizer step, generation and compilation on this machine, against a floor and a peer.
+"""Times an optimizer step, generation and compilation on this machine, against a floor.
 
 The floor is the unavoidable arithmetic over the measured rate of a large matrix product. Programs
 to compare run in turn (A B C A B C ...), so that the load of the machine is the same for all.
 """
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,13 +31,12 @@ from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.training import terminal
 
-PEER = Path(__file__).with_name("peer.py")
 SMALL = qwen2.Shape(8192, 256, 704, 6, 4, 2, tied=True)
 KEPT = jax.checkpoint_policies.save_only_these_names("product")
 REMAT = partial(jax.checkpoint, policy=KEPT)
 GRPO = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
 TWO_STAGES = replace(GRPO, partition=partial(partition.random, share=0.5))
-PLAIN, LOPTI, TORCH = "plain GRPO", "Lopti (2 stages)", "PyTorch with transformers"
+PLAIN, LOPTI = "plain GRPO", "Lopti (2 stages)"
 
 
 def update(
@@ -52,9 +50,8 @@ def update(
     repeats: int = 3,
     devices: int = 1,
     bfloat16: bool = False,
-    peer_python: Path | None = None,
 ) -> None:
-    """Time the train step: plain GRPO against Lopti, its parts, and PyTorch with transformers.
+    """Time the train step: plain GRPO against Lopti, and its parts.
 
     Args:
         model: a Qwen2 folder or hub name; without it a small random model (about 6M parameters).
@@ -65,7 +62,6 @@ def update(
         repeats: timed steps of each kind, after one that compiles; the median is shown.
         devices: how many to split the rows over; a CPU is cut into as many virtual ones.
         bfloat16: compute in bfloat16 instead of float32.
-        peer_python: an interpreter with torch and transformers, to time in turn (needs a model).
     """
     at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
                  microbatches=microbatches, repeats=repeats, devices=devices)  # fmt: skip
@@ -77,14 +73,14 @@ def update(
     if devices > len(jax.devices()):
         raise UserError(f"--devices {devices}: this machine has {len(jax.devices())}")
     mesh = sharding.make_mesh(devices, 1, 1, jax.devices()[:devices])
-    length, sizes = prompt_length + response_length, (rows, prompt_length, response_length)
-    with _peer("update", model, peer_python, sizes) as peer, jax.set_mesh(mesh):
-        subject = _subject(model, mesh, bfloat16)
+    length = prompt_length + response_length
+    with jax.set_mesh(mesh):
+        subject = load_subject(model, mesh, bfloat16)
         parameters = sum(x.size for x in jax.tree.leaves(subject.params))
         work = flops.update(
             subject.shape, tokens=rows * length, scored=rows * response_length, length=length
         )
-        rate = _matmul_rate(subject.dtype)
+        rate = matmul_rate(subject.dtype)
         console.print(
             f"{parameters / 1e6:.1f}M parameters, {rows} x ({prompt_length} + {response_length}) "
             f"tokens, {jax.devices()[0].device_kind}, "
@@ -96,14 +92,14 @@ def update(
         trainer = Trainer(subject, mesh, collate, rows)
         del subject  # the steps donate its parameters
         steps = {PLAIN: trainer.steps(GRPO), LOPTI: trainer.steps(TWO_STAGES)}
-        seconds = in_turn({**steps, **_parts(trainer), **peer}, repeats, console)
-    plain, whole = np.median(seconds[PLAIN]), {*steps, *peer}
+        seconds = in_turn({**steps, **_parts(trainer)}, repeats, console)
+    plain = np.median(seconds[PLAIN])
     columns: Columns = {
-        "tokens/s": lambda name, s: f"{rows * length / s:,.0f}" if name in whole else "",
-        "x floor": lambda name, s: f"{s * rate / work:.2f}" if name in whole else "",
+        "tokens/s": lambda name, s: f"{rows * length / s:,.0f}" if name in steps else "",
+        "x floor": lambda name, s: f"{s * rate / work:.2f}" if name in steps else "",
         "x plain": lambda _, s: f"{s / plain:.2f}",
     }
-    console.print(_table("", seconds, columns))
+    console.print(table("", seconds, columns))
 
 
 def _parts(trainer: "Trainer") -> dict[str, Callable[[], Any]]:
@@ -140,9 +136,8 @@ def rollout(
     slots: int = 64,
     repeats: int = 3,
     bfloat16: bool = False,
-    peer_python: Path | None = None,
 ) -> None:
-    """Time generation: the embedded engine greedy, sampled, top-p; PyTorch with transformers.
+    """Time generation by the embedded engine: greedy, sampled, top-p.
 
     Args:
         model: a Qwen2 folder or hub name; without it a small random model (about 6M parameters).
@@ -152,18 +147,16 @@ def rollout(
         slots: sequences that decode at a time.
         repeats: timed rounds of each kind, after one that compiles; the median is shown.
         bfloat16: compute in bfloat16 instead of float32.
-        peer_python: an interpreter with torch and transformers, to time in turn (needs a model).
     """
     at_least_one(sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens,
                  slots=slots, repeats=repeats)  # fmt: skip
     console = terminal.plain(soft_wrap=False)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    sizes = (sequences, prompt_length, new_tokens)
-    with _peer("rollout", model, peer_python, sizes) as peer, jax.set_mesh(mesh):
-        subject = _subject(model, mesh, bfloat16)
+    with jax.set_mesh(mesh):
+        subject = load_subject(model, mesh, bfloat16)
         length, total = prompt_length + new_tokens, sequences * new_tokens
         work = flops.forward(subject.shape, tokens=sequences * length, scored=total, length=length)
-        rate = _matmul_rate(subject.dtype)
+        rate = matmul_rate(subject.dtype)
         console.print(
             f"{sequences} x ({prompt_length} + {new_tokens}) tokens, {jax.devices()[0].device_kind}, matmul "
             f"{rate / 1e9:.0f} GFLOP/s: arithmetic alone allows {total * rate / work:,.0f} tokens/s"
@@ -175,12 +168,12 @@ def rollout(
         }
         with generating(subject, mesh, slots, sequences, prompt_length) as generate:
             ours = {name: partial(generate, sampling) for name, sampling in kinds.items()}
-            seconds = in_turn({**ours, **peer}, repeats, console)
+            seconds = in_turn(ours, repeats, console)
     columns: Columns = {
         "tokens/s": lambda _, s: f"{total / s:,.0f}",
         "x floor": lambda _, s: f"{s * rate / work:.2f}",
     }
-    console.print(_table("", seconds, columns))
+    console.print(table("", seconds, columns))
 
 
 def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
@@ -203,7 +196,7 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
         seconds = in_turn(runs, repeats, console, warm=False)
     first = np.median(seconds[str(layers[0])])
     ratio: Columns = {f"x {layers[0]} layers": lambda _, s: f"{s / first:.2f}"}
-    console.print(_table("layers", seconds, ratio))
+    console.print(table("layers", seconds, ratio))
 
 
 class Subject(NamedTuple):
@@ -287,7 +280,7 @@ def random_subject(
     return Subject(shape, definition, qwen2.init(shape, dtype=stored, shardings=where), dtype)
 
 
-def _subject(model: str | None, mesh: Any, bfloat16: bool) -> Subject:
+def load_subject(model: str | Path | None, mesh: Any, bfloat16: bool) -> Subject:
     """A pretrained model, or a small random one."""
     dtype: Any = jnp.bfloat16 if bfloat16 else jnp.float32
     if model is None:
@@ -323,7 +316,7 @@ Columns = Mapping[str, Callable[[str, float], str]]
 """the cell of a program, by its name and median of seconds"""
 
 
-def _table(title: str, seconds: Mapping[str, list[float]], columns: Columns) -> rich.table.Table:
+def table(title: str, seconds: Mapping[str, list[float]], columns: Columns) -> rich.table.Table:
     """A row for each program: median and range of its seconds, and the columns."""
     table = rich.table.Table(title, "seconds", "range", *columns)
     for name, values in seconds.items():
@@ -333,34 +326,7 @@ def _table(title: str, seconds: Mapping[str, list[float]], columns: Columns) -> 
     return table
 
 
-@contextmanager
-def _peer(
-    kind: str, model: str | None, python: Path | None, sizes: tuple[int, ...]
-) -> Iterator[dict[str, Callable[[], None]]]:
-    """The work of the peer (peer.py), by its name, in a process; none without an interpreter."""
-    if python is None:
-        yield {}
-        return
-    if not model:
-        raise UserError("the peer needs a model folder: give one before --peer-python")
-    words = [str(python), "-P", str(PEER), kind, str(hf.resolve(model)), *map(str, sizes)]
-    pipe = subprocess.PIPE
-    try:
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)  # noqa: S603
-    except OSError as error:
-        raise UserError(f"--peer-python {python}: {error.strerror}") from error
-
-    def work() -> None:
-        print("step", file=process.stdin, flush=True)
-        if next(iter(process.stdout or ()), "").strip() != "done":
-            code = process.wait()
-            raise UserError(f"the peer stopped (exit {code}): its message stands above")
-
-    with process:  # closes its input, which ends it, and waits
-        yield {TORCH: work}
-
-
-def _matmul_rate(dtype: DTypeLike) -> float:
+def matmul_rate(dtype: DTypeLike) -> float:
     """Measured FLOP/s of a 2048-cubed matrix product: a practical ceiling of this machine."""
     n = 2048
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)

@@ -1,0 +1,389 @@
+"""Times the same work here and in other packages, in turn, after comparing what they compute."""
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import update as updates
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import hf, sharding
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.planning import flops
+from jaxrl_llm.research import peers as others
+from jaxrl_llm.research.bench import (
+    GRPO,
+    LOPTI,
+    PLAIN,
+    TWO_STAGES,
+    Columns,
+    Trainer,
+    at_least_one,
+    generating,
+    in_turn,
+    load_subject,
+    matmul_rate,
+    random_rollout,
+    table,
+)
+from jaxrl_llm.rollouts import engines
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.training import terminal
+
+OURS = "jaxrl_llm"
+CLOSE = {False: 1e-3, True: 0.3}  # log-probs of the same tokens; True: computed in bfloat16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed: rows of tokens for an update, prompts and new tokens for the rest."""
+
+    rows: int
+    prompt: int
+    response: int
+    microbatches: int
+    sequences: int
+    new_tokens: int
+    group: int
+    bfloat16: bool
+
+
+@dataclass
+class Result:
+    """Seconds of each program, what it works on, and how far its values are from ours."""
+
+    tokens: int = 0
+    floor: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    difference: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def against(
+    names: str = "torch,trl,tunix,vllm",
+    /,
+    *,
+    model: str | None = None,
+    kinds: tuple[str, ...] = ("update", "rollout", "step", "sync"),
+    rows: int = 8,
+    prompt_length: int = 128,
+    response_length: int = 384,
+    microbatches: int = 4,
+    sequences: int = 64,
+    new_tokens: int = 64,
+    group: int = 8,
+    repeats: int = 3,
+    bfloat16: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Time the same work in other packages, in turn with ours: torch, trl, tunix, vllm.
+
+    Args:
+        names: packages, with commas between; NAME=PYTHON uses that interpreter, else an environment
+            is made once from PyPI, in ~/.cache/jaxrl_llm/peers.
+        model: a model folder or hub name that all can load; without it a small random one.
+        kinds: of work: an update, a greedy rollout, a whole step, a sync of weights to vLLM.
+        rows: sequences of an update.
+        prompt_length: tokens of each of their prompts; half of it in rollouts and steps.
+        response_length: tokens of each of their responses.
+        microbatches: gradient-accumulation slices.
+        sequences: responses of a rollout; a step has a quarter of them.
+        new_tokens: tokens of each.
+        group: responses to a prompt in a step.
+        repeats: timed rounds, after one that compiles; the median is shown.
+        bfloat16: compute in bfloat16 instead of float32.
+        out: a folder for against.json and against.svg.
+    """
+    at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
+                 microbatches=microbatches, sequences=sequences, new_tokens=new_tokens,
+                 group=group, repeats=repeats)  # fmt: skip
+    asked = others.parse(names)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")
+    if rows % microbatches or sequences // 4 % (group * microbatches):
+        raise UserError(
+            f"{rows} rows, and a quarter of {sequences} sequences in groups of {group}, have to "
+            f"divide into {microbatches} micro-batches"
+        )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
+    console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
+    sizes = Sizes(rows, prompt_length, response_length, microbatches, sequences, new_tokens,
+                  group, bfloat16)  # fmt: skip
+    pythons = dict(_interpreters(asked, kinds, console))
+    found: dict[str, Result] = {}
+    with _folder(model, mesh) as folder, jax.set_mesh(mesh):
+        rate = matmul_rate(jnp.bfloat16 if bfloat16 else jnp.float32)
+        console.print(f"{jax.devices()[0].device_kind}, a matrix product {rate / 1e9:.0f} GFLOP/s")
+        for kind in kinds:
+            found[kind] = result = Result()
+            here = {n: p for n, p in pythons.items() if kind in others.PEERS[n].kinds}
+            result.absent |= {n: str(p) for n, p in here.items() if not isinstance(p, Path)}
+            usable = {n: p for n, p in here.items() if isinstance(p, Path)}
+            KINDS[kind](
+                folder,
+                mesh,
+                sizes,
+                usable,
+                result,
+                partial(in_turn, repeats=repeats, console=console),
+            )
+            result.floor /= rate
+            console.print(_table(kind, result))
+            for name, difference in result.difference.items():
+                console.print(f"{kind}: {name}: {difference}")
+            for name, reason in result.absent.items():
+                console.print(f"{kind}: {name} is left out: {reason}")
+            if out:
+                _write(out, sizes, found)
+    if out:
+        console.print(f"wrote {out / 'against.json'} and {out / 'against.svg'}")
+
+
+Timed = Callable[[Mapping[str, Callable[[], Any]]], dict[str, list[float]]]
+
+
+def _update(
+    folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
+) -> None:
+    """An optimizer step on the same tokens, and ours in two stages."""
+    subject, length = load_subject(folder, mesh, sizes.bfloat16), sizes.prompt + sizes.response
+    result.tokens = sizes.rows * length
+    result.floor = flops.update(
+        subject.shape, tokens=result.tokens, scored=sizes.rows * sizes.response, length=length
+    )
+    collate = Collator(sizes.prompt, sizes.response, microbatches=sizes.microbatches)
+    trainer = Trainer(subject, mesh, collate, sizes.rows)
+    tokens = random_rollout(subject.shape.vocab_size, sizes.rows, sizes.prompt, sizes.response)
+    del subject
+    credited, rows = trainer.credited(GRPO), trainer.batch.layout.to_rows
+    ours = {
+        "logp": np.asarray(rows(trainer.old_logp)),
+        "advantages": np.asarray(rows(credited.advantage))[:, 0],
+    }
+    steps = {PLAIN: trainer.steps(GRPO), LOPTI: trainer.steps(TWO_STAGES)}
+    ours["grad_norm"] = np.asarray(steps[PLAIN]()[1]["grad_norm"])[0]
+    job = _job("update", folder, sizes) | {
+        "prompts": tokens.prompts,
+        "responses": tokens.responses,
+        "advantages": ours["advantages"].tolist(),
+    }
+
+    def compared(values: Mapping[str, Any]) -> str:
+        logp = float(np.abs(np.asarray(values["logp"]) - ours["logp"]).max())
+        norm = abs(values["grad_norm"] / float(ours["grad_norm"]) - 1)
+        if logp > CLOSE[sizes.bfloat16] or norm > CLOSE[sizes.bfloat16]:
+            raise others.Absent(
+                f"it computes something else: a log-prob differs by {logp:.2g}, the norm of the "
+                f"gradient by {norm:.2g} of it"
+            )
+        return f"log-probs as here to {logp:.0e}, the norm of the gradient to {norm:.0e} of it"
+
+    with _peers(job, pythons, result, compared) as works:
+        result.seconds = timed({**steps, **works})
+
+
+def _rollout(
+    folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
+) -> None:
+    """Greedy answers to the same prompts."""
+    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt // 2)
+    length, result.tokens = prompt + sizes.new_tokens, sizes.sequences * sizes.new_tokens
+    result.floor = flops.forward(
+        subject.shape, tokens=sizes.sequences * length, scored=result.tokens, length=length
+    )
+    prompts = random_rollout(subject.shape.vocab_size, sizes.sequences, prompt, 0).prompts
+    job = _job("rollout", folder, sizes) | {"prompts": prompts}
+    greedy = Sampling(temperature=0.0, max_tokens=sizes.new_tokens)
+    slots = sizes.sequences
+    with generating(subject, mesh, slots, slots, prompt) as generate:
+        first = np.asarray(generate(greedy).responses)
+
+        def compared(values: Mapping[str, Any]) -> str:
+            same = float((np.asarray(values["tokens"]) == first).mean())
+            if same < 0.5:
+                raise others.Absent(f"it computes something else: {same:.0%} of tokens are ours")
+            return f"{same:.1%} of its tokens are ours"
+
+        with _peers(job, pythons, result, compared) as works:
+            result.seconds = timed({OURS: partial(generate, greedy), **works})
+
+
+def _step(
+    folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
+) -> None:
+    """Sampling, rewards, and an optimizer step."""
+    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt // 2)
+    rows = sizes.sequences // 4
+    length, result.tokens = prompt + sizes.new_tokens, rows * sizes.new_tokens
+    amounts = {"tokens": rows * length, "scored": result.tokens, "length": length}
+    once, update = flops.forward(subject.shape, **amounts), flops.update(subject.shape, **amounts)
+    result.floor = once + update
+    count = rows // sizes.group
+    prompts = random_rollout(subject.shape.vocab_size, count, prompt, 0).prompts
+    collate = Collator(prompt, sizes.new_tokens, microbatches=sizes.microbatches)
+    trainer, sampling = Trainer(subject, mesh, collate, rows), Sampling(max_tokens=sizes.new_tokens)
+    definition = subject.definition
+    del subject
+    program = trainer.compiled(GRPO, trainer.credited(GRPO))
+    credit = updates.make_credit(GRPO)
+    with engines.Native(slots=rows).start(Policy(definition), mesh) as sampler:
+
+        def whole() -> Any:
+            sampler.push(trainer.state.params, 0)
+            found = sampler.generate(prompts, n=sizes.group, sampling=sampling)
+            share = [np.mean(np.asarray(response) % 2 == 0) for response in found.responses]
+            reward = np.asarray(share, np.float32).reshape(count, sizes.group)
+            batch = updates.place(collate(found), mesh)
+            old = trainer.score(trainer.state.params, batch.inputs)
+            credited = credit(batch, sharding.replicated(reward, mesh), old_logp=old, ref_logp=old)
+            return trainer.step(program, credited)[1]
+
+        job = _job("step", folder, sizes) | {"prompts": prompts}
+        with _peers(job, pythons, result, lambda values: "sampled, so not compared") as works:
+            result.seconds = timed({OURS: whole, **works})
+
+
+def _sync(
+    folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
+) -> None:
+    """Weights to a vLLM server, and the proof that it has them: ours alone."""
+    if "vllm" not in pythons:
+        return
+    subject = load_subject(folder, mesh, sizes.bfloat16)
+    dtype = "bfloat16" if sizes.bfloat16 else "float32"
+    variables = () if jax.default_backend() != "cpu" else (("VLLM_CPU_KVCACHE_SPACE", "1"),)
+    engine = engines.Vllm(
+        str(pythons["vllm"]), dtype=dtype, max_model_len=256, environment=variables
+    )
+    parts: list[dict[str, float]] = []
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        engine.start(Policy(subject.definition), mesh, Path(logs)) as sampler,
+    ):
+
+        def push() -> None:
+            sampler.push(subject.params, len(parts))
+            parts.append(getattr(sampler, "sync", {}))
+
+        try:
+            result.seconds = timed({OURS: push})
+        except UserError as error:
+            result.absent["vllm"] = str(error)
+            return
+    later = parts[1:] or parts
+    names = [name for name in later[0] if isinstance(later[0][name], float)]
+    result.difference[OURS] = ", ".join(
+        f"{name.removeprefix('sync/')} {np.median([one[name] for one in later]):.2g}"
+        for name in names
+    )
+
+
+KINDS = {"update": _update, "rollout": _rollout, "step": _step, "sync": _sync}
+
+
+def _interpreters(
+    asked: Mapping[str, Path | None], kinds: tuple[str, ...], console: rich.console.Console
+) -> Iterator[tuple[str, Path | others.Absent]]:
+    """The Python of each peer that has something to do, or why there is none."""
+    for name, python in asked.items():
+        if not {*kinds} & {*others.PEERS[name].kinds}:
+            continue
+        try:
+            with console.status(f"the environment of {name}"):
+                yield name, python or others.environment(name)
+        except others.Absent as reason:
+            yield name, reason
+
+
+@contextmanager
+def _peers(
+    job: Mapping[str, Any],
+    pythons: Mapping[str, Path],
+    result: Result,
+    compared: Callable[[Mapping[str, Any]], str],
+) -> Iterator[dict[str, Callable[[], Any]]]:
+    """The work of each peer whose values are right, by name; notes why others are left out."""
+    with ExitStack() as stack:
+        works: dict[str, Callable[[], Any]] = {}
+        for name, python in pythons.items():
+            try:
+                running = stack.enter_context(others.running(name, python, job))
+                result.difference[name] = compared(running.values)
+            except others.Absent as reason:
+                result.absent[name] = str(reason)
+            else:
+                works[name] = running.work
+        yield works
+
+
+@contextmanager
+def _folder(model: str | None, mesh: Any) -> Iterator[Path]:
+    """The model's folder; a small random one is written for all to load."""
+    if model is not None:
+        yield hf.resolve(model)
+        return
+    subject = load_subject(None, mesh, bfloat16=False)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        hf.export(subject.params, subject.shape, folder)
+        yield folder
+
+
+def _job(kind: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
+    return asdict(sizes) | {"kind": kind, "model": str(folder)}
+
+
+def _table(kind: str, result: Result) -> Any:
+    first = next(iter(result.seconds), None)
+    ours = float(np.median(result.seconds[first])) if first else 0.0
+    columns: Columns = {
+        "tokens/s": lambda _, s: f"{result.tokens / s:,.0f}" if result.tokens else "",
+        "x floor": lambda _, s: f"{s / result.floor:.2f}" if result.floor else "",
+        "x ours": lambda _, s: f"{s / ours:.2f}",
+    }
+    return table(kind, result.seconds, columns)
+
+
+def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
+    """against.json and against.svg."""
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "peers": {name: " ".join(needs.packages) for name, needs in others.PEERS.items()},
+    }
+    kinds = {kind: asdict(result) for kind, result in found.items()}
+    content = {"machine": machine, "sizes": asdict(sizes), "kinds": kinds}
+    storage.write(out / "against.json", json.dumps(content, indent=2) + "\n")
+    from matplotlib.figure import Figure  # slow to import
+
+    shown = {kind: result.seconds for kind, result in found.items() if len(result.seconds) > 1}
+    if not shown:
+        return
+    figure = Figure(figsize=(7, 0.6 + 0.45 * sum(map(len, shown.values()))), layout="constrained")
+    heights = [len(seconds) for seconds in shown.values()]
+    axes = figure.subplots(len(shown), squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (kind, seconds) in zip(axes, shown.items(), strict=True):
+        names, middles = [*seconds], [float(np.median(x)) for x in seconds.values()]
+        errors = [(m - min(x), max(x) - m) for m, x in zip(middles, seconds.values(), strict=True)]
+        colors = ["C0" if name in (OURS, PLAIN, LOPTI) else "0.6" for name in names]
+        axis.barh(names, middles, xerr=np.transpose(errors), color=colors)
+        axis.invert_yaxis()
+        axis.set_title(f"{kind}, seconds", loc="left", fontsize=10)
+    figure.savefig(out / "against.svg", metadata={"Date": None})
