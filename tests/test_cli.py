@@ -35,10 +35,6 @@ def test_bench_compile_prints_the_table(capsys):
         (["bench", "update", "/nowhere"], "no model folder /nowhere"),
         (["plot", "/nothing/here"], "there is no folder /nothing/here"),
         (["bench", "accelerator", "--models", "nothing"], "known are small, Qwen2.5-0.5B"),
-        (
-            [*SMALL, "--microbatches", "1", "--peer-python", "python"],
-            "the peer needs a model folder",
-        ),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, message, capsys):
@@ -77,7 +73,7 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     records = [{"step": 1, "phase": "x", "loss": 0.1 + 0.2}, {"step": 2, "phase": "y", "n": 3}]
 
     def train(config, out, *, console, told, **_):
-        console.print("step 12")
+        console.print("step 12", style="yellow")
         for record in records if told else []:
             told(record)
 

@@ -31,7 +31,9 @@ LAYERS = (
 HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 ALONE = {"objectives": {"jax", "jaxtyping", "jaxrl_llm"}}  # all that a room imports from elsewhere
 HEAVY = {"torch", "tensorflow", "libtpu", "vllm"}
-OTHER_PROCESSES = {"peer.py", "serverside.py"}  # run by the Python of vLLM, beside torch
+OTHER_PROCESSES = {  # run by the Pythons of vLLM and other packages, beside torch
+    *("serverside.py", "peer.py", "in_torch.py", "in_trl.py", "in_tunix.py", "in_vllm.py")
+}
 RIDDLES = {"car", "desk", "seal", "sealed"}  # words that say nothing to a newcomer
 
 

@@ -84,7 +84,7 @@ def against(
     microbatches: int = 4,
     sequences: int = 64,
     new_tokens: int = 64,
-    group: int = 8,
+    group: int = 4,
     repeats: int = 3,
     bfloat16: bool = False,
     out: Path | None = None,
@@ -121,7 +121,7 @@ def against(
     if out:
         out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
-    console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
+    console, mesh = terminal.plain(), sharding.make_mesh(devices=jax.devices()[:1])
     sizes = Sizes(rows, prompt_length, response_length, microbatches, sequences, new_tokens,
                   group, bfloat16)  # fmt: skip
     pythons = dict(_interpreters(asked, kinds, console))
@@ -143,7 +143,7 @@ def against(
                 partial(in_turn, repeats=repeats, console=console),
             )
             result.floor /= rate
-            console.print(_table(kind, result))
+            console.print(_table(kind, result), soft_wrap=False)
             for name, difference in result.difference.items():
                 console.print(f"{kind}: {name}: {difference}")
             for name, reason in result.absent.items():

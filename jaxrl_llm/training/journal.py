@@ -122,9 +122,9 @@ class Journal:
         if self._writes:
             storage.sync(self.folder / METRICS)
 
-    def say(self, text: Any) -> None:
+    def say(self, text: Any, style: str | None = None) -> None:
         """Prints a line or a table on the terminal."""
-        self.console.print(text)
+        self.console.print(text, style=style)
 
     def samples(self, step: int, entries: list[tuple[str, str, str]]) -> None:
         """Responses for people, (prompt, response, remark) each: samples/step-N.md, and loggers."""
@@ -207,7 +207,7 @@ class Recorder:
         for kind, text in found.items():
             if kind not in self._said:
                 self._said.add(kind)
-                self._journal.say(f"  step {step}: warning: {text}")
+                self._journal.say(f"  step {step}: warning: {text}", "yellow")
 
     def check(self) -> None:
         """A UserError if the steps recorded by this process show that the run should not go on."""

@@ -1,6 +1,6 @@
 """Other packages doing the same work, each in an environment of its own, made once from PyPI.
 
-A peer is a process (serve.py) that reads a job, says its values, and works once a line of input.
+A peer is a process (peer.py) that reads a job, says its values, and works once a line of input.
 """
 
 import json
@@ -17,7 +17,7 @@ import jax
 
 from jaxrl_llm.errors import UserError
 
-SERVE = Path(__file__).with_name("serve.py")
+PROGRAM = Path(__file__).with_name("peer.py")
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm" / "peers"
 
 
@@ -127,7 +127,7 @@ def running(name: str, python: Path, job: Mapping[str, Any]) -> Iterator[Running
         with log.open("w") as said:
             try:
                 process = subprocess.Popen(  # noqa: S603
-                    [python, SERVE, name, file], stdin=pipe, stdout=pipe, stderr=said, text=True,
+                    [python, PROGRAM, name, file], stdin=pipe, stdout=pipe, stderr=said, text=True,
                     env=variables, cwd=temporary,
                 )  # fmt: skip
             except OSError as error:

