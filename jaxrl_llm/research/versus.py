@@ -143,6 +143,7 @@ def against(
                 partial(in_turn, repeats=repeats, console=console),
             )
             result.floor /= rate
+            result.seconds = {n: s for n, s in result.seconds.items() if n not in result.absent}
             console.print(_table(kind, result), soft_wrap=False)
             for name, difference in result.difference.items():
                 console.print(f"{kind}: {name}: {difference}")
@@ -327,8 +328,17 @@ def _peers(
             except others.Absent as reason:
                 result.absent[name] = str(reason)
             else:
-                works[name] = running.work
+                works[name] = partial(_worked, name, running, result)
         yield works
+
+
+def _worked(name: str, running: others.Running, result: Result) -> None:
+    """Has a peer work once; nothing any more after it has failed, which is noted."""
+    if name not in result.absent:
+        try:
+            running.work()
+        except others.Absent as reason:
+            result.absent[name] = str(reason)
 
 
 @contextmanager

@@ -13,31 +13,33 @@ def update(job):
     model = _load(job, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01)
     prompts, responses = (torch.tensor(job[x], device=DEVICE) for x in ("prompts", "responses"))
-    advantage = torch.tensor(job["advantages"], device=DEVICE)[:, None]
+    advantages = torch.tensor(job["advantages"], device=DEVICE)[:, None]
     ids, length = torch.cat([prompts, responses], 1), responses.shape[1]
     narrow = torch.autocast(DEVICE, torch.bfloat16) if job["bfloat16"] else contextlib.nullcontext()
+    parts = torch.arange(len(ids)).chunk(job["microbatches"])
 
-    def logp():
+    def logp(part):
         with narrow:
-            logits = model(ids, logits_to_keep=length + 1).logits[:, :-1]
-        return torch.log_softmax(logits.float(), -1).gather(-1, responses[..., None])[..., 0]
+            logits = model(ids[part], logits_to_keep=length + 1).logits[:, :-1]
+        return torch.log_softmax(logits.float(), -1).gather(-1, responses[part, :, None])[..., 0]
 
     with torch.no_grad():
-        old = logp()
+        old = torch.cat([logp(part) for part in parts])
 
     def gradient():
-        new = logp()
-        ratio = (new - old).exp()
-        policy = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        penalty = (old - new).exp() - (old - new) - 1
-        (policy + 1e-3 * penalty).mean().backward()
+        for part in parts:
+            new, before, advantage = logp(part), old[part], advantages[part]
+            ratio = (new - before).exp()
+            policy = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            penalty = (before - new).exp() - (before - new) - 1
+            ((policy + 1e-3 * penalty).sum() / responses.numel()).backward()
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
     def step():
         gradient()
         optimizer.step()
         optimizer.zero_grad()
-        return float(next(model.parameters()).flatten()[0])  # waits for the device
+        return next(model.parameters()).detach().flatten()[0].item()  # waits for the device
 
     values = {"logp": old.tolist(), "grad_norm": gradient()}
     optimizer.zero_grad()
