@@ -3,6 +3,7 @@
 A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -83,29 +84,35 @@ def _product(x, w, contracted):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product_on_cpu(x, w, contracted):
-    """The same with another backward pass: of the weight's two factors XLA transposes the left.
+    """The same of two matrices, which spares copies, with a backward pass of its own.
 
-    Left is the smaller one; a copy of the larger, often fused with the activation's derivative,
-    takes a fifth of an update.
+    Of the two factors of a weight's gradient XLA transposes the left one, often within the
+    activation's derivative: a fifth of an update, if that is not the smaller one.
     """
-    return _product(x, w, contracted)
+    out = (*x.shape[: x.ndim - contracted], *w.shape[: w.ndim - contracted])
+    x, w = (_matrix(a, a.ndim - contracted) for a in (x, w))
+    return _contract(x, w, (1,), (1,)).reshape(out)
 
 
 def _product_forward(x, w, contracted):
-    return _product(x, w, contracted), (x, w)
+    return _product_on_cpu(x, w, contracted), (x, w)
 
 
 def _product_backward(contracted, saved, gradient):
-    x, w = saved
-    lead, out = tuple(range(x.ndim - contracted)), w.ndim - contracted
-    d_x = _contract(gradient, w, tuple(range(len(lead), gradient.ndim)), tuple(range(out)))
-    if gradient.size < x.size:
-        return d_x, _contract(gradient, x, lead, lead)
-    d_w = _contract(x, gradient, lead, lead)
-    return d_x, jnp.moveaxis(d_w, range(contracted), range(-contracted, 0))
+    into, of = (a.shape for a in saved)
+    x, w = (_matrix(a, a.ndim - contracted) for a in saved)
+    gradient = _matrix(gradient, len(into) - contracted)
+    d_x = _contract(gradient, w, (1,), (0,)).reshape(into)
+    if len(w) < w.shape[1]:
+        return d_x, _contract(gradient, x, (0,), (0,)).reshape(of)
+    return d_x, _contract(x, gradient, (0,), (0,)).T.reshape(of)
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)
+
+
+def _matrix(a, lead: int):
+    return a.reshape(math.prod(a.shape[:lead]), math.prod(a.shape[lead:]))
 
 
 def _contract(a, b, of_a, of_b):
