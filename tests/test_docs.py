@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
 from jaxrl_llm.models import families
@@ -19,8 +20,9 @@ from jaxrl_llm.training import journal
 from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = {
-    path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = {"README.md": (ROOT / "README.md").read_text()} | {
+    path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))
 }
 ELSEWHERE = {
     "python.md": 9,
@@ -224,9 +226,17 @@ def test_every_promise_names_a_test_that_exists():
 
 def test_links_lead_somewhere():
     for name, text in PAGES.items():
-        folder = ROOT if name == "README.md" else ROOT / "docs"
+        folder = ROOT if name == "README.md" else (DOCS / name).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted({*PAGES} - {"README.md"})
+    shown = re.findall(r"^::: jaxrl_llm\.([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
+    parts = {f"objectives.{name}" for name in jl.objectives.__all__} - {"objectives.Objective"}
+    assert {*jl.__all__} - {"objectives"} | parts <= {*shown}
 
 
 def test_the_number_of_recipes_is_that_of_algo():
