@@ -14,9 +14,12 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.models import families
+from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import Seen, recipes
-from jaxrl_llm.training import journal
+from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.training import journal, tokens
 from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -55,6 +58,7 @@ def test_every_snippet_is_tested():
         "own-task.md": 1,
         "models.md": 3,
         "environments.md": 4,
+        "tokens.md": 1,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -89,6 +93,28 @@ def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, mon
     loss = made.objective.surrogate(seen.old_logp, np.asarray([[1.0, 1.0]]), seen)
     assert loss.tolist() == [[2.0, 0.0]]
     assert made.objective.stages == 2  # the rest is that of kk_tiny
+
+
+def test_which_tokens_one_method_moves_alone_is_worked_out(tmp_path, monkeypatch, capsys):
+    """Of four tokens, one in each bin of probability, Lopti alone moves the first."""
+    monkeypatch.chdir(tmp_path)
+    old = np.log([[0.05, 0.3, 0.7, 0.95]])
+    rollout = Rollout([[2]], [[2, 3, 4, 5]], [[-1.0] * 4], [True])
+    moved = {"plain": (0.01, 0.2, -0.2, 0), "lopti": (-0.1, 0.2, -0.04, 0), "twice": (0.3,) * 4}
+    for name, by in moved.items():
+        tokenizers.of_words("abcd").save(tmp_path / "runs" / name / "model")
+        answers = Answers([0], rollout, [jl.Reward(1.0, True)])
+        numbers = {"old": old, "new": old + by}
+        tokens.write(tmp_path / "runs" / name, 601, answers, ["a"], range(1), 1, numbers)
+    run("tokens.md", 0)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        "p < 0.1 1 plain 0.010 lopti 0.100 twice 0.300".split(),
+        "0.1 to 0.5 1 plain 0.200 lopti 0.200 twice 0.300".split(),
+        "0.5 to 0.9 1 plain 0.200 lopti 0.040 twice 0.300".split(),
+        "p > 0.9 1 plain 0.000 lopti 0.000 twice 0.300".split(),
+        "Lopti alone: 1 of 4; rare: 100%, of all 50%".split(),
+        "[('a', 1)]".split(),
+    ]
 
 
 def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
