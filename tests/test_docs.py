@@ -6,6 +6,8 @@ import json
 import pathlib
 import re
 import shlex
+import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +125,27 @@ def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     main(["train", "larger.py", "--steps", "50", "--out", "run"])
     assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
     sampled = [r["accuracy"] for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """All its cells, with what it shows kept instead of shown; its task is the README's."""
+    cells = json.loads((DOCS / "first-run.ipynb").read_text())["cells"]
+    code = {c["id"]: "".join(c["source"]) for c in cells if c["cell_type"] == "code"}
+    assert not [c for c in cells if c.get("outputs") or c.get("execution_count")]
+    assert snippet("README.md", 1).endswith(code["task"] + "\n")
+    shown = []
+    notebook = types.SimpleNamespace(Image=pathlib.Path, HTML=str, display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.chdir(tmp_path)
+    space = {}
+    for name, text in code.items():
+        exec(compile(text, name, "exec"), space)
+    picture, frame = shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "&lt;script&gt;" in frame.removeprefix('<div><iframe srcdoc="').partition('"')[0]
+    sampled = [r["accuracy"] for r in journal.read(space["run"]) if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
 
 
