@@ -5,6 +5,7 @@ import importlib
 import json
 import pathlib
 import re
+import runpy
 import shlex
 import sys
 import types
@@ -271,6 +272,27 @@ def test_every_promise_names_a_test_that_exists():
     assert len(rows) > 40
     assert not [row for row in rows if not re.search(r"`test_\w+`", row)]
     assert not {*re.findall(r"`(test_\w+)`", promises + rest)} - known
+
+
+def test_the_gallery_has_a_picture_of_each_command(tmp_path, monkeypatch):
+    """Drawn from the runs' records, small, and the same again."""
+    monkeypatch.chdir(tmp_path)
+    (page := tmp_path / "gallery.md").write_text(PAGES["gallery.md"])
+    pictures = runpy.run_path(str(DOCS / "pictures.py"))
+    runs = pictures["commands"](page.read_text())
+    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm", page.read_text(), re.MULTILINE))
+    for i, run in enumerate(runs):
+        (folder := tmp_path / run).mkdir(parents=True)
+        found = [{"step": s, "phase": "reinforce", "accuracy": (s + i) / 30} for s in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    drawn = []
+    for _ in range(2):
+        pictures["draw"](page)
+        drawn.append({p.name: p.read_bytes() for p in (tmp_path / "images/gallery").iterdir()})
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0].values()}) == len(runs)
+    assert {*drawn[0]} == {*re.findall(r"\(images/gallery/([\w.]+)\)", page.read_text())}
+    assert max(p.stat().st_size for p in (DOCS / "images/gallery").iterdir()) < 30_000
 
 
 def test_links_lead_somewhere():
