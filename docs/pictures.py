@@ -1,6 +1,6 @@
 """The pictures of gallery.md: makes the runs of its commands that are not there yet, and draws them.
 
-    python docs/pictures.py
+python docs/pictures.py
 """
 
 import os

@@ -3,12 +3,13 @@
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
 import runpy
 import shlex
+import subprocess
 import sys
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,7 @@ def test_every_snippet_is_tested():
         "models.md": 3,
         "environments.md": 4,
         "tokens.md": 1,
+        "tutorial.md": 5,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -129,6 +131,58 @@ def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
 
 
+def tutorial(folder):
+    """The file that the tutorial's blocks make."""
+    (path := folder / "sorting.py").write_text(
+        "\n".join(snippet("tutorial.md", i) for i in range(5))
+    )
+    return path
+
+
+def test_the_tutorial_makes_a_config(tmp_path, monkeypatch, capsys):
+    """Its own objective is in it, and the last command prints a script."""
+    monkeypatch.chdir(tmp_path)
+    made = configs.build(configs.load(path := tutorial(tmp_path)), path, bad=0.25)
+    [factor] = made.objective.factors
+    assert factor(np.asarray([[-2.0, 3.0]]), None).tolist() == [[0.25, 1.0]]
+    assert (made.task("").reward((9, 1, 2), "1 2 9 9").score, made.steps) == (0.75, 100)
+    [line] = re.findall("^    jaxrl-llm (launch .*)$", PAGES["tutorial.md"], re.MULTILINE)
+    words = shlex.split(line)
+    pathlib.Path(words[words.index("--wheel") + 1]).touch()
+    main(words)
+    assert "train sorting.py --out gs://bucket/runs/sorting" in capsys.readouterr().out
+
+
+def alone(*words):
+    """Runs Python in a process of its own, on one device, as a user has it."""
+    settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    settings["PYTHONPATH"] = str(ROOT)
+    subprocess.run([sys.executable, *words], env=settings, check=True, timeout=900)
+
+
+@pytest.mark.slow
+def test_the_tutorial_is_learned_and_its_model_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tutorial(tmp_path)
+    accuracy = lambda run: [r["accuracy"] for r in journal.read(tmp_path / run) if "reward" in r]
+    for line in re.findall("^    jaxrl-llm (.*)$", PAGES["tutorial.md"], re.MULTILINE):
+        if not line.startswith(("plan", "launch")):
+            alone("-m", "jaxrl_llm.cli", *shlex.split(line, comments=True))
+    sampled = accuracy("runs/sorting")
+    assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.3
+    assert accuracy("runs/whole")[0] == sampled[0]  # the same warm start
+    assert accuracy("runs/again")[0] > sampled[0] + 0.3
+    assert (tmp_path / "tokens.html").exists()
+
+
+SHOWN = """
+import sys, types
+sys.modules["IPython.display"] = types.SimpleNamespace(
+    Image=str, HTML=str, display=lambda x: print(x, file=open("shown", "a"), flush=True)
+)
+"""
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """All its cells, with what it shows kept instead of shown; its task is the README's."""
@@ -136,17 +190,12 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     code = {c["id"]: "".join(c["source"]) for c in cells if c["cell_type"] == "code"}
     assert not [c for c in cells if c.get("outputs") or c.get("execution_count")]
     assert snippet("README.md", 1).endswith(code["task"] + "\n")
-    shown = []
-    notebook = types.SimpleNamespace(Image=pathlib.Path, HTML=str, display=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
     monkeypatch.chdir(tmp_path)
-    space = {}
-    for name, text in code.items():
-        exec(compile(text, name, "exec"), space)
-    picture, frame = shown
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    alone("-c", "\n".join([SHOWN, *code.values()]))
+    picture, frame = (tmp_path / "shown").read_text().split("\n", 1)
+    assert pathlib.Path(picture).read_bytes().startswith(b"\x89PNG")
     assert "&lt;script&gt;" in frame.removeprefix('<div><iframe srcdoc="').partition('"')[0]
-    sampled = [r["accuracy"] for r in journal.read(space["run"]) if "reward" in r]
+    sampled = [r["accuracy"] for r in journal.read(tmp_path / "runs/larger") if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
 
 
@@ -244,6 +293,7 @@ def test_a_command_is_known(line, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "mine.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 8)
     rest = [word.replace("mine.jsonl", str(tmp_path / "mine.jsonl")) for word in rest]
+    rest = [word.replace("sorting.py", str(tutorial(tmp_path))) for word in rest]
     module, called = importlib.import_module(f"jaxrl_llm.cli.{name}"), []
     if name == "bench":
         monkeypatch.setitem(module.COMMANDS, rest[0], _noted(module.COMMANDS[rest[0]], called))
