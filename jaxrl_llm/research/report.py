@@ -149,14 +149,10 @@ def _summary(records: Sequence[Record]) -> Element:
     said = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
         best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
-        said += [
-            f"Validation accuracy: {_measured(measured[0], 'eval/accuracy')} before reinforcement"
-        ]
-        said[-1] += (
-            f", at best {_measured(best, 'eval/accuracy')} at step {best['step']}." if best else "."
-        )
+        said += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
+        said[-1] += f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
     for r in tested:
-        said += [f"Test accuracy: {_measured(r, 'test/accuracy')} at step {r['test/step']:.0f}."]
+        said += [f"Test accuracy: {_measured(r, 'test')} at step {r['test/step']:.0f}."]
     said += ["Percent, with 95% intervals."] if len(said) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):
@@ -165,12 +161,12 @@ def _summary(records: Sequence[Record]) -> Element:
     return tag("p", " ".join(said))
 
 
-def _measured(r: Record, name: str) -> str:
+def _measured(r: Record, of: str, name: str = "accuracy") -> str:
     """A share in percent, with its interval where the record has one."""
-    if name not in r:
+    value, low, high = (r.get(f"{of}/{name}{end}") for end in ("", "_low", "_high"))
+    if value is None:
         return ""
-    low, high = r.get(f"{name}_low"), r.get(f"{name}_high")
-    return f"{100 * r[name]:.1f}" if low is None or high is None else percent(r[name], (low, high))
+    return f"{100 * value:.1f}" if low is None or high is None else percent(value, (low, high))
 
 
 def _curves(records: Sequence[Record]) -> Sequence[Part]:
@@ -204,7 +200,7 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     for r, of in found:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
         row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
-        row += [_measured(r, f"{of}/{name}") for name in ("accuracy", *extra)]
+        row += [_measured(r, of, name) for name in ("accuracy", *extra)]
         row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/unchecked']:.0f}"]
         rows.append(row)
     head = ["step", "examples of", "checked", "greedy, % (95% interval)"]
