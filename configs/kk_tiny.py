@@ -95,6 +95,7 @@ def config(
     vllm: str = "",
     look_ahead: bool = False,
     redraws: int = 0,
+    keep_tokens: int = 2,
     seed: int = 0,
 ) -> Config:
     """A run of minutes on two cores.
@@ -122,6 +123,7 @@ def config(
             running servers, separated by commas.
         look_ahead: let vLLM sample the next batch during the update, with the weights before it.
         redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
+        keep_tokens: groups of a step whose tokens are kept for `jaxrl-llm view`.
         seed: of everything: initial weights, order of the data, sampling.
     """
     if not 0 <= chatter < 1:
@@ -156,6 +158,7 @@ def config(
         group_size=8,
         drop_even_groups=algo in ("dapo", "entropy_80_20"),
         redraws=redraws,
+        keep_tokens=keep_tokens,
         sampling=Sampling(temperature=1.0),
         engine=sidecar(vllm, prompt_length + response_length)
         if vllm

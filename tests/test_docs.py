@@ -3,24 +3,33 @@
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
+import runpy
 import shlex
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.models import families
+from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import Seen, recipes
-from jaxrl_llm.training import journal
+from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.training import journal, tokens
 from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = {
-    path.name: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = {"README.md": (ROOT / "README.md").read_text()} | {
+    path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))
 }
 ELSEWHERE = {
     "python.md": 9,
@@ -53,6 +62,8 @@ def test_every_snippet_is_tested():
         "own-task.md": 1,
         "models.md": 3,
         "environments.md": 4,
+        "tokens.md": 1,
+        "tutorial.md": 5,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -89,12 +100,103 @@ def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, mon
     assert made.objective.stages == 2  # the rest is that of kk_tiny
 
 
+def test_which_tokens_one_method_moves_alone_is_worked_out(tmp_path, monkeypatch, capsys):
+    """Of four tokens, one in each bin of probability, Lopti alone moves the first."""
+    monkeypatch.chdir(tmp_path)
+    old = np.log([[0.05, 0.3, 0.7, 0.95]])
+    rollout = Rollout([[2]], [[2, 3, 4, 5]], [[-1.0] * 4], [True])
+    moved = {"plain": (0.01, 0.2, -0.2, 0), "lopti": (-0.1, 0.2, -0.04, 0), "twice": (0.3,) * 4}
+    for name, by in moved.items():
+        tokenizers.of_words("abcd").save(tmp_path / "runs" / name / "model")
+        answers = Answers([0], rollout, [jl.Reward(1.0, True)])
+        numbers = {"old": old, "new": old + by}
+        tokens.write(tmp_path / "runs" / name, 601, answers, ["a"], range(1), 1, numbers)
+    run("tokens.md", 0)
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "p < 0.1 1 plain 0.010 lopti 0.100 twice 0.300",
+        "0.1 to 0.5 1 plain 0.200 lopti 0.200 twice 0.300",
+        "0.5 to 0.9 1 plain 0.200 lopti 0.040 twice 0.300",
+        "p > 0.9 1 plain 0.000 lopti 0.000 twice 0.300",
+        "Lopti alone: 1 of 4; rare: 100%, of all 50%",
+        "[('a', 1)]",
+    ]
+
+
 def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "larger.py").write_text(snippet("README.md", 1))
     main(["train", "larger.py", "--steps", "50", "--out", "run"])
     assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
     sampled = [r["accuracy"] for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+
+
+def tutorial(folder):
+    """The file that the tutorial's blocks make."""
+    (path := folder / "sorting.py").write_text(
+        "\n".join(snippet("tutorial.md", i) for i in range(5))
+    )
+    return path
+
+
+def test_the_tutorial_makes_a_config(tmp_path, monkeypatch, capsys):
+    """Its own objective is in it, and the last command prints a script."""
+    monkeypatch.chdir(tmp_path)
+    made = configs.build(configs.load(path := tutorial(tmp_path)), path, bad=0.25)
+    [factor] = made.objective.factors
+    assert factor(np.asarray([[-2.0, 3.0]]), None).tolist() == [[0.25, 1.0]]
+    assert (made.task("").reward((9, 1, 2), "1 2 9 9").score, made.steps) == (0.75, 100)
+    [line] = re.findall("^    jaxrl-llm (launch .*)$", PAGES["tutorial.md"], re.MULTILINE)
+    words = shlex.split(line)
+    pathlib.Path(words[words.index("--wheel") + 1]).touch()
+    main(words)
+    assert "train sorting.py --out gs://bucket/runs/sorting" in capsys.readouterr().out
+
+
+def alone(*words):
+    """Runs Python in a process of its own, on one device, as a user has it."""
+    settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    settings["PYTHONPATH"] = str(ROOT)
+    subprocess.run([sys.executable, *words], env=settings, check=True, timeout=900)
+
+
+@pytest.mark.slow
+def test_the_tutorial_is_learned_and_its_model_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tutorial(tmp_path)
+    accuracy = lambda run: [r["accuracy"] for r in journal.read(tmp_path / run) if "reward" in r]
+    for line in re.findall("^    jaxrl-llm (.*)$", PAGES["tutorial.md"], re.MULTILINE):
+        if not line.startswith(("plan", "launch")):
+            alone("-m", "jaxrl_llm.cli", *shlex.split(line, comments=True))
+    sampled = accuracy("runs/sorting")
+    assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.3
+    assert accuracy("runs/whole")[0] == sampled[0]  # the same warm start
+    assert accuracy("runs/again")[0] > sampled[0] + 0.3
+    assert (tmp_path / "tokens.html").exists()
+
+
+SHOWN = """
+import sys, types
+sys.modules["IPython.display"] = types.SimpleNamespace(
+    Image=str, HTML=str, display=lambda x: print(x, file=open("shown", "a"), flush=True)
+)
+"""
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """All its cells, with what it shows kept instead of shown; its task is the README's."""
+    cells = json.loads((DOCS / "first-run.ipynb").read_text())["cells"]
+    code = {c["id"]: "".join(c["source"]) for c in cells if c["cell_type"] == "code"}
+    assert not [c for c in cells if c.get("outputs") or c.get("execution_count")]
+    assert snippet("README.md", 1).endswith(code["task"] + "\n")
+    monkeypatch.chdir(tmp_path)
+    alone("-c", "\n".join([SHOWN, *code.values()]))
+    picture, frame = (tmp_path / "shown").read_text().split("\n", 1)
+    assert pathlib.Path(picture).read_bytes().startswith(b"\x89PNG")
+    assert "&lt;script&gt;" in frame.removeprefix('<div><iframe srcdoc="').partition('"')[0]
+    sampled = [r["accuracy"] for r in journal.read(tmp_path / "runs/larger") if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
 
 
@@ -192,6 +294,7 @@ def test_a_command_is_known(line, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "mine.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 8)
     rest = [word.replace("mine.jsonl", str(tmp_path / "mine.jsonl")) for word in rest]
+    rest = [word.replace("sorting.py", str(tutorial(tmp_path))) for word in rest]
     module, called = importlib.import_module(f"jaxrl_llm.cli.{name}"), []
     if name == "bench":
         monkeypatch.setitem(module.COMMANDS, rest[0], _noted(module.COMMANDS[rest[0]], called))
@@ -222,11 +325,40 @@ def test_every_promise_names_a_test_that_exists():
     assert not {*re.findall(r"`(test_\w+)`", promises + rest)} - known
 
 
+def test_the_gallery_has_a_picture_of_each_command(tmp_path, monkeypatch):
+    """Drawn from the runs' records, small, and the same again."""
+    monkeypatch.chdir(tmp_path)
+    (page := tmp_path / "gallery.md").write_text(PAGES["gallery.md"])
+    pictures = runpy.run_path(str(DOCS / "pictures.py"))
+    runs = pictures["commands"](page.read_text())
+    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm", page.read_text(), re.MULTILINE))
+    for i, run in enumerate(runs):
+        (folder := tmp_path / run).mkdir(parents=True)
+        found = [{"step": s, "phase": "reinforce", "accuracy": (s + i) / 30} for s in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    drawn = []
+    for _ in range(2):
+        pictures["draw"](page)
+        drawn.append({p.name: p.read_bytes() for p in (tmp_path / "images/gallery").iterdir()})
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0].values()}) == len(runs)
+    assert {*drawn[0]} == {*re.findall(r"\(images/gallery/([\w.]+)\)", page.read_text())}
+    assert max(p.stat().st_size for p in (DOCS / "images/gallery").iterdir()) < 30_000
+
+
 def test_links_lead_somewhere():
     for name, text in PAGES.items():
-        folder = ROOT if name == "README.md" else ROOT / "docs"
+        folder = ROOT if name == "README.md" else (DOCS / name).parent
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (folder / target).exists(), f"{name}: {target}"
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted({*PAGES} - {"README.md"})
+    shown = re.findall(r"^::: jaxrl_llm\.([\w.]+)$", "\n".join(PAGES.values()), re.MULTILINE)
+    parts = {f"objectives.{name}" for name in jl.objectives.__all__} - {"objectives.Objective"}
+    assert {*jl.__all__} - {"objectives"} | parts <= {*shown}
 
 
 def test_the_number_of_recipes_is_that_of_algo():

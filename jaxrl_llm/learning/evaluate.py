@@ -55,14 +55,16 @@ class Result:
         """The results by flat names, such as `accuracy/GROUP`."""
         out: dict[str, float] = {"examples": self.total.examples, "unchecked": self.unchecked}
         for line in self.lines:
-            tail = "" if line.name == ALL else f"/{line.name}"
-            out[f"accuracy{tail}"] = line.greedy
+            measured = {"accuracy": (line.greedy, line.interval)}
             if line.k:
-                out[f"avg@{line.k}{tail}"] = line.mean_k
-                out[f"pass@{line.k}{tail}"] = line.pass_k
-        low, high = self.total.interval
-        return out | {"accuracy_low": low, "accuracy_high": high, "score": self.total.score,
-                      "length": self.total.length, "cut": self.total.cut}  # fmt: skip
+                measured[f"avg@{line.k}"] = line.mean_k, line.mean_interval
+                measured[f"pass@{line.k}"] = line.pass_k, line.pass_interval
+            for name, (value, (low, high)) in measured.items():
+                if line.name == ALL:
+                    out |= {name: value, f"{name}_low": low, f"{name}_high": high}
+                else:
+                    out[f"{name}/{line.name}"] = value
+        return out | {"score": self.total.score, "length": self.total.length, "cut": self.total.cut}
 
 
 def evaluate(

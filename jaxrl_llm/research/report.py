@@ -149,10 +149,10 @@ def _summary(records: Sequence[Record]) -> Element:
     said = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
         best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
-        said += [f"Validation accuracy: {_accuracy(measured[0], 'eval')} before reinforcement"]
-        said[-1] += f", at best {_accuracy(best, 'eval')} at step {best['step']}." if best else "."
+        said += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
+        said[-1] += f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
     for r in tested:
-        said += [f"Test accuracy: {_accuracy(r, 'test')} at step {r['test/step']:.0f}."]
+        said += [f"Test accuracy: {_measured(r, 'test')} at step {r['test/step']:.0f}."]
     said += ["Percent, with 95% intervals."] if len(said) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):
@@ -161,9 +161,12 @@ def _summary(records: Sequence[Record]) -> Element:
     return tag("p", " ".join(said))
 
 
-def _accuracy(r: Record, of: str) -> str:
-    interval = r[f"{of}/accuracy_low"], r[f"{of}/accuracy_high"]
-    return percent(r[f"{of}/accuracy"], interval)
+def _measured(r: Record, of: str, name: str = "accuracy") -> str:
+    """A share in percent, with its interval where the record has one."""
+    value, low, high = (r.get(f"{of}/{name}{end}") for end in ("", "_low", "_high"))
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}" if low is None or high is None else percent(value, (low, high))
 
 
 def _curves(records: Sequence[Record]) -> Sequence[Part]:
@@ -197,11 +200,11 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     for r, of in found:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
         row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
-        row += [_accuracy(r, of), *(cell(r.get(f"{of}/{key}")) for key in extra)]
+        row += [_measured(r, of, name) for name in ("accuracy", *extra)]
         row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/unchecked']:.0f}"]
         rows.append(row)
     head = ["step", "examples of", "checked", "greedy, % (95% interval)"]
-    head += [*(f"{name}, %" for name in extra), "length", "cut, %", "unchecked"]
+    head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "unchecked"]
     made = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
     last, of = found[-1]
     groups = [k.split("/", 2)[2] for k in last if k.startswith(f"{of}/accuracy/")]

@@ -100,6 +100,17 @@ def controls(page):
     return link()
 
 
+def framed(page):
+    """The page within another, as a notebook shows it: the same tokens, no error."""
+    inner = page.context.new_page()
+    inner.on("pageerror", lambda error: errors.append(str(error)))
+    errors, text = [], pathlib.Path(page_file).read_text()
+    inner.set_content("<iframe></iframe>")
+    inner.evaluate("text => { document.querySelector('iframe').srcdoc = text; }", text)
+    inner.frame_locator("iframe").locator(".t").first.wait_for()
+    assert not errors, errors
+
+
 def of(page):
     """What a page shows."""
     return page.locator("main").inner_text(), page.locator(".t").evaluate_all(
@@ -115,6 +126,7 @@ def work(browser):
     assert of(again) == of(page)
     assert not errors + more, errors + more
     assert page.evaluate("window.acted") is None
+    framed(page)
     recolour = """() => { const box = document.getElementById("by"), start = performance.now();
         box.value = "entropy" in quantities ? "entropy" : "p"; box.dispatchEvent(new Event("change"));
         document.body.getBoundingClientRect(); return performance.now() - start; }"""

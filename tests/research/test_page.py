@@ -245,6 +245,9 @@ def test_in_a_browser(rows, length, run, tmp_path):
     for folder in (run, tmp_path / "other"):
         if folder != run:
             shutil.copytree(run, folder)
+            staged = [{"step": s, "phase": "reinforce", "grad_norm/stage1": 1.0} for s in (3, 4)]
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write("".join(json.dumps(x) + "\n" for x in staged))
         for step in (3, 4):
             numbers = {
                 name: rng.normal(size=(rows, length)).astype(np.float32)

@@ -43,6 +43,9 @@ def lines():
         made.append({"step": step, "phase": "reinforce", **values})
         if step % 4 == 0:
             groups = {"accuracy/3": 0.5, "avg@8": 0.375, "pass@8": 0.75, "avg@8/3": 0.25}
+            groups |= (
+                {"avg@8_low": 0.25, "avg@8_high": 0.5} if step > 4 else {}
+            )  # as of this version
             more = evaluation("eval", step, 40, **groups)
             made.append({"step": step, "phase": "reinforce", **more})
     made[-3]["alarm/entropy"] = 1
@@ -122,7 +125,10 @@ def test_numbers_are_those_of_the_records(whole, lines, tmp_path, capsys):
         ends = [(middle + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
         assert shown["greedy, % (95% interval)"] == of_percent(p, *ends)
         assert (shown["length"], shown["cut, %"], shown["unchecked"]) == ("9.5", "25.0", "1")
-    assert [row[head.index("avg@8, %")] for row in rows] == ["", "", "37.5", "37.5", "37.5", ""]
+    average, whole_groups = (head.index(f"{x}@8, % (95% interval)") for x in ("avg", "pass"))
+    ends = of_percent(0.375, 0.25, 0.5)
+    assert [row[average] for row in rows] == ["", "", "37.5", ends, ends, ""]
+    assert [row[whole_groups] for row in rows] == ["", "", "75.0", "75.0", "75.0", ""]
     steps = [r for r in lines if "reward" in r]
     seconds = {k: sum(r[f"time/{k}"] for r in steps) for k in ("rollout", "update", "lost")}
     compiling = sum(r["time/compile"] for r in steps)

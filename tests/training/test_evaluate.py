@@ -62,7 +62,12 @@ def test_shares_by_group(result):
     assert total.cut == pytest.approx(1 / 7)
     assert result.unchecked == result.metrics()["unchecked"] == 1 + 4
     assert result.metrics()["accuracy/1"] == 0.5
-    assert result.metrics()["pass@4"] == total.pass_k
+    metrics = result.metrics()
+    assert metrics["pass@4"] == total.pass_k
+    for name, ends in (("accuracy", total.interval), ("avg@4", total.mean_interval),
+                       ("pass@4", total.pass_interval)):  # fmt: skip
+        assert (metrics[f"{name}_low"], metrics[f"{name}_high"]) == ends
+        assert ends[0] < metrics[name] < ends[1]
 
 
 @pytest.mark.parametrize(("k", "n", "low", "high"), [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634),
