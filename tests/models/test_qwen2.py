@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import attention, families, qwen2, sharding
+from jaxrl_llm.models import attention, families, primitives, qwen2, sharding
 from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
@@ -156,3 +156,23 @@ def test_what_all_tokens_share_adds_up_its_gradients_in_float32(make):
         found, want = gradient.weight[...], products.sum((0, 1))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, want, atol=0.01 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("contracted", [1, 2])
+@pytest.mark.parametrize("out", [(2,), (3, 8)])
+def test_a_product_has_the_gradients_of_its_sum(contracted, out):
+    """On a CPU its backward pass is our own, in one order or the other by the weight's sides."""
+    into = (3, 4)[-contracted:]
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((5, 6, *into), (*out, *into)))
+    slope = jnp.asarray(rng.normal(size=(5, 6, *out)), jnp.float32)
+    axes = "ab"[:contracted], "cd"[: len(out)]
+
+    def summed(x, w):
+        return jnp.einsum(f"rl{axes[0]},{axes[1]}{axes[0]}->rl{axes[1]}", x, w)
+
+    ours, back = jax.vjp(lambda x, w: primitives.product(x, w, contracted), x, w)
+    theirs, back_of_sum = jax.vjp(summed, x, w)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(back(slope), back_of_sum(slope), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
