@@ -96,8 +96,9 @@ class TokenTask:
             for i, turns in enumerate(said):
                 for turn in [turns] if isinstance(turns, str) else turns:
                     tokens = [*self.tokenizer.encode(turn), self.tokenizer.eos]
-                    made[i].sampled(tokens, [0.0] * len(tokens), stopped=True)
-                    if not made[i].goes_on(reply(i, tokens).result()):
+                    logps = [0.0] * len(tokens)
+                    made[i].sampled(tokens, logps, stopped=True)
+                    if not made[i].goes_on(reply(i, tokens, logps).result()):
                         break
         rewards = list(map(astuple, reply.rewards))
         return rollout(self.prompts(examples), made, turns=True, rewards=rewards)

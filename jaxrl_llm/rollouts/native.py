@@ -275,7 +275,7 @@ def _collect(
         if reply is None:
             working.pop(s)
         else:
-            asked[s] = reply(working[s].index, tokens)
+            asked[s] = reply(working[s].index, tokens, logps)
     if reply is None:
         return len(over)
     futures.wait([asked[s] for s in over], SOON)

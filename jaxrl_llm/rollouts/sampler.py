@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 
-Reply: TypeAlias = Callable[[int, Sequence[int]], Future[Sequence[int] | None]]
+Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Sequence[int] | None]]
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Sampler(Protocol):
 
     `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
-    response was cut. With `reply` a response is an episode: `reply(index, tokens)` is called with
-    the tokens of each turn, also of one that was cut, and its result is what the environment says
+    response was cut. With `reply` a response is an episode: `reply(index, tokens, logps)` is
+    called with each turn, also with one that was cut, and its result is what the environment says
     next, or None at the end. Nothing else waits for it. `counters` are figures of the last
     `generate`, `sync` of the last `push` (empty where nothing is sent).
     """

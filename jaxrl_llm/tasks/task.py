@@ -102,7 +102,10 @@ class Demonstrator(Protocol[E_contra]):
 
 
 class Environment(Protocol):
-    """What the policy talks to in one episode; each has its own."""
+    """What the policy talks to in one episode; each has its own.
+
+    `step` gets the tokens' log-probs too, as a second argument, where `hears_logps` is True.
+    """
 
     def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step]:
         """What follows a turn of these tokens: token ids, or None at the end; the reward so far."""
@@ -207,9 +210,11 @@ class Episodes:
         self._workers.close()
         self._errors.log(len(self.rewards))
 
-    def __call__(self, index: int, tokens: Sequence[int]) -> Future[Sequence[int] | None]:
+    def __call__(
+        self, index: int, tokens: Sequence[int], logps: Sequence[float] = ()
+    ) -> Future[Sequence[int] | None]:
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
-        work = partial(self._step, index, list(tokens))
+        work = partial(self._step, index, list(tokens), list(logps))
         call = _Call(work, self._plain, self._examples[index], which, *self._settings)
         reply: Future[Sequence[int] | None] = Future()
 
@@ -231,11 +236,13 @@ class Episodes:
         self._workers.submit(call).add_done_callback(settle)
         return reply
 
-    def _step(self, index: int, tokens: list[int]) -> Any:
+    def _step(self, index: int, tokens: list[int], logps: list[float]) -> Any:
         if index not in self._environments:
             made = self._task.environment(self._examples[index], self._tokenizer)
             self._environments[index] = made
-        return self._environments[index].step(tokens)
+        step: Any = self._environments[index].step
+        hears = getattr(self._environments[index], "hears_logps", False)
+        return step(tokens, logps) if hears else step(tokens)
 
     def _plain(self, made: Any) -> Step:
         """What a step returned, in plain numbers; TypeError or ValueError for anything else."""

@@ -59,7 +59,8 @@ class Random:
         self.heard.setdefault(index, []).append((list(tokens), reply))
         return reply
 
-    def __call__(self, index, tokens):
+    def __call__(self, index, tokens, logps):
+        assert len(logps) == len(tokens)
         if self.pool:
             return self.pool.submit(self.answer, index, tokens)
         done = Future()
@@ -195,8 +196,8 @@ def test_episodes_do_not_depend_on_company_or_time():
 def test_one_turn_is_as_it_was():
     """An environment that ends at once changes nothing."""
 
-    def end(index, tokens):
-        del index, tokens
+    def end(index, tokens, logps):
+        del index, tokens, logps
         done = Future()
         done.set_result(None)
         return done
@@ -228,8 +229,8 @@ def test_others_do_not_wait_for_a_slow_environment():
 
 
 def test_an_environment_that_fails_for_the_caller_ends_the_rollout():
-    def fail(index, tokens):
-        del index, tokens
+    def fail(index, tokens, logps):
+        del index, tokens, logps
         done = Future()
         done.set_exception(UserError("the tool is not installed"))
         return done

@@ -115,7 +115,7 @@ class VllmSampler:
             episode.sampled(*response)
             if reply is None:
                 return None
-            given = await asyncio.wrap_future(reply(request.index, response.tokens))
+            given = await asyncio.wrap_future(reply(request.index, response.tokens, response.logps))
             if not episode.goes_on(given):
                 return None
             prompt = (*request.prompt, *response.tokens, *(given or ()))

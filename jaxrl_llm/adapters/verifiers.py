@@ -1,0 +1,153 @@
+"""Environments of the package `verifiers`, in a process with a Python of their own, as tasks.
+
+They ask for turns by `/inference/v1/generate`. The other process (`verifiers_side.py`) serves that
+route, and `Episode` brings it what the engine samples.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.task import Prompt, Reward, Step
+
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task of a taskset, by its place, and what it asks."""
+
+    index: int
+    system: str
+    asked: str
+
+
+class _First(tuple[Mapping[str, str], ...]):
+    """A prompt to be read, whose tokens are those of an episode's first request."""
+
+    tokens: Any
+
+
+class Verifiers:
+    """The first `train` tasks of a taskset to learn from, and the next `test` to test on.
+
+    `python` is that of an environment with `verifiers` and the taskset. `env` is the environment's
+    config without the taskset's id, `renderer` that of what makes tokens of messages. The process
+    gets `variables` of the caller's, beside PATH and the like. The reward is the mean of those of
+    an episode's traces; from 1 on it is correct. `close()` ends it, as the end of the
+    program does. Raises UserError if it does not start.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        python: str | Path,
+        train: int = 200,
+        test: int = 50,
+        env: Mapping[str, Any] | None = None,
+        renderer: Mapping[str, Any] | None = None,
+        variables: Sequence[str] = (),
+    ):
+        config = {"agent": {"runtime": {"type": "subprocess"}}, **(env or {})}
+        config["taskset"] = {**config.get("taskset", {}), "id": taskset}
+        settings = json.dumps((config, train + test, renderer or {"name": "default"}))
+        try:
+            process = subprocess.Popen(  # noqa: S603 (a file of this package)
+                [str(python), "-P", str(Path(__file__).with_name("verifiers_side.py")), settings],
+                env={name: os.environ[name] for name in (*_KEPT, *variables) if name in os.environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"verifiers: {python} cannot be started: {error}") from error
+        assert process.stdout is not None
+        self._folder = tempfile.TemporaryDirectory()
+        self.close = weakref.finalize(self, _end, process, self._folder)
+        if not (line := process.stdout.readline()):
+            self.close()
+            raise UserError(f"verifiers: {taskset} did not start: see its message above")
+        url, key, rows = json.loads(line)
+        self.server = {
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {key}"},
+            "timeout": None,
+            "trust_env": False,
+            "verify": False,  # no TLS to load certificates for
+        }
+        made = [Row(i, *said) for i, said in enumerate(rows)]
+        self.name, self.train, self.test = taskset, made[:train], made[train:]
+        self._first: dict[int, list[int]] = {}
+
+    def prompt(self, row: Row) -> Prompt:
+        said = {"system": row.system, "user": row.asked}
+        made = _First({"role": role, "content": text} for role, text in said.items() if text)
+        made.tokens = lambda tokenizer: self._begin(row, tokenizer)[1]
+        return made
+
+    def environment(self, row: Row, tokenizer: Any) -> "Episode":
+        return Episode(self.server, *self._begin(row, tokenizer), tokenizer.stops)
+
+    def _begin(self, row: Row, tokenizer: Any) -> tuple[dict[str, Any], list[int]]:
+        """What starts an episode, and the tokens of its first request, heard of one given up."""
+        if not self._first:
+            tokenizer.save(Path(self._folder.name))
+        start = {"task": row.index, "tokenizer": self._folder.name}
+        if row.index not in self._first:
+            with httpx.Client(**self.server) as client:
+                said = client.post("/step", json=start | {"heard": True}).json()
+            if "prompt" not in said:
+                raise UserError(f"verifiers: {self.name} asks for no turn: {said}")
+            self._first[row.index] = said["prompt"]
+        return start, self._first[row.index]
+
+
+def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
+    process.communicate()
+    folder.cleanup()
+
+
+class Episode:
+    """An episode whose requests are answered by turns; what it goes on from are its tokens."""
+
+    hears_logps = True
+
+    def __init__(self, server: dict[str, Any], start: Any, prompt: list[int], stops: Sequence[int]):
+        self._server, self._start, self._tokens, self._stops = server, start, prompt, stops
+        self._name = ""
+
+    async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
+        async with httpx.AsyncClient(**self._server) as client:
+            if not self._name:
+                said = (await client.post("/step", json=self._start)).json()
+                if said.get("prompt") != self._tokens:
+                    raise ValueError(f"its first request is not what it was before: {said}")
+                self._name = said["id"]
+            turn = {"tokens": [*tokens], "logps": [*logps], "cut": tokens[-1] not in self._stops}
+            said = (await client.post("/step", json={"id": self._name, **turn})).json()
+        if "prompt" not in said:
+            self._name = ""
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        if "reward" in said:
+            return None, Reward(said["reward"], said["reward"] >= 1, said["fields"])
+        before, self._tokens = [*self._tokens, *tokens], said["prompt"]
+        if self._tokens[: len(before)] != before:
+            raise ValueError("a request does not begin with the tokens before it")
+        return self._tokens[len(before) :], Reward(0.0, False)
+
+    def __del__(self):
+        if self._name:  # it would wait for a turn
+            with suppress(httpx.HTTPError), httpx.Client(**self._server) as client:
+                client.post("/step", json={"id": self._name, "end": True})
