@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.task import Prompt, Reward, Step
+from jaxrl_llm.tasks.task import Anew, Prompt, Reward, Step
 
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
@@ -143,9 +143,8 @@ class Episode:
         if "reward" in said:
             return None, Reward(said["reward"], said["reward"] >= 1, said["fields"])
         before, self._tokens = [*self._tokens, *tokens], said["prompt"]
-        if self._tokens[: len(before)] != before:
-            raise ValueError("a request does not begin with the tokens before it")
-        return self._tokens[len(before) :], Reward(0.0, False)
+        on = self._tokens[: len(before)] == before
+        return self._tokens[len(before) :] if on else Anew(self._tokens), Reward(0.0, False)
 
     def __del__(self):
         if self._name:  # it would wait for a turn

@@ -11,11 +11,10 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import verifiers.v1 as vf
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from aiohttp import web
 
 KEY = "JAXRL_ROUTE_KEY"  # the variable in which the environments' client finds it
@@ -40,14 +39,14 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     tasks, episodes = list(itertools.islice(env.taskset, count)), dict[str, Episode]()
     numbers = itertools.count()
 
-    async def play(name: str, task: Any, tokenizer: str, cut: Callable[[], bool]) -> dict[str, Any]:
+    async def play(episode: Episode, name: str, task: Any, tokenizer: str) -> dict[str, Any]:
         """What an episode says last."""
         client = vf.TrainClientConfig(
             base_url=url, api_key_var=KEY, renderer=renderer, renderer_model_name=tokenizer
         )
         made = await env.run_slot(env.slots(task)[0], vf.ModelContext(name, client))
         errors = [*made.errors, *(error for trace in made.traces for error in trace.errors)]
-        if errors and not cut():
+        if errors and not episode.cut:
             return {"error": f"{errors[-1].type}: {errors[-1].message}"}
         fields = {key: x for trace in made.traces for key, x in trace.metrics.items()}
         fields |= {key: x and x.value for trace in made.traces for key, x in trace.rewards.items()}
@@ -57,7 +56,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
 
     async def work(episode: Episode, *task: Any) -> None:
         try:
-            said = await play(*task, lambda: episode.cut)
+            said = await play(episode, *task)
         except Exception as error:  # environments raise anything
             said = {"error": f"{type(error).__name__}: {error}"}
         episode.says.put_nowait(said)

@@ -105,8 +105,24 @@ def test_a_run_learns_from_its_rewards(task, tmp_path):
     train(config(task), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
     assert [r["step"] for r in steps] == [4, 5, 6]
-    assert all(r["unchecked_share"] < 0.2 for r in steps)
+    assert all(r["unchecked"] == 0 for r in steps)
     assert all(r["turns"] >= 1 and "reward/asked" in r for r in steps)
+
+
+def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
+    with closing(task_of(forgets=True)) as task:
+        words, row = tokenizer.of_words(WORDS), task.train[0]
+        first, second, _ = row.asked.split()
+        told = "first" if first > second else "second"
+        played = TokenTask(task, words).played([row], [["ask", max(first, second)]])
+        again = f"{first} {second} ? {told} :"
+        assert words.decode(played.responses[0]) == f"ask <eos> {again} {max(first, second)}"
+        assert (played.turns, played.restarts) == ([[(0, 2), (7, 9)]], [[(2, 7)]])
+        assert played.rewards[0][0] == 1.0
+        train(config(task, forgets=True), tmp_path / "run")
+    steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert all(r["unchecked"] == 0 for r in steps)
+    assert max(r.get("segments", 1.0) for r in steps) > 1
 
 
 def test_an_environment_that_fails_leaves_its_episode_unchecked(task):
