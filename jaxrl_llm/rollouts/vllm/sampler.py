@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequen
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
 
 
+@runtime_checkable
 class ServedTensors(Protocol):
     """A config and tensors for a server, and the trainer's checksums to verify it by."""
 
