@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ import httpx
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Anew, Prompt, Reward, Step
 
+_PATIENCE = 300.0  # seconds for an episode's first request
+_AT_ONCE = 16  # episodes that are begun together to hear those
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
 
@@ -81,36 +84,48 @@ class Verifiers:
         url, key, rows = json.loads(line)
         self.server = {
             "base_url": url,
-            "headers": {"Authorization": f"Bearer {key}"},
+            "headers": {"X-Key": key},
             "timeout": None,
             "trust_env": False,
             "verify": False,  # no TLS to load certificates for
         }
         made = [Row(i, *said) for i, said in enumerate(rows)]
         self.name, self.train, self.test = taskset, made[:train], made[train:]
-        self._first: dict[int, list[int]] = {}
+        self._first: list[list[int]] = []
 
     def prompt(self, row: Row) -> Prompt:
         said = {"system": row.system, "user": row.asked}
         made = _First({"role": role, "content": text} for role, text in said.items() if text)
-        made.tokens = lambda tokenizer: self._begin(row, tokenizer)[1]
+        made.tokens = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
         return made
 
     def environment(self, row: Row, tokenizer: Any) -> "Episode":
-        return Episode(self.server, *self._begin(row, tokenizer), tokenizer.stops)
+        prompt = self._prompts(tokenizer)[row.index]
+        return Episode(self.server, self._start(row), prompt, tokenizer.stops)
 
-    def _begin(self, row: Row, tokenizer: Any) -> tuple[dict[str, Any], list[int]]:
-        """What starts an episode, and the tokens of its first request, heard of one given up."""
-        if not self._first:
-            tokenizer.save(Path(self._folder.name))
-        start = {"task": row.index, "tokenizer": self._folder.name}
-        if row.index not in self._first:
-            with httpx.Client(**self.server) as client:
-                said = client.post("/step", json=start | {"heard": True}).json()
+    def _start(self, row: Row) -> dict[str, Any]:
+        """What starts an episode."""
+        return {"task": row.index, "tokenizer": self._folder.name}
+
+    def _prompts(self, tokenizer: Any) -> list[list[int]]:
+        """The tokens of all rows' first requests, heard once of episodes that are given up then."""
+
+        def heard(row: Row) -> list[int]:
+            with httpx.Client(**self.server | {"timeout": _PATIENCE}) as client:
+                said = client.post("/step", json=self._start(row) | {"heard": True}).json()
             if "prompt" not in said:
                 raise UserError(f"verifiers: {self.name} asks for no turn: {said}")
-            self._first[row.index] = said["prompt"]
-        return start, self._first[row.index]
+            return said["prompt"]
+
+        if not self._first:
+            tokenizer.save(Path(self._folder.name))
+            try:
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    self._first = list(pool.map(heard, [*self.train, *self.test]))
+            except httpx.HTTPError as error:
+                said = f"verifiers: {self.name} did not begin an episode: {error!r:.200}"
+                raise UserError(said) from error
+        return self._first
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
@@ -124,16 +139,16 @@ class Episode:
     hears_logps = True
 
     def __init__(self, server: dict[str, Any], start: Any, prompt: list[int], stops: Sequence[int]):
-        self._server, self._start, self._tokens, self._stops = server, start, prompt, stops
+        self._server, self._start, self._tokens, self._stops = server, start, [*prompt], stops
         self._name = ""
 
     async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
         async with httpx.AsyncClient(**self._server) as client:
             if not self._name:
                 said = (await client.post("/step", json=self._start)).json()
+                self._name = said["id"]
                 if said.get("prompt") != self._tokens:
                     raise ValueError(f"its first request is not what it was before: {said}")
-                self._name = said["id"]
             turn = {"tokens": [*tokens], "logps": [*logps], "cut": tokens[-1] not in self._stops}
             said = (await client.post("/step", json={"id": self._name, **turn})).json()
         if "prompt" not in said:

@@ -6,6 +6,7 @@ an episode says last is its reward, or an error. All have to know the key.
 """
 
 import asyncio
+import hmac
 import itertools
 import json
 import os
@@ -16,8 +17,6 @@ from typing import Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from aiohttp import web
-
-KEY = "JAXRL_ROUTE_KEY"  # the variable in which the environments' client finds it
 
 
 @dataclass
@@ -37,12 +36,16 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     os.dup2(2, 1)  # what libraries print
     env = vf.load_environment(vf.resolve_env_config(config))
     tasks, episodes = list(itertools.islice(env.taskset, count)), dict[str, Episode]()
-    numbers = itertools.count()
+    numbers, key = itertools.count(), secrets.token_urlsafe(32)
 
     async def play(episode: Episode, name: str, task: Any, tokenizer: str) -> dict[str, Any]:
         """What an episode says last."""
         client = vf.TrainClientConfig(
-            base_url=url, api_key_var=KEY, renderer=renderer, renderer_model_name=tokenizer
+            base_url=url,
+            api_key_var="",  # none
+            headers={"X-Key": key},
+            renderer=renderer,
+            renderer_model_name=tokenizer,
         )
         made = await env.run_slot(env.slots(task)[0], vf.ModelContext(name, client))
         errors = [*made.errors, *(error for trace in made.traces for error in trace.errors)]
@@ -79,7 +82,8 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     async def generate(request: web.Request) -> web.Response:
         """Token ids in, a turn's token ids and log-probs out."""
         body = await request.json()
-        episode = episodes[body["model"]]
+        if (episode := episodes.get(body["model"])) is None:
+            raise web.HTTPBadRequest(text="the episode is over")
         async with episode.asking:
             if episode.cut:
                 raise web.HTTPBadRequest(text="the episode is cut")
@@ -96,7 +100,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> Any:
-        if request.headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
+        if not hmac.compare_digest(request.headers.get("X-Key", ""), key):
             raise web.HTTPUnauthorized
         return await handler(request)
 
@@ -109,10 +113,9 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     url = "http://{}:{}".format(*runner.addresses[0])
     async with env.serving():
         rows = [(task.data.system_prompt or "", task.data.prompt_text) for task in tasks]
-        print(json.dumps([url, os.environ[KEY], rows]), file=out, flush=True)
+        print(json.dumps([url, key, rows]), file=out, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
-    os.environ[KEY] = secrets.token_urlsafe(32)
     asyncio.run(main(*json.loads(sys.argv[1])))

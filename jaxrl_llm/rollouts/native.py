@@ -313,7 +313,7 @@ def _collect(
         working.pop(s)
         arrays.position[s], ended = 0, ended + (not goes_on)
         if goes_on:
-            identity = np.asarray([request.hash, request.number], np.uint32)
+            identity = np.asarray([request.hash, request.number], np.uint32).tobytes()
             used = episode.sampling.max_tokens - episode.room
             new = Request(tuple(episode.tokens[size:]), zlib.crc32(identity), request.index, used)
             again.append(new)

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from random import Random
 
+import httpx
 import pytest
 
 from jaxrl_llm.adapters.verifiers import Verifiers
@@ -131,6 +132,14 @@ def test_an_environment_that_fails_leaves_its_episode_unchecked(task):
     known.prompts(task.train[:1])
     task.close()
     assert not known.tried(task.train[0], ["ask", "3"]).checked
+
+
+def test_the_routes_want_the_key_on_the_loopback_interface(task):
+    url = task.server["base_url"]
+    assert url.startswith("http://127.0.0.1:")
+    for route in ("/step", "/inference/v1/generate"):
+        for headers in ({}, {"X-Key": "no"}):
+            assert httpx.post(url + route, json={}, headers=headers).status_code == 401
 
 
 def test_what_does_not_start_is_one_line():
