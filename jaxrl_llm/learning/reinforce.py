@@ -166,7 +166,7 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
         out["time/tokens_per_second"] = sum(lengths) / seconds
     if answers.rollout.turns:
         out["turns"] = float(np.mean([len(turns) for turns in answers.rollout.turns]))
-    if answers.rollout.restarts:
+    if any(answers.rollout.restarts):
         again = [len(restarts) for restarts in answers.rollout.restarts]
         out["segments"] = 1.0 + float(np.mean(again))
     if comparable.any():

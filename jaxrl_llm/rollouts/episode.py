@@ -63,6 +63,6 @@ def rollout(
         logps=[one.logps for one in made],
         finished=[one.finished for one in made],
         turns=[one.turns for one in made] if turns else (),
-        restarts=[one.restarts for one in made] if any(one.restarts for one in made) else (),
+        restarts=[one.restarts for one in made] if turns else (),
         **known,
     )
