@@ -82,7 +82,7 @@ class Verifiers:
             self.close()
             raise UserError(f"verifiers: {taskset} did not start: see its message above")
         url, key, rows = json.loads(line)
-        self.server = {
+        self.server: dict[str, Any] = {
             "base_url": url,
             "headers": {"X-Key": key},
             "timeout": None,
