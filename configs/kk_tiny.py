@@ -93,7 +93,7 @@ def config(
     model: str = "",
     lora: int = 0,
     vllm: str = "",
-    look_ahead: bool = False,
+    max_lag: int = 0,
     redraws: int = 0,
     keep_tokens: int = 2,
     seed: int = 0,
@@ -121,7 +121,7 @@ def config(
         lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
         vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or addresses of
             running servers, separated by commas.
-        look_ahead: let vLLM sample the next batch during the update, with the weights before it.
+        max_lag: let vLLM sample so many batches during as many updates, with the weights before them.
         redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
         keep_tokens: groups of a step whose tokens are kept for `jaxrl-llm view`.
         seed: of everything: initial weights, order of the data, sampling.
@@ -164,8 +164,8 @@ def config(
         if vllm
         else Native(slots=128, prefill_prompts=32, block=64),
         order=update.stage_major if stage_major else update.interleaved,
-        ratios="sampler" if look_ahead and not objective.allows_for_staleness else "trainer",
-        look_ahead=look_ahead,
+        ratios="sampler" if max_lag and not objective.allows_for_staleness else "trainer",
+        max_lag=max_lag,
         warm_start=None
         if model or not warm_steps
         else WarmStart(

@@ -144,10 +144,10 @@ class Config:
     each; `max_tokens` and `stop` of `sampling` are set from `collate` and the tokenizer.
     `reference` keeps the policy from before reinforcement (None: if the objective reads
     `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
-    sampler's, and then no factor or select may correct for the sampler. `look_ahead` samples the
-    next step's responses during an update, so with weights one step old; the engine needs weights
-    of its own. `offload` keeps optimizer state, reference policy or both in host memory while
-    unused.
+    sampler's, and then no factor or select may correct for the sampler. With `max_lag`
+    k > 0 the next k steps' responses are sampled during k updates, so with weights one to k steps
+    old; the engine needs weights of its own. `offload` keeps optimizer state, reference policy or
+    both in host memory while unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
     (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `redraws` puts
@@ -194,7 +194,7 @@ class Config:
     order: Callable[[int, int], np.ndarray] = update.interleaved
     reference: bool | None = None
     ratios: Literal["trainer", "sampler"] = "trainer"
-    look_ahead: bool = False
+    max_lag: int = 0
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
     redraws: int = 0
@@ -210,7 +210,9 @@ class Config:
 
     def __post_init__(self):
         _check_types(self)
-        at_least(0, "config", self, "steps", "show_samples_every", "keep_tokens", "redraws")
+        at_least(
+            0, "config", self, "steps", "show_samples_every", "keep_tokens", "redraws", "max_lag"
+        )
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
@@ -234,8 +236,8 @@ class Config:
         batch = (self.prompts, self.group_size, self.collate.response_length)
         object.__setattr__(self, "objective", replace(self.objective, tried_on=batch))
         self.objective.try_out()
-        if self.look_ahead:
-            self._check_look_ahead()
+        if self.max_lag:
+            self._check_max_lag()
         if isinstance(self.engine, engines.Vllm):
             self._check_vllm(self.engine)
         if self.warm_start and self.warm_start.collate.prompt_length < self.collate.prompt_length:
@@ -266,16 +268,21 @@ class Config:
                 "raise it in the engine"
             )
 
-    def _check_look_ahead(self) -> None:
+    def _check_max_lag(self) -> None:
         if not self.engine.own_weights:
             raise UserError(
-                f"config: look_ahead = True needs an engine with weights of its own, as Vllm; "
+                f"config: max_lag = {self.max_lag} needs an engine with weights of its own, as Vllm; "
                 f"{type(self.engine).__name__} generates with the trainer's"
             )
         if self.ratios == "trainer" and not self.objective.allows_for_staleness:
             raise UserError(
-                "config: with look_ahead the sampler is a step behind the trainer: set ratios = "
-                "'sampler', or correct for it, as by factors.truncated"
+                "config: with max_lag the sampler is behind the trainer: set ratios = 'sampler', or correct "
+                "for it, as by factors.truncated"
+            )
+        if self.redraws and self.max_lag > 1:
+            raise UserError(
+                f"config: redraws = {self.redraws} would wait for what is sampled ahead, and get weights by where "
+                f"the run was resumed: set max_lag = {self.max_lag} to 1, or redraws to 0"
             )
 
     def saves(self, step: int) -> bool:

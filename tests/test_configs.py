@@ -75,19 +75,30 @@ def test_a_recipe_is_as_published_unless_asked_otherwise():
 
 
 @pytest.mark.parametrize("algo", recipes.BY_NAME)
-def test_look_ahead_leaves_a_recipe_its_corrections(algo):
+def test_max_lag_leaves_a_recipe_its_corrections(algo):
     """Where a recipe looks at the sampler, `old_logp` is the trainer's, else every rho is 1."""
-    made = load("kk_tiny").config(algo, look_ahead=True, vllm="python")
+    made = load("kk_tiny").config(algo, max_lag=2, vllm="python")
     assert (made.ratios == "trainer") == (algo in ("tis", "icepop", "mis", "dppo", "dppo_kl"))
 
 
 def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     made = load("kk_tiny").config(vllm="python")
     drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
-    with pytest.raises(UserError, match="with look_ahead the sampler is a step behind"):
-        replace(made, objective=drift, look_ahead=True)
+    with pytest.raises(UserError, match="with max_lag the sampler is behind"):
+        replace(made, objective=drift, max_lag=1)
     anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=sampler))
-    assert replace(made, objective=anchored, look_ahead=True).ratios == "trainer"
+    assert replace(made, objective=anchored, max_lag=1).ratios == "trainer"
+
+
+def test_max_lag_needs_weights_of_its_own_and_fresh_groups():
+    made = load("kk_tiny").config
+    with pytest.raises(UserError, match="max_lag = 2 needs an engine with weights of its own"):
+        made(max_lag=2)
+    with pytest.raises(UserError, match="set max_lag = 2 to 1"):
+        made(max_lag=2, redraws=1, vllm="python")
+    assert made(max_lag=1, redraws=1, vllm="python").max_lag == 1
+    with pytest.raises(UserError, match="max_lag"):
+        made(max_lag=-1)
 
 
 def test_recipes_that_drop_even_groups_do():

@@ -14,7 +14,14 @@ from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
 from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, Task, score_responses
 
-BY_RESPONSE = ("responses", "logps", "finished", "turns", "rewards")  # fields of a rollout
+BY_RESPONSE = (
+    "responses",
+    "logps",
+    "finished",
+    "turns",
+    "restarts",
+    "rewards",
+)  # fields of a rollout
 
 
 class Answers(NamedTuple):
@@ -91,13 +98,14 @@ class TokenTask:
     def played(self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]) -> Rollout:
         """Episodes in which the policy says these turns, or this one, with `eos` after each."""
         endless = Sampling(max_tokens=2**31, max_turns=2**31)
-        made = [Episode(endless) for _ in said]
+        made = [Episode(endless, 0) for _ in said]
         with self._episodes(examples) as reply:
             for i, turns in enumerate(said):
                 for turn in [turns] if isinstance(turns, str) else turns:
                     tokens = [*self.tokenizer.encode(turn), self.tokenizer.eos]
-                    made[i].sampled(tokens, [0.0] * len(tokens), stopped=True)
-                    if not made[i].goes_on(reply(i, tokens).result()):
+                    logps = [0.0] * len(tokens)
+                    made[i].sampled(tokens, logps, stopped=True)
+                    if not made[i].goes_on(reply(i, tokens, logps).result()):
                         break
         rewards = list(map(astuple, reply.rewards))
         return rollout(self.prompts(examples), made, turns=True, rewards=rewards)
@@ -227,6 +235,7 @@ def _packed(share: Answers) -> bytes:
         "tolerance": rollout.tolerance,
         "rewards": [astuple(reward) for reward in share.rewards],
         "turns": rollout.turns,
+        "restarts": rollout.restarts,
         "episodes": rollout.rewards,
     }
     buffer = io.BytesIO()
@@ -252,6 +261,6 @@ def _unpacked(payload: bytes) -> Answers:
         for name in ("tokens", "logps")
     )
     finished = part["finished"].tolist()
-    known = (rest[name] for name in ("version", "tolerance", "turns", "episodes"))
+    known = (rest[name] for name in ("version", "tolerance", "turns", "restarts", "episodes"))
     rollout = Rollout((), tokens, logps, finished, *known)
     return Answers((), rollout, [Reward(*one) for one in rest["rewards"]])

@@ -3,8 +3,9 @@
 There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row has the sampled
 tokens of a response, from the left, and none that an environment gave between them. The model runs
 on `[M,m,R,L]`: M mini-batches of m micro-batches of R bins of L tokens, a bin holding one sequence
-(padded) or several (packed); of each bin only C sampled tokens are scored. `Layout` maps one to the
-other, so no other code depends on turns, padding or packing. Padding to multiples of `round_to`
+(padded) or several (packed); of each bin only C sampled tokens are scored. A response is a sequence,
+or, if an environment rewrote what was said, one for each segment. `Layout` maps one to the other, so
+no other code depends on turns, segments, padding or packing. Padding to multiples of `round_to`
 makes an update 1.0 to 2.7 times as fast as padding to the limits does.
 """
 
@@ -94,15 +95,11 @@ class Collator:
         sampled: list[Any] = [np.asarray(rollout.sampled(i)) for i in range(rows)]
         longest = self.response_length if self.pack else max(map(len, sampled))
         width = min(_round_up(longest, self.round_to), self.response_length)
-        sequences = [
-            _Sequence(i, np.asarray(p, np.int32), np.asarray(r, np.int32), sampled[i])
-            for i, (p, r) in enumerate(zip(rollout.prompts, rollout.responses, strict=True))
-        ]
-        kept = lambda some: [s for s in some if keep is None or keep[s.row]]
+        kept = lambda rows: [s for i in rows if keep is None or keep[i] for s in _of(rollout, i)]
         per_minibatch = rows // self.minibatches
         fill = _pack if self.pack else _pad
         filled = [
-            fill(kept(sequences[i : i + per_minibatch]), self._capacity)
+            fill(kept(range(i, i + per_minibatch)), self._capacity)
             for i in range(0, rows, per_minibatch)
         ]
         shape = self._shape(filled, per_minibatch, width)
@@ -150,9 +147,11 @@ class Collator:
                     f"prompt {i} has {len(prompt)} tokens, the limit is 1 to {self.prompt_length}: "
                     "raise prompt_length or drop the prompt"
                 )
-            if not response or len(response) > self.response_length:
+            longest = max(len(p) + end - start for p, start, end in rollout.segments(i))
+            size = max(longest - len(prompt), len(rollout.sampled(i)))
+            if not response or size > self.response_length:
                 raise UserError(
-                    f"response {i} has {len(response)} tokens, the limit is 1 to "
+                    f"response {i} has {size} tokens, the limit is 1 to "
                     f"{self.response_length}: raise response_length"
                 )
             if len(rollout.logps[i]) != len(response):
@@ -161,8 +160,10 @@ class Collator:
                 )
 
     def _shape(self, filled, most, width):
-        """`(M, m, R, L, C)`, for at most `most` bins a mini-batch."""
+        """`(M, m, R, L, C)`, for `most` bins a mini-batch, twice as many if segments take more, ..."""
         flat = [b for bins in filled for b in bins]
+        while most < max(map(len, filled)):
+            most *= 2
         bins = _round_up(-(-most // self.microbatches), self.shards)
         if self.pack:
             return self.minibatches, self.microbatches, bins, self._capacity, self._capacity
@@ -173,14 +174,27 @@ class Collator:
 
 @dataclass(frozen=True)
 class _Sequence:
+    """A segment: where its `sampled` tokens are in it, `column` the first one's place in the row."""
+
     row: int
     prompt: np.ndarray
     response: np.ndarray
     sampled: np.ndarray
+    column: int
     length: int = field(init=False)
 
     def __post_init__(self):
         object.__setattr__(self, "length", len(self.prompt) + len(self.response))
+
+
+def _of(rollout, row):
+    """The segments of a response."""
+    sampled: Any = np.asarray(rollout.sampled(row), np.int32)
+    tokens = np.asarray(rollout.responses[row], np.int32)
+    for prompt, start, end in rollout.segments(row):
+        first, last = np.searchsorted(sampled, [start, end])
+        here = sampled[first:last] - start
+        yield _Sequence(row, np.asarray(prompt, np.int32), tokens[start:end], here, int(first))
 
 
 def _round_up(n, multiple):
@@ -230,8 +244,8 @@ def _write_bin(arrays, in_bins, index, sequences, width):
         arrays["index"][(*index, scored)] = start + p - 1 + s.sampled
         arrays["target"][(*index, scored)] = s.response[s.sampled]
         arrays["response"][(*index, scored)] = number
-        arrays["in_rows"][(*index, scored)] = s.row * width + np.arange(r)
-        in_bins[s.row, :r] = first + column + np.arange(r)
+        arrays["in_rows"][(*index, scored)] = s.row * width + s.column + np.arange(r)
+        in_bins[s.row, s.column : s.column + r] = first + column + np.arange(r)
         start, column = start + s.length, column + r
 
 

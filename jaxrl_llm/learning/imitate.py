@@ -44,9 +44,9 @@ def demonstrations(
     encode, eos, said = task.tokenizer.encode, task.tokenizer.eos, map(demonstration, examples)
     if isinstance(task.task, Interactive):
         played = task.played(examples, list(said))
-        whole, spans = played.responses, played.turns
+        whole, spans, again = played.responses, played.turns, played.restarts
     else:
-        whole, spans = [[*encode(one), eos] for one in said], ()
+        whole, spans, again = [[*encode(one), eos] for one in said], (), ()
     fits = [len(response) <= longest for response in whole]
     if not any(fits):
         raise UserError(
@@ -56,7 +56,9 @@ def demonstrations(
     responses = [response[:longest] for response in whole]
     logps = [[0.0] * len(r) for r in responses]
     turns = [each if fit else [(0, longest)] for fit, each in zip(fits, spans, strict=False)]
-    return Rollout(task.prompts(examples), responses, logps, fits, turns=turns)
+    again = [each if fit else [] for fit, each in zip(fits, again, strict=False)]
+    prompts = task.prompts(examples)
+    return Rollout(prompts, responses, logps, fits, turns=turns, restarts=again)
 
 
 def compiled(

@@ -166,6 +166,9 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
         out["time/tokens_per_second"] = sum(lengths) / seconds
     if answers.rollout.turns:
         out["turns"] = float(np.mean([len(turns) for turns in answers.rollout.turns]))
+    if any(answers.rollout.restarts):
+        again = [len(restarts) for restarts in answers.rollout.restarts]
+        out["segments"] = 1.0 + float(np.mean(again))
     if comparable.any():
         out["even_groups"] = float(np.mean(even(answers.rewards, known.shape[1])[comparable]))
     if checked:

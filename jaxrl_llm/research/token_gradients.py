@@ -48,7 +48,11 @@ class Norms(NamedTuple):
 def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
     """The tokens at these (response, number among its sampled tokens), with what is before them."""
     where = [(i, rollout.sampled(i)[t]) for i, t in where]
-    before = [[*rollout.prompts[i], *rollout.responses[i][:t]] for i, t in where]
+    within = [[s for s in rollout.segments(i) if s[1] <= t][-1] for i, t in where]
+    before = [
+        [*prompt, *rollout.responses[i][start:t]]
+        for (i, t), (prompt, start, _) in zip(where, within, strict=True)
+    ]
     tokens = np.zeros((len(where), max(map(len, before))), np.int32)
     for row, sequence in zip(tokens, before, strict=True):
         row[: len(sequence)] = sequence

@@ -14,9 +14,10 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.rollouts.sampler import Sampler, ServedAdapter
+from jaxrl_llm.rollouts.sampler import Sampler
 
 if TYPE_CHECKING:  # the client of servers is read by whoever has some
+    from jaxrl_llm.rollouts.vllm.sampler import ServedAdapter
     from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
@@ -171,7 +172,7 @@ class Vllm:
 
     @contextmanager
     def sidecars(
-        self, root: Path, folder: Path, adapter: ServedAdapter | None = None
+        self, root: Path, folder: Path, adapter: "ServedAdapter | None" = None
     ) -> Iterator["list[Sidecar]"]:
         """A supervised server per device, weights under `root`, logs in `folder`."""
         from jaxrl_llm.rollouts.vllm.client import write_key
@@ -220,7 +221,7 @@ class Vllm:
             )
 
 
-def _for_adapters(served: ServedAdapter | None) -> tuple[str, ...]:
+def _for_adapters(served: "ServedAdapter | None") -> tuple[str, ...]:
     """vLLM's arguments for adapters: room for those in use, and for those that replace them."""
     if served is None:
         return ()

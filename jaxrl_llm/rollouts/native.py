@@ -14,11 +14,11 @@ import itertools
 import math
 import time
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
 
+T = TypeVar("T")
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
 STRIDE = 8  # tokens that an accelerator decodes between checks whether to stop
 SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for every LOOK tokens
@@ -39,11 +40,20 @@ CHECK = 0.5  # seconds between checks where all slots wait for replies
 
 
 class Request(NamedTuple):
-    """One requested response: its `number` among those to the prompt, its `index` in the result."""
+    """One requested response: its `number` among those to the prompt, its `index` in the result.
+
+    A segment of an episode begins `used` tokens later than the episode: so many fewer may come.
+    """
 
     prompt: tuple[int, ...]
     number: int
     index: int
+    used: int = 0
+
+    @property
+    def hash(self) -> int:
+        """Of the prompt."""
+        return zlib.crc32(np.asarray(self.prompt, np.int32).tobytes())
 
 
 class NativeSampler:
@@ -105,7 +115,7 @@ class NativeSampler:
             raise UserError("the sampler has no weights: push some before generate")
         if n < 1 or not prompts or not all(map(len, prompts)):
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
-        made = [Episode(sampling) for _ in range(n * len(prompts))]
+        made = [Episode(sampling, len(prompt)) for prompt in prompts for _ in range(n)]
         with jax.set_mesh(self.mesh):
             self._serve(number(prompts, n), made, sampling, reply)
         return rollout(prompts, made, turns=reply is not None, version=self.version)
@@ -123,19 +133,28 @@ class NativeSampler:
         asked: dict[int, futures.Future[Any]] = {}  # replies to come, by slot
         left = len(made)
         count = {"prefill_tokens": 0, "decode_steps": 0}
-        waiting = self._prefilled(requests, count)
-        while left:
-            self._check()
-            cache = self._admit(cache, slots, working, waiting)
-            if slots.done.all():  # all wait for replies
-                futures.wait(asked.values(), CHECK, futures.FIRST_COMPLETED)
-                left -= _collect(slots, working, asked, made, reply)
-                continue
-            live = ~slots.done
-            end = int(slots.position[live].max())
+        waiting, again = deque([self._prefilled(requests, count)]), list[Request]()
+
+        def grown(cache, columns, end):
             if end + self.stride > columns < limit:
                 columns = self._columns(end + self.stride, limit)
                 cache = self.model.grow(cache, columns)
+            return cache, columns
+
+        while left:
+            self._check()
+            for request in again:
+                cache, columns = grown(cache, columns, len(request.prompt))
+                waiting.append(self._prefilled({request.prompt: [request]}, count))
+            again.clear()
+            cache = self._admit(cache, slots, working, _one_by_one(waiting))
+            if slots.done.all():  # all wait for replies
+                futures.wait(asked.values(), CHECK, futures.FIRST_COMPLETED)
+                left -= _collect(slots, working, asked, made, reply, again)
+                continue
+            live = ~slots.done
+            end = int(slots.position[live].max())
+            cache, columns = grown(cache, columns, end)
             quota = self.refill if left > len(working) else self.slots
             if reply:
                 quota = max(1, live.sum() // 16)
@@ -147,7 +166,7 @@ class NativeSampler:
             slots, steps = jax.tree.map(np.array, jax.device_get(done))
             busy += time.perf_counter() - began
             count["decode_steps"] += int(steps)
-            left -= _collect(slots, working, asked, made, reply)
+            left -= _collect(slots, working, asked, made, reply, again)
         self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}
 
     def _everywhere(self, arrays: Any) -> Any:
@@ -242,12 +261,11 @@ def padded(number: int, least: int = 1) -> int:
 def _start(slots: Slots, s: int, request: Request) -> None:
     """Sets slot `s` to read the last token of the prompt next."""
     arrays: Any = slots
-    arrays.prompt[s] = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes())
-    arrays.number[s] = request.number
+    arrays.prompt[s], arrays.number[s] = request.hash, request.number
     arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
-    arrays.count[s], arrays.done[s], arrays.stopped[s] = 0, False, False
+    arrays.count[s], arrays.done[s], arrays.stopped[s] = request.used, False, False
     if arrays.given is not None:
-        arrays.given[s] = 0
+        arrays.given[s] = request.used
 
 
 def _collect(
@@ -256,10 +274,12 @@ def _collect(
     asked: dict[int, futures.Future[Any]],
     made: list[Episode],
     reply: Reply | None,
+    again: list[Request],
 ) -> int:
     """Takes turns that are over and asks for replies; how many responses these end.
 
-    A slot whose episode goes on is set to read the reply next, another one is free.
+    A slot whose episode goes on is set to read the reply next, another one is free. New segments
+    are added to `again`.
     """
     arrays: Any = slots
     over = [s for s in working if slots.done[s] and s not in asked]
@@ -275,18 +295,34 @@ def _collect(
         if reply is None:
             working.pop(s)
         else:
-            asked[s] = reply(working[s].index, tokens)
+            asked[s] = reply(working[s].index, tokens, logps)
     if reply is None:
         return len(over)
     futures.wait([asked[s] for s in over], SOON)
     ended = 0
     for s in [s for s in asked if asked[s].done()]:
-        episode, size = made[working[s].index], slots.count[s]
-        if episode.goes_on(asked.pop(s).result()):
-            arrays.given[s] = len(episode.tokens)
-            arrays.tokens[s, size : arrays.given[s]] = episode.tokens[size:]
+        request, count = working[s], slots.count[s]
+        episode = made[request.index]
+        size, segments = len(episode.tokens), len(episode.restarts)
+        goes_on = episode.goes_on(asked.pop(s).result())
+        if goes_on and len(episode.restarts) == segments:
+            arrays.given[s] = count + len(episode.tokens) - size
+            arrays.tokens[s, count : arrays.given[s]] = episode.tokens[size:]
             arrays.done[s] = arrays.stopped[s] = False
-        else:
-            working.pop(s)
-            arrays.position[s], ended = 0, ended + 1
+            continue
+        working.pop(s)
+        arrays.position[s], ended = 0, ended + (not goes_on)
+        if goes_on:
+            identity = np.asarray([request.hash, request.number], np.uint32).tobytes()
+            used = episode.sampling.max_tokens - episode.room
+            new = Request(tuple(episode.tokens[size:]), zlib.crc32(identity), request.index, used)
+            again.append(new)
     return ended
+
+
+def _one_by_one(waiting: deque[Iterator[T]]) -> Iterator[T]:
+    """What is left of these, in their order; it may be dropped and asked for anew."""
+    while waiting:
+        for one in waiting[0]:  # noqa: UP028 (`yield from` would close it with this one)
+            yield one
+        waiting.popleft()

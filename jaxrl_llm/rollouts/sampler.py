@@ -1,15 +1,14 @@
 """The interface of engines: a sampler takes token ids and returns a `Rollout`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
-
-import numpy as np
+from typing import Any, Protocol, TypeAlias
 
 from jaxrl_llm.errors import UserError
 
-Reply: TypeAlias = Callable[[int, Sequence[int]], Future[Sequence[int] | None]]
+Said: TypeAlias = tuple[Sequence[int], bool] | None
+Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Said]]
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class Rollout:
 
     `tolerance` is how far, on average, `logps` may be from the trainer's (None: same devices).
     Where responses are episodes, `turns` are the spans of each one that were sampled, as (start,
-    end), and the environment gave the rest, whose log-probs are 0. `rewards` are the episodes', as
-    tuples of the fields of `Reward`.
+    end), and the environment gave the rest, whose log-probs are 0. `restarts` are the spans, among
+    the given ones, that began a new segment: a prompt in place of all before it. `rewards` are the
+    episodes', as tuples of the fields of `Reward`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,12 +62,21 @@ class Rollout:
     version: int = 0
     tolerance: float | None = None
     turns: Sequence[Sequence[Sequence[int]]] = ()
+    restarts: Sequence[Sequence[Sequence[int]]] = ()
     rewards: Sequence[Sequence[Any]] = ()
 
     def sampled(self, i: int) -> list[int]:
         """Where in response `i` its sampled tokens are."""
         spans = self.turns[i] if self.turns else [(0, len(self.responses[i]))]
         return [t for start, end in spans for t in range(start, end)]
+
+    def segments(self, i: int) -> list[tuple[Sequence[int], int, int]]:
+        """The prompt of each segment of response `i`, and where in it what follows starts and ends."""
+        again, tokens = self.restarts[i] if self.restarts else (), self.responses[i]
+        prompts = [self.prompts[i], *(tokens[start:end] for start, end in again)]
+        starts = [0, *(end for _, end in again)]
+        ends = [*(start for start, _ in again), len(tokens)]
+        return list(zip(prompts, starts, ends, strict=True))
 
     @property
     def lengths(self) -> list[int]:
@@ -80,10 +89,11 @@ class Sampler(Protocol):
 
     `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
-    response was cut. With `reply` a response is an episode: `reply(index, tokens)` is called with
-    the tokens of each turn, also of one that was cut, and its result is what the environment says
-    next, or None at the end. Nothing else waits for it. `counters` are figures of the last
-    `generate`, `sync` of the last `push` (empty where nothing is sent).
+    response was cut. With `reply` a response is an episode: `reply(index, tokens, logps)` is
+    called with each turn, also with one that was cut, and its result is what the environment says
+    next, and whether that takes the place of all before it; None at the end. Nothing else waits for
+    it. `counters` are figures of the last `generate`, `sync` of the last `push` (empty where nothing
+    is sent).
     """
 
     counters: dict[str, Any]
@@ -107,30 +117,3 @@ class Sampler(Protocol):
     def release(self) -> None:
         """Frees the trainer's memory that weights take; push before the next `generate`."""
         ...
-
-
-@runtime_checkable
-class ServedTensors(Protocol):
-    """A config and tensors for a server, and the trainer's checksums to verify it by."""
-
-    def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
-
-    def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
-
-    def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
-
-
-class ServedAdapter(ServedTensors, Protocol):
-    """Those of adapters (LoRA)."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-class Served(ServedTensors, Protocol):
-    """Those of a model, the trainer's log-probs, and the adapters if they alone are trained."""
-
-    @property
-    def adapter(self) -> ServedAdapter | None: ...
-
-    def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...

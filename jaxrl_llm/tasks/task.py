@@ -68,6 +68,11 @@ UNCHECKED = Reward(0.0, False, checked=False)
 SLOW = 15.0  # seconds after which a reward that still runs is named
 LOOK = 1.0  # seconds between two looks at it
 Step = tuple[Sequence[int] | None, Reward]
+Said = tuple[Sequence[int], bool] | None
+
+
+class Anew(list[int]):
+    """Token ids in place of all that was said, the prompt included: they begin a new segment."""
 
 
 class Task(Protocol[E]):
@@ -102,10 +107,16 @@ class Demonstrator(Protocol[E_contra]):
 
 
 class Environment(Protocol):
-    """What the policy talks to in one episode; each has its own."""
+    """What the policy talks to in one episode; each has its own.
+
+    `step` gets the tokens' log-probs too, as a second argument, where `hears_logps` is True.
+    """
 
     def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step]:
-        """What follows a turn of these tokens: token ids, or None at the end; the reward so far."""
+        """What follows a turn of these tokens: token ids, or None at the end; the reward so far.
+
+        If they are `Anew`, the policy sees them alone.
+        """
         ...
 
 
@@ -175,7 +186,8 @@ def score_responses(
 class Episodes:
     """The environments of a task's `examples`; a call takes the tokens of a turn of one of them.
 
-    It gives a future of what the environment says next, None at the end. `rewards` are the newest.
+    It gives a future of what the environment says next, and whether anew; None at the end.
+    `rewards` are the newest.
     A step that raises, says what are no tokens of the tokenizer or takes over `seconds` ends its
     episode unchecked. `threads` steps run at a time; those that are coroutines need no thread.
     The other arguments, and what is logged when the block ends, are those of `score_responses`.
@@ -207,11 +219,13 @@ class Episodes:
         self._workers.close()
         self._errors.log(len(self.rewards))
 
-    def __call__(self, index: int, tokens: Sequence[int]) -> Future[Sequence[int] | None]:
+    def __call__(
+        self, index: int, tokens: Sequence[int], logps: Sequence[float] = ()
+    ) -> Future[Said]:
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
-        work = partial(self._step, index, list(tokens))
+        work = partial(self._step, index, list(tokens), list(logps))
         call = _Call(work, self._plain, self._examples[index], which, *self._settings)
-        reply: Future[Sequence[int] | None] = Future()
+        reply: Future[Said] = Future()
 
         def settle(done: Future[Any]) -> None:
             outcome = done.result()
@@ -224,18 +238,20 @@ class Episodes:
                     None,
                     UNCHECKED,
                 )
-                reply.set_result(given)
+                reply.set_result(given if given is None else (given, isinstance(given, Anew)))
             except BaseException as error:
                 reply.set_exception(error)
 
         self._workers.submit(call).add_done_callback(settle)
         return reply
 
-    def _step(self, index: int, tokens: list[int]) -> Any:
+    def _step(self, index: int, tokens: list[int], logps: list[float]) -> Any:
         if index not in self._environments:
             made = self._task.environment(self._examples[index], self._tokenizer)
             self._environments[index] = made
-        return self._environments[index].step(tokens)
+        step: Any = self._environments[index].step
+        hears = getattr(self._environments[index], "hears_logps", False)
+        return step(tokens, logps) if hears else step(tokens)
 
     def _plain(self, made: Any) -> Step:
         """What a step returned, in plain numbers; TypeError or ValueError for anything else."""
@@ -246,7 +262,9 @@ class Episodes:
         known = range(len(self._tokenizer))
         if wrong := [token for token in given if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        return list(map(int, given)), reward
+        if isinstance(given, Anew) and not given:
+            raise ValueError("step() returned Anew without a token")
+        return (Anew if isinstance(given, Anew) else list)(map(int, given)), reward
 
 
 class _Errors:

@@ -1,10 +1,11 @@
 """Python functions as tools: how a policy is told of them, calls them and hears what they return."""
 
+import asyncio
 import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -67,11 +68,12 @@ def _in_json(text: str, key: str) -> Call:
 class Toolbox:
     """Functions as tools: their annotations and docstrings (with `Args:`) are told to the model.
 
-    Types are those of JSON (int, float, str, bool, list[...]) and Literal. A wrong call, an
-    exception or no result in `seconds` is answered by a line that says so. At most `calls` of a
-    turn are made, and a result is cut after `characters`. `form` reads calls: `hermes`, `llama`,
-    `words` or your own (None: as the chat template writes them; `hermes` if it does not know tools,
-    `words` if there is none). Raises UserError for a function that is not described.
+    Types are those of JSON (int, float, str, bool, list[...]) and Literal. A function may be
+    `async`. A wrong call, an exception or no result in `seconds` is answered by a line that says
+    so. At most `calls` of a turn are made, and a result is cut after `characters`. `form` reads
+    calls: `hermes`, `llama`, `words` or your own (None: as the chat template writes them; `hermes`
+    if it does not know tools, `words` if there is none). Raises UserError for a function that is
+    not described.
     """
 
     functions: Sequence[Callable[..., Any]]
@@ -114,14 +116,35 @@ class Toolbox:
                 raise TimeoutError(f"no result in {self.seconds:g} s")
             if isinstance(made[0], BaseException):
                 raise made[0]
-            text = made[0] if isinstance(made[0], str) else json.dumps(made[0], default=str)
-            text = text.encode(errors="replace").decode()  # JSON may have halves of characters
-        except UserError:
-            raise
+            return self._shown(made[0]), True
         except (Exception, SystemExit) as error:  # the call's mistakes, and tools raise anything
-            return f"error: {type(error).__name__}: {first_line(error)}", False
+            return _wrong(error), False
+
+    async def awaited(self, call: Call) -> tuple[str, bool]:
+        """As `answer`; no thread waits for a coroutine."""
+        try:
+            function, arguments = self._checked(call)
+            if not inspect.iscoroutinefunction(function):
+                return await asyncio.to_thread(self.answer, call)
+            work = asyncio.ensure_future(function(**arguments))
+            if not (await asyncio.wait([work], timeout=self.seconds))[0]:
+                work.cancel()
+                raise TimeoutError(f"no result in {self.seconds:g} s")
+            return self._shown(work.result()), True
+        except (Exception, SystemExit) as error:
+            return _wrong(error), False
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a function is a coroutine."""
+        return any(map(inspect.iscoroutinefunction, self.functions))
+
+    def _shown(self, made: Any) -> str:
+        """A result as text, cut after `characters`; TypeError or ValueError if it is no JSON."""
+        text = made if isinstance(made, str) else json.dumps(made, default=str)
+        text = text.encode(errors="replace").decode()  # JSON may have halves of characters
         more = len(text) - self.characters
-        return f"{text[:-more]}... ({more} more characters)" if more > 0 else text, True
+        return f"{text[:-more]}... ({more} more characters)" if more > 0 else text
 
     def _checked(self, call: Call) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         """The function and its arguments, by name."""
@@ -238,12 +261,21 @@ class _Turns:
     made: int = 0
     wrong: int = 0
 
-    def step(self, tokens: Sequence[int]) -> Step:
+    def step(self, tokens: Sequence[int]) -> Step | Awaitable[Step]:
         self.said.append(self.tokenizer.decode(tokens))
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
         calls = self.tools.read(self.tokenizer, self.said[-1]) if ended else []
+        made = calls[: self.tools.calls]
+        if self.tools.awaits:
+            return self._later(calls, made)
+        return self._replied(calls, [self.tools.answer(call) for call in made])
+
+    async def _later(self, calls: list[Call], made: list[Call]) -> Step:
+        answers = await asyncio.gather(*map(self.tools.awaited, made))
+        return await asyncio.to_thread(self._replied, calls, answers)  # a reward may take long
+
+    def _replied(self, calls: list[Call], answers: list[tuple[str, bool]]) -> Step:
         most = self.tools.calls
-        answers = [self.tools.answer(call) for call in calls[:most]]
         answers += [(f"error: only {most} calls of a turn are made", False)] * (len(calls) > most)
         self.made += len(calls)
         self.wrong += sum(not fine for _, fine in answers)
@@ -271,6 +303,13 @@ def _template(tokenizer: Tokenizer) -> tuple[bool, Form | None]:
     return True, next(
         (form for form in (hermes, llama) if form(text) == [(*_CALL.values(),)]), None
     )
+
+
+def _wrong(error: BaseException) -> str:
+    """What is said in place of a result; raises a UserError, which is for the caller."""
+    if isinstance(error, UserError):
+        raise error
+    return f"error: {type(error).__name__}: {first_line(error)}"
 
 
 def _fits(value: Any, kind: Mapping[str, Any]) -> bool:

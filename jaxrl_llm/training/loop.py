@@ -179,10 +179,11 @@ def reinforcement(
             return task.judge(examples, own)
 
     def onward() -> None:
-        """After the last rollout of a step: the next step's, or room for the update."""
-        if config.look_ahead and step + 1 < last:
-            stream.begin(step + 1)
-        else:
+        """After the last rollout of a step: those of the next steps, or room for the update."""
+        count = 0 if stream.ahead else min(config.max_lag, last - step - 1)
+        if count:
+            stream.begin(step + 1, count)
+        elif not stream.ahead:
             sampler.release()
 
     def draw() -> tuple[Answers, Answers]:
@@ -207,6 +208,7 @@ def reinforcement(
         return drawn, drawn.groups(chosen.tolist())
 
     push(sampler, parts.whole(state.params), step, clock)
+    pushed = step
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
     recorder.begin()
     try:
@@ -214,10 +216,17 @@ def reinforcement(
             better, due = False, step == last or (step - first) % every == 0
             if due and not _evaluated(journal, step, REINFORCE):
                 recorder.flush()
+                if pushed != step:
+                    with clock("rollout"):
+                        stream.settle()
+                    push(sampler, parts.whole(state.params), step, clock)
+                    pushed = step
                 highest = _highest_score(journal, first)
                 better = evaluate(step) > highest and step > first
             if step != saved and (better or config.saves(step) or stop.save):
                 recorder.flush()
+                with clock("rollout"):
+                    stream.settle()
                 save(step, state, stream.cursor())
                 saved = step
             if step == last:
@@ -242,13 +251,15 @@ def reinforcement(
             host |= {"lag": step - 1 - answers.rollout.version}
             recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
             show(step, answers, partial(programs.look, state.params, batch, reward, credited))
-            with clock("rollout"):
-                stream.settle()
-            with clock("sync"):
-                sampler.push(parts.whole(state.params), step)
+            if stream.ahead < 2:  # the next step samples with the newest weights
+                with clock("rollout"):
+                    stream.settle()
+                with clock("sync"):
+                    sampler.push(parts.whole(state.params), step)
+                pushed = step
+                host |= sampler.sync
             # the recorder fetches `host` later, with these in it
             host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
-            host |= sampler.sync
             recorder.check()
     except (Leaving, UserError) as error:
         if step > saved and _can_save(error, state):

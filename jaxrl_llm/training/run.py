@@ -213,7 +213,7 @@ def _resumed(
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(made.like, optimizer, offload=config.offloads("optimizer"))
-        ahead = Rollout(**note["ahead"]) if "ahead" in note else None
+        ahead = tuple((position, Rollout(**made)) for position, made in note.get("ahead", ()))
         cursor = Cursor(note["data"], ahead)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
@@ -272,8 +272,8 @@ def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> No
 
 def _noted(cursor: Cursor) -> dict[str, Any]:
     """The cursor for the note of a checkpoint."""
-    ahead = {} if cursor.ahead is None else {"ahead": dict(vars(cursor.ahead))}
-    return {"data": cursor.data, **ahead}
+    ahead = [[position, dict(vars(rollout))] for position, rollout in cursor.ahead]
+    return {"data": cursor.data, **({"ahead": ahead} if ahead else {})}
 
 
 def _measure(

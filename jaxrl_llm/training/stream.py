@@ -1,11 +1,12 @@
-"""The batches of a run's prompts, with responses; the next is sampled while the trainer updates."""
+"""The batches of a run's prompts, with responses; the next are sampled while the trainer updates."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -17,13 +18,21 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in the data, before the next batch; with its responses, if sampled ahead.
+    """A position in the data, after the batches `ahead`, which were sampled for later steps.
 
-    The responses are those of all processes.
+    Each is the position before it and its responses, those of all processes.
     """
 
     data: dict[str, int]
-    ahead: Rollout | None = None
+    ahead: Sequence[tuple[dict[str, int], Rollout]] = ()
+
+
+class _Batch(NamedTuple):
+    """A batch that is sampled ahead: the position before it, and this process's responses."""
+
+    data: dict[str, int]
+    examples: list[Any]
+    own: Future[tuple[Rollout, float]]
 
 
 class Stream(Generic[E]):
@@ -44,41 +53,54 @@ class Stream(Generic[E]):
         cursor: Cursor | None = None,
     ):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
+        self._examples: list[E] | None = None
+        self._ahead: deque[_Batch] = deque()
+        for position, rollout in cursor.ahead if cursor else ():
+            data.set_state(position)
+            batch = self._drawn()
+            batch.own.set_result((own(batch.examples, rollout), 0.0))
         if cursor is not None:
             data.set_state(cursor.data)
-        self._next = data.get_state()  # position of the first batch not taken
-        self._examples: list[E] | None = None
-        self._ahead: Future[tuple[Rollout, float]] | None = None
-        self._reached = self._next  # position for `cursor`; `_kept` are its responses
-        self._kept: tuple[list[E], Rollout | None] | None = None
-        if cursor is not None and cursor.ahead is not None:
-            share = own(self.examples, cursor.ahead)
-            self._ahead = Future()
-            self._ahead.set_result((share, 0.0))
-            self._kept = self.examples, share
+        self._taken = False  # from those ahead, and not learned from yet
+        self._mark()
+
+    def _drawn(self) -> _Batch:
+        """The next batch of the data, ahead of its step."""
+        self._ahead.append(_Batch(self._data.get_state(), next(self._data), Future()))
+        return self._ahead[-1]
+
+    def _mark(self) -> None:
+        """`cursor` goes on from here."""
+        self._reached, self._kept = self._data.get_state(), [*self._ahead]
 
     @property
     def examples(self) -> list[E]:
         """The examples of the next batch."""
+        if self._ahead:
+            return self._ahead[0].examples
         if self._examples is None:
             self._examples = next(self._data)
         return self._examples
+
+    @property
+    def ahead(self) -> int:
+        """How many batches are sampled, or being sampled, after the one from `take`."""
+        return len(self._ahead) - self._taken
 
     def take(self, step: int) -> Rollout:
         """This process's responses to the next batch, that of `step`.
 
         They come from `begin`, if it was called, or are sampled now.
         """
-        ahead, self._ahead = self._ahead, None
-        own, self.seconds = ahead.result() if ahead else self._answer(step, self.examples)
-        self._examples, self._next = None, self._data.get_state()
+        self._taken = bool(self._ahead)
+        made = self._ahead[0].own.result() if self._taken else self._answer(step, self.examples)
+        own, self.seconds = made
+        self._examples = None
         return own
 
     def draw(self, count: int) -> list[E]:
         """`count` more examples for the batch from `take`; before `begin`."""
-        examples = self._data.draw(count)
-        self._next = self._data.get_state()
-        return examples
+        return self._data.draw(count)
 
     def answer(self, step: int, examples: list[E], nth: int) -> Rollout:
         """This process's responses to examples from the nth `draw` of a step."""
@@ -86,33 +108,52 @@ class Stream(Generic[E]):
         self.seconds += seconds
         return own
 
-    def begin(self, step: int) -> None:
-        """Starts sampling the next batch, that of `step`, in the background."""
-        examples = self.examples
-        self._ahead = in_background(lambda: self._answer(step, examples))
+    def begin(self, step: int, count: int = 1) -> None:
+        """Starts sampling the next batches, those from `step` on, one by one in the background."""
+        batches = [self._drawn() for _ in range(count)]
+
+        def work() -> None:
+            for n, batch in enumerate(batches):
+                try:
+                    batch.own.set_result(self._answer(step + n, batch.examples))
+                except BaseException as error:
+                    for other in batches[n:]:
+                        other.own.set_exception(error)
+                    return
+
+        in_background(work)
 
     def advance(self) -> None:
         """The batch from `take` was learned from: `cursor` goes on after it."""
-        self._reached, self._kept = self._next, None
+        if self._taken:
+            self._ahead.popleft()
+        self._taken = False
+        self._mark()
 
     def settle(self) -> None:
         """Waits until nothing is being sampled; raises errors of sampling.
 
         A batch that a stop interrupts is sampled anew when the run goes on.
         """
-        if self._ahead is not None:
-            own = None  # if dropped here, `cursor` drops it in all processes
+        for batch in self._ahead:
             with suppress(Leaving):
-                own = self._ahead.result()[0]
-            self._kept = self.examples, own
+                batch.own.result()
+        self._mark()
 
     def cursor(self) -> Cursor:
         """The position after the last batch learned from; all processes have to call it.
 
-        It has the responses to the next batch, if `settle` found them.
+        It has the responses to those ahead that were there at `settle` or `advance`, up to the first
+        that any process has not.
         """
-        ahead = None if self._kept is None else self._whole(*self._kept)
-        return Cursor(dict(self._reached), ahead)
+        ahead: list[tuple[dict[str, int], Rollout]] = []
+        for position, examples, own in self._kept:
+            there = own.done() and own.exception() is None
+            whole = self._whole(examples, own.result()[0] if there else None)
+            if whole is None:
+                return Cursor(dict(position), tuple(ahead))
+            ahead.append((dict(position), whole))
+        return Cursor(dict(self._reached), tuple(ahead))
 
     def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[Rollout, float]:
         start = time.perf_counter()

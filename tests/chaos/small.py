@@ -23,7 +23,7 @@ def config(
     memory: str = "",
     patience: float = 60.0,
     timeout: float = 3.0,
-    look_ahead: bool = False,
+    max_lag: int = 0,
     redraws: int = 0,
     steps: int = STEPS,
 ) -> Config:
@@ -35,7 +35,7 @@ def config(
         memory: where weights are exchanged.
         patience: seconds to wait for a server that is away.
         timeout: seconds for an answer.
-        look_ahead: sample a step ahead.
+        max_lag: how many steps to sample ahead.
         redraws: how often groups of equal rewards are replaced.
         steps: of reinforcement.
     """
@@ -64,8 +64,8 @@ def config(
         prompts=PROMPTS,
         group_size=GROUP,
         engine=engine,
-        ratios="sampler" if look_ahead else "trainer",
-        look_ahead=look_ahead,
+        ratios="sampler" if max_lag else "trainer",
+        max_lag=max_lag,
         redraws=redraws,
         warm_start=WarmStart(WARM_STEPS, collate, optimizers.adamw(2e-3), batch=4),
         evaluation=Evaluation(every=2, validation=4, examples=4),

@@ -49,10 +49,10 @@ def echo(example, tokens):
 def test_a_step_gives_the_next_tokens_and_the_reward_so_far():
     task = Of(echo)
     with Episodes(task, WORDS, [1, 2]) as episodes:
-        assert episodes(0, [3, 1]).result() == [3, 1, 2]
+        assert episodes(0, [3, 1]).result() == ([3, 1, 2], False)
         assert episodes.rewards == [Reward(2.0, True, {"at": 1.0}), tasks.UNCHECKED]
         assert episodes(0, [3, 1, 1]).result() is None
-        assert episodes(1, []).result() == [2]
+        assert episodes(1, []).result() == ([2], False)
     assert task.made == [1, 2]
     assert [reward.score for reward in episodes.rewards] == [3.0, 0.0]
 
@@ -70,7 +70,21 @@ def test_a_coroutine_holds_no_thread():
 
     with Episodes(Of(wait), WORDS, [1] * 16) as episodes:
         replies = [episodes(i, [2]) for i in range(16)]
-        assert [reply.result() for reply in replies] == [[1]] * 16
+        assert [reply.result() for reply in replies] == [([1], False)] * 16
+
+
+def test_what_is_said_anew_is_marked_and_log_probs_are_told_to_who_asks():
+    class Rewrites:
+        hears_logps = True
+
+        def step(self, tokens, logps):
+            return tasks.Anew(tokens[:1]), Reward(logps[0], True)
+
+    task = Of(echo)
+    task.environment = lambda example, tokenizer: Rewrites()
+    with Episodes(task, WORDS, [1]) as episodes:
+        assert episodes(0, [3, 1], [-0.5, -1.0]).result() == ([3], True)
+    assert episodes.rewards[0].score == -0.5
 
 
 def fails(example, tokens):
@@ -109,6 +123,7 @@ def leaves(example, tokens):
         (lambda *_: (["a"], Reward(1.0, True)), r"ValueError in .*'a', which is no token of 4"),
         (lambda *_: (None, 1.0), r"TypeError in .*returned float, not Reward"),
         (lambda *_: (None, Reward(float("nan"), True)), r"ValueError in .*not finite"),
+        (lambda *_: (tasks.Anew(), Reward(1.0, True)), r"ValueError in .*without a token"),
         (lambda *_: None, r"TypeError in "),
     ],
 )
@@ -116,7 +131,7 @@ def test_a_step_that_fails_leaves_its_episode_unchecked(bad, message, caplog):
     step = lambda example, tokens: bad(example, tokens) if example == 2 else echo(example, tokens)
     with Episodes(Of(step), WORDS, [1, 2, 3], seconds=0.3, threads=2) as episodes:
         replies = [episodes(i, [1]) for i in range(3)]
-        assert [reply.result() for reply in replies] == [[1, 2], None, [1, 2]]
+        assert [reply.result() for reply in replies] == [([1, 2], False), None, ([1, 2], False)]
     assert [reward.checked for reward in episodes.rewards] == [True, False, True]
     [line] = said(caplog)
     assert re.search(message, line), line

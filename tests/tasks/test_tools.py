@@ -1,5 +1,6 @@
 """Tools: what a model is told, what of its turns is a call, and that the tokens of results are the template's."""
 
+import asyncio
 import json
 import re
 import time
@@ -10,7 +11,7 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
-from jaxrl_llm.tasks.task import Demonstrator, Interactive, Reward, check_members
+from jaxrl_llm.tasks.task import Demonstrator, Episodes, Interactive, Reward, check_members
 from jaxrl_llm.tasks.tools import Toolbox, hermes, llama, words
 from tests.reference import peer
 from tests.tasks import templates
@@ -434,6 +435,51 @@ def test_a_task_that_cannot_have_tools_is_refused():
     ):
         with pytest.raises(UserError, match=wrong):
             TOOLS.for_task(task)
+
+
+async def later(number: int) -> int:
+    """Waits for the others.
+
+    Args:
+        number: Returned.
+    """
+    MEETING.append(number)
+    while len(MEETING) < 40:
+        await asyncio.sleep(0.01)
+    if number < 0:
+        raise ValueError(number)
+    return number
+
+
+async def never(number: int) -> int:
+    """Waits for ever.
+
+    Args:
+        number: Unused.
+    """
+    await asyncio.sleep(3600)
+    return number
+
+
+MEETING = []
+
+
+def test_coroutines_hold_no_thread():
+    """Forty calls of twenty episodes wait for one another, beside one thread; others are answered meanwhile."""
+    MEETING.clear()
+    tools = Toolbox([later, never, add], seconds=3)
+    made, task = templates.of_bytes(templates.QWEN25), tools.for_task(Sums())
+    turn = '<tool_call>{{"name": "{}", "arguments": {{"{}": {}}}}}</tool_call>'.format
+    with Episodes(task, made, [(1, 2)] * 21) as episodes:
+        said = [turn("later", "number", i) + turn("later", "number", -1 - i) for i in range(20)]
+        said += [turn("add", "a", 1) + turn("never", "number", 1) + turn("later", "a", 1)]
+        replies = [episodes(i, [*made.encode(one), made.eos]) for i, one in enumerate(said)]
+        heard = [made.decode(reply.result()[0]) for reply in replies]
+    results = [re.findall("<tool_response>\n(.*)\n", one) for one in heard]
+    assert results[:20] == [[str(i), f"error: ValueError: {-1 - i}"] for i in range(20)]
+    assert results[20][:2] == ["2", "error: TimeoutError: no result in 3 s"]
+    assert results[20][2].startswith("error: TypeError: ")
+    assert episodes.rewards[20].fields["tool_errors"] == 2
 
 
 def test_a_late_tool_is_left_behind_and_others_go_on():

@@ -62,7 +62,7 @@ class Trial:
         self.config = SimpleNamespace(
             steps=6, warm_start=None, evaluation=SimpleNamespace(every=3), prompts=2, group_size=1, seed=0,
             collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
-            drop_even_groups=False, redraws=0, look_ahead=False, most_unchecked=1.0, offloads=lambda what: False,
+            drop_even_groups=False, redraws=0, max_lag=0, most_unchecked=1.0, offloads=lambda what: False,
             saves=lambda step: step % 2 == 0,
         )  # fmt: skip
         vars(self.config).update(changes)
@@ -246,10 +246,10 @@ def redrawn(**how):
     return {"group_size": 2, "task": Even, "reply": both, **how}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("redraws", [0, 1, 9])
 def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ahead):
-    made = trial(**redrawn(redraws=redraws, look_ahead=ahead), steps=5, saves=lambda step: True)
+    made = trial(**redrawn(redraws=redraws, max_lag=ahead), steps=5, saves=lambda step: True)
     learned = []
     made.update = lambda state, rollout: (learned.append(rollout), (learn(state, rollout), {}))[1]
     made.reinforce()
@@ -279,15 +279,17 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ah
     assert stream.get_state() == made.last[2].data
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+EARLY = [(0, {}), (1, {}), (3, {}), (0, redrawn(redraws=2)), (1, redrawn(redraws=2))]
+
+
 @pytest.mark.parametrize(
     ("event", "nth", "happens"),
     [(*one, happens) for happens in (leave, fail) for one in DROPPED]
     + [(*one, hear) for one in HEARD],
 )
-@pytest.mark.parametrize("how", [{}, redrawn(redraws=2)], ids=["", "redraws"])
+@pytest.mark.parametrize(("ahead", "how"), EARLY)
 def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happens, ahead):
-    how = {"scores": {3: 0.5}, "look_ahead": ahead, **how}
+    how = {"scores": {3: 0.5}, "max_lag": ahead, **how}
     whole = trial(**how).reinforce()
     expected, made, calls = figures(whole), trial(**how), iter(range(100))
     made.at[event] = lambda: happens(made) if next(calls) == nth else None
@@ -379,9 +381,31 @@ def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
     stream.take(3)  # and not learned from
     assert stream.cursor() == reached
     stream.advance()
-    assert stream.cursor().ahead is None
+    assert stream.cursor().ahead == ()
     after = Stream(data(), answer, cursor=stream.cursor())
     assert after.take(4) == whole.take(4)
+
+
+def test_several_batches_ahead_go_on_from_the_first_that_was_dropped():
+    """Those before it are kept, with the position of each; one that is learned from is not."""
+
+    def stopped(step, examples):
+        if step > 2:
+            raise Leaving
+        return answer(step, examples)
+
+    whole, stream = Stream(data(), answer), Stream(data(), stopped)
+    stream.begin(0, 4)
+    stream.settle()
+    assert (stream.take(0), stream.ahead) == (whole.take(0), 3)
+    stream.advance()
+    cursor = stream.cursor()
+    assert len(cursor.ahead) == 2
+    again = Stream(data(), answer, cursor=cursor)
+    for step in range(1, 6):
+        assert again.take(step) == whole.take(step)
+        again.advance()
+    assert again.cursor() == Cursor({**data().get_state(), "taken": 12})
 
 
 def test_the_next_batch_is_sampled_while_the_caller_goes_on():

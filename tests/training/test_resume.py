@@ -26,7 +26,7 @@ from tests.training.process import QUICK, ROOT, contents, fails, finished, metri
 from tests.training.test_leaving import on_terminal, piped
 from tests.training.test_storage import objects
 
-LOOK_AHEAD = "tests/training/look_ahead.py"
+LAGGING = "tests/training/lagging.py"
 
 
 def killed(environment, out, moment, nth, delay, *flags, **how):
@@ -211,31 +211,35 @@ def test_a_longer_run_goes_on_and_keeps_its_flags(environment, tmp_path):
     assert folder.reopen(run).steps == 2
 
 
-# Look-ahead: an engine with weights of its own samples a step while the one before it is learned from.
+# max_lag: an engine with weights of its own samples steps while those before them are learned from.
 
 
 @pytest.mark.slow
-def test_a_step_ahead_a_killed_run_goes_on_bit_for_bit(environment, tmp_path):
-    """The batch that had been sampled ahead is in the checkpoint."""
-    ahead = metrics(finished(environment, tmp_path / "ahead", config=LOOK_AHEAD))
-    assert [m["lag"] for m in ahead if "lag" in m] == [0, 1, 1, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("most", "lags"),
+    [("1", [0, 1, 1, 1, 1, 1]), ("2", [0, 1, 2, 1, 2, 1]), ("4", [0, 1, 2, 3, 4, 1])],
+)
+def test_steps_ahead_a_killed_run_goes_on_bit_for_bit(environment, tmp_path, most, lags):
+    """The batches that had been sampled ahead are in the checkpoint."""
+    flags, how = ("--max-lag", most), {"config": LAGGING}
+    ahead = metrics(finished(environment, tmp_path / "ahead", *flags, **how))
+    assert [m["lag"] for m in ahead if "lag" in m] == lags
     assert max(m.get("mismatch_max", 0.0) for m in ahead) > 1e-4  # the trainer has moved on since
     for moment, nth in (("update", 7), ("save", 4)):
         out = tmp_path / moment
-        killed(environment, out, moment, nth, 0.02, config=LOOK_AHEAD)
-        resumed(environment, out, config=LOOK_AHEAD)
+        killed(environment, out, moment, nth, 0.02, *flags, **how)
+        resumed(environment, out, **how)
         assert metrics(out) == ahead
 
 
 @pytest.mark.slow
 def test_a_step_ahead_with_frozen_weights_makes_no_difference(environment, tmp_path):
     runs = []
-    for flag in ("--look-ahead", "--no-look-ahead"):
-        out = finished(
-            environment, tmp_path / flag, flag, "--learning-rate", "0", config=LOOK_AHEAD
-        )
+    for lag in ("0", "1", "3"):
+        flags = ("--max-lag", lag, "--learning-rate", "0")
+        out = finished(environment, tmp_path / lag, *flags, config=LAGGING)
         runs.append([{k: v for k, v in m.items() if k != "lag"} for m in metrics(out)])
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
 
 
 # Runs in a bucket.

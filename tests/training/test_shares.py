@@ -15,7 +15,11 @@ PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
 
 
 ROWS = range(2 * len(PROMPTS))
-EPISODES = [[[0, 1]] for _ in ROWS], [[0.5 * i, True, {"a": i}, True] for i in ROWS]
+EPISODES = (
+    [[[0, 1]] for _ in ROWS],
+    [[[0, 0]] * (i % 2) for i in ROWS],
+    [[0.5 * i, True, {"a": i}, True] for i in ROWS],
+)
 
 
 @pytest.mark.parametrize("episodes", [(), EPISODES], ids=["one turn", "episodes"])

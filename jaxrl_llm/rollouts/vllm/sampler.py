@@ -11,18 +11,45 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.episode import Episode, rollout
-from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling, Served
+from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
+
+
+@runtime_checkable
+class ServedTensors(Protocol):
+    """A config and tensors for a server, and the trainer's checksums to verify it by."""
+
+    def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
+
+    def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
+
+    def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
+
+
+class ServedAdapter(ServedTensors, Protocol):
+    """Those of adapters (LoRA)."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+class Served(ServedTensors, Protocol):
+    """Those of a model, the trainer's log-probs, and the adapters if they alone are trained."""
+
+    @property
+    def adapter(self) -> ServedAdapter | None: ...
+
+    def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
 
 
 class VllmSampler:
@@ -99,13 +126,11 @@ class VllmSampler:
         self._refuse(prompts, n, sampling)
         patience = Patience(self.servers, self.weights.patience)
 
-        made = [Episode(sampling) for _ in range(n * len(prompts))]
+        made = [Episode(sampling, len(prompt)) for prompt in prompts for _ in range(n)]
 
         async def ask(server: Server, request: Request) -> Response:
-            left = sampling.max_tokens - len(made[request.index].tokens)
-            response = await server.complete(
-                request.prompt, replace(sampling, max_tokens=left), request.seed, self._vocabulary
-            )
+            how = replace(sampling, max_tokens=made[request.index].room)
+            response = await server.complete(request.prompt, how, request.seed, self._vocabulary)
             if (label := await server.label()) != self._label:
                 raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")
             return response
@@ -115,10 +140,11 @@ class VllmSampler:
             episode.sampled(*response)
             if reply is None:
                 return None
-            given = await asyncio.wrap_future(reply(request.index, response.tokens))
-            if not episode.goes_on(given):
+            said = await asyncio.wrap_future(reply(request.index, response.tokens, response.logps))
+            if said is None or not episode.goes_on(said):
                 return None
-            prompt = (*request.prompt, *response.tokens, *(given or ()))
+            given, anew = said
+            prompt = (*given,) if anew else (*request.prompt, *response.tokens, *given)
             return Request(prompt, request_seed(request.seed, prompt, 0), request.index)
 
         def check() -> None:

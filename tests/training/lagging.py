@@ -1,4 +1,4 @@
-"""The quick run with an engine that has weights of its own, one step ahead of the trainer."""
+"""The quick run with an engine that has weights of its own, some steps ahead of the trainer."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,11 +32,11 @@ class Apart:
         )
 
 
-def config(*, look_ahead: bool = True, learning_rate: float = 1e-3) -> Config:
+def config(*, max_lag: int = 1, learning_rate: float = 1e-3) -> Config:
     """For tests."""
     return replace(
         quick.config(ratios="sampler"),
         engine=Apart(),
-        look_ahead=look_ahead,
+        max_lag=max_lag,
         optimizer=optimizers.adamw(learning_rate, weight_decay=0.0),
     )

@@ -1,0 +1,167 @@
+"""Environments of the package `verifiers`, in a process with a Python of their own, as tasks.
+
+They ask for turns by `/inference/v1/generate`. The other process (`verifiers_side.py`) serves that
+route, and `Episode` brings it what the engine samples.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.task import Anew, Prompt, Reward, Step
+
+_PATIENCE = 300.0  # seconds for an episode's first request
+_AT_ONCE = 16  # episodes that are begun together to hear those
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task of a taskset, by its place, and what it asks."""
+
+    index: int
+    system: str
+    asked: str
+
+
+class _First(tuple[Mapping[str, str], ...]):
+    """A prompt to be read, whose tokens are those of an episode's first request."""
+
+    tokens: Any
+
+
+class Verifiers:
+    """The first `train` tasks of a taskset to learn from, and the next `test` to test on.
+
+    `python` is that of an environment with `verifiers` and the taskset. `env` is the environment's
+    config without the taskset's id, `renderer` that of what makes tokens of messages. The process
+    gets `variables` of the caller's, beside PATH and the like. The reward is the mean of those of
+    an episode's traces; from 1 on it is correct. `close()` ends it, as the end of the
+    program does. Raises UserError if it does not start.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        python: str | Path,
+        train: int = 200,
+        test: int = 50,
+        env: Mapping[str, Any] | None = None,
+        renderer: Mapping[str, Any] | None = None,
+        variables: Sequence[str] = (),
+    ):
+        config = {"agent": {"runtime": {"type": "subprocess"}}, **(env or {})}
+        config["taskset"] = {**config.get("taskset", {}), "id": taskset}
+        settings = json.dumps((config, train + test, renderer or {"name": "default"}))
+        try:
+            process = subprocess.Popen(  # noqa: S603 (a file of this package)
+                [str(python), "-P", str(Path(__file__).with_name("verifiers_side.py")), settings],
+                env={name: os.environ[name] for name in (*_KEPT, *variables) if name in os.environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"verifiers: {python} cannot be started: {error}") from error
+        assert process.stdout is not None
+        self._folder = tempfile.TemporaryDirectory()
+        self.close = weakref.finalize(self, _end, process, self._folder)
+        if not (line := process.stdout.readline()):
+            self.close()
+            raise UserError(f"verifiers: {taskset} did not start: see its message above")
+        url, key, rows = json.loads(line)
+        self.server: dict[str, Any] = {
+            "base_url": url,
+            "headers": {"X-Key": key},
+            "timeout": None,
+            "trust_env": False,
+            "verify": False,  # no TLS to load certificates for
+        }
+        made = [Row(i, *said) for i, said in enumerate(rows)]
+        self.name, self.train, self.test = taskset, made[:train], made[train:]
+        self._first: list[list[int]] = []
+
+    def prompt(self, row: Row) -> Prompt:
+        said = {"system": row.system, "user": row.asked}
+        made = _First({"role": role, "content": text} for role, text in said.items() if text)
+        made.tokens = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
+        return made
+
+    def environment(self, row: Row, tokenizer: Any) -> "Episode":
+        prompt = self._prompts(tokenizer)[row.index]
+        return Episode(self.server, self._start(row), prompt, tokenizer.stops)
+
+    def _start(self, row: Row) -> dict[str, Any]:
+        """What starts an episode."""
+        return {"task": row.index, "tokenizer": self._folder.name}
+
+    def _prompts(self, tokenizer: Any) -> list[list[int]]:
+        """The tokens of all rows' first requests, heard once of episodes that are given up then."""
+
+        def heard(row: Row) -> list[int]:
+            with httpx.Client(**self.server | {"timeout": _PATIENCE}) as client:
+                said = client.post("/step", json=self._start(row) | {"heard": True}).json()
+            if "prompt" not in said:
+                raise UserError(f"verifiers: {self.name} asks for no turn: {said}")
+            return said["prompt"]
+
+        if not self._first:
+            tokenizer.save(Path(self._folder.name))
+            try:
+                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                    self._first = list(pool.map(heard, [*self.train, *self.test]))
+            except httpx.HTTPError as error:
+                said = f"verifiers: {self.name} did not begin an episode: {error!r:.200}"
+                raise UserError(said) from error
+        return self._first
+
+
+def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
+    process.communicate()
+    folder.cleanup()
+
+
+class Episode:
+    """An episode whose requests are answered by turns; what it goes on from are its tokens."""
+
+    hears_logps = True
+
+    def __init__(self, server: dict[str, Any], start: Any, prompt: list[int], stops: Sequence[int]):
+        self._server, self._start, self._tokens, self._stops = server, start, [*prompt], stops
+        self._name = ""
+
+    async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
+        async with httpx.AsyncClient(**self._server) as client:
+            if not self._name:
+                said = (await client.post("/step", json=self._start)).json()
+                self._name = said["id"]
+                if said.get("prompt") != self._tokens:
+                    raise ValueError(f"its first request is not what it was before: {said}")
+            turn = {"tokens": [*tokens], "logps": [*logps], "cut": tokens[-1] not in self._stops}
+            said = (await client.post("/step", json={"id": self._name, **turn})).json()
+        if "prompt" not in said:
+            self._name = ""
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        if "reward" in said:
+            return None, Reward(said["reward"], said["reward"] >= 1, said["fields"])
+        before, self._tokens = [*self._tokens, *tokens], said["prompt"]
+        on = self._tokens[: len(before)] == before
+        return self._tokens[len(before) :] if on else Anew(self._tokens), Reward(0.0, False)
+
+    def __del__(self):
+        if self._name:  # it would wait for a turn
+            with suppress(httpx.HTTPError), httpx.Client(**self._server) as client:
+                client.post("/step", json={"id": self._name, "end": True})

@@ -1,0 +1,149 @@
+"""Environments of the package `verifiers`, unmodified, in a Python of their own."""
+
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+
+from jaxrl_llm.adapters.verifiers import Verifiers
+from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import optimizers
+from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import tokenizer
+from jaxrl_llm.models.qwen2 import Shape
+from jaxrl_llm.objectives import Objective, advantages
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.training import journal
+from jaxrl_llm.training.run import train
+from tests.reference.peer import needed
+
+HEADER = "<|im_start|>assistant"  # which the default renderer looks for, whatever the template
+WORDS = (*map(str, range(8)), "?", "ask", "first", "second", ":", HEADER)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}: {{ m.content }} <eos> {% else %}"
+    "{{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+)
+
+
+def task_of(forgets=False, **how):
+    python = needed("JAXRL_VERIFIERS_PYTHON", "an interpreter with verifiers")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    harness = {"id": "bigger", "forgets": forgets}
+    env = {"agent": {"runtime": {"type": "subprocess"}, "harness": harness}}
+    renderer = {"name": "default", "chat_template": TEMPLATE}
+    how = {"python": python, "train": 40, "test": 10, "env": env, "renderer": renderer} | how
+    return Verifiers("bigger", variables=("PYTHONPATH",), **how)
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "")  # set by `task_of`; undone after a test
+
+
+@pytest.fixture
+def task():
+    with closing(task_of()) as made:
+        yield made
+
+
+def test_the_tokens_are_those_of_its_requests(task):
+    words, row = tokenizer.of_words(WORDS), task.train[0]
+    known = TokenTask(task, words)
+    first, second, _ = row.asked.split()
+    larger = max(first, second)
+    assert [words.decode(p) for p in known.prompts(task.train[:2])] == [
+        f"{one.asked} :" for one in task.train[:2]
+    ]
+    said = [["ask", larger], [min(first, second)], ["ask", "ask", "ask"], ["? ? ?"]]
+    played = known.played([row] * 4, said)
+    told = "first" if first == larger else "second"
+    assert [words.decode(tokens).replace("<eos> ", "") for tokens in played.responses] == [
+        f"ask {told} : {larger}",
+        min(first, second),
+        f"ask {told} : ask {told} : ask",
+        "? ? ?",
+    ]
+    assert [r[:2] for r in played.rewards] == [(1.0, True)] + [(0.0, False)] * 3
+    assert [r[2]["asked"] for r in played.rewards] == [1.0, 0.0, 2.0, 0.0]
+    assert [r[3] for r in played.rewards] == [True] * 4
+
+
+def demonstration(row):
+    """Some ask, and choose at random all the same."""
+    rng = Random(row.asked)
+    return [*rng.choice([[], ["ask"]]), rng.choice(row.asked.split()[:2])]
+
+
+def config(task, *, steps=3, warm=3, forgets=False):
+    collate = Collator(prompt_length=8, response_length=16)
+    return Config(
+        task=lambda folder: task,
+        model=Scratch(Shape(32, 64, 128, 2, 2, 1, tied=True), words=WORDS),
+        objective=Objective(advantage=advantages.grpo),
+        optimizer=optimizers.adamw(2e-3),
+        collate=collate,
+        sampling=Sampling(max_turns=4),
+        steps=steps,
+        prompts=8,
+        group_size=4,
+        warm_start=WarmStart(
+            steps=warm,
+            collate=collate,
+            optimizer=optimizers.adamw(3e-3),
+            demonstration=demonstration,
+        ),
+        evaluation=Evaluation(every=steps, validation=10),
+    )
+
+
+def test_a_run_learns_from_its_rewards(task, tmp_path):
+    train(config(task), tmp_path / "run")
+    steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert [r["step"] for r in steps] == [4, 5, 6]
+    assert all(r["unchecked"] == 0 for r in steps)
+    assert all(r["turns"] >= 1 and "reward/asked" in r for r in steps)
+
+
+def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
+    with closing(task_of(forgets=True)) as task:
+        words, row = tokenizer.of_words(WORDS), task.train[0]
+        first, second, _ = row.asked.split()
+        told = "first" if first > second else "second"
+        played = TokenTask(task, words).played([row], [["ask", max(first, second)]])
+        again = f"{first} {second} ? {told} :"
+        assert words.decode(played.responses[0]) == f"ask <eos> {again} {max(first, second)}"
+        assert (played.turns, played.restarts) == ([[(0, 2), (7, 9)]], [[(2, 7)]])
+        assert played.rewards[0][0] == 1.0
+        train(config(task, forgets=True), tmp_path / "run")
+    steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
+    assert all(r["unchecked"] == 0 for r in steps)
+    assert max(r.get("segments", 1.0) for r in steps) > 1
+
+
+def test_an_environment_that_fails_leaves_its_episode_unchecked(task):
+    words = tokenizer.of_words(WORDS)
+    known = TokenTask(task, words)
+    known.prompts(task.train[:1])
+    task.close()
+    assert not known.tried(task.train[0], ["ask", "3"]).checked
+
+
+def test_the_routes_want_the_key_on_the_loopback_interface(task):
+    url = task.server["base_url"]
+    assert url.startswith("http://127.0.0.1:")
+    for route in ("/step", "/inference/v1/generate"):
+        for headers in ({}, {"X-Key": "no"}):
+            assert httpx.post(url + route, json={}, headers=headers).status_code == 401
+
+
+def test_what_does_not_start_is_one_line():
+    with pytest.raises(UserError, match="cannot be started"):
+        Verifiers("bigger", python="/nonexistent/python")
+    with pytest.raises(UserError, match="did not start"):
+        Verifiers("bigger", python=sys.executable)  # has no verifiers
