@@ -111,7 +111,8 @@ class Verifiers:
         """The tokens of all rows' first requests, heard once of episodes that are given up then."""
 
         def heard(row: Row) -> list[int]:
-            with httpx.Client(**self.server | {"timeout": _PATIENCE}) as client:
+            patient: dict[str, Any] = {**self.server, "timeout": _PATIENCE}
+            with httpx.Client(**patient) as client:
                 said = client.post("/step", json=self._start(row) | {"heard": True}).json()
             if "prompt" not in said:
                 raise UserError(f"verifiers: {self.name} asks for no turn: {said}")
