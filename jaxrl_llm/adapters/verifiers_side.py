@@ -67,8 +67,11 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     async def step(request: web.Request) -> web.Response:
         """A turn for an episode (or a task for a new one), then what it says; or its end."""
         said = await request.json()
-        name = said.get("id") or str(next(numbers))
-        episode = episodes.setdefault(name, Episode())
+        name = said["id"] if "task" not in said else str(next(numbers))
+        if "task" in said:
+            episodes[name] = Episode()
+        if (episode := episodes.get(name)) is None:
+            raise web.HTTPBadRequest(text="the episode is over")
         if "task" in said:
             made = work(episode, name, tasks[said["task"]], said["tokenizer"])
             episode.work = asyncio.create_task(made)

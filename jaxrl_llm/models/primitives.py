@@ -69,10 +69,7 @@ def precision(a: Array, b: Array) -> jax.lax.Precision | None:
 
 
 def product(x: Float[Array, "..."], w: Float[Array, "..."], contracted: int) -> Float[Array, "..."]:
-    """`x` times the transpose of `w`, over the last `contracted` axes of both; named "product".
-
-    A policy of `jax.checkpoint` keeps it by that name (`save_only_these_names`).
-    """
+    """`x` times `w`'s transpose, over the last `contracted` axes; `jax.checkpoint` knows it as "product"."""
     multiply = _product_on_cpu if platform() == "cpu" else _product
     return checkpoint_name(multiply(x, w, contracted), "product")
 

@@ -113,11 +113,13 @@ def against(
     asked = others.parse(names)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")
-    if rows % microbatches or sequences // 4 % (group * microbatches):
-        raise UserError(
-            f"{rows} rows, and a quarter of {sequences} sequences in groups of {group}, have to "
-            f"divide into {microbatches} micro-batches"
-        )
+    for kind, count, into in (
+        ("update", rows, microbatches),
+        ("step", sequences // 4, group * microbatches),
+    ):
+        if kind in kinds and (count % into or not count):
+            what = f"--rows {rows}" if kind == "update" else f"a quarter of --sequences {sequences}"
+            raise UserError(f"{what} does not divide by {into} for the micro-batches")
     if out:
         out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
@@ -187,7 +189,7 @@ def _update(
     def compared(values: Mapping[str, Any]) -> str:
         logp = float(np.abs(np.asarray(values["logp"]) - ours["logp"]).max())
         norm = abs(values["grad_norm"] / float(ours["grad_norm"]) - 1)
-        if logp > CLOSE[sizes.bfloat16] or norm > CLOSE[sizes.bfloat16]:
+        if not (logp <= CLOSE[sizes.bfloat16] and norm <= CLOSE[sizes.bfloat16]):
             raise others.Absent(
                 f"it computes something else: a log-prob differs by {logp:.2g}, the norm of the "
                 f"gradient by {norm:.2g} of it"

@@ -13,7 +13,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import dropwhile
 from pathlib import Path
@@ -112,10 +112,11 @@ class Environment(Protocol):
     `step` gets the tokens' log-probs too, as a second argument, where `hears_logps` is True.
     """
 
-    def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step]:
+    def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step | Callable[[], Step]]:
         """What follows a turn of these tokens: token ids, or None at the end; the reward so far.
 
-        If they are `Anew`, the policy sees them alone.
+        If they are `Anew`, the policy sees them alone. What is awaited may be a function that gives
+        them, and is called in a thread.
         """
         ...
 
@@ -228,16 +229,16 @@ class Episodes:
         reply: Future[Said] = Future()
 
         def settle(done: Future[Any]) -> None:
-            outcome = done.result()
-            if inspect.isawaitable(outcome):
-                waiting = asyncio.run_coroutine_threadsafe(_awaited(call, outcome), _loop())
-                waiting.add_done_callback(settle)
-                return
+            made = done.result()
             try:
-                given, self.rewards[index] = self._errors.settled(call, outcome) or (
-                    None,
-                    UNCHECKED,
-                )
+                if inspect.isawaitable(made):
+                    waiting = asyncio.run_coroutine_threadsafe(_awaited(call, made), _loop())
+                    return waiting.add_done_callback(settle)
+                if callable(made):  # what is left of a coroutine's step, for a thread
+                    rest = self._workers.submit(replace(call, work=made))
+                    return rest.add_done_callback(settle)
+                settled = self._errors.settled(call, made) or (None, UNCHECKED)
+                given, self.rewards[index] = settled
                 reply.set_result(given if given is None else (given, isinstance(given, Anew)))
             except BaseException as error:
                 reply.set_exception(error)
@@ -419,15 +420,26 @@ def attempt(call: Callable[[], Any], found: list[Any]) -> None:
         found.append(error)
 
 
+async def outcome(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What the awaitable gives, and what it raised: an exit would end the loop that all share."""
+    try:
+        return await work, None
+    except asyncio.CancelledError:
+        return None, RuntimeError("it was cancelled")
+    except BaseException as error:
+        return None, error
+
+
 async def _awaited(call: _Call, work: Awaitable[Any]) -> Any:
-    """What the awaitable gives, or the error of the call if it is late."""
-    task = asyncio.ensure_future(work)
+    """What the awaitable gives, checked unless it is to be called, or the error of the call."""
+    task = asyncio.ensure_future(outcome(work))
     try:
         while not (await asyncio.wait([task], timeout=min(call.seconds, LOOK)))[0]:
             if over := call.over(None):
                 task.cancel()
                 return over
-        return call.check(task.result())
+        made, error = task.result()
+        return error or (made if callable(made) else call.check(made))
     except BaseException as error:
         return error
 

@@ -12,7 +12,16 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
-from jaxrl_llm.tasks.task import Interactive, Prompt, Reward, Step, Task, attempt, check_members
+from jaxrl_llm.tasks.task import (
+    Interactive,
+    Prompt,
+    Reward,
+    Step,
+    Task,
+    attempt,
+    check_members,
+    outcome,
+)
 
 _TOLD = (
     "You can call functions, which are described here in JSON, one a line:\n{}\nTo call one, write "
@@ -126,11 +135,16 @@ class Toolbox:
             function, arguments = self._checked(call)
             if not inspect.iscoroutinefunction(function):
                 return await asyncio.to_thread(self.answer, call)
-            work = asyncio.ensure_future(function(**arguments))
-            if not (await asyncio.wait([work], timeout=self.seconds))[0]:
-                work.cancel()
-                raise TimeoutError(f"no result in {self.seconds:g} s")
-            return self._shown(work.result()), True
+            work = asyncio.ensure_future(outcome(function(**arguments)))
+            try:
+                if not (await asyncio.wait([work], timeout=self.seconds))[0]:
+                    raise TimeoutError(f"no result in {self.seconds:g} s")
+            finally:
+                work.cancel()  # nothing where it has ended
+            made, error = work.result()
+            if error:
+                raise error
+            return self._shown(made), True
         except (Exception, SystemExit) as error:
             return _wrong(error), False
 
@@ -261,7 +275,7 @@ class _Turns:
     made: int = 0
     wrong: int = 0
 
-    def step(self, tokens: Sequence[int]) -> Step | Awaitable[Step]:
+    def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
         self.said.append(self.tokenizer.decode(tokens))
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
         calls = self.tools.read(self.tokenizer, self.said[-1]) if ended else []
@@ -270,9 +284,10 @@ class _Turns:
             return self._later(calls, made)
         return self._replied(calls, [self.tools.answer(call) for call in made])
 
-    async def _later(self, calls: list[Call], made: list[Call]) -> Step:
+    async def _later(self, calls: list[Call], made: list[Call]) -> Callable[[], Step]:
+        """The rest of the step, which is for a thread: a reward may take long."""
         answers = await asyncio.gather(*map(self.tools.awaited, made))
-        return await asyncio.to_thread(self._replied, calls, answers)  # a reward may take long
+        return partial(self._replied, calls, answers)
 
     def _replied(self, calls: list[Call], answers: list[tuple[str, bool]]) -> Step:
         most = self.tools.calls

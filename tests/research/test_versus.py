@@ -27,7 +27,7 @@ def program(folder, name, text):
 
 def test_peers_that_do_not_run_or_compute_something_else_are_left_out_by_name(tmp_path, capsys):
     broken = program(tmp_path, "broken", "echo it is broken >&2; exit 3")
-    values = json.dumps({"logp": np.zeros((4, 16)).tolist(), "grad_norm": 1.0})
+    values = json.dumps({"logp": np.full((4, 16), np.nan).tolist(), "grad_norm": 1.0})
     other = program(tmp_path, "other", f"echo '{values}'; cat > /dev/null")
     gone = tmp_path / "gone"
     names = f"torch={broken},tunix={other},vllm={gone}"
@@ -62,7 +62,11 @@ def test_torch_computes_what_is_timed(tmp_path):
     [
         (["nothing"], "no peer is called 'nothing': known are torch, trl, tunix, vllm"),
         (["torch", "--kinds", "all"], "--kinds all: known are update, rollout, step, sync"),
-        (["torch", "--rows", "6"], "divide into 4 micro-batches"),
+        (["torch", "--rows", "6"], "--rows 6 does not divide by 4 for the micro-batches"),
+        (
+            ["trl", "--kinds", "step", "--sequences", "3"],
+            "a quarter of --sequences 3 does not divide",
+        ),
     ],
     ids=" ".join,
 )

@@ -108,9 +108,19 @@ def leaves(example, tokens):
     raise SystemExit(0)
 
 
+async def leaves_later(example, tokens):
+    raise SystemExit(0)
+
+
+async def cancelled(example, tokens):
+    raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
+        (leaves_later, r"RuntimeError in leaves_later .*: it called exit\(0\)"),
+        (cancelled, r"RuntimeError in .*: it was cancelled"),
         (fails, r"ValueError in fails \(.*test_environment.py:\d+\): no such tool; 1 of 3"),
         (
             fails_later,

@@ -461,7 +461,48 @@ async def never(number: int) -> int:
     return number
 
 
+async def leaves(number: int) -> int:
+    """Leaves.
+
+    Args:
+        number: Unused.
+    """
+    raise SystemExit(number)
+
+
+async def cancelled(number: int) -> int:
+    """Is cancelled.
+
+    Args:
+        number: Unused.
+    """
+    raise asyncio.CancelledError
+
+
 MEETING = []
+
+
+def test_coroutines_that_exit_or_are_cancelled_are_answered_and_rewards_keep_their_threads():
+    at_once, most = [], []
+
+    class Slow(Sums):
+        def reward(self, example, response):
+            at_once.append(1)
+            most.append(len(at_once))
+            time.sleep(0.05)
+            at_once.pop()
+            return super().reward(example, response)
+
+    tools = Toolbox([leaves, cancelled], seconds=3)
+    made, task = templates.of_bytes(templates.QWEN25), tools.for_task(Slow())
+    turn = '<tool_call>{{"name": "{}", "arguments": {{"number": 3}}}}</tool_call>'.format
+    tokens = [*made.encode(turn("leaves") + turn("cancelled")), made.eos]
+    with Episodes(task, made, [(1, 2)] * 4, threads=1) as episodes:
+        heard = [reply.result(20)[0] for reply in [episodes(i, tokens) for i in range(4)]]
+    for one in heard:
+        results = re.findall("<tool_response>\n(.*)\n", made.decode(one))
+        assert results == ["error: SystemExit: 3", "error: RuntimeError: it was cancelled"]
+    assert max(most) == 1
 
 
 def test_coroutines_hold_no_thread():

@@ -271,9 +271,11 @@ async def answer_all(
         group.create_task(follow(request, response))
 
     async def follow(request: Request, response: Response) -> None:
-        if (more := await following(request, response)) is not None:
-            waiting.put_nowait(more)
-        waiting.task_done()
+        try:
+            if (more := await following(request, response)) is not None:
+                waiting.put_nowait(more)
+        finally:
+            waiting.task_done()
 
     async def answer_on_and_on(server: Server) -> None:
         while True:
