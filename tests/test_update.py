@@ -220,8 +220,8 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     before, one = in_one_piece(family, surrogate, split)
     after, many = cut(family, sizes, micro, pack, surrogate, split)
     assert (one["share"] > 0).all()
-    # other rounding of the weights alone (noise of 6e-8) moves gemma3's gradients by 1.5e-5, qwen3's by 3e-7
-    close(before, after, atol=5e-5 if family == "gemma3" else 1e-5)
+    # other rounding of the weights alone (noise of 6e-8) moves gemma3's by 2e-5 to 7e-5 in these two steps
+    close(before, after, atol=1.5e-4 if family == "gemma3" else 1e-5)
     for name, value in one.items():
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
