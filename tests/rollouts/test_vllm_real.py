@@ -136,11 +136,9 @@ def test_log_probs_of_every_turn_are_the_trainers(sampler):
     sampling = dataclasses.replace(SAMPLING, max_tokens=60, max_turns=6, stop=tuple(range(16)))
     rollout = sampler.generate(asked, n=4, sampling=sampling, reply=environments)
     assert max(map(len, rollout.turns)) == 6
-    heard = seen_by_the_engine(rollout, environments.heard)
-    for prompt, response, (tokens, _) in zip(
-        rollout.prompts, rollout.responses, heard, strict=True
-    ):
-        assert [*prompt, *response] == tokens
+    for i, segments in enumerate(seen_by_the_engine(rollout, environments.heard)):
+        for (tokens, _), (prompt, first, last) in zip(segments, rollout.segments(i), strict=True):
+            assert [*prompt, *rollout.responses[i][first:last]] == tokens
     ours, mask = trainer_logps(weights, rollout, 1.0, DEFINITION)
     theirs = [np.asarray(x)[rollout.sampled(i)] for i, x in enumerate(rollout.logps)]
     difference = np.abs(ours[mask] - np.concatenate(theirs)).max()
