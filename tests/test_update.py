@@ -220,10 +220,12 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     before, one = in_one_piece(family, surrogate, split)
     after, many = cut(family, sizes, micro, pack, surrogate, split)
     assert (one["share"] > 0).all()
-    # other rounding of the weights alone (noise of 6e-8) moves gemma3's by 2e-5 to 7e-5 in these two steps
-    close(before, after, atol=1.5e-4 if family == "gemma3" else 1e-5)
+    # noise of 6e-8 in the weights moves gemma3's by 2e-5 to 7e-5 in these two steps, the norm by 2e-4
+    sensitive = family == "gemma3"
+    close(before, after, atol=1.5e-4 if sensitive else 1e-5)
     for name, value in one.items():
-        np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
+        limit = 1e-3 if sensitive else 1e-4
+        np.testing.assert_allclose(value, many[name], atol=limit, err_msg=name)
 
 
 def test_parameters_and_optimizer_state_are_really_sharded():
