@@ -143,10 +143,11 @@ class NativeSampler:
 
         while left:
             self._check()
-            for request in again:
-                cache, columns = grown(cache, columns, len(request.prompt))
-                waiting.append(self._prefilled({request.prompt: [request]}, count))
-            again.clear()
+            if again:
+                segments = by_prompt(again)
+                cache, columns = grown(cache, columns, max(map(len, segments)))
+                waiting.append(self._prefilled(segments, count))
+                again.clear()
             cache = self._admit(cache, slots, working, _one_by_one(waiting))
             if slots.done.all():  # all wait for replies
                 futures.wait(asked.values(), CHECK, futures.FIRST_COMPLETED)
@@ -243,6 +244,14 @@ def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], li
         prompt = tuple(map(int, prompts[index // n]))
         requests[prompt].append(Request(prompt, len(requests[prompt]), index))
     return dict(requests)
+
+
+def by_prompt(requests: Sequence[Request]) -> dict[tuple[int, ...], list[Request]]:
+    """The requests of each distinct prompt."""
+    found = defaultdict(list)
+    for request in requests:
+        found[request.prompt].append(request)
+    return dict(found)
 
 
 def by_padded_length(lengths: Sequence[int], least: int) -> dict[int, list[int]]:
