@@ -41,7 +41,7 @@ from jaxrl_llm.research.bench import (
 )
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.training import terminal
+from jaxrl_llm.training import curves, terminal
 
 OURS = "jaxrl_llm"
 CLOSE = {False: 1e-3, True: 0.3}  # log-probs of the same tokens; True: computed in bfloat16
@@ -383,19 +383,21 @@ def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
     kinds = {kind: asdict(result) for kind, result in found.items()}
     content = {"machine": machine, "sizes": asdict(sizes), "kinds": kinds}
     storage.write(out / "against.json", json.dumps(content, indent=2) + "\n")
-    from matplotlib.figure import Figure  # slow to import
-
     shown = {kind: result.seconds for kind, result in found.items() if len(result.seconds) > 1}
-    if not shown:
-        return
-    figure = Figure(figsize=(7, 0.6 + 0.45 * sum(map(len, shown.values()))), layout="constrained")
-    heights = [len(seconds) for seconds in shown.values()]
-    axes = figure.subplots(len(shown), squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (kind, seconds) in zip(axes, shown.items(), strict=True):
+    if shown:
+        curves.save(partial(_drawn, shown), out / "against.svg")
+
+
+def _drawn(shown: Mapping[str, Mapping[str, list[float]]]) -> Any:
+    """A row of bars for each kind of work: medians, and the ranges."""
+    heights = [*map(len, shown.values())]
+    figure, axes = curves.sheet(len(shown), 1, (7, 0.6 + 0.45 * sum(heights)))
+    axes[0, 0].get_gridspec().set_height_ratios(heights)
+    for axis, (kind, seconds) in zip(axes[:, 0], shown.items(), strict=True):
         names, middles = [*seconds], [float(np.median(x)) for x in seconds.values()]
         errors = [(m - min(x), max(x) - m) for m, x in zip(middles, seconds.values(), strict=True)]
         colors = ["C0" if name in (OURS, PLAIN, LOPTI) else "0.6" for name in names]
         axis.barh(names, middles, xerr=np.transpose(errors), color=colors)
         axis.invert_yaxis()
         axis.set_title(f"{kind}, seconds", loc="left", fontsize=10)
-    figure.savefig(out / "against.svg", metadata={"Date": None})
+    return figure

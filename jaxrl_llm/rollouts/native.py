@@ -144,7 +144,9 @@ class NativeSampler:
         while left:
             self._check()
             if again:
-                segments = by_prompt(again)
+                segments: dict[tuple[int, ...], list[Request]] = {}
+                for request in again:
+                    segments.setdefault(request.prompt, []).append(request)
                 cache, columns = grown(cache, columns, max(map(len, segments)))
                 waiting.append(self._prefilled(segments, count))
                 again.clear()
@@ -244,14 +246,6 @@ def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], li
         prompt = tuple(map(int, prompts[index // n]))
         requests[prompt].append(Request(prompt, len(requests[prompt]), index))
     return dict(requests)
-
-
-def by_prompt(requests: Sequence[Request]) -> dict[tuple[int, ...], list[Request]]:
-    """The requests of each distinct prompt."""
-    found = defaultdict(list)
-    for request in requests:
-        found[request.prompt].append(request)
-    return dict(found)
 
 
 def by_padded_length(lengths: Sequence[int], least: int) -> dict[int, list[int]]:

@@ -70,7 +70,7 @@ def save(drawn: Callable[[], Any], target: Path) -> None:
     with mpl.rc_context({"font.size": 9}), storage.replacing(target) as file:
         figure = drawn()
         kind = target.suffix[1:] or "png"
-        metadata: Any = {"Software": None} if kind == "png" else None
+        metadata: Any = {"png": {"Software": None}, "svg": {"Date": None}}.get(kind)
         figure.savefig(file, dpi=130, format=kind, metadata=metadata)
 
 
