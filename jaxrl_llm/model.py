@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,21 +113,35 @@ def token_logps(
     """
     if temperature <= 0:
         raise UserError(f"token_logps: temperature = {temperature} must be above 0")
-    rows, width = _rows(tokens, lengths, model.shape)
+    rows, width = _rows("token_logps", tokens, lengths, model.shape)
     out = np.zeros((len(rows), max(width - 1, 0)), np.float32)
-    score = _scorer(model.policy, float(temperature))
-    spread = NamedSharding(model.mesh, P(sharding.BATCH))
-    shards = model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    scored = []
-    with jax.set_mesh(model.mesh):
-        for some, shape in _calls(rows, shards):
-            inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
-            placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
-            scored.append((some, score(model.params, placed)))
-        for some, found in scored:
-            for i, logps in zip(some, sharding.on_host(found), strict=False):
-                size = max(len(rows[i]) - 1, 0)
-                out[i, :size] = logps[:size]
+    for i, logps in _each(model, rows, _scorer(model.policy, float(temperature)), shortest=2):
+        out[i, : len(rows[i]) - 1] = logps[: len(rows[i]) - 1]
+    return out
+
+
+def router_logps(
+    model: Model,
+    tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
+    lengths: Sequence[int] | np.ndarray | jax.Array | None = None,
+) -> np.ndarray:
+    """Log-prob (nats) of each expert for each token in each of the N layers, `[B, T, N, E]`.
+
+    `tokens` and `lengths` are as for `token_logps`; the result is float32, and 0 where there is no
+    token. A token goes to the `model.shape.mixture.chosen` likeliest experts of a layer. Raises a
+    UserError for invalid input, or for a model without experts.
+
+    >>> jl.router_logps(jl.load("model"), [[2, 3, 4]])
+    Traceback (most recent call last):
+    jaxrl_llm.errors.UserError: router_logps: the model has no experts
+    """
+    if model.shape.mixture is None:
+        raise UserError("router_logps: the model has no experts")
+    rows, width = _rows("router_logps", tokens, lengths, model.shape)
+    sizes = width, model.shape.num_layers, model.shape.mixture.experts
+    out = np.zeros((len(rows), *sizes), np.float32)
+    for i, logps in _each(model, rows, _router(model.policy.definition), shortest=1):
+        out[i, : len(rows[i])] = logps[: len(rows[i])]
     return out
 
 
@@ -182,17 +196,26 @@ def _scorer(policy: Policy, temperature: float) -> Any:
 
 
 @lru_cache(maxsize=8)
+def _router(definition: Any) -> Any:
+    from jaxrl_llm.models import experts  # other models do without
+
+    return jax.jit(partial(experts.router_logps, definition))
+
+
+@lru_cache(maxsize=8)
 def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
     with engine.start(policy, mesh) as sampler:
         return sampler
 
 
-def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarray], int]:
+def _rows(
+    caller: str, tokens: Any, lengths: Any, shape: qwen2.Shape
+) -> tuple[list[np.ndarray], int]:
     """The tokens of each row without its padding, and T; a UserError if they are invalid."""
 
     def need(fine: bool, reason: str) -> None:
         if not fine:
-            raise UserError(f"token_logps: {reason}")
+            raise UserError(f"{caller}: {reason}")
 
     if isinstance(tokens, jax.Array):
         tokens = np.asarray(tokens)  # one transfer instead of one a row
@@ -217,9 +240,26 @@ def _rows(tokens: Any, lengths: Any, shape: qwen2.Shape) -> tuple[list[np.ndarra
     return rows, width
 
 
-def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
+def _each(
+    model: Model, rows: list[np.ndarray], program: Any, *, shortest: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """What `program(params, inputs)` gives for each row of at least `shortest` tokens, by its index."""
+    spread = NamedSharding(model.mesh, P(sharding.BATCH))
+    shards, found = model.mesh.shape["data"] * model.mesh.shape["fsdp"], []
+    with jax.set_mesh(model.mesh):
+        for some, shape in _calls(rows, shards, shortest):
+            inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
+            placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
+            found.append((some, program(model.params, placed)))
+        for some, values in found:
+            yield from zip(some, sharding.on_host(values), strict=False)
+
+
+def _calls(
+    rows: list[np.ndarray], shards: int, shortest: int
+) -> Iterator[tuple[list[int], tuple[int, int]]]:
     """Batches of rows of similar length: their indices and padded shape; the longest first."""
-    scored = [i for i, row in enumerate(rows) if len(row) > 1]
+    scored = [i for i, row in enumerate(rows) if len(row) >= shortest]
     for length, group in by_padded_length([len(rows[i]) for i in scored], SHORTEST).items():
         here = [scored[i] for i in group]
         each = min(padded(-(-len(here) // shards)), max(1, AT_A_TIME // length))

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import jaxrl_llm as jl
+
 from jaxrl_llm.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -89,3 +91,9 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     else:
         assert re.sub(r"\x1b\[[\d;]*m", "", out) == said
         assert ("\x1b" in out) == (terminal and said != "")
+
+
+def test_the_version_can_be_asked_for(capsys):
+    main(["--version"])
+    said = capsys.readouterr().out
+    assert re.fullmatch(rf"jaxrl-llm {jl.__version__}, jax [\d.]+, Python [\d.]+\n", said)

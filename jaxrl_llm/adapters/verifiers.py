@@ -6,6 +6,7 @@ route, and `Episode` brings it what the engine samples.
 
 import json
 import os
+import secrets
 import subprocess
 import tempfile
 import weakref
@@ -105,7 +106,7 @@ class Verifiers:
 
     def _start(self, row: Row) -> dict[str, Any]:
         """What starts an episode."""
-        return {"task": row.index, "tokenizer": self._folder.name}
+        return {"id": secrets.token_hex(16), "task": row.index, "tokenizer": self._folder.name}
 
     def _prompts(self, tokenizer: Any) -> list[list[int]]:
         """The tokens of all rows' first requests, heard once of episodes that are given up then."""
@@ -146,8 +147,8 @@ class Episode:
     async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
         async with httpx.AsyncClient(**self._server) as client:
             if not self._name:
+                self._name = self._start["id"]
                 said = (await client.post("/step", json=self._start)).json()
-                self._name = said["id"]
                 if said.get("prompt") != self._tokens:
                     raise ValueError(f"its first request is not what it was before: {said}")
             turn = {"tokens": [*tokens], "logps": [*logps], "cut": tokens[-1] not in self._stops}

@@ -36,7 +36,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     os.dup2(2, 1)  # what libraries print
     env = vf.load_environment(vf.resolve_env_config(config))
     tasks, episodes = list(itertools.islice(env.taskset, count)), dict[str, Episode]()
-    numbers, key = itertools.count(), secrets.token_urlsafe(32)
+    key = secrets.token_urlsafe(32)
 
     async def play(episode: Episode, name: str, task: Any, tokenizer: str) -> dict[str, Any]:
         """What an episode says last."""
@@ -67,7 +67,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     async def step(request: web.Request) -> web.Response:
         """A turn for an episode (or a task for a new one), then what it says; or its end."""
         said = await request.json()
-        name = said["id"] if "task" not in said else str(next(numbers))
+        name = said["id"]
         if "task" in said:
             episodes[name] = Episode()
         if (episode := episodes.get(name)) is None:
@@ -77,7 +77,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
             episode.work = asyncio.create_task(made)
         elif "tokens" in said:
             episode.turns.put_nowait(said)
-        answer = {} if said.get("end") else {"id": name, **await episode.says.get()}
+        answer = {} if said.get("end") else await episode.says.get()
         if "prompt" not in answer or said.get("heard"):
             episodes.pop(name).work.cancel()
         return web.json_response(answer)

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 
-from jaxrl_llm import planning, storage
+from jaxrl_llm import __version__, planning, storage
 from jaxrl_llm.errors import UserError, causes, first_line, printable
 
 COMMANDS = {
@@ -93,6 +94,10 @@ def _run(words: list[str]) -> None:
             print(f"  {name:8} {said}")
         return
     name, *rest = words
+    if name == "--version":
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"jaxrl-llm {__version__}, jax {metadata.version('jax')}, Python {python}")
+        return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

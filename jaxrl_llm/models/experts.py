@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.primitives import einsum, up_to, whole_rows, whole_shards
-from jaxrl_llm.models.sharding import BATCH, VOCAB, on_each_device, platform, split_over
+from jaxrl_llm.models.primitives import Inputs, einsum, up_to, whole_rows, whole_shards
+from jaxrl_llm.models.sharding import BATCH, VOCAB, gathered, on_each_device, platform, split_over
 
 BLOCK = 512  # rows of an expert that are multiplied at a time, at most
 ROUND = 8
@@ -64,6 +65,25 @@ def mixed(
 
     place = on_each_device(local, (P(BATCH), P(BATCH), P(), P(VOCAB)), P(BATCH))
     return place(whole_rows(x), whole_rows(live), gate, jax.tree.map(whole_shards, experts))[:rows]
+
+
+def router_logps(definition, params, inputs: Inputs) -> Float[Array, "R L N E"]:
+    """log softmax of the router of each of N layers, for every token of right-padded rows."""
+    model = nnx.merge(definition, params)
+    ropes = model.ropes(inputs.positions)
+    layer_def, layers = nnx.split(model.layers)
+
+    def one(x, each):
+        weights, kind = each
+        layer = nnx.merge(layer_def, gathered(weights, model.compute.dtype))
+        mixed = model.attend(*layer.qkv(x, ropes[kind]), None, kind)
+        read = layer.post_attention_layernorm(x + layer.self_attn.o_proj(mixed))
+        logits = layer.mlp.gate(read).astype(jnp.float32)
+        return layer.finish(x, mixed), jax.nn.log_softmax(logits)
+
+    start = model.embed(inputs.tokens)
+    _, found = jax.lax.scan(one, start, (nnx.to_pure_dict(layers), model.kinds()))
+    return jnp.moveaxis(found, 0, 2)
 
 
 def _by_all(apply, block, x, chosen, weights, experts):
