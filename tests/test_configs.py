@@ -85,7 +85,9 @@ def test_max_lag_leaves_a_recipe_its_corrections(algo):
 def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     made = load("kk_tiny").config(vllm="python")
     drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
-    with pytest.raises(UserError, match="with max_lag, or oversample above 1, the sampler is behind"):
+    with pytest.raises(
+        UserError, match="with max_lag, or oversample above 1, the sampler is behind"
+    ):
         replace(made, objective=drift, max_lag=1)
     anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=sampler))
     assert replace(made, objective=anchored, max_lag=1).ratios == "trainer"
