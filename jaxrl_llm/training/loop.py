@@ -200,7 +200,8 @@ def reinforcement(
             return task.together(examples, partial(answer, examples, nth), stop)
 
         old = stream.surplus
-        drawn = drawn_for(config.prompts - (len(old.examples) if old else 0), 0)
+        older = len(old.examples) if old else 0
+        drawn = drawn_for(config.prompts - older, 0)
         if not config.draws_more:
             return drawn, drawn
         pool = old.followed(drawn) if old else drawn
@@ -214,7 +215,8 @@ def reinforcement(
         if config.redraws:
             onward()
         order, uneven = np.argsort(even, stable=True).tolist(), int((~even).sum())
-        stream.keep(pool, order[config.prompts : uneven][: config.prompts - 1])
+        more_than_needed = order[config.prompts : uneven][: config.prompts - 1]
+        stream.keep(drawn, [i - older for i in more_than_needed])  # those come first
         return drawn, pool.groups(sorted(order[: config.prompts]))
 
     push(sampler, parts.whole(state.params), step, clock)

@@ -113,11 +113,11 @@ class Stream(Generic[E]):
         self.seconds += seconds
         return own
 
-    def keep(self, pool: Answers, chosen: Sequence[int]) -> None:
-        """These groups are learned from in the next step; `pool` is the surplus, then what was drawn."""
+    def keep(self, drawn: Answers, chosen: Sequence[int]) -> None:
+        """Leaves these groups of the last `drawn` for the next step."""
         end = self._data.get_state()["taken"]
-        places = [*self._places, *range(end - len(pool.examples) + len(self._places), end)]
-        self._later = [places[i] for i in chosen], pool.groups(chosen) if chosen else None
+        places = [end - len(drawn.examples) + i for i in chosen]
+        self._later = places, drawn.groups(chosen) if places else None
 
     def begin(self, step: int, count: int = 1) -> None:
         """Starts sampling the next batches, those from `step` on, one by one in the background."""

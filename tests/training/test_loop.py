@@ -256,7 +256,7 @@ def redrawn(**how):
 def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, oversample, ahead):
     """Two groups a step; those that are left over are the first of the next step."""
     how = redrawn(redraws=redraws, max_lag=ahead, oversample=oversample)
-    made = trial(**how, steps=5, saves=lambda step: True)
+    made = trial(**how, steps=12, saves=lambda step: True)
     learned, surplus = [], []
     made.update = lambda state, rollout: (learned.append(rollout), (learn(state, rollout), {}))[1]
     made.reinforce()
