@@ -15,9 +15,6 @@ os.environ["XLA_FLAGS"] = " ".join([
     QUICKLY,
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
-# XLA gives a device one thread; a collective holds it while it waits, and where devices reach independent
-# collectives of one program in different orders, all threads wait (JAX 0.10.2: 4 of 4 runs of 4,000 steps).
-os.environ["NPROC"] = "16"
 
 import jax
 from jaxtyping import install_import_hook
@@ -26,8 +23,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs queued without waiting can starve each other's reductions where devices outnumber cores, and
 # XLA ends a process whose reduction waits for 40 seconds.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-jax.devices()  # made with all of this
-del os.environ["NPROC"]  # other processes have threads for their cores
+
+
+def make_devices():
+    """XLA gives a device one thread; a collective holds it while it waits, and where devices reach independent
+    collectives of one program in different orders, all threads wait (JAX 0.10.2: 4 of 4 runs of 4,000 steps).
+    """
+    os.environ["NPROC"] = "16"
+    jax.devices()
+    del os.environ["NPROC"]  # other processes have threads for their cores
+
+
+if (
+    "FORKED_LATER" not in os.environ
+):  # their threads would not be there in a fork (tests/mutants.py)
+    make_devices()
 CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learning.update", "rollouts.draw",
            "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm.sampler",
            "rollouts.vllm.sync")  # fmt: skip

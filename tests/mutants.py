@@ -122,7 +122,9 @@ class Tests:
         sys.path[:] = [str(self.folder), *(x for x in sys.path if x not in ("", str(ROOT)))]
         for name in [x for x in sys.modules if x.partition(".")[0] in ("tests", "jaxrl_llm")]:
             del sys.modules[name]  # those of the checkout, which started this
+        os.environ["FORKED_LATER"] = ""
         self._quiet(lambda: _pytest([f"tests/{x}" for x in files], "--collect-only"))
+        del os.environ["FORKED_LATER"]
         self.seconds: dict[str, float] = {}
         self.executed: dict[str, set[tuple[str, int]]] = {}
 
@@ -164,6 +166,7 @@ class Tests:
             code = 1
             try:
                 os.setpgid(0, 0)
+                sys.modules["tests.conftest"].make_devices()
                 code = self._quiet(work)
             finally:
                 os._exit(code)
