@@ -122,9 +122,12 @@ class Tests:
         sys.path[:] = [str(self.folder), *(x for x in sys.path if x not in ("", str(ROOT)))]
         for name in [x for x in sys.modules if x.partition(".")[0] in ("tests", "jaxrl_llm")]:
             del sys.modules[name]  # those of the checkout, which started this
+        from jax._src import xla_bridge
+
         os.environ["FORKED_LATER"] = ""
         self._quiet(lambda: _pytest([f"tests/{x}" for x in files], "--collect-only"))
         del os.environ["FORKED_LATER"]
+        assert not xla_bridge.backends_are_initialized(), "a test makes arrays where it is imported"
         self.seconds: dict[str, float] = {}
         self.executed: dict[str, set[tuple[str, int]]] = {}
 

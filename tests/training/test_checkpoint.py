@@ -141,16 +141,16 @@ def test_where_none_can_be_read_nothing_is_touched(three):
 @pytest.mark.parametrize(
     "other",
     [
-        state(optimizer=optax.sgd(1e-3)),
-        state(optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16)),
-        state()._replace(params={"a": jnp.ones((20, 30))}),
-        state()._replace(params={**state().params, "a": jnp.ones((20, 31))}),
+        lambda: state(optimizer=optax.sgd(1e-3)),
+        lambda: state(optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16)),
+        lambda: state()._replace(params={"a": jnp.ones((20, 30))}),
+        lambda: state()._replace(params={**state().params, "a": jnp.ones((20, 31))}),
     ],
 )
 def test_another_optimizer_or_model_is_one_line_and_nothing_is_touched(three, other):
     before = contents(three)
     with pytest.raises(UserError, match="of another model or optimizer") as error:
-        newest(Checkpoints(three), other, rename=True)
+        newest(Checkpoints(three), other(), rename=True)
     assert "\n" not in str(error.value)
     assert contents(three) == before
 
