@@ -159,6 +159,7 @@ def train(
 
             with clock("save"):
                 checkpoints.wait()
+                checkpoints.prune()  # the last evaluation may have come after the last save
             tested = None
             if journal.find("test/accuracy", first + config.steps, REINFORCE) is None:
                 tested = _test(config, made, divided, sampler, journal, clock, checkpoints, stop)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.training import folder, journal, run, terminal
 from jaxrl_llm.training.journal import REINFORCE
@@ -100,6 +101,27 @@ def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_pa
     logps = [jl.token_logps(x, tokens) for x in (beside, jl.load(tmp_path / "merged"))]
     np.testing.assert_array_equal(*logps)
     assert (logps[0] != jl.token_logps(jl.load(tmp_path / "model"), tokens)).all()
+
+
+def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, monkeypatch):
+    """Where the last evaluation is dropped by a stop, the step that it makes the best is saved already."""
+    config = replace(quick.config(steps=4, warm_steps=0), keep_checkpoints=1, save_every=4)
+    scores, asked = {0: 0.1, 3: 0.5, 4: 0.9}, []
+
+    def measure(config, made, sampler, journal, clock, stop, examples, step, *, phase):
+        if step == 4 and not asked:
+            asked.append(step)
+            raise Leaving
+        journal.record(step, phase, {"eval/accuracy": scores[step], "time/evaluation": 1.0})
+        return scores[step]
+
+    monkeypatch.setattr(run, "_measure", measure)
+    go = partial(run.train, config, tmp_path / "run", console=terminal.console(quiet=True))
+    with pytest.raises(Leaving):
+        go()
+    assert folder.checkpoints(tmp_path / "run").steps == [3, 4]
+    go(resume=True)
+    assert folder.checkpoints(tmp_path / "run").steps == [4]
 
 
 @pytest.mark.slow
