@@ -12,6 +12,7 @@ import re
 import subprocess
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import families, hf, logprobs, lora, qwen2
+from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.rollouts.engines import Vllm
@@ -33,10 +35,13 @@ from jaxrl_llm.rollouts.vllm import sync
 from jaxrl_llm.rollouts.vllm.client import Server
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
+from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.tasks.tools import Toolbox
 from tests import tiny
 from tests.processes import kill
 from tests.rollouts.test_turns import Random as RandomEnvironments
 from tests.rollouts.test_turns import seen_by_the_engine
+from tests.tasks.test_tools import Sums
 
 PYTHON = os.environ.get("JAXRL_VLLM_PYTHON")
 pytestmark = [
@@ -95,8 +100,15 @@ def trainer_logps(weights, rollout, temperature, definition):
 
 def worst(weights, rollout, temperature, definition=DEFINITION):
     ours, mask = trainer_logps(weights, rollout, temperature, definition)
-    theirs = np.concatenate([np.asarray(x) for x in rollout.logps])
-    return np.abs(ours[mask] - theirs).max()
+    theirs = [np.asarray(x)[rollout.sampled(i)] for i, x in enumerate(rollout.logps)]
+    return np.abs(ours[mask] - np.concatenate(theirs)).max()
+
+
+def require_what_was_heard(rollout, heard):
+    """Every episode is what its environment heard and told."""
+    for i, segments in enumerate(seen_by_the_engine(rollout, heard)):
+        for (tokens, _), (prompt, first, last) in zip(segments, rollout.segments(i), strict=True):
+            assert [*prompt, *rollout.responses[i][first:last]] == tokens
 
 
 def pids(pattern):
@@ -136,16 +148,64 @@ def test_log_probs_of_every_turn_are_the_trainers(sampler):
     sampling = dataclasses.replace(SAMPLING, max_tokens=60, max_turns=6, stop=tuple(range(16)))
     rollout = sampler.generate(asked, n=4, sampling=sampling, reply=environments)
     assert max(map(len, rollout.turns)) == 6
-    for i, segments in enumerate(seen_by_the_engine(rollout, environments.heard)):
-        for (tokens, _), (prompt, first, last) in zip(segments, rollout.segments(i), strict=True):
-            assert [*prompt, *rollout.responses[i][first:last]] == tokens
-    ours, mask = trainer_logps(weights, rollout, 1.0, DEFINITION)
-    theirs = [np.asarray(x)[rollout.sampled(i)] for i, x in enumerate(rollout.logps)]
-    difference = np.abs(ours[mask] - np.concatenate(theirs)).max()
+    require_what_was_heard(rollout, environments.heard)
+    difference = worst(weights, rollout, 1.0)
     print(f"{sum(map(len, rollout.turns))} turns: {difference:.2g}; {sampler.counters}")
     assert difference <= 1e-4
     again = sampler.generate(asked[:4], n=4, sampling=sampling, reply=RandomEnvironments())
     assert list(again.responses) == list(rollout.responses[:16])
+
+
+def count(text: str) -> int:
+    """How many words a text has, up to three.
+
+    Args:
+        text: Any.
+    """
+    return min(3, len(text.split()))
+
+
+def answered(turn):
+    """What the tool says to a turn: a count for each call, or that there is a wrong one."""
+    calls = [piece.split() for piece in turn.split(";")[:-1]]
+    right = all(call[:1] == ["count"] for call in calls)
+    return " ".join(str(min(3, len(call) - 1)) for call in calls) if right else "error"
+
+
+@pytest.mark.slow
+def test_episodes_with_tools(logs, monkeypatch):
+    """Of so few words random weights make calls, some of them of the tool that there is."""
+    words = tokenizer.of_words([*"0123", "+", "2?", "4?", "count", ";", "error"])
+    task = TokenTask(Toolbox([count]).for_task(Sums()), words)
+    shape = dataclasses.replace(SHAPE, vocab_size=len(words))
+    definition, _ = qwen2.graph(shape)
+    weights, asked, complete = tiny.policy(shape, seed=1)[1], set(), Server.complete
+
+    async def noted(server, prompt, *settings):
+        asked.add(tuple(prompt))
+        return await complete(server, prompt, *settings)
+
+    monkeypatch.setattr(Server, "complete", noted)
+    with ENGINE.start(Policy(definition), tiny.mesh_of(), logs / "tools") as made:
+        made.push(weights, 1)
+        sampling = Sampling(max_tokens=60, max_turns=6, stop=(words.eos,))
+        rollout = task.sample(made, Sums.train, n=32, sampling=sampling)
+    said = Counter()
+    for i, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
+        for start, _ in rollout.turns[i]:
+            assert (*prompt, *response[:start]) in asked
+        for (start, end), (following, _) in itertools.pairwise(rollout.turns[i]):
+            given = words.decode(response[end:following])
+            assert given == answered(words.decode(response[start:end]))
+            said[given] += 1
+    difference = worst(weights, rollout, 1.0, definition)
+    print(f"{sum(map(len, rollout.turns))} turns: {difference:.2g}; tools said {said}")
+    assert max(map(len, rollout.turns)) > 2
+    assert said["error"] > 0
+    assert len(said) > 1
+    assert difference <= 1e-4
+    fields = [Reward(*reward).fields for reward in rollout.rewards]
+    assert any(x["tool_calls"] > x["tool_errors"] for x in fields)
 
 
 @pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen2"), ("bfloat16", "llama")])
