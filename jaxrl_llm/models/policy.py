@@ -55,7 +55,8 @@ class Served:
         """The config.json of the untied model."""
         del params
         shape, _ = qwen2.settings(self.definition)
-        return families.config_of(replace(shape, tied=False), dtype)
+        # null, for where a family has a default that a small vocabulary lacks
+        return families.config_of(replace(shape, tied=False), dtype) | {"pad_token_id": None}
 
     @property
     def adapter(self) -> "ServedAdapter | None":

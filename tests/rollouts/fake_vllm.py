@@ -175,7 +175,7 @@ def completion(body, logp=LOGP):
 
 if __name__ == "__main__":
     if os.environ.get("FAKE_FAILS"):
-        sys.exit("RuntimeError: no such model")
+        sys.exit("RuntimeError: no such model\nRuntimeError: Failed. See root cause above.")
     parser = argparse.ArgumentParser()
     parser.add_argument("--uds")
     parser.add_argument("--model", type=pathlib.Path)

@@ -150,13 +150,17 @@ class Workers(Fake):
 
     def __init__(self, started_with, *, size=1, deaf=(), harm=lambda rank, held: None, **how):
         self.held, self.size, self.deaf, self.harm = dict(started_with), size, deaf, harm
-        self.how, self.told = how, None
+        self.how, self.told, self.asked = how, None, []
         super().__init__()
 
     def received(self, path, query, body):
-        if path != serverside.CHECKSUMS:
+        if path != serverside.EXTENSION:
             return super().received(path, query, body)
-        assert json.loads(body) == {"method": "jaxrl_checksums"}
+        asked = json.loads(body)
+        self.asked.append(asked.pop("method"))
+        assert not asked
+        if self.asked[-1] == "jaxrl_before_reload":
+            return 200, b'{"results": [null]}'
         if self.told is not None:
             return 200, json.dumps(self.told).encode()
         results = []
@@ -168,6 +172,7 @@ class Workers(Fake):
 
     def route(self, path, body):
         if path == "/collective_rpc":
+            self.asked.append(body["method"])
             for file in Path(body["kwargs"]["weights_path"]).glob("*.safetensors"):
                 new = safetensors.numpy.load_file(file)
                 self.held |= {k: v for k, v in new.items() if k not in self.deaf}
@@ -212,8 +217,19 @@ def test_a_sound_server_has_the_trainers_weights(tmp_path, size, dtype):
     """Of one worker or several, two of which share heads of keys and values; one has padding alone."""
     with Workers(started_with(dtype), size=size) as fake:
         figures = pushed(fake, tmp_path, weights(1), dtype)
+        assert fake.asked == ["jaxrl_before_reload", "reload_weights", "jaxrl_checksums"]
     assert figures["sync/proof"] == 1.0
     assert 0 < figures["sync/proof_seconds"] < 60
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("cpu", None), ("cuda:0", "kernel")])
+def test_a_reload_packs_experts_anew_on_a_cpu(device, kernel):
+    method = SimpleNamespace(moe_kernel="kernel")
+    modules = [SimpleNamespace(quant_method=x) for x in (method, None)] + [SimpleNamespace()]
+    made = serverside.Extension()
+    made.device, made.get_model = device, lambda: SimpleNamespace(modules=lambda: modules)
+    made.jaxrl_before_reload()
+    assert method.moe_kernel == kernel
 
 
 def test_it_may_multiply_by_packed_copies(tmp_path):
@@ -223,6 +239,8 @@ def test_it_may_multiply_by_packed_copies(tmp_path):
 
 def test_a_tied_model_is_served_untied(tmp_path):
     tied = tiny.shape(tied=True)
+    config = served(tied).config(None, "bfloat16")
+    assert (config["tie_word_embeddings"], config["pad_token_id"]) == (False, None)
     with Workers(started_with()) as fake:
         assert pushed(fake, tmp_path, weights(1, shape=tied), shape=tied)["sync/proof"] == 1.0
 
@@ -312,4 +330,4 @@ def test_what_is_no_checksum_is_asked_for_again(tmp_path, told):
         fake.told = told
         with pytest.raises(UserError, match=r"for 0.3 s, last by: told no checksums"):
             pushed(fake, tmp_path, weights(1), patience=0.3)
-        assert fake.calls[serverside.CHECKSUMS] > 1
+        assert fake.calls[serverside.EXTENSION] > 1

@@ -404,8 +404,8 @@ def test_what_is_missing_is_said(tmp_path):
         ("/pause", [(b"authorization", b"Bearer secret")], ["/pause"], []),
         ("/weights/find", [], [], [401, None]),
         ("/weights/find", [(b"authorization", b"Bearer secret")], [], [400, None]),
-        ("/weights/checksums", [], [], [401, None]),
-        ("/weights/checksums", [(b"authorization", b"Bearer secret")], ["/collective_rpc"], []),
+        ("/weights/extension", [], [], [401, None]),
+        ("/weights/extension", [(b"authorization", b"Bearer secret")], ["/collective_rpc"], []),
     ],
 )
 def test_the_guard(monkeypatch, path, headers, passes, status):

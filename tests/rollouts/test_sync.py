@@ -19,7 +19,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm import client, sync
 from jaxrl_llm.rollouts.vllm.client import Server, run
-from jaxrl_llm.rollouts.vllm.serverside import CHECKSUMS, Receiver
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION, Receiver
 from tests.rollouts.fake_vllm import Fake
 from tests.rollouts.test_vllm import (
     CONFIG,
@@ -51,7 +51,7 @@ class Elsewhere(Fake):
 
 def asked(application, path, query, body, size=1000):
     """Status and content of its answer to a body that comes in pieces; it has no checksums."""
-    if path == CHECKSUMS:
+    if path == EXTENSION:
         return 404, b"{}"
     sent = []
     pieces = [body[i : i + size] for i in range(0, len(body), size)] or [b""]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
-from jaxrl_llm.rollouts.vllm.serverside import CHECKSUMS
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
 PROBES = (4, 24)  # sequences, and tokens of each
@@ -89,7 +89,7 @@ class Proof:
         """
         asked = {"method": "jaxrl_checksums"} | ({"args": [rank]} if rank else {})
         try:
-            answer = await server.post(CHECKSUMS, asked, tokens=len(ours))
+            answer = await server.post(EXTENSION, asked, tokens=len(ours))
             parts = {
                 (name, place, number)
                 for worker in answer["results"]

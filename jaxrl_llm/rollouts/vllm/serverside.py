@@ -29,7 +29,7 @@ POLL = 0.5
 HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without one, after the first
 STARTS = 3  # that end without an answer, before the keeper gives up
-CHECKSUMS = "/weights/checksums"
+EXTENSION = "/weights/extension"
 BLOCK = 2**20  # numbers of a weight that are worked on at a time
 CACHED = 2**15  # the same on a CPU: they stay in its cache, and no threads wait for each other
 # A shell in the server's group kills that when the keeper, which holds its input, is killed.
@@ -102,7 +102,7 @@ def end(server):
 class Guard:
     """ASGI middleware: only /health answers without the key.
 
-    A server without our extension is known by its answer to CHECKSUMS: status 404.
+    A server without our extension is known by its answer to EXTENSION: status 404.
     """
 
     def __init__(self, app):
@@ -114,7 +114,7 @@ class Guard:
         public = scope["type"] not in ("http", "websocket") or scope["path"] == "/health"
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if public or hmac.compare_digest(given, self.expected):
-            if scope.get("path") == CHECKSUMS:
+            if scope.get("path") == EXTENSION:
                 scope = {**scope, "path": "/collective_rpc"}
             weights = scope["type"] == "http" and scope["path"].startswith("/weights/")
             await (self.receiver if weights else self.app)(scope, receive, send)
@@ -191,7 +191,15 @@ class Receiver:
 
 
 class Extension:
-    """A method for vLLM's workers, by --worker-extension-cls."""
+    """Methods for vLLM's workers, by --worker-extension-cls."""
+
+    def jaxrl_before_reload(self):
+        """Has the next reload pack experts for a CPU, which vLLM does only where a kernel is new."""
+        worker: Any = self
+        for module in worker.get_model().modules() if str(worker.device) == "cpu" else ():
+            method = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
 
     def jaxrl_checksums(self, rank=0):
         """Checksums of what this worker computes with, `{name: [[place, number], ...]}`.

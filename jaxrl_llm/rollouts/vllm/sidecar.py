@@ -149,12 +149,12 @@ class Sidecar:
 
 
 def _last_error(log: Path) -> str:
-    """The last line of a log that names an error, else its last line."""
+    """The last line of a log that names an error, and not one above it, else its last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 2**16))
             lines = file.read().decode(errors="replace").splitlines() or ["it is empty"]
     except FileNotFoundError:
         return "it is gone"
-    errors = [line for line in lines if "Error" in line]
+    errors = [x for x in lines if re.search(r"Error(: |$)", x) and "root cause above" not in x]
     return (errors or lines)[-1].strip()[:300]

@@ -6,6 +6,7 @@ files. Where only adapters are trained, servers start with the model, and get th
 """
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -26,6 +27,7 @@ import safetensors.numpy
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import lora
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 
 SHARD_BYTES = 2**28  # of a file of weights
 PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
@@ -122,6 +124,8 @@ async def load(
     """
     await server.post("/pause?mode=abort")
     await server.post("/update_weight_version", {"new_version": loading(label)})
+    with contextlib.suppress(NoRoute):  # not started by us
+        await server.post(EXTENSION, {"method": "jaxrl_before_reload"})
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     await server.post("/collective_rpc", reload)
     if (await server.post("/reset_prefix_cache")).get("success") is not True:
