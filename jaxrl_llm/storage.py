@@ -227,8 +227,8 @@ def push(path: Path) -> None:
 @contextmanager
 def sent(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
-    where, _, name = out.rpartition("/")
-    path = local(where or ".") / name
+    where, slash, name = out.rpartition("/")
+    path = local(where or slash or ".") / name
     yield path
     push(path)
 

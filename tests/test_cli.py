@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import pathlib
 import re
 import shlex
@@ -90,6 +91,13 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     else:
         assert re.sub(r"\x1b\[[\d;]*m", "", out) == said
         assert ("\x1b" in out) == (terminal and said != "")
+
+
+def test_a_warning_does_not_act_on_the_terminal(monkeypatch, capsys):
+    said = logging.getLogger("jaxrl_llm.storage").warning
+    monkeypatch.setattr("jaxrl_llm.cli.bench.run", lambda _: said("in use by %s", "\x1b[2J"))
+    main(["bench"])
+    assert capsys.readouterr().err == "warning: in use by \\x1b[2J\n"
 
 
 def test_the_version_can_be_asked_for(capsys):

@@ -89,7 +89,7 @@ def main(
         console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
     else:
         title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
-        console.print(tables.accuracies(title, {"": table[chosen][TEST]}, config.evaluation.by))
+        console.print(tables.accuracies(title, table[chosen][TEST], config.evaluation.by))
 
 
 def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:

@@ -109,7 +109,8 @@ class _Said(logging.Handler):
         kind = "warning: " if record.levelno >= logging.WARNING else ""
         # the terminal may be closed, or a signal may have come while it is written to
         with contextlib.suppress(OSError, RuntimeError):
-            print(storage.spoken(kind + record.getMessage()), file=sys.stderr, flush=True)
+            said = storage.spoken(kind + record.getMessage())
+            print(printable(said), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ def main(
             )
         chosen = None if example is None else parts.task.test[example]
         sampling = parts.sampling(config, temperature=temperature, seed=seed)
-        sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=max_tokens)
 
         def answer(given: Prompt) -> None:
             rollout = sampler.generate([parts.tokenizer.prompt(given)], n=n, sampling=sampling)

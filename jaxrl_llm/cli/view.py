@@ -3,6 +3,7 @@
 import http.server
 import json
 import secrets
+import threading
 from pathlib import Path
 
 from jaxrl_llm import storage
@@ -61,7 +62,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 def server(runs: tuple[str, ...], tokens: int, port: int) -> Server:
     """A server of the page of runs; raises a UserError if that cannot be made, or the port is taken."""
-    key = f"/{secrets.token_urlsafe(16)}/"
+    key, alone = f"/{secrets.token_urlsafe(16)}/", threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -69,9 +70,10 @@ def server(runs: tuple[str, ...], tokens: int, port: int) -> Server:
                 self.send_error(404)
                 return
             try:
-                data = page.gathered(_folders(runs), tokens) | {"live": True}
+                with alone:  # two threads must not pull the same file from a bucket
+                    data = page.gathered(_folders(runs), tokens) | {"live": True}
             except UserError as error:
-                self.send_error(503, str(error)[:200])
+                self.send_error(503, explain=str(error))  # the status line holds Latin-1 alone
                 return
             whole = self.path == key
             body = (page.page(data) if whole else json.dumps(data)).encode()

@@ -39,7 +39,7 @@ def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
 
     A UserError if a folder has no tokens.
     """
-    made = [_run(folder, most // len(runs)) for folder in runs]
+    made = [_run(*one, most // len(runs)) for one in zip(runs, curves.names(runs), strict=True)]
     steps = [step for _, found in made for step, _ in found]
     texts = [text for _, found in made for _, written in found for text in written]
     pieces = list(dict.fromkeys(texts))
@@ -64,7 +64,7 @@ def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
     }
 
 
-def _run(folder: Path, most: int) -> tuple[dict[str, Any], list[Written]]:
+def _run(folder: Path, name: str, most: int) -> tuple[dict[str, Any], list[Written]]:
     """What a run is called and its curves; and steps that it kept."""
     found = tokens.steps(folder)
     if not found:
@@ -74,15 +74,15 @@ def _run(folder: Path, most: int) -> tuple[dict[str, Any], list[Written]]:
     records = journal.read(folder)
     last = max((r["step"] for r in records if r["phase"] == REINFORCE), default=0)
     read = [written(folder, step) for step in _spread(folder, found, last, most)]
-    shown = {k: x for name in CURVES for k, x in curves.series(records, name).items()}
-    return {"name": folder.absolute().name, "kept": len(found), "curves": shown}, read
+    shown = {k: x for curve in CURVES for k, x in curves.series(records, curve).items()}
+    return {"name": name, "kept": len(found), "curves": shown}, read
 
 
 def _spread(folder: Path, found: list[int], last: int, most: int) -> list[int]:
     """Steps evenly apart, the first and the last among them, of about `most` tokens in all."""
     known = [step for step in found if step <= last] or found[:1]
     of_one = len(written(folder, known[-1])[1])
-    count = max(1, min(len(known), most // max(of_one, 1)))
+    count = min(len(known), max(2, most // max(of_one, 1)))
     return [known[i] for i in sorted({*np.linspace(0, len(known) - 1, count).round().astype(int)})]
 
 

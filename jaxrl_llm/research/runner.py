@@ -58,6 +58,8 @@ class Grid:
         found: dict[str, Run | None] = {}
         for run in self.runs:
             made = configs.build(self.make, self.config, **run.flags)
+            if not made.steps:
+                raise UserError(f"{self.name}: {run.name}: steps = 0 leaves nothing to compare")
             found[run.name] = self.study.warm_start(run) if made.warm_start else None
         shared = {warm.name: warm for warm in found.values() if warm}
         for warm in shared.values():

@@ -45,8 +45,9 @@ def p_value(values: Sequence[float]) -> float | None:
     """
     if len(values) < FEW:
         return None
-    if len({*values}) == 1:
-        return None if values[0] else 1.0
+    same = {*np.round(values, 12).tolist()}  # but for the last digits
+    if len(same) == 1:
+        return None if same.pop() else 1.0
     test: Any = stats.ttest_1samp(values, 0.0)
     return float(test.pvalue)
 

@@ -56,7 +56,8 @@ def markdown(results: Results) -> str:
     for panel, titles, rows in tables(results):
         parts += [f"## {panel}"] if panel else []
         lines = [titles, ["---"] * len(titles), *rows]
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
     parts.append(reading(results))
     parts += [f"![{name[:-4]}]({name})" for name in PICTURES]
     parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")

@@ -17,13 +17,14 @@ import numpy as np
 import rich.console
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.learning import update as updates
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.planning import flops
 from jaxrl_llm.research import peers as others
+from jaxrl_llm.research import pool
 from jaxrl_llm.research.bench import (
     GRPO,
     LOPTI,
@@ -274,20 +275,20 @@ def _sync(
         str(pythons["vllm"]), dtype=dtype, max_model_len=256, environment=variables
     )
     parts: list[dict[str, float]] = []
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        engine.start(Policy(subject.definition), mesh, Path(logs)) as sampler,
-    ):
+    try:
+        with (
+            tempfile.TemporaryDirectory() as logs,
+            engine.start(Policy(subject.definition), mesh, Path(logs)) as sampler,
+        ):
 
-        def push() -> None:
-            sampler.push(subject.params, len(parts))
-            parts.append(sampler.sync)
+            def push() -> None:
+                sampler.push(subject.params, len(parts))
+                parts.append(sampler.sync)
 
-        try:
             result.seconds = timed({OURS: push})
-        except UserError as error:
-            result.absent["vllm"] = str(error)
-            return
+    except UserError as error:
+        result.absent["vllm"] = str(error)
+        return
     later = parts[1:] or parts
     names = [name for name in later[0] if isinstance(later[0][name], float)]
     result.difference[OURS] = ", ".join(
@@ -329,6 +330,8 @@ def _peers(
                 result.difference[name] = compared(running.values)
             except others.Absent as reason:
                 result.absent[name] = str(reason)
+            except (ValueError, LookupError) as error:
+                result.absent[name] = f"its values cannot be read: {first_line(error)}"
             else:
                 works[name] = partial(_worked, name, running, result)
         yield works
@@ -357,7 +360,7 @@ def _folder(model: str | None, mesh: Any) -> Iterator[Path]:
 
 
 def _job(kind: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
-    return asdict(sizes) | {"kind": kind, "model": str(folder)}
+    return asdict(sizes) | {"kind": kind, "model": str(folder.absolute())}
 
 
 def _table(kind: str, result: Result) -> Any:
@@ -376,7 +379,7 @@ def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
     machine = {
         "device": jax.devices()[0].device_kind,
         "processor": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(pool.available()),
         "jax": jax.__version__,
         "peers": {name: " ".join(needs.packages) for name, needs in others.PEERS.items()},
     }

@@ -27,12 +27,12 @@ def draw(folders: Sequence[Path], target: Path) -> None:
     The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
     evaluation yet, or the target cannot be written.
     """
-    names = _names(folders)
-    records = {n: journal.read(folder) for n, folder in zip(names, folders, strict=True)}
-    for folder, found in zip(folders, records.values(), strict=False):
+    records = {}
+    for name, folder in zip(names(folders), folders, strict=True):
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}")
-        if not any("eval/accuracy" in r for r in found):
+        records[name] = journal.read(folder)
+        if not any("eval/accuracy" in r for r in records[name]):
             raise UserError(f"{folder} has no evaluation to draw yet: is it the folder of a run?")
     try:
         save(partial(_runs, records), target)
@@ -67,10 +67,12 @@ def save(drawn: Callable[[], Any], target: Path) -> None:
     """Writes the figure `drawn()` atomically; the same numbers give the same bytes."""
     import matplotlib as mpl
 
-    with mpl.rc_context({"font.size": 9}), storage.replacing(target) as file:
+    style: Any = {"font.size": 9, "svg.hashsalt": ""}  # else names in an SVG are random
+    with mpl.rc_context(style), storage.replacing(target) as file:
         figure = drawn()
         kind = target.suffix[1:] or "png"
-        metadata: Any = {"png": {"Software": None}, "svg": {"Date": None}}.get(kind)
+        varies = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}
+        metadata: Any = {varies[kind]: None} if kind in varies else None
         figure.savefig(file, dpi=130, format=kind, metadata=metadata)
 
 
@@ -109,7 +111,7 @@ def _plain(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def names(folders: Sequence[Path]) -> list[str]:
     """The shortest path endings that tell the runs apart."""
     paths = [Path(storage.spoken(folder.absolute())).parts for folder in folders]
     length = 1

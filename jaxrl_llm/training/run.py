@@ -421,7 +421,7 @@ def _summarise(
     step, result = tested
     which = "the best on the validation examples" if step == best else "the newest"
     title = f"test accuracy in percent (95% interval) of step {step}, {which}"
-    journal.say(tables.accuracies(title, {"": result}, config.evaluation.by))
+    journal.say(tables.accuracies(title, result, config.evaluation.by))
     if result.total.examples:
         journal.say(_progress(scores(journal.records), step))
     journal.say(

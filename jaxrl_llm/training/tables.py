@@ -1,31 +1,25 @@
 """Tables for the terminal."""
 
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 
 import rich.table
 
 from jaxrl_llm.learning.evaluate import Result, wilson
 
 
-def accuracies(title: str, columns: dict[str, Result], by: str) -> rich.table.Table:
-    """Accuracies in percent, a row a group, a set of columns a result."""
-    out = rich.table.Table(by or "", "examples", title=title)
-    results = list(columns.values())
-    out.caption = _unchecked(results)
-    k = results[0].total.k
-    for name in columns:
-        out.add_column(f"{name}greedy")
+def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
+    """Accuracies in percent, a row a group."""
+    k = result.total.k
+    drawn = (f"avg@{k}", f"pass@{k}") if k else ()
+    out = rich.table.Table(by or "", "examples", "greedy", *drawn, title=title)
+    out.caption = _unchecked([result])
+    for line in result.lines:
+        cells = [percent(line.greedy, line.interval)]
         if k:
-            out.add_column(f"{name}avg@{k}")
-            out.add_column(f"{name}pass@{k}")
-    for lines in zip(*(result.lines for result in results), strict=True):
-        cells = []
-        for line in lines:
-            cells.append(percent(line.greedy, line.interval))
-            if k:
-                cells.append(percent(line.mean_k, line.mean_interval))
-                cells.append(percent(line.pass_k, line.pass_interval))
-        out.add_row(lines[0].name, str(lines[0].examples), *cells)
+            cells.append(percent(line.mean_k, line.mean_interval))
+            cells.append(percent(line.pass_k, line.pass_interval))
+        out.add_row(line.name, str(line.examples), *cells)
     return out
 
 
@@ -45,7 +39,8 @@ def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.t
         for measure, values in measures.items():
             cells = [percent(*value) for value in values]
             if len(values) > 1:
-                cells.append(f"{100 * sum(value for value, _ in values) / len(values):.1f}")
+                known = [value for value, interval in values if interval != wilson(0, 0)]
+                cells.append(f"{100 * fmean(known):.1f}" if known else cells[0])
             out.add_row(measure, str(max(line.examples for line in lines)), *cells)
     return out
 

@@ -73,6 +73,11 @@ def controls(page):
     assert count(".t.out") > 0
     page.mouse.click(box["x"] + 5, box["y"] + 20)
     assert count(".t.out") == 0
+    page.mouse.move(box["x"] + 5, box["y"] - 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 50, box["y"] + 20)
+    page.mouse.up()  # of what began elsewhere, as the choice of a text
+    assert count(".t.out") == 0
     for value in ("right", "wrong"):
         page.select_option("#right", value)
         assert count(".response") < responses
@@ -126,6 +131,11 @@ def work(browser):
     assert of(again) == of(page)
     assert not errors + more, errors + more
     assert page.evaluate("window.acted") is None
+    page.evaluate(
+        "for (const r of found(state.run2, state.step2).responses) r.prompt = 'another'; draw()"
+    )
+    shown = page.locator(".response").count()  # none of those beside, which have no place
+    assert page.locator("#count").inner_text().startswith(f"{shown} of ")
     framed(page)
     recolour = """() => { const box = document.getElementById("by"), start = performance.now();
         box.value = "entropy" in quantities ? "entropy" : "p"; box.dispatchEvent(new Event("change"));

@@ -5,8 +5,10 @@ import json
 import re
 import shutil
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
@@ -197,6 +199,8 @@ def test_of_a_long_run_steps_evenly_apart_are_shown(run):
         file.writelines(f'{{"step": {s}, "phase": "reinforce"}}\n' for s in range(5, 13))
     shown = [s["step"] for s in page.gathered([run], 50)["steps"]]
     assert shown == [3, 5, 7, 10, 12]  # 13 was undone by a resume, and not done again yet
+    ends = [s["step"] for s in page.gathered([run], 9)["steps"]]
+    assert ends == [3, 12]  # though one has more tokens than that
 
 
 def test_what_cannot_be_shown_is_said(run, tmp_path):
@@ -208,6 +212,38 @@ def test_what_cannot_be_shown_is_said(run, tmp_path):
     with pytest.raises(UserError, match=r"step-000004.npz cannot be read"):
         view.main((str(run),), out=str(tmp_path / "page.html"))
     assert not (tmp_path / "page.html").exists()
+
+
+def test_any_damage_to_kept_tokens_is_said(run):
+    path = kept.at(run, 4)
+    whole, said = path.read_bytes(), 0
+    flipped = lambda i: whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :]
+    for content in (b"", *map(flipped, range(0, len(whole), 7))):
+        path.write_bytes(content)
+        try:
+            kept.read(run, 4)
+        except UserError:
+            said += 1
+    assert said > len(whole) // 14  # the rest lies in dates and the like
+
+
+def test_runs_of_the_same_name_are_told_apart(run, tmp_path):
+    for name in "ab":
+        shutil.copytree(run, tmp_path / name / "seed0")
+    data = page.gathered([tmp_path / name / "seed0" for name in "ab"], 1000)
+    assert [one["name"] for one in data["runs"]] == ["a/seed0", "b/seed0"]
+
+
+def test_a_served_page_says_what_is_wrong_in_any_script(run, tmp_path):
+    folder = run.rename(tmp_path / "пробег")
+    server = view.server((str(folder),), 1000, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server:
+        (folder / "tokens" / "step-000004.npz").write_bytes(b"")
+        with pytest.raises(urllib.error.HTTPError, match="503") as error:
+            urllib.request.urlopen(server.address, timeout=30)
+        assert "пробег/tokens/step-000004.npz cannot be read" in error.value.read().decode()
+        server.shutdown()
 
 
 def test_a_served_page_wants_its_key_and_shows_new_steps(run, capsys):
@@ -226,9 +262,36 @@ def test_a_served_page_wants_its_key_and_shows_new_steps(run, capsys):
         server.shutdown()
 
 
+def test_one_request_at_a_time_reads_the_runs(run, monkeypatch):
+    server, gathered = view.server((str(run),), 1000, 0), page.gathered
+    inside, most = [], []
+
+    def slow(*given):
+        inside.append(given)
+        most.append(len(inside))
+        time.sleep(0.2)
+        inside.pop()
+        return gathered(*given)
+
+    monkeypatch.setattr(page, "gathered", slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server, futures.ThreadPoolExecutor(3) as threads:
+        read = lambda _: urllib.request.urlopen(server.address, timeout=60).status
+        assert [*threads.map(read, range(3))] == [200] * 3
+        server.shutdown()
+    assert most == [1] * 3
+
+
 def test_in_16_bits_a_small_move_keeps_its_digits():
     numbers = {"old": np.float32([-9.123]), "new": np.float32([-9.12345])}
     np.testing.assert_allclose(tokens.rounded(numbers)["moved"], -0.00045, rtol=2e-3)
+
+
+def test_weights_of_large_batches_keep_their_digits():
+    """A mean over 512 responses of 16,384 tokens."""
+    numbers = {"old": np.float32([-1]), "new": np.float32([-1]), "weight1": np.float32([2**-23])}
+    numbers["weight1"] *= np.float32(1.1)
+    np.testing.assert_allclose(tokens.rounded(numbers)["weight1"], numbers["weight1"], rtol=1e-3)
 
 
 def test_pieces_add_up_to_the_text():

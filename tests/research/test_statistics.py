@@ -66,6 +66,8 @@ def test_few_values_or_equal_ones_say_nothing_of_p_value():
     assert p_value([3.0]) is p_value([0.5, 0.5]) is p_value([1.0, 1.1, 1.0]) is None
     assert p_value([1.0] * 4) is None
     assert p_value([0.0] * 4) == 1.0
+    assert p_value([0.55 - 0.5, 0.35 - 0.3, 0.25 - 0.2, 0.45 - 0.4]) is None  # the same, rounded
+    assert p_value([0.3 - (0.1 + 0.2), 0.0, 0.0, 0.0]) == 1.0
 
 
 def test_the_more_one_looks_at_the_less_a_small_chance_says():

@@ -227,6 +227,8 @@ def test_what_is_wrong_is_found_before_anything_starts(small, out, refused):
     assert "--threads is at least 1" in refused(small, "--out", out, "--threads", "0")
     small.write_text(SMALL.replace('"eta": 0.5', '"etta": 0.5'))
     assert "etta" in refused(small, "--out", out)
+    small.write_text(SMALL.replace('"steps": 2', '"steps": 0'))
+    assert "plain-seed0: steps = 0 leaves nothing to compare" in refused(small, "--out", out)
     small.write_text(SMALL.replace('"plain"', '"warm"').replace('warm=("warm_steps",),', ""))
     assert "one and a warm start, have names that make the same" in refused(small, "--out", out)
     assert not out.exists()
@@ -303,6 +305,17 @@ def test_the_table_marks_what_stands_a_correction_and_figures_of_fewer_seeds(sma
     assert "**+3.1** (+2.7 to +3.5)" in lopti  # 3, 3, 3.5 and 3: t is 25
     assert lopti.count("[3 seeds]") == 2
     assert "**" not in next(row for row in rows if row.startswith("| plain"))
+
+
+def test_a_bar_in_a_name_stays_in_its_cell(small, out, capsys):
+    small.write_text(SMALL.replace('"Lopti"', '"|KL|"'))
+    for name in ("plain", "kl"):
+        fake(out, f"{name}-seed0", [0.1, 0.2, 0.4])
+    main(["study", str(small), "--out", str(out), "--report"])
+    head, _, *rows = [x for x in capsys.readouterr().out.splitlines() if x.startswith("|")]
+    counts = {len(re.findall(r"(?<!\\)\|", row)) for row in (head, *rows)}
+    assert len(rows) == 2
+    assert len(counts) == 1
 
 
 def test_a_study_goes_on_elsewhere_from_its_results(small, out, planned):

@@ -3,13 +3,14 @@
 import json
 import os
 import shlex
+import shutil
 
 import numpy as np
 import pytest
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.research import peers
+from jaxrl_llm.research import peers, pool
 
 SIZES = shlex.split(
     "--rows 4 --prompt-length 16 --response-length 16 --microbatches 2 --sequences 16 --new-tokens 8 "
@@ -29,14 +30,14 @@ def test_peers_that_do_not_run_or_compute_something_else_are_left_out_by_name(tm
     broken = program(tmp_path, "broken", "echo it is broken >&2; exit 3")
     values = json.dumps({"logp": np.full((4, 16), np.nan).tolist(), "grad_norm": 1.0})
     other = program(tmp_path, "other", f"echo '{values}'; cat > /dev/null")
-    gone = tmp_path / "gone"
-    names = f"torch={broken},tunix={other},vllm={gone}"
+    chatty = program(tmp_path, "chatty", "echo welcome")
+    names = f"torch={broken},tunix={other},vllm={chatty}"
     out = tmp_path / "out"
     main(["bench", "--against", names, "--kinds", "update", "rollout", "--out", str(out), *SIZES])
     said = capsys.readouterr().out
     assert "update: torch is left out: it ended with 3: it is broken" in said
     assert "update: tunix is left out: it computes something else: a log-prob differs by" in said
-    assert f"rollout: vllm is left out: {gone}: No such file or directory" in said
+    assert "rollout: vllm is left out: its values cannot be read: Expecting value" in said
     kinds = json.loads((out / "against.json").read_text())["kinds"]
     assert {*kinds["update"]["seconds"]} == {"plain GRPO", "Lopti (2 stages)"}
     assert {*kinds["update"]["absent"]} == {"torch", "tunix"}
@@ -75,6 +76,29 @@ def test_what_is_asked_wrongly_is_one_line(flags, message, capsys):
         main(["bench", "against", *flags])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_interpreters_are_found_from_where_one_is(tmp_path, monkeypatch):
+    """Peers work in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    program(tmp_path, "here", "exit 3")
+    for given in ("./here", "here"):
+        [python] = peers.parse(f"torch={given}").values()
+        with pytest.raises(peers.Absent, match="it ended with 3"), peers.running("x", python, {}):
+            pass
+    assert str(peers.parse("torch=sh")["torch"]) == shutil.which("sh")
+    with pytest.raises(peers.Absent, match="gone: No such"), peers.running("x", "gone", {}):
+        pass
+
+
+def test_without_vllm_its_sync_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # only Linux has it
+    monkeypatch.setattr(pool, "LINUX", False)
+    gone, out = tmp_path / "gone", tmp_path / "out"
+    main(["bench", "against", f"vllm={gone}", "--kinds", "sync", "--out", str(out), *SIZES])
+    assert f"sync: vllm is left out: no Python at {gone}" in capsys.readouterr().out
+    found = json.loads((out / "against.json").read_text())
+    assert found["machine"]["cores"] == os.cpu_count()
 
 
 def test_an_environment_is_made_once_for_the_same_packages(tmp_path, monkeypatch):

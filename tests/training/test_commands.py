@@ -62,6 +62,7 @@ def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch)
     main(["sample", str(whole)])
     assert "cannot read 'such'" in capsys.readouterr().out
     fails(capsys, "sample", whole, "--example", "99")
+    assert "max_tokens = 0 is out of range" in fails(capsys, "sample", whole, "--max-tokens", "0")
     assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
 
 

@@ -473,6 +473,13 @@ def test_who_asks_for_its_lease_gives_a_sign_of_life(url, monkeypatch):
     assert len(signs) == 1
 
 
+def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("/picture.png", "picture.png", "a/picture.png", str(tmp_path / "picture.png")):
+        with storage.sent(name) as path:
+            assert path == Path(name)
+
+
 def test_of_many_at_once_one_writes(url, monkeypatch):
     monkeypatch.setattr(storage, "BEAT", 0.2)
     mirrors, outcomes = [storage._Mirror(url) for _ in range(6)], []

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import rich.console
@@ -140,3 +141,20 @@ def test_the_mean_is_that_of_the_checkpoints():
     one, two, mean = map(percent, table["digits avg@4"][1:])
     assert (one, two, mean) == (28.6, 0.0, 14.3)
     assert [percent(cell) for cell in table["digits pass@4"][1:]] == [57.1, 0.0, 28.6]
+
+
+def test_the_mean_leaves_out_checkpoints_of_which_nothing_is_known():
+    line = evaluate.Line("all", 0, 0.0, evaluate.wilson(0, 0), 0.0, 0.0, 0.0)
+    known = replace(line, examples=4, greedy=0.5, interval=evaluate.wilson(2, 4))
+    results = {i: {"x": evaluate.Result((one,), 0)} for i, one in enumerate((line, known))}
+    out = io.StringIO()
+    rich.console.Console(file=out, width=200).print(tables.checkpoints("", results))
+    row = cells(out.getvalue())["x greedy"]
+    assert row[1] == "all unchecked"
+    assert row[3] == "50.0"
+    results.pop(1)
+    results[2] = results[0]
+    rich.console.Console(file=(out := io.StringIO()), width=200).print(
+        tables.checkpoints("", results)
+    )
+    assert cells(out.getvalue())["x greedy"][3] == "all unchecked"

@@ -5,6 +5,7 @@ A peer is a process (peer.py) that reads a job, says its values, and works once 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def parse(names: str) -> dict[str, Path | None]:
         name, _, python = word.partition("=")
         if name not in PEERS:
             raise UserError(f"no peer is called {name!r}: known are {', '.join(PEERS)}")
-        found[name] = Path(python) if python else None
+        found[name] = Path(shutil.which(python) or python).absolute() if python else None
     return found
 
 

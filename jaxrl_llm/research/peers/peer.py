@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 
@@ -16,9 +15,8 @@ def main(name, path):
         values, work = getattr(importlib.import_module(f"in_{name}"), job["kind"])(job)
         print(json.dumps(values), file=answers, flush=True)
         for _ in sys.stdin:
-            start = time.perf_counter()
             work()
-            print(json.dumps({"seconds": time.perf_counter() - start}), file=answers, flush=True)
+            print("{}", file=answers, flush=True)
 
 
 if __name__ == "__main__":

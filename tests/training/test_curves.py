@@ -1,0 +1,36 @@
+"""Pictures: the same numbers give the same bytes, in every format; an error names the run that it is about."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.training import curves
+
+
+def figure():
+    made, axes = curves.sheet(1, 1, (2, 2))
+    axes[0, 0].plot([1, 2], [3, 4], label="a")
+    axes[0, 0].legend()
+    return made
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_the_same_numbers_give_the_same_bytes(kind, tmp_path, monkeypatch):
+    pictures = []
+    for now in ("1000000000", "1100000000"):  # a clock for matplotlib
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", now)
+        curves.save(figure, tmp_path / f"picture.{kind}")
+        pictures.append((tmp_path / f"picture.{kind}").read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+def test_a_run_named_twice_does_not_take_the_blame_for_another(tmp_path):
+    measured = {f"eval/accuracy{end}": 0.5 for end in ("", "_low", "_high")}
+    for name, values in (("a", measured), ("b", {})):
+        (tmp_path / name).mkdir()
+        record = {"step": 1, "phase": "reinforce", **values}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    a, b = tmp_path / "a", tmp_path / "b"
+    with pytest.raises(UserError, match=f"{b} has no evaluation to draw yet"):
+        curves.draw([a, a, b], tmp_path / "picture.png")
