@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +112,10 @@ def train(
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
             clock.begin(kept, lost=lost)
 
-            if start is None and distributed.first():
-                _try_reward(config, made, divided.train[0], journal, stop)
+            if start is None:
+                if distributed.first():
+                    _try_reward(config, made, divided.train[0], journal, stop)
+                distributed.check(stop)
 
             def alive() -> None:
                 clock.beat()
@@ -242,11 +244,12 @@ def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, sto
     else:
         what, response = "a demonstration", made_by(example)
     task = made.token_task(config, asked=lambda: stop.asked)
-    if not task.tried(example, response).checked:
-        journal.say(
-            f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing is "
-            "learned from responses like it"
-        )
+    with suppress(Leaving):  # other processes do not know: they agree on that later
+        if not task.tried(example, response).checked:
+            journal.say(
+                f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing "
+                "is learned from responses like it"
+            )
 
 
 def _goes_on(start: Point | None, first: int, steps: int) -> str:
