@@ -236,12 +236,9 @@ def _resumed(
 
 def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
-    demonstration: Any = getattr(made.task, "demonstration", None)
-    if config.warm_start is None or not (
-        made_by := config.warm_start.demonstration or demonstration
-    ):
-        what, response = "an empty response", ""
-    else:
+    warm, own = config.warm_start, getattr(made.task, "demonstration", None)
+    what, response = "an empty response", ""
+    if made_by := warm and (warm.demonstration or own):
         what, response = "a demonstration", made_by(example)
     task = made.token_task(config, asked=lambda: stop.asked)
     with suppress(Leaving):  # other processes do not know: they agree on that later
