@@ -92,10 +92,9 @@ def _bins(x: Array) -> Array:
 def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """In 16 bits, `new` as the difference from `old`: `moved`, which then keeps its digits.
 
-    Weights, which may be below what 16 bits hold, stay as they are.
+    Weights may be too small for 16 bits, advantages too large: they stay as they are.
     """
     rest = {name: x for name, x in numbers.items() if name != "new"}
     rest["moved"] = numbers["new"] - numbers["old"]
-    return {
-        name: x if name.startswith("weight") else x.astype(np.float16) for name, x in rest.items()
-    }
+    wide = ("weight", "advantage")
+    return {k: x if k.startswith(wide) else x.astype(np.float16) for k, x in rest.items()}

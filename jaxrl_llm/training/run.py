@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +112,10 @@ def train(
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
             clock.begin(kept, lost=lost)
 
-            if start is None and distributed.first():
-                _try_reward(config, made, divided.train[0], journal, stop)
+            if start is None:
+                if distributed.first():
+                    _try_reward(config, made, divided.train[0], journal, stop)
+                distributed.check(stop)
 
             def alive() -> None:
                 clock.beat()
@@ -239,19 +241,17 @@ def _resumed(
 
 def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
-    demonstration: Any = getattr(made.task, "demonstration", None)
-    if config.warm_start is None or not (
-        made_by := config.warm_start.demonstration or demonstration
-    ):
-        what, response = "an empty response", ""
-    else:
+    warm, own = config.warm_start, getattr(made.task, "demonstration", None)
+    what, response = "an empty response", ""
+    if made_by := warm and (warm.demonstration or own):
         what, response = "a demonstration", made_by(example)
     task = made.token_task(config, asked=lambda: stop.asked)
-    if not task.tried(example, response).checked:
-        journal.say(
-            f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing is "
-            "learned from responses like it"
-        )
+    with suppress(Leaving):  # other processes do not know: they agree on that later
+        if not task.tried(example, response).checked:
+            journal.say(
+                f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing "
+                "is learned from responses like it"
+            )
 
 
 def _goes_on(start: Point | None, first: int, steps: int) -> str:

@@ -287,11 +287,13 @@ def test_in_16_bits_a_small_move_keeps_its_digits():
     np.testing.assert_allclose(tokens.rounded(numbers)["moved"], -0.00045, rtol=2e-3)
 
 
-def test_weights_of_large_batches_keep_their_digits():
-    """A mean over 512 responses of 16,384 tokens."""
-    numbers = {"old": np.float32([-1]), "new": np.float32([-1]), "weight1": np.float32([2**-23])}
-    numbers["weight1"] *= np.float32(1.1)
-    np.testing.assert_allclose(tokens.rounded(numbers)["weight1"], numbers["weight1"], rtol=1e-3)
+def test_what_16_bits_have_no_room_for_keeps_its_digits():
+    """The weight of a token among millions, and an advantage of rewards that are not scaled."""
+    numbers = {"old": np.float32([-1.0]), "new": np.float32([-1.0])}
+    numbers |= {"weight1": np.float32([3e-8]), "advantage": np.float32([-1e5])}
+    found = tokens.rounded(numbers)
+    for name in ("weight1", "advantage"):
+        np.testing.assert_array_equal(found[name], numbers[name])
 
 
 def test_pieces_add_up_to_the_text():

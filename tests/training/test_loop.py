@@ -5,7 +5,7 @@ import threading
 import time
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward
-from jaxrl_llm.training import loop
+from jaxrl_llm.training import loop, run
 from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
 from jaxrl_llm.training.leaving import Stop
@@ -325,6 +325,17 @@ def test_a_signal_loses_no_step(trial):
     with pytest.raises(Leaving):
         made.reinforce()
     assert [*made.saved] == [0, 3, 5]  # the best, and on the way out
+
+
+def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
+    """The first process alone tries it: if it left there, the others would go on without it."""
+    stop = Stop()
+    stop.ask()
+    token_task = lambda config, asked: TokenTask(Echo(), WORDS, asked=asked)
+    made: Any = SimpleNamespace(task=Echo(), token_task=token_task)
+    config: Any = SimpleNamespace(warm_start=None)
+    run._try_reward(config, made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
+    assert stop.asked
 
 
 def test_a_state_that_another_step_has_consumed_is_not_saved(trial):
