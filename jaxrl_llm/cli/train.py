@@ -94,7 +94,7 @@ def _resumed(options: Options, path: Path) -> Path | None:
 
 
 def main(options: Options, config: Config, source: Source) -> None:
-    """Train: warm start, reinforcement, a test; a table and a picture at the end."""
+    """Warm start, reinforcement, test, picture; JAXRL_LOGGERS=wandb,trackio logs it there too."""
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),

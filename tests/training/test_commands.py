@@ -174,6 +174,7 @@ def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
     out = said("train", QUICK)
     assert "separates the stages of Lopti" in out
     assert "--resume" in out
+    assert "JAXRL_LOGGERS=wandb" in out
     for command in ("eval", "sample"):
         assert "executes the folder's config.py" in said(command)
     for words in (("train", QUICK), ("plan", QUICK), ("eval",), ("sample",), ("export",)):
