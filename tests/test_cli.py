@@ -10,7 +10,6 @@ import sys
 import pytest
 
 import jaxrl_llm as jl
-
 from jaxrl_llm.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -96,4 +95,4 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
 def test_the_version_can_be_asked_for(capsys):
     main(["--version"])
     said = capsys.readouterr().out
-    assert re.fullmatch(rf"jaxrl-llm {jl.__version__}, jax [\d.]+, Python [\d.]+\n", said)
+    assert re.fullmatch(rf"jaxrl_llm {jl.__version__} jax [\d.]+ flax [\d.]+ optax [\d.]+\n", said)

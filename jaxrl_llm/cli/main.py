@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from jaxrl_llm import __version__, planning, storage
+from jaxrl_llm import planning, storage
 from jaxrl_llm.errors import UserError, causes, first_line, printable
 
 COMMANDS = {
@@ -95,8 +95,7 @@ def _run(words: list[str]) -> None:
         return
     name, *rest = words
     if name == "--version":
-        python = ".".join(map(str, sys.version_info[:3]))
-        print(f"jaxrl-llm {__version__}, jax {metadata.version('jax')}, Python {python}")
+        print(*(f"{one} {metadata.version(one)}" for one in ("jaxrl_llm", "jax", "flax", "optax")))
         return
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import metrics, tokens, update
+from jaxrl_llm.learning import metrics, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch, Collator
 from jaxrl_llm.models import sharding
@@ -80,6 +80,8 @@ def compiled(
     are not trained. With `sampler_ratios` `old_logp` is the sampler's. `learned_from` says which
     responses count.
     """
+    from jaxrl_llm.learning import tokens  # plans do without
+
     score_once: Any = scoring(policy, objective, temperature)
     sampled = jax.jit(lambda batch: batch.layout.to_bins(batch.sampler_logp))
 

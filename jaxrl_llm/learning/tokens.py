@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.learning.update import Credited
+from jaxrl_llm.models.sharding import BATCH, constrain
 from jaxrl_llm.objectives import Objective
 
 
@@ -30,8 +31,12 @@ def looking(
 
     @jax.jit
     def only(batch: Batch, rows: Int[Array, " k"]):
+        """The bins of these rows first, so that few micro-batches are computed; and their order."""
         here = jnp.isin(_row(batch.layout), rows)
-        return batch.inputs._replace(scored=batch.inputs.scored & here)
+        order = jnp.argsort(~here.any(-1).ravel())
+        inputs = batch.inputs._replace(scored=batch.inputs.scored & here)
+        sort = lambda x: constrain(_bins(x)[order].reshape(x.shape), None, None, BATCH)
+        return jax.tree.map(sort, inputs), order
 
     everywhere = NamedSharding(mesh, P())
 
@@ -41,8 +46,10 @@ def looking(
         reward: Float[Array, "P G"],
         credited: Credited,
         after: Float[Array, "M m R C"],
+        order: Int[Array, " N"],
         rows: Int[Array, " k"],
     ):
+        after = _bins(after)[jnp.argsort(order)].reshape(after.shape)
         to_rows = batch.layout.to_rows
         seen, here = credited.seen, jnp.isin(_row(batch.layout), rows)
         new = jnp.where(here, after, seen.old_logp)
@@ -65,8 +72,9 @@ def looking(
 
     def look(params: Any, batch: Batch, reward: Any, credited: Credited, rows: Sequence[int]):
         at = np.asarray(rows, np.int32)
-        after = score(params, only(batch, at)).logp
-        return jax.device_get(numbers(batch, reward, credited, after, at))
+        inputs, order = only(batch, at)
+        after = score(params, inputs).logp
+        return jax.device_get(numbers(batch, reward, credited, after, order, at))
 
     return look
 
@@ -74,6 +82,11 @@ def looking(
 def _row(layout: Layout) -> Int[Array, "M m R C"]:
     """The response, in the batch, of each token of the bins; -1 without one."""
     return layout.in_rows // layout.in_bins.shape[1]
+
+
+def _bins(x: Array) -> Array:
+    """`[M,m,R,L]` as `[N,L]`: all bins in a row."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
