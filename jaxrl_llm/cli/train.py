@@ -105,7 +105,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         if options.dry_run:
             from jaxrl_llm.cli import plan  # compilers of other machines, which no run needs
 
-            plan.dry_run(config, options.data, console)
+            plan.dry_run(config, source.flags, options.data, console)
             return
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import train  # not needed to plan, to launch, or for help
