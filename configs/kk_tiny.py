@@ -95,6 +95,7 @@ def config(
     vllm: str = "",
     max_lag: int = 0,
     redraws: int = 0,
+    oversample: float = 1.0,
     keep_tokens: int = 2,
     seed: int = 0,
 ) -> Config:
@@ -123,6 +124,7 @@ def config(
             running servers, separated by commas.
         max_lag: let vLLM sample so many batches during as many updates, with the weights before them.
         redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
+        oversample: times as many groups are drawn as are missing; the next step learns from what is left over.
         keep_tokens: groups of a step whose tokens are kept for `jaxrl-llm view`.
         seed: of everything: initial weights, order of the data, sampling.
     """
@@ -143,6 +145,7 @@ def config(
     objective = recipes.with_rare_tokens_tamed(recipe, alpha=alpha, eta=eta)
     if stages != "lopti":
         objective = replace(objective, partition=partial(STAGES[stages], eta=eta))
+    behind = max_lag > 0 or oversample > 1
     words = kk_tiny.vocabulary(chatter=chatter > 0)
     shape = SHAPES[size]
     return Config(
@@ -158,13 +161,14 @@ def config(
         group_size=8,
         drop_even_groups=algo in ("dapo", "entropy_80_20"),
         redraws=redraws,
+        oversample=oversample,
         keep_tokens=keep_tokens,
         sampling=Sampling(temperature=1.0),
         engine=sidecar(vllm, prompt_length + response_length)
         if vllm
         else Native(slots=128, prefill_prompts=32, block=64),
         order=update.stage_major if stage_major else update.interleaved,
-        ratios="sampler" if max_lag and not objective.allows_for_staleness else "trainer",
+        ratios="sampler" if behind and not objective.allows_for_staleness else "trainer",
         max_lag=max_lag,
         warm_start=None
         if model or not warm_steps

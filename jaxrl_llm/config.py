@@ -151,7 +151,8 @@ class Config:
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
     (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `redraws` puts
-    groups of other prompts in their place, so many times at most. A response
+    groups of other prompts in their place, so many times at most. Each draw is of `oversample` times
+    the groups that are missing; what is left over is learned from in the next step. A response
     whose reward, or a step of whose environment, raises or takes `reward_seconds`, is unchecked:
     not learned from, and neither right nor wrong; the run ends if more than `most_unchecked` of the
     last steps' responses are unchecked.
@@ -198,6 +199,7 @@ class Config:
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
     redraws: int = 0
+    oversample: float = 1.0
     reward_threads: int = 1
     reward_seconds: float = 300.0
     most_unchecked: float = 0.5
@@ -217,10 +219,12 @@ class Config:
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
             raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
-        if self.redraws and self.group_size == 1:
+        if not 1 <= self.oversample < math.inf:
+            raise UserError(f"config: oversample = {self.oversample} must be a number from 1 on")
+        if self.draws_more and self.group_size == 1:
             raise UserError(
-                f"config: redraws = {self.redraws} replaces groups of equal rewards, and a group of "
-                "one response has none: set group_size above 1, or redraws = 0"
+                f"config: redraws = {self.redraws} and oversample = {self.oversample:g} replace groups of equal "
+                "rewards, and a group of one response has none: set group_size above 1, or leave them out"
             )
         if not 0 <= self.save_minutes < math.inf:
             raise UserError(
@@ -236,8 +240,8 @@ class Config:
         batch = (self.prompts, self.group_size, self.collate.response_length)
         object.__setattr__(self, "objective", replace(self.objective, tried_on=batch))
         self.objective.try_out()
-        if self.max_lag:
-            self._check_max_lag()
+        if self.max_lag or self.oversample > 1:
+            self._check_old_weights()
         if isinstance(self.engine, engines.Vllm):
             self._check_vllm(self.engine)
         if self.warm_start and self.warm_start.collate.prompt_length < self.collate.prompt_length:
@@ -268,16 +272,21 @@ class Config:
                 "raise it in the engine"
             )
 
-    def _check_max_lag(self) -> None:
-        if not self.engine.own_weights:
+    def _check_old_weights(self) -> None:
+        if self.max_lag and not self.engine.own_weights:
             raise UserError(
                 f"config: max_lag = {self.max_lag} needs an engine with weights of its own, as Vllm; "
                 f"{type(self.engine).__name__} generates with the trainer's"
             )
         if self.ratios == "trainer" and not self.objective.allows_for_staleness:
             raise UserError(
-                "config: with max_lag the sampler is behind the trainer: set ratios = 'sampler', or correct "
-                "for it, as by factors.truncated"
+                "config: with max_lag, or oversample above 1, the sampler is behind the trainer: set ratios = "
+                "'sampler', or correct for it, as by factors.truncated"
+            )
+        if self.max_lag and self.oversample > 1:
+            raise UserError(
+                f"config: max_lag = {self.max_lag} has each batch sampled before it is known what the one before "
+                f"leaves over: set it to 0, or oversample = {self.oversample:g} to 1"
             )
         if self.redraws and self.max_lag > 1:
             raise UserError(
@@ -289,6 +298,11 @@ class Config:
         """Whether `step` has a regular checkpoint: every `save_every` steps, and the last."""
         last = self.steps + (self.warm_start.steps if self.warm_start else 0)
         return step % self.save_every == 0 or step == last
+
+    @property
+    def draws_more(self) -> bool:
+        """Whether groups of equal rewards give way to others."""
+        return self.redraws > 0 or self.oversample > 1
 
     @property
     def keeps_reference(self) -> bool:

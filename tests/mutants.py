@@ -2,6 +2,7 @@
 
     python -m tests.mutants                    # all mutants of all files: some hours
     python -m tests.mutants storage.py locked  # those of a file, and of functions named so
+    python -m tests.mutants --quick            # by the tests that start no processes; the rest later, by name
 
 A mutant is the file with one change: a condition turned round, a `raise` or a call of its own
 taken out, an `and` made an `or`. The tests of each file run once, to see which of them execute which
@@ -46,6 +47,8 @@ TESTS = {
     "rollouts/vllm/sync.py": ["rollouts/test_sync.py", "rollouts/test_checksums.py"],
     "rollouts/vllm/proof.py": ["rollouts/test_proof.py", "rollouts/test_checksums.py"],
 }
+# files of tests that mostly start processes; tried last, and not by --quick
+PROCESSES = {"training/test_resume.py", "training/test_commands.py", "training/test_distributed.py"}
 SPOKEN = {"say", "warning", "print", "_say"}  # calls that only tell people something
 LINES, NOW = (
     "MUTANTS_LINES",
@@ -129,6 +132,8 @@ class Tests:
         os.environ[LINES] = str(lines)
         passed = self._child(lambda: _learned([f"tests/{x}" for x in files], said), seconds)
         del os.environ[LINES]
+        if not passed:
+            return False
         found: dict[str, set[tuple[str, int]]] = defaultdict(set)
         for line in lines.read_text().splitlines():
             place, file, number = line.split("\t")
@@ -136,7 +141,7 @@ class Tests:
         for test, (took, fixtures) in json.loads(said.read_text()).items():
             self.seconds[test] = took
             self.executed[test] = set.union(found[test], *(found[x] for x in fixtures))
-        return passed
+        return True
 
     def survives(self, mutant: Mutant) -> bool:
         """Whether all tests that execute its lines pass with the mutant."""
@@ -259,18 +264,22 @@ def trace() -> None:
 
 
 _TESTS: Tests | None = None
+_FAILED = ""  # why there are none
 
 
 def _begin(files: list[str]) -> None:
-    global _TESTS
-    _TESTS = Tests(files)
-    if not _TESTS.learn(files, 1500.0):
-        log = (_TESTS.folder / "log").read_text()
-        raise SystemExit(f"they fail without a mutant: {' '.join(files)}: {log[-2000:]}")
+    global _TESTS, _FAILED
+    made = Tests(files)
+    if made.learn(files, 3600.0):
+        _TESTS = made
+    else:  # an error here would have the pool begin again without end
+        log = (made.folder / "log").read_text()
+        _FAILED = f"they fail without a mutant: {' '.join(files)}: {log[-2000:]}"
 
 
 def _try(mutant: Mutant) -> tuple[Mutant, bool, float]:
-    assert _TESTS
+    if _TESTS is None:
+        raise RuntimeError(_FAILED)
     start = time.monotonic()
     return mutant, _TESTS.survives(mutant), time.monotonic() - start
 
@@ -284,10 +293,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of files, or what stands in a mutant's name")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="without tests that start processes")
     given = parser.parse_args()
     found = [x for file in TESTS for x in mutants(file) if _is_meant(x, given.names)]
     known = json.loads(KNOWN.read_text())
-    files = sorted({test for mutant in found for test in TESTS[mutant.file]})
+    files = {test for mutant in found for test in TESTS[mutant.file]}
+    files = sorted(files - PROCESSES if given.quick else files)
     survived, tried, start = [], Counter(), time.monotonic()
     context = multiprocessing.get_context("spawn")
     with context.Pool(given.jobs, _begin, [files]) as pool:

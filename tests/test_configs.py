@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import pathlib
 from dataclasses import replace
 from functools import partial
@@ -84,7 +85,9 @@ def test_max_lag_leaves_a_recipe_its_corrections(algo):
 def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     made = load("kk_tiny").config(vllm="python")
     drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
-    with pytest.raises(UserError, match="with max_lag the sampler is behind"):
+    with pytest.raises(
+        UserError, match="with max_lag, or oversample above 1, the sampler is behind"
+    ):
         replace(made, objective=drift, max_lag=1)
     anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=sampler))
     assert replace(made, objective=anchored, max_lag=1).ratios == "trainer"
@@ -99,6 +102,22 @@ def test_max_lag_needs_weights_of_its_own_and_fresh_groups():
     assert made(max_lag=1, redraws=1, vllm="python").max_lag == 1
     with pytest.raises(UserError, match="max_lag"):
         made(max_lag=-1)
+
+
+def test_what_is_left_over_is_learned_from_a_step_late():
+    made = load("kk_tiny").config
+    assert made(oversample=1.5).ratios == "sampler"
+    assert made("tis", oversample=1.5).ratios == "trainer"
+    for changes, said in (
+        ({"ratios": "trainer"}, "or oversample above 1, the sampler is behind"),
+        ({"group_size": 1}, "a group of one response has none"),
+        ({"oversample": 0.5}, "oversample = 0.5 must be a number from 1 on"),
+        ({"oversample": math.nan}, "oversample = nan must be"),
+    ):
+        with pytest.raises(UserError, match=said):
+            replace(made(oversample=1.5), **changes)
+    with pytest.raises(UserError, match="max_lag = 1 has each batch sampled before"):
+        made(max_lag=1, oversample=1.5, vllm="python")
 
 
 def test_recipes_that_drop_even_groups_do():

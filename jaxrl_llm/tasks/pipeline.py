@@ -46,7 +46,11 @@ class Batches(Iterator[list[E]], Generic[E]):
     def draw(self, count: int) -> list[E]:
         """The next `count` examples."""
         at, self._taken = self._taken, self._taken + count
-        return [self._examples[i] for i in range(at, self._taken)]
+        return [self.at(place) for place in range(at, self._taken)]
+
+    def at(self, place: int) -> E:
+        """The example at a place in the stream."""
+        return self._examples[place]
 
     def get_state(self) -> dict[str, int]:
         """The state for a checkpoint: how many examples were taken, and the settings of the stream."""

@@ -5,6 +5,7 @@ repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through
 `save`, `evaluate` and `show` are passed in: nothing here knows of folders.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,7 +173,7 @@ def reinforcement(
     def answer(examples: list[Any], nth: int) -> Answers:
         """This process's share of the responses to a draw, scored; a stop may discard it."""
         with clock("rollout"):
-            own = stream.answer(step, examples, nth) if nth else stream.take(step)
+            own = stream.answer(step, examples, nth) if nth else stream.take(step, examples)
         if not config.redraws:
             onward()
         with clock("reward"):
@@ -187,25 +188,36 @@ def reinforcement(
             sampler.release()
 
     def draw() -> tuple[Answers, Answers]:
-        """All scored responses of the step, and those to learn from.
+        """All responses scored in the step, and those to learn from.
 
-        Groups of equal rewards give way to other prompts', `redraws` times at most.
+        Groups of equal rewards give way to others, which are drawn `redraws` times at most; those
+        beyond what the step needs are left for the next one.
         """
-        examples = stream.examples
-        drawn = task.together(examples, partial(answer, examples, 0), stop)
-        chosen = np.arange(len(drawn.examples))
-        for nth in range(1, config.redraws + 1):
-            even = reinforce.even(drawn.rewards, config.group_size)[chosen]
-            if not even.any():
-                break
-            examples = stream.draw(int(even.sum()))
-            chosen[even] = len(drawn.examples) + np.arange(len(examples))
-            more = task.together(examples, partial(answer, examples, nth), stop)
-            drawn = drawn.followed(more)
-        if not config.redraws:
+
+        def drawn_for(missing: int, nth: int) -> Answers:
+            count = math.ceil(config.oversample * missing)
+            examples = stream.draw(count) if nth else stream.examples(count)
+            return task.together(examples, partial(answer, examples, nth), stop)
+
+        old = stream.surplus
+        older = len(old.examples) if old else 0
+        drawn = drawn_for(config.prompts - older, 0)
+        if not config.draws_more:
             return drawn, drawn
-        onward()
-        return drawn, drawn.groups(chosen.tolist())
+        pool = old.followed(drawn) if old else drawn
+        even = reinforce.even(pool.rewards, config.group_size)
+        for nth in range(1, config.redraws + 1):
+            if (missing := config.prompts - int((~even).sum())) <= 0:
+                break
+            more = drawn_for(missing, nth)
+            drawn, pool = drawn.followed(more), pool.followed(more)
+            even = reinforce.even(pool.rewards, config.group_size)
+        if config.redraws:
+            onward()
+        order, uneven = np.argsort(even, stable=True).tolist(), int((~even).sum())
+        more_than_needed = order[config.prompts : uneven][: config.prompts - 1]
+        stream.keep(drawn, [i - older for i in more_than_needed])  # those come first
+        return drawn, pool.groups(sorted(order[: config.prompts]))
 
     push(sampler, parts.whole(state.params), step, clock)
     pushed = step
@@ -246,7 +258,7 @@ def reinforcement(
                 recorder.flush()  # metrics of the previous step, while the devices work
                 jax.block_until_ready(state)
             host = reinforce.describe_answers(drawn, stream.seconds)
-            if config.redraws:
+            if config.draws_more:
                 host |= reinforce.describe_learned(answers, drawn)
             host |= {"lag": step - 1 - answers.rollout.version}
             recorder.hold(step, partial(reinforce.describe_update, visits, described, host))

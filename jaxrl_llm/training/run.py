@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,8 @@ from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
+from jaxrl_llm.tasks.task import Reward, as_text
 from jaxrl_llm.tasks.task import Source as Examples
-from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
@@ -214,7 +214,11 @@ def _resumed(
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(made.like, optimizer, offload=config.offloads("optimizer"))
         ahead = tuple((position, Rollout(**made)) for position, made in note.get("ahead", ()))
-        cursor = Cursor(note["data"], ahead)
+        surplus = None
+        if known := note.get("surplus"):
+            rewards = [Reward(*one) for one in known["rewards"]]
+            surplus = known["places"], Rollout(**known["rollout"]), rewards
+        cursor = Cursor(note["data"], ahead, surplus)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
     if earlier is not None:
@@ -272,8 +276,14 @@ def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> No
 
 def _noted(cursor: Cursor) -> dict[str, Any]:
     """The cursor for the note of a checkpoint."""
-    ahead = [[position, dict(vars(rollout))] for position, rollout in cursor.ahead]
-    return {"data": cursor.data, **({"ahead": ahead} if ahead else {})}
+    noted: dict[str, Any] = {"data": cursor.data}
+    if cursor.ahead:
+        noted["ahead"] = [[position, dict(vars(made))] for position, made in cursor.ahead]
+    if cursor.surplus:
+        places, rollout, rewards = cursor.surplus
+        rewards = [astuple(reward) for reward in rewards]
+        noted["surplus"] = {"places": places, "rollout": dict(vars(rollout)), "rewards": rewards}
+    return noted
 
 
 def _measure(

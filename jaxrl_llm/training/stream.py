@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.errors import Leaving
+from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training.leaving import in_background
 
 E = TypeVar("E")
@@ -20,11 +22,13 @@ E = TypeVar("E")
 class Cursor:
     """A position in the data, after the batches `ahead`, which were sampled for later steps.
 
-    Each is the position before it and its responses, those of all processes.
+    Each is the position before it and its responses, those of all processes. `surplus` are groups
+    for the next batch: the places of their examples in the data, their responses and rewards.
     """
 
     data: dict[str, int]
     ahead: Sequence[tuple[dict[str, int], Rollout]] = ()
+    surplus: tuple[Sequence[int], Rollout, Sequence[Reward]] | None = None
 
 
 class _Batch(NamedTuple):
@@ -53,7 +57,6 @@ class Stream(Generic[E]):
         cursor: Cursor | None = None,
     ):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
-        self._examples: list[E] | None = None
         self._ahead: deque[_Batch] = deque()
         for position, rollout in cursor.ahead if cursor else ():
             data.set_state(position)
@@ -61,6 +64,14 @@ class Stream(Generic[E]):
             batch.own.set_result((own(batch.examples, rollout), 0.0))
         if cursor is not None:
             data.set_state(cursor.data)
+        self.surplus: Answers | None = (
+            None  # groups for the next batch, and their places in the data
+        )
+        self._places, self._later = list[int](), None
+        if cursor is not None and cursor.surplus is not None:
+            places, rollout, rewards = cursor.surplus
+            self._places, examples = [*places], [data.at(place) for place in places]
+            self.surplus = Answers(examples, rollout, rewards)
         self._taken = False  # from those ahead, and not learned from yet
         self._mark()
 
@@ -73,29 +84,23 @@ class Stream(Generic[E]):
         """`cursor` goes on from here."""
         self._reached, self._kept = self._data.get_state(), [*self._ahead]
 
-    @property
-    def examples(self) -> list[E]:
-        """The examples of the next batch."""
-        if self._ahead:
-            return self._ahead[0].examples
-        if self._examples is None:
-            self._examples = next(self._data)
-        return self._examples
+    def examples(self, count: int) -> list[E]:
+        """The examples of the next batch: those sampled ahead, or `count` more."""
+        return self._ahead[0].examples if self._ahead else self._data.draw(count)
 
     @property
     def ahead(self) -> int:
         """How many batches are sampled, or being sampled, after the one from `take`."""
         return len(self._ahead) - self._taken
 
-    def take(self, step: int) -> Rollout:
-        """This process's responses to the next batch, that of `step`.
+    def take(self, step: int, examples: list[E]) -> Rollout:
+        """This process's responses to the `examples` of the batch of `step`.
 
         They come from `begin`, if it was called, or are sampled now.
         """
         self._taken = bool(self._ahead)
-        made = self._ahead[0].own.result() if self._taken else self._answer(step, self.examples)
+        made = self._ahead[0].own.result() if self._taken else self._answer(step, examples)
         own, self.seconds = made
-        self._examples = None
         return own
 
     def draw(self, count: int) -> list[E]:
@@ -107,6 +112,12 @@ class Stream(Generic[E]):
         own, seconds = self._answer(step, examples, nth)
         self.seconds += seconds
         return own
+
+    def keep(self, drawn: Answers, chosen: Sequence[int]) -> None:
+        """Leaves these groups of the last `drawn` for the next step."""
+        end = self._data.get_state()["taken"]
+        places = [end - len(drawn.examples) + i for i in chosen]
+        self._later = places, drawn.groups(chosen) if places else None
 
     def begin(self, step: int, count: int = 1) -> None:
         """Starts sampling the next batches, those from `step` on, one by one in the background."""
@@ -128,6 +139,8 @@ class Stream(Generic[E]):
         if self._taken:
             self._ahead.popleft()
         self._taken = False
+        if self._later is not None:
+            self._places, self.surplus = self._later
         self._mark()
 
     def settle(self) -> None:
@@ -153,7 +166,8 @@ class Stream(Generic[E]):
             if whole is None:
                 return Cursor(dict(position), tuple(ahead))
             ahead.append((dict(position), whole))
-        return Cursor(dict(self._reached), tuple(ahead))
+        more = self.surplus and (self._places, self.surplus.rollout, self.surplus.rewards)
+        return Cursor(dict(self._reached), tuple(ahead), more)
 
     def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[Rollout, float]:
         start = time.perf_counter()

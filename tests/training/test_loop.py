@@ -1,5 +1,6 @@
 """The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
 
+import math
 import threading
 import time
 from functools import partial
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import reinforce
 from jaxrl_llm.learning.answers import TokenTask
@@ -62,10 +64,11 @@ class Trial:
         self.config = SimpleNamespace(
             steps=6, warm_start=None, evaluation=SimpleNamespace(every=3), prompts=2, group_size=1, seed=0,
             collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
-            drop_even_groups=False, redraws=0, max_lag=0, most_unchecked=1.0, offloads=lambda what: False,
-            saves=lambda step: step % 2 == 0,
+            drop_even_groups=False, redraws=0, oversample=1.0, max_lag=0, most_unchecked=1.0,
+            offloads=lambda what: False, saves=lambda step: step % 2 == 0,
         )  # fmt: skip
         vars(self.config).update(changes)
+        self.config.draws_more = Config.draws_more.fget(self.config)
         self.parts = SimpleNamespace(
             token_task=lambda *_: TokenTask(task(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
@@ -246,40 +249,51 @@ def redrawn(**how):
     return {"group_size": 2, "task": Even, "reply": both, **how}
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("redraws", [0, 1, 9])
-def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ahead):
-    made = trial(**redrawn(redraws=redraws, max_lag=ahead), steps=5, saves=lambda step: True)
-    learned = []
+@pytest.mark.parametrize(
+    ("redraws", "oversample", "ahead"),
+    [(0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1), (9, 1, 0), (9, 1, 1), (0, 2.5, 0), (1, 2, 0), (9, 2.5, 0)],
+)  # fmt: skip
+def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, oversample, ahead):
+    """Two groups a step; those that are left over are the first of the next step."""
+    how = redrawn(redraws=redraws, max_lag=ahead, oversample=oversample)
+    made = trial(**how, steps=12, saves=lambda step: True)
+    learned, surplus = [], []
     made.update = lambda state, rollout: (learned.append(rollout), (learn(state, rollout), {}))[1]
     made.reinforce()
     stream = data(Even.train, seed=1)
     records = [r for r in made.journal.records if "reward" in r]
     for rollout, record in zip(learned, records, strict=True):
-        kept, every = next(stream), []
-        every += kept
+        every = stream.draw(math.ceil(oversample * (2 - len(surplus))))
+        pool = surplus + every
         for _ in range(redraws):
-            more = stream.draw(sum(e % 2 == 0 for e in kept))
-            every += more
-            kept = [e if e % 2 else more.pop(0) for e in kept]
+            if (missing := 2 - sum(e % 2 for e in pool)) > 0:
+                more = stream.draw(math.ceil(oversample * missing))
+                every, pool = every + more, pool + more
+        order = sorted(range(len(pool)), key=lambda i: (pool[i] % 2 == 0, i))
+        kept = [pool[i] for i in sorted(order[:2])]
         prompts = [prompt[0] - 2 for prompt in rollout.prompts]
         assert prompts == [e for e in kept for _ in range(2)]
         assert [len(r) for r in rollout.responses] == [2, 3, 2, 3]
         odd = [e % 2 for e in every]
         assert record["reward"] == sum(odd) / len(odd) / 2
         assert record["even_groups"] == pytest.approx(1 - sum(odd) / len(odd))
-        if redraws:
+        if redraws or oversample > 1:
             assert record["drawn"] == len(every)
             assert record["learned/reward"] == sum(e % 2 for e in kept) / 4
             assert record["learned/even_groups"] == sum(e % 2 == 0 for e in kept) / 2
         else:
             assert not {"drawn", "learned/reward"} & set(record)
+        if not ahead:
+            assert record["lag"] == (len(surplus) > 0)
+        surplus = [pool[i] for i in order[2:] if pool[i] % 2][:1] if oversample > 1 else []
     if redraws == 9:
         assert all(r["learned/even_groups"] == 0 for r in records)
     assert stream.get_state() == made.last[2].data
+    assert oversample == 1 or any(r["lag"] for r in records)
 
 
 EARLY = [(0, {}), (1, {}), (3, {}), (0, redrawn(redraws=2)), (1, redrawn(redraws=2))]
+EARLY += [(0, redrawn(redraws=1, oversample=2.0))]
 
 
 @pytest.mark.parametrize(
@@ -366,24 +380,28 @@ def answer(step, examples):
     )
 
 
+def taken(stream, step):
+    return stream.take(step, stream.examples(2))
+
+
 def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
     whole, stream = Stream(data(), answer), Stream(data(), answer)
-    taken = []
+    made = []
     for step in range(3):
-        taken.append(whole.take(step))
-        assert stream.take(step) == taken[-1]
+        made.append(taken(whole, step))
+        assert taken(stream, step) == made[-1]
         stream.advance()
         stream.begin(step + 1)
         stream.settle()
     unused = lambda step, examples: pytest.fail("sampled again")
     reached = stream.cursor()
-    assert Stream(data(), unused, cursor=reached).take(3) == whole.take(3)
-    stream.take(3)  # and not learned from
+    assert taken(Stream(data(), unused, cursor=reached), 3) == taken(whole, 3)
+    taken(stream, 3)  # and not learned from
     assert stream.cursor() == reached
     stream.advance()
     assert stream.cursor().ahead == ()
     after = Stream(data(), answer, cursor=stream.cursor())
-    assert after.take(4) == whole.take(4)
+    assert taken(after, 4) == taken(whole, 4)
 
 
 def test_several_batches_ahead_go_on_from_the_first_that_was_dropped():
@@ -397,13 +415,13 @@ def test_several_batches_ahead_go_on_from_the_first_that_was_dropped():
     whole, stream = Stream(data(), answer), Stream(data(), stopped)
     stream.begin(0, 4)
     stream.settle()
-    assert (stream.take(0), stream.ahead) == (whole.take(0), 3)
+    assert (taken(stream, 0), stream.ahead) == (taken(whole, 0), 3)
     stream.advance()
     cursor = stream.cursor()
     assert len(cursor.ahead) == 2
     again = Stream(data(), answer, cursor=cursor)
     for step in range(1, 6):
-        assert again.take(step) == whole.take(step)
+        assert taken(again, step) == taken(whole, step)
         again.advance()
     assert again.cursor() == Cursor({**data().get_state(), "taken": 12})
 
@@ -421,7 +439,7 @@ def test_the_next_batch_is_sampled_while_the_caller_goes_on():
     assert entered.wait(60)
     leave.set()
     stream.settle()
-    assert stream.take(0).responses[0][0] == 0
+    assert taken(stream, 0).responses[0][0] == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("step 7"), Leaving()])
@@ -447,7 +465,7 @@ def test_responses_are_brought_together_once():
     stream.settle()
     cursor = stream.cursor()
     for made in (stream, Stream(data(), answer, cursor=cursor, whole=whole)):
-        made.take(0)
+        taken(made, 0)
         made.advance()
         made.cursor()
     assert calls == [2]

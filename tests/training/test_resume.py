@@ -104,7 +104,14 @@ def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [("--family", "gemma3"), ("--family", "qwen3_moe"), ("--redraws", "2")], ids=" ".join
+    "flags",
+    [
+        ("--family", "gemma3"),
+        ("--family", "qwen3_moe"),
+        ("--redraws", "2"),
+        ("--oversample", "2.5", "--eta", "0"),
+    ],
+    ids=" ".join,
 )
 def test_a_killed_run_of_another_kind_goes_on_bit_for_bit(environment, flags, tmp_path):
     through = finished(environment, tmp_path / "through", *flags)
