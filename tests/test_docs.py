@@ -130,6 +130,21 @@ def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
     sampled = [r["accuracy"] for r in journal.read(tmp_path / "run") if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+    told = PAGES["getting-started.md"].split("## What the numbers mean")[1].split("\n## ")[0]
+    told = {*re.findall(r"`([^`\n]+)`", told)}
+    for name in {name for record in journal.read(tmp_path / "run") for name in record}:
+        heads = {f"{name[:i]}..." for i in range(1, len(name))}
+        assert heads & told or {name, re.sub("^reward/.*", "reward/NAME", name)} & told, name
+
+
+def test_the_names_beside_those_of_others_exist():
+    text = PAGES["from-others.md"]
+    for part, name in (found := re.findall(r"(?<![./\w])([a-z]+)\.([a-z]\w+)", text)):
+        if part in {*jl.objectives.__all__}:
+            assert hasattr(getattr(jl.objectives, part), name), f"{part}.{name}"
+    assert ("losses", "gspo") in found
+    names = {"partial": functools.partial, **vars(jl.objectives)}
+    assert eval(re.search(r"`(Objective\(.*?\))`,", text)[1], names).stages == 1
 
 
 def tutorial(folder):

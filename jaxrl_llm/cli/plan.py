@@ -1,7 +1,9 @@
 """`jaxrl-llm plan`: memory, traffic and time of a config on another machine; `train --dry-run`."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import rich.console
 import rich.pretty
@@ -59,11 +61,14 @@ def main(options: Options, config: Config) -> None:
         console.print(part)
 
 
-def dry_run(config: Config, data: str, console: rich.console.Console) -> None:
-    """Prints the resolved config, a prompt and the plan on the devices here; allocates nothing."""
+def dry_run(
+    config: Config, flags: Mapping[str, Any], data: str, console: rich.console.Console
+) -> None:
+    """Prints config, its flags, a prompt and the plan on the devices here; allocates nothing."""
     made = parts(config, data)
     divided = splits(made, config)
     rich.pretty.pprint(config, console=console, expand_all=True)
+    console.print("made by", *(f"--{name.replace('_', '-')} {x!r}" for name, x in flags.items()))
     count = qwen2.parameter_count(made.shape)
     console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(made.mesh.shape)}")
     known = len(divided.train) + len(divided.validation)

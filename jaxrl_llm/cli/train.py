@@ -94,7 +94,7 @@ def _resumed(options: Options, path: Path) -> Path | None:
 
 
 def main(options: Options, config: Config, source: Source) -> None:
-    """Train: warm start, reinforcement, a test; a table and a picture at the end."""
+    """Warm start, reinforcement, test, picture; JAXRL_LOGGERS=wandb,trackio logs it there too."""
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
@@ -105,7 +105,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         if options.dry_run:
             from jaxrl_llm.cli import plan  # compilers of other machines, which no run needs
 
-            plan.dry_run(config, options.data, console)
+            plan.dry_run(config, source.flags, options.data, console)
             return
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import train  # not needed to plan, to launch, or for help

@@ -80,7 +80,8 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
     except Exception as error:  # from the name, the hub, the disk or the HTTP library
         reason = first_line(error)
         raise UserError(
-            f"no folder {folder} and the hub gave no model {model} ({reason}): check the name or the network"
+            f"no folder {folder} and the hub gave no model {model} ({reason}): check the name, the network "
+            "and, for a model that asks for consent, HF_TOKEN"
         ) from error
 
 

@@ -128,7 +128,8 @@ class _Hub:
     def __init__(self, name: str, folder: Path):
         identity = json.loads((folder / "run.json").read_bytes())["id"]
         self._module, label = importlib.import_module(name), folder.absolute().name
-        settings: dict[str, Any] = {"project": "jaxrl_llm", "resume": "allow", "name": label}
+        project = os.environ.get(f"{name.upper()}_PROJECT", "jaxrl_llm")
+        settings: dict[str, Any] = {"project": project, "resume": "allow", "name": label}
         if name == "wandb":
             self._run = self._module.init(**settings, id=identity, dir=folder)
             return

@@ -156,9 +156,10 @@ def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path
 def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     main(["data", QUICK])
     assert "64 examples, 0 with too long a prompt" in capsys.readouterr().out
-    main(["train", QUICK, "--out", str(tmp_path / "run"), "--dry-run"])
+    main(["train", QUICK, "--out", str(tmp_path / "run"), "--dry-run", "--seed", "7"])
     out = capsys.readouterr().out
     assert "warm_start=WarmStart(" in out
+    assert "--seed 7" in " ".join(out.split("made by")[1].split())
     task = quick.task(tmp_path)
     assert task.prompt(task.train[0]) in out
     assert "the worst moment is" in out
@@ -175,6 +176,7 @@ def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
     out = said("train", QUICK)
     assert "separates the stages of Lopti" in out
     assert "--resume" in out
+    assert "JAXRL_LOGGERS=wandb" in out
     for command in ("eval", "sample"):
         assert "executes the folder's config.py" in said(command)
     for words in (("train", QUICK), ("plan", QUICK), ("eval",), ("sample",), ("export",)):

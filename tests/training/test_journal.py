@@ -241,6 +241,12 @@ def test_loggers_only_when_asked_for(opened, hubs, monkeypatch, tmp_path, capsys
     assert capsys.readouterr().out.count("welcome") == 1  # of wandb, which speaks to stderr
 
 
+def test_the_project_of_a_logger_is_that_of_its_variable(opened, hubs, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    opened()
+    assert [hubs[name].begun[0]["project"] for name in hubs] == ["mine", "jaxrl_llm"]
+
+
 def test_loggers_have_the_same_names_and_tables(opened, hubs, tmp_path):
     made = opened()
     made.samples(3, [("one|two\n<b>", "*a*\x1b", "reward 1")])
