@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import jaxrl_llm as jl
-
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.research import bench
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = shlex.split("bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1")
@@ -22,6 +22,22 @@ def test_bench_update_prints_the_table(capsys):
     out = capsys.readouterr().out
     assert "plain GRPO" in out
     assert "Lopti (2 stages)" in out
+
+
+def test_bench_growth_prints_the_table(capsys):
+    sizes = "--prompts 2 --group 2 --prompt 8 --response 8"
+    main(f"bench growth --quantities group {sizes} --doublings 1 --repeats 1".split())
+    out = capsys.readouterr().out
+    assert re.search(r"group +│ 2  4 +│ ", out)
+    assert out.count(" 1.00 │") >= 1  # arithmetic's
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_an_exponent_is_that_of_the_upper_sizes(power):
+    """What does not grow hides it at the smallest."""
+    sizes = [8, 16, 32, 64]
+    costs = [5.0, *(0.1 * size**power for size in sizes[1:])]
+    assert bench.exponent(sizes, costs) == pytest.approx(power)
 
 
 @pytest.mark.slow
