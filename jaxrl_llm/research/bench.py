@@ -267,12 +267,13 @@ def growth(
 
 def _programs(shape: qwen2.Shape, load: Load, mesh: Any, slots: int) -> Any:
     """Functions that make an update and a rollout."""
-    subject = lambda: random_subject(shape, mesh, jnp.float32, remat=REMAT)
+    subject = random_subject(shape, mesh, jnp.float32, remat=REMAT)
+    copied = subject._replace(params=jax.tree.map(jnp.copy, subject.params))  # steps donate them
     rows, collate = load.prompts * load.group, Collator(load.prompt, load.response, microbatches=4)
-    trainer = Trainer(subject(), mesh, collate, rows)
+    trainer = Trainer(copied, mesh, collate, rows)
     made = random_rollout(shape.vocab_size, rows, load.prompt, load.response)
     reward, sampling = trainer.reward.reshape(-1, load.group), Sampling(max_tokens=load.response)
-    with generating(subject(), mesh, slots, load.prompts, load.prompt, load.group) as generate:
+    with generating(subject, mesh, slots, load.prompts, load.prompt, load.group) as generate:
         return partial(trainer.updates(GRPO), made, reward), partial(generate, sampling)
 
 
