@@ -1,11 +1,13 @@
 """`bench`: its tables, and one line with exit code 2 for what is wrong."""
 
+import functools
 import io
 import json
 import pathlib
 import re
 import shlex
 import sys
+import time
 
 import pytest
 
@@ -24,12 +26,27 @@ def test_bench_update_prints_the_table(capsys):
     assert "Lopti (2 stages)" in out
 
 
-def test_bench_growth_prints_the_table(capsys):
+@pytest.mark.slow
+def test_bench_growth_times_updates_and_rollouts(capsys):
     sizes = "--prompts 2 --group 2 --prompt 8 --response 8"
-    main(f"bench growth --quantities group {sizes} --doublings 1 --repeats 1".split())
+    main(f"bench growth --quantities group width {sizes} --doublings 1 --repeats 1".split())
     out = capsys.readouterr().out
     assert re.search(r"group +│ 2  4 +│ ", out)
-    assert out.count(" 1.00 │") >= 1  # arithmetic's
+    assert re.search(r"width +│ 128  256 +│ ", out)
+
+
+def test_bench_growth_marks_what_grows_faster_than_arithmetic(monkeypatch, capsys):
+    """Here the update's time goes by the square of the responses, the rollout's as arithmetic does."""
+    sleeps = lambda *seconds: [functools.partial(time.sleep, each) for each in seconds]
+    programs = lambda _, load, *__: sleeps(0.0005 * load.group**2, 0.01 * load.group)
+    monkeypatch.setattr(bench, "_programs", programs)
+    main("bench growth --quantities group --group 2 --repeats 1".split())
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "group" in line]
+    _, _, sizes, _, update, _, rollout, arithmetic, _ = [x.strip() for x in row.split("│")]
+    assert sizes == "2  4  8  16"
+    assert update.endswith(" *")
+    assert float(rollout) < 1.15
+    assert arithmetic == "1.00"
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
