@@ -40,7 +40,7 @@ def test_bench_growth_marks_what_grows_faster_than_arithmetic(monkeypatch, capsy
     sleeps = lambda *seconds: [functools.partial(time.sleep, each) for each in seconds]
     programs = lambda _, load, *__: sleeps(0.0005 * load.group**2, 0.01 * load.group)
     monkeypatch.setattr(bench, "_programs", programs)
-    main("bench growth --quantities group --group 2 --repeats 1".split())
+    main(["bench", "growth", "--quantities", "group", "--group", "2", "--repeats", "1"])
     [row] = [line for line in capsys.readouterr().out.splitlines() if "group" in line]
     _, _, sizes, _, update, _, rollout, arithmetic, _ = [x.strip() for x in row.split("│")]
     assert sizes == "2  4  8  16"
