@@ -238,10 +238,9 @@ def _step(
     prompts = random_rollout(subject.shape.vocab_size, count, prompt, 0).prompts
     collate = Collator(prompt, sizes.new_tokens, microbatches=sizes.microbatches)
     trainer, sampling = Trainer(subject, mesh, collate, rows), Sampling(max_tokens=sizes.new_tokens)
-    definition = subject.definition
     del subject
     update = trainer.updates(GRPO)
-    with engines.Native(slots=rows).start(Policy(definition), mesh) as sampler:
+    with engines.Native(slots=rows).start(Policy(trainer.definition), mesh) as sampler:
 
         def whole() -> Any:
             sampler.push(trainer.state.params, 0)
