@@ -27,7 +27,8 @@ def test_bench_update_prints_the_table(capsys):
 
 
 @pytest.mark.slow
-def test_bench_growth_times_updates_and_rollouts(capsys):
+def test_bench_growth_times_updates_and_rollouts(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     sizes = "--prompts 2 --group 2 --prompt 8 --response 8"
     main(f"bench growth --quantities group width {sizes} --doublings 1 --repeats 1".split())
     out = capsys.readouterr().out
@@ -40,6 +41,7 @@ def test_bench_growth_marks_what_grows_faster_than_arithmetic(monkeypatch, capsy
     sleeps = lambda *seconds: [functools.partial(time.sleep, each) for each in seconds]
     programs = lambda _, load, *__: sleeps(0.0005 * load.group**2, 0.01 * load.group)
     monkeypatch.setattr(bench, "_programs", programs)
+    monkeypatch.setenv("COLUMNS", "200")
     main(["bench", "growth", "--quantities", "group", "--group", "2", "--repeats", "1"])
     [row] = [line for line in capsys.readouterr().out.splitlines() if "group" in line]
     _, _, sizes, _, update, _, rollout, arithmetic, _ = [x.strip() for x in row.split("│")]
