@@ -12,6 +12,7 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.research import bench
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = shlex.split("bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1")
@@ -22,6 +23,38 @@ def test_bench_update_prints_the_table(capsys):
     out = capsys.readouterr().out
     assert "plain GRPO" in out
     assert "Lopti (2 stages)" in out
+
+
+@pytest.mark.slow
+def test_bench_growth_times_updates_and_rollouts(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    sizes = "--prompts 2 --group 2 --prompt 8 --response 8"
+    main(f"bench growth --quantities group width {sizes} --doublings 1 --repeats 1".split())
+    out = capsys.readouterr().out
+    assert re.search(r"group +│ 2  4 +│ ", out)
+    assert re.search(r"width +│ 128  256 +│ ", out)
+
+
+def test_bench_growth_marks_what_grows_faster_than_arithmetic(monkeypatch, capsys):
+    """Here the update's time goes by the square of the responses, the rollout's as arithmetic does."""
+    programs = lambda _, load, *__: (0.01 * load.group**2, 0.1 * load.group)
+    timed = lambda seconds, repeats, _: {name: [x] * repeats for name, x in seconds.items()}
+    monkeypatch.setattr(bench, "_programs", programs)
+    monkeypatch.setattr(bench, "in_turn", timed)
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["bench", "growth", "--quantities", "group", "--group", "2", "--repeats", "1"])
+    [row] = [line for line in capsys.readouterr().out.splitlines() if "group" in line]
+    _, _, sizes, _, update, _, rollout, arithmetic, _ = [x.strip() for x in row.split("│")]
+    assert sizes == "2  4  8  16"
+    assert (update, rollout, arithmetic) == ("2.00 *", "1.00", "1.00")
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_an_exponent_is_that_of_the_upper_sizes(power):
+    """What does not grow hides it at the smallest."""
+    sizes = [8, 16, 32, 64]
+    costs = [5.0, *(0.1 * size**power for size in sizes[1:])]
+    assert bench.exponent(sizes, costs) == pytest.approx(power)
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research.accelerator import accelerator
-from jaxrl_llm.research.bench import compilation, rollout, update
+from jaxrl_llm.research.bench import compilation, growth, rollout, update
 from jaxrl_llm.research.versus import against
 
 COMMANDS = {
     "update": update,
     "rollout": rollout,
     "compile": compilation,
+    "growth": growth,
     "accelerator": accelerator,
     "against": against,
 }

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -106,6 +105,8 @@ def splash(
     interpret: bool = False,
 ) -> Queries:
     """TPU's flash attention, shard by shard; `interpret` runs it on any platform."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as tpu_splash  # takes 0.1 s
+
     length, size = q.shape[1], q.shape[3]
     block = _splash_block(length)
     q, k, v = (_padded(_padded(x, block), 128, axis=3) for x in (q * size**-0.5, k, v))

@@ -5,18 +5,19 @@ to compare run in turn (A B C A B C ...), so that the load of the machine is the
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
 import rich.table
+import tyro
 from jax.typing import DTypeLike
 
 from jaxrl_llm.errors import UserError
@@ -199,6 +200,88 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
     console.print(table("layers", seconds, ratio))
 
 
+Quantity = Literal["response", "depth", "width", "vocabulary", "group", "prompts"]
+GROWN = {  # fields of a shape that double, where a quantity is no field of a `Load`
+    "depth": ("num_layers",),
+    "width": ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
+    "vocabulary": ("vocab_size",),
+}
+FIRST = qwen2.Shape(2048, 128, 352, 4, 4, 2, tied=True)
+VISIBLE = 0.15  # of an exponent
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, responses to each, and tokens of each prompt and response; at first, if they grow."""
+
+    prompts: int = 4
+    group: int = 4
+    prompt: int = 32
+    response: int = 128
+
+
+def growth(
+    model: str | None = None,
+    /,
+    *,
+    load: Annotated[Load, tyro.conf.arg(name="")] = Load(),
+    quantities: tuple[Quantity, ...] = get_args(Quantity),
+    doublings: int = 3,
+    repeats: int = 3,
+) -> None:
+    """Time updates and rollouts as one size doubles: their exponents, and that of arithmetic.
+
+    An update is all from a rollout on: collation, old log-probs, the train step.
+
+    Args:
+        model: a folder or hub name whose shape is the first, else a small one; weights are random.
+        quantities: what doubles, one after the other.
+        doublings: of each; exponents are fitted to the upper three sizes.
+        repeats: timed rounds, after one that compiles; medians are shown.
+    """
+    at_least_one(**vars(load), doublings=doublings, repeats=repeats)
+    first: Any = (hf.load_shape(hf.resolve(model)) if model else FIRST, load)
+    console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
+    heads = ("", "sizes", "update, s", "exponent", "rollout, s", "exponent", "of arithmetic")
+    table = rich.table.Table(*heads, caption=f"* above arithmetic's by more than {VISIBLE}")
+    known, slots = vars(first[0]) | vars(load), load.prompts * load.group
+    for quantity in quantities:
+        names, sizes, floors, runs = GROWN.get(quantity, (quantity,)), [], [], {}
+        with jax.set_mesh(mesh):
+            for i in range(doublings + 1):
+                now = known | {name: 2**i * known[name] for name in names}
+                shape, more = (replace(x, **{name: now[name] for name in vars(x)}) for x in first)
+                rows, length = more.prompts * more.group, more.prompt + more.response
+                size = {"tokens": rows * length, "scored": rows * more.response, "length": length}
+                sizes.append(now[names[0]])
+                floors.append(flops.forward(shape, **size))
+                runs[f"update {i}"], runs[f"rollout {i}"] = _programs(shape, more, mesh, slots)
+            seconds = [float(np.median(each)) for each in in_turn(runs, repeats, console).values()]
+        cells, least = [], exponent(sizes, floors)
+        for medians in (seconds[::2], seconds[1::2]):
+            p, shown = exponent(sizes, medians), "  ".join(f"{x:.2g}" for x in medians)
+            cells += [shown, f"{p:.2f}{' *' * (p > least + VISIBLE)}"]
+        table.add_row(quantity, "  ".join(map(str, sizes)), *cells, f"{least:.2f}")
+    console.print(table)
+
+
+def _programs(shape: qwen2.Shape, load: Load, mesh: Any, slots: int) -> Any:
+    """Functions that make an update and a rollout."""
+    subject = random_subject(shape, mesh, jnp.float32, remat=REMAT)
+    copied = subject._replace(params=jax.tree.map(jnp.copy, subject.params))  # steps donate them
+    rows, collate = load.prompts * load.group, Collator(load.prompt, load.response, microbatches=4)
+    trainer = Trainer(copied, mesh, collate, rows)
+    made = random_rollout(shape.vocab_size, rows, load.prompt, load.response)
+    reward, sampling = trainer.reward.reshape(-1, load.group), Sampling(max_tokens=load.response)
+    with generating(subject, mesh, slots, load.prompts, load.prompt, load.group) as generate:
+        return partial(trainer.updates(GRPO), made, reward), partial(generate, sampling)
+
+
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """p of costs ~ sizes^p: least squares of the logarithms, over the upper three."""
+    return float(np.polyfit(np.log(sizes[-3:]), np.log(costs[-3:]), 1)[0])
+
+
 class Subject(NamedTuple):
     """The model to measure, and the precision that it computes in."""
 
@@ -218,7 +301,8 @@ class Trainer:
         self.definition, self.optimizer = subject.definition, optimizers.adamw(rate)
         self.policy = partial(logprobs.of_responses, subject.definition)
         self.score = updates.make_score(self.policy)
-        self.batch = updates.place(collate(random_rollout(subject.shape.vocab_size, *sizes)), mesh)
+        self.place = lambda rollout: updates.place(collate(rollout), mesh)
+        self.batch = self.place(random_rollout(subject.shape.vocab_size, *sizes))
         self.old_logp = self.score(subject.params, self.batch.inputs)
         reward = np.random.default_rng(0).normal(size=(1, rows)).astype(np.float32)
         self.reward = sharding.replicated(reward, mesh)
@@ -245,16 +329,28 @@ class Trainer:
         credited = self.credited(objective)
         return partial(self.step, self.compiled(objective, credited), credited)
 
+    def updates(self, objective: Objective) -> Callable[[Rollout, Any], Any]:
+        """A function of a rollout and its rewards `[P,G]`: collates, scores and makes a step."""
+        program = self.compiled(objective, self.credited(objective))
+        credit = updates.make_credit(objective)
+
+        def update(rollout: Rollout, reward: Any) -> Any:
+            batch = self.place(rollout)
+            old = self.score(self.state.params, batch.inputs)
+            return self.step(program, credit(batch, reward, old_logp=old, ref_logp=old))[1]
+
+        return update
+
 
 @contextmanager
 def generating(
-    subject: Subject, mesh: Any, slots: int, sequences: int, prompt: int
+    subject: Subject, mesh: Any, slots: int, sequences: int, prompt: int, n: int = 1
 ) -> Iterator[Callable[[Sampling], Rollout]]:
-    """A function that answers `sequences` random prompts with the embedded engine."""
+    """A function that answers `sequences` random prompts with the embedded engine, each n times."""
     prompts = random_rollout(subject.shape.vocab_size, sequences, prompt, 0).prompts
     with engines.Native(slots=slots).start(Policy(subject.definition), mesh) as sampler:
         sampler.push(subject.params, 0)
-        yield lambda sampling: sampler.generate(prompts, n=1, sampling=sampling)
+        yield lambda sampling: sampler.generate(prompts, n=n, sampling=sampling)
 
 
 def at_least_one(**counts: int) -> None:

@@ -18,7 +18,6 @@ import rich.console
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.learning import update as updates
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.policy import Policy
@@ -235,27 +234,21 @@ def _step(
     rows = sizes.sequences // 4
     length, result.tokens = prompt + sizes.new_tokens, rows * sizes.new_tokens
     amounts = {"tokens": rows * length, "scored": result.tokens, "length": length}
-    once, update = flops.forward(subject.shape, **amounts), flops.update(subject.shape, **amounts)
-    result.floor = once + update
+    result.floor = flops.forward(subject.shape, **amounts) + flops.update(subject.shape, **amounts)
     count = rows // sizes.group
     prompts = random_rollout(subject.shape.vocab_size, count, prompt, 0).prompts
     collate = Collator(prompt, sizes.new_tokens, microbatches=sizes.microbatches)
     trainer, sampling = Trainer(subject, mesh, collate, rows), Sampling(max_tokens=sizes.new_tokens)
-    definition = subject.definition
     del subject
-    program = trainer.compiled(GRPO, trainer.credited(GRPO))
-    credit = updates.make_credit(GRPO)
-    with engines.Native(slots=rows).start(Policy(definition), mesh) as sampler:
+    update = trainer.updates(GRPO)
+    with engines.Native(slots=rows).start(Policy(trainer.definition), mesh) as sampler:
 
         def whole() -> Any:
             sampler.push(trainer.state.params, 0)
             found = sampler.generate(prompts, n=sizes.group, sampling=sampling)
             share = [np.mean(np.asarray(response) % 2 == 0) for response in found.responses]
             reward = np.asarray(share, np.float32).reshape(count, sizes.group)
-            batch = updates.place(collate(found), mesh)
-            old = trainer.score(trainer.state.params, batch.inputs)
-            credited = credit(batch, sharding.replicated(reward, mesh), old_logp=old, ref_logp=old)
-            return trainer.step(program, credited)[1]
+            return update(found, sharding.replicated(reward, mesh))
 
         job = _job("step", folder, sizes) | {"prompts": prompts}
         with _peers(job, pythons, result, lambda values: "sampled, so not compared") as works:

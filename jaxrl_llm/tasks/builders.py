@@ -7,6 +7,7 @@ import logging
 import shutil
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -105,11 +106,12 @@ def knights_knaves(recipe: Recipe, data_dir: str | Path) -> Splits[Puzzle]:
     sizes = f"train{recipe.train}-test{recipe.test}-seed{recipe.seed}"
     name = f"people{people}-depth{recipe.depth}-{sizes}"  # all settings: no two recipes share files
     config = KnightsKnavesConfig(name=name, recipe=recipe)
+    statement = lru_cache(2**16)(lambda text: from_nested(literal_eval(text.decode())))
 
     def decode(row: dict[str, Any]) -> Puzzle:
         return Puzzle(
             names=tuple(name.decode() for name in row["names"]),
-            statements=tuple(from_nested(literal_eval(t.decode())) for t in row["statements"]),
+            statements=tuple(map(statement, row["statements"])),
             solution=tuple(map(bool, row["solution"])),
             question=row["question"].decode(),
         )

@@ -13,6 +13,7 @@ from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
+from jaxrl_llm.tasks.task import Mapped
 from jaxrl_llm.training.parts import askable, overlap, parts, readable, splits
 from tests.training import quick
 from tests.training.conftest import forget
@@ -53,6 +54,16 @@ def test_other_data_of_the_same_length_have_another_checksum():
     assert checksum(*known) == checksum(*known)
     assert checksum(*known) != checksum(range(11, 31), known[1])
     assert checksum(*known) != checksum(known[0], range(31, 41))
+
+
+def test_an_example_is_read_once():
+    """Reading may take longer than all else that a run begins with."""
+    count = Counter()
+    noted = lambda i: count.update([i]) or i
+    made = made_of(Mapped(range(40), noted), Mapped(range(40, 50), noted))
+    found = splits(made, CONFIG)  # pyright: ignore[reportArgumentType]
+    overlap(made.task, found)
+    assert count == Counter(range(50))
 
 
 def test_small_training_data_keep_three_quarters():
