@@ -143,8 +143,11 @@ class Policy:
 
     def narrowed(self, params: Any) -> Any:
         """Parameters that are not trained, in the model's dtype: same log-probs, less memory."""
-        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
-        return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
+        shape, compute = qwen2.settings(self.definition)
+        dtype = jnp.dtype(compute.dtype)
+        wide = lambda path: shape.norm_offset and "norm" in path[-2].key  # read in float32
+        one = lambda path, x: x if x.dtype == dtype or wide(path) else x.astype(dtype)
+        return jax.tree_util.tree_map_with_path(one, params)
 
     def decoder(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
