@@ -15,6 +15,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import leaving, terminal
+from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.leaving import Stop, stoppable
 
 
@@ -233,6 +234,13 @@ def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
 def test_nothing_that_is_waited_for_counts_as_stalled():
     """A bucket or a server that is away: these give up first, with their own line."""
     assert max(storage.PATIENCE, Vllm.patience) < leaving.LEAST
+
+
+def test_a_watch_ends_with_its_block():
+    before = threading.active_count()
+    with leaving.watched(Clock(), least=60.0, factor=3.0, stalled=pytest.fail):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
 
 
 STALLING = """

@@ -197,7 +197,7 @@ class Extension:
         """Has the next reload pack experts for a CPU, which vLLM does only where a kernel is new."""
         worker: Any = self
         for module in worker.get_model().modules() if str(worker.device) == "cpu" else ():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
