@@ -39,7 +39,7 @@ def test_a_row_adds_up_its_gradients_in_float32(sizes):
 
 
 @meshes
-@pytest.mark.parametrize(("vocab", "count"), [(96, 8), (97, 3)])
+@pytest.mark.parametrize(("vocab", "count"), [(96, 8), (97, 3), (16, 8), (15, 7)])
 def test_rows_are_those_of_the_table(sizes, vocab, count):
     mesh = tiny.mesh_of(*sizes)
     table = jax.random.normal(jax.random.key(0), (vocab, 8))
@@ -73,6 +73,9 @@ def plain_scores(hidden, head, target, temperature, proxy):
         ((1, 8, 1), 64, 8, 6, 0.7, 0.7),
         ((1, 2, 4), 97, 3, 6, 0.7, 0.7),
         ((2, 2, 2), 64, 8, 6, 0.7, 0.7),
+        ((1, 8, 1), 16, 8, 3, 0.7, 0.7),  # from here on fewer words than tokens
+        ((1, 2, 4), 16, 3, 6, 0.7, 0.7),
+        ((2, 2, 2), 15, 8, 3, 0.7, 0.7),
     ],
 )
 def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, share):
