@@ -120,6 +120,20 @@ def test_what_is_as_large_as_the_vocabulary_stays_at_home(sizes):
     assert max(s.size for s in sent) < 4096 * 64 / 10
 
 
+def test_of_many_tokens_no_hidden_state_leaves_its_device():
+    """With more tokens in a group than the table has rows, the table is gathered, its gradient summed."""
+    mesh = tiny.mesh_of(1, 8, 1)
+    table, tokens = jnp.ones((16, 64)), jnp.zeros((8, 32), jnp.int32)
+
+    def total(table):
+        states = primitives.rows(table, tokens, jnp.float32)
+        return logprobs.chunked(states, table, tokens, tokens == 0).logp.sum()
+
+    with jax.set_mesh(mesh):
+        sent = hlo.collectives(jax.jit(jax.grad(total)).lower(on(mesh, table)).compile())
+    assert max(s.size for s in sent) == table.nbytes < 8 * 32 * 64 * 4
+
+
 def test_what_does_not_divide_is_said_and_the_vocabulary_finds_another_place():
     mesh = tiny.mesh_of(2, 2, 2)
     _, shapes = qwen2.graph(tiny.shape(vocab_size=97, num_heads=9, num_kv_heads=3, hidden_size=72))
