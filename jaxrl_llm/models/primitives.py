@@ -1,6 +1,6 @@
 """Parts of programs: a policy's inputs, products of fixed precision, tables' rows.
 
-A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
+A table `[V,D]` of the vocabulary is split over devices along V: it or the hidden states move.
 """
 
 import math

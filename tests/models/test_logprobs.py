@@ -108,7 +108,7 @@ def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 2, 4)], ids=["fsdp-8", "tensor-4"])
 def test_what_is_as_large_as_the_vocabulary_stays_at_home(sizes):
-    """The gradient of head and embedding: no collective is as large as a tenth of a table."""
+    """Of few tokens, for head and embedding: no collective is as large as a tenth of a table."""
     mesh, shape = tiny.mesh_of(*sizes), tiny.shape(vocab_size=4096, num_layers=1)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(shape, mesh=mesh)
