@@ -131,7 +131,7 @@ def test_of_many_tokens_no_hidden_state_leaves_its_device():
 
     with jax.set_mesh(mesh):
         sent = hlo.collectives(jax.jit(jax.grad(total)).lower(on(mesh, table)).compile())
-    assert max(s.size for s in sent) == table.nbytes < 8 * 32 * 64 * 4
+    assert max(s.size for s in sent) == table.size < 8 * 32 * 64
 
 
 def test_what_does_not_divide_is_said_and_the_vocabulary_finds_another_place():
