@@ -23,10 +23,11 @@ import safetensors
 import safetensors.numpy
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array, UInt32
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.models import families, primitives, sharding
+from jaxrl_llm.models import families, sharding
 from jaxrl_llm.models.qwen2 import Shape, graph
 
 INDEX = "model.safetensors.index.json"
@@ -234,13 +235,44 @@ def _checksums(params, dtype):
     """`[layers]` checksums for each parameter that is stacked, one for each other."""
 
     def one(path, x):
-        bits = primitives.bits_of(x.astype(dtype))
+        bits = bits_of(x.astype(dtype))
         bits = jnp.where(bits & np.uint32(EXPONENT), bits, 0)
         name, lead = next(hf_names(path, x.shape)), stacked(path)
         bits = bits.reshape(*x.shape[:lead], *_file_shape(name, x.shape[lead:]))
-        return primitives.checksum(bits, lead)
+        return checksum(bits, lead)
 
     return jax.tree_util.tree_map_with_path(one, sharding.on_devices(params))
+
+
+def checksum(bits: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
+    """The sum, modulo 2^32, of hashed bits times odd numbers; one an index of the `lead` axes.
+
+    Odd factors make each altered number count. A product of one factor an axis, by the position
+    there, they differ: that shows what is exchanged. Parts may be summed, on devices or servers, in
+    any order.
+    """
+    words, stride = mixed(mixed(bits)), 1  # once, two signs could change unseen
+    for axis in reversed(range(lead, bits.ndim)):
+        place = jnp.arange(bits.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
+        words = words * jnp.expand_dims(
+            mixed(place) | 1, [i for i in range(bits.ndim) if i != axis]
+        )
+        stride *= bits.shape[axis]
+    return jnp.sum(words, tuple(range(lead, bits.ndim)), dtype=jnp.uint32)
+
+
+def bits_of(x: Array) -> UInt32[Array, "..."]:
+    """The bits of each number, those of a narrower one on top: a bfloat16 has those of its float32."""
+    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    width = 8 * x.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+    return bits << np.uint32(32 - width)
+
+
+def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Another word for each, far from its neighbours'."""
+    spread = words * np.uint32(2_654_435_761)
+    return spread ^ (spread >> np.uint32(16))
 
 
 def export(

@@ -16,9 +16,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.primitives import Inputs, einsum, up_to, whole_rows, whole_shards
+from jaxrl_llm.models.primitives import Inputs, einsum, moved, up_to, whole_rows, whole_shards
 from jaxrl_llm.models.sharding import (
-    AXES,
     BATCH,
     VOCAB,
     count,
@@ -107,8 +106,10 @@ def chunked(
     tokens = len(head)
     hidden, target, scored = map(whole_rows, (hidden, target, scored))
     head = whole_shards(head)
-    chunk = chunk or max(1, logit_bytes() // (4 * len(head) // count(split_over(*VOCAB))))
-    steps = -(-len(hidden) // count(split_over("data")) * columns // chunk)
+    of_table, of_states, vocab = moved(head, target.size)
+    widest = max(len(head) // count(vocab), hidden.shape[2] if of_states else 0)
+    chunk = chunk or max(1, logit_bytes() // (4 * widest))
+    steps = -(-len(hidden) // count(split_over("data") + of_table) * columns // chunk)
     width = -(-columns // steps)
     tail = -columns % width
 
@@ -139,8 +140,7 @@ class Settings(NamedTuple):
     tokens: int | None
 
 
-# Chunks `[N,R,W]`: each row on one device (ROWS), or on every device of a group (GROUP).
-ROWS, GROUP, HEAD = P(None, BATCH), P(None, "data"), P(VOCAB)
+ROWS, HEAD = P(None, BATCH), P(VOCAB)  # chunks `[N,R,W]`, each row on one device; the head
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,13 +151,14 @@ def _pieces(settings, hidden, head, target, used) -> Scores:
 
 def _forward(settings, hidden, head, target, used):
     temperature, proxy, tokens = settings
-    fsdp, vocab = split_over("fsdp"), split_over(*VOCAB)
+    of_table, of_states, vocab = moved(head, target.size)
 
     def local(hidden, head, target, used):
-        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
+        weight = jax.lax.all_gather(head.astype(hidden.dtype), of_table, tiled=True)
+        ids = _ids(weight, vocab)
 
         def one(i, out):
-            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            group = jax.lax.all_gather(hidden[i], of_states, tiled=True)
             logits = _logits(group, weight, ids, temperature, tokens)
             top = jax.lax.pmax(logits.max(-1), vocab)
             weights = jnp.exp(logits - top[..., None])
@@ -177,9 +178,9 @@ def _forward(settings, hidden, head, target, used):
         empty = Scores(zeros, zeros, zeros if proxy else None)
         return up_to(len(hidden), used, one, (empty, zeros))
 
-    group: Any = GROUP
+    group: Any = P(None, ("data", *of_table))
     out = Scores(group, group, group if proxy else None), group
-    apply = on_each_device(local, (ROWS, HEAD, GROUP, P()), out)
+    apply = on_each_device(local, (ROWS, HEAD, group, P()), out)
     found, norm = apply(hidden, head, target, used)
     return found, (hidden, head, target, used, norm)
 
@@ -187,30 +188,32 @@ def _forward(settings, hidden, head, target, used):
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are computed again."""
     temperature, _, tokens = settings
-    data, fsdp, tensor = (split_over(axis) for axis in AXES)
-    vocab = split_over(*VOCAB)
+    of_table, of_states, vocab = moved(saved[1], saved[2].size)
+    data, tensor, group = split_over("data"), split_over("tensor"), P(None, ("data", *of_table))
 
     def local(hidden, head, target, used, norm, slope):
-        weight, ids = head.astype(hidden.dtype), _ids(head, vocab)
+        weight = jax.lax.all_gather(head.astype(hidden.dtype), of_table, tiled=True)
+        ids = _ids(weight, vocab)
 
         def one(i, out):
             d_hidden, d_head = out
-            group = jax.lax.all_gather(hidden[i], fsdp, tiled=True)
+            group = jax.lax.all_gather(hidden[i], of_states, tiled=True)
             logits = _logits(group, weight, ids, temperature, tokens)
             g = slope[i][..., None]
             softmax = jnp.exp(logits - norm[i][..., None])
             d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
             d_logits = d_logits.astype(hidden.dtype)
             mine = einsum("rcv,vd->rcd", d_logits, weight)
-            mine = jax.lax.psum(jax.lax.psum_scatter(mine, fsdp, tiled=True), tensor)
+            mine = jax.lax.psum(jax.lax.psum_scatter(mine, of_states, tiled=True), tensor)
             d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
             return d_hidden, d_head + einsum("rcv,rcd->vd", d_logits, group)
 
-        zeros = (jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32))
+        zeros = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
         d_hidden, d_head = up_to(len(hidden), used, one, zeros)
+        d_head = jax.lax.psum_scatter(d_head, of_table, tiled=True)
         return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
 
-    apply = on_each_device(local, (ROWS, HEAD, GROUP, P(), GROUP, GROUP), (ROWS, HEAD))
+    apply = on_each_device(local, (ROWS, HEAD, group, P(), group, group), (ROWS, HEAD))
     return *apply(*saved, gradient.logp / temperature), None, None
 
 
@@ -227,36 +230,3 @@ def _ids(head, vocab):
     """The token ids of this device's slice of the head."""
     size = len(head)
     return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]
-
-
-class Offsets(NamedTuple):
-    """Added to the input of each layer, at every position, and to the hidden state of the head.
-
-    The gradient with respect to an offset, at zero, is the gradient at that activation.
-    """
-
-    layers: Float[Array, "N L D"]
-    head: Float[Array, " D"]
-
-
-def no_offsets(shape: Any, length: int) -> Offsets:
-    """Zero offsets for a sequence of `length` tokens in a model of this shape."""
-    layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
-    return Offsets(layers, jnp.zeros(shape.hidden_size))
-
-
-def next_logits(
-    definition: Any,
-    params: Any,
-    offsets: Offsets,
-    tokens: Int[Array, " L"],
-    index: Int[Array, ""],
-    *,
-    temperature: float = 1.0,
-) -> Float[Array, " V"]:
-    """float32 logits / temperature for the token after column `index` of a right-padded row."""
-    model = nnx.merge(definition, params)
-    positions = jnp.arange(tokens.shape[0])[None]
-    hidden = model(tokens[None], positions, offsets=offsets.layers)[0, index]
-    hidden = hidden + offsets.head.astype(hidden.dtype)
-    return einsum("d,vd->v", hidden, model.head.astype(hidden.dtype)) / temperature

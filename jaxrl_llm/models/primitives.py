@@ -1,6 +1,6 @@
-"""Parts of programs: a policy's inputs, products of fixed precision, tables' rows, checksums.
+"""Parts of programs: a policy's inputs, products of fixed precision, tables' rows.
 
-A table `[V,D]` of the vocabulary is split over devices along V: it stays, hidden states move.
+A table `[V,D]` of the vocabulary is split over devices along V: it or the hidden states move.
 """
 
 import math
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models.sharding import (
     BATCH,
@@ -148,17 +147,30 @@ def rows(
     return constrain(found[: len(tokens)], BATCH, None, None)
 
 
+def moved(table, tokens: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Axes that a table is gathered over, those that states are, and those it stays split over.
+
+    The smaller moves over fsdp: the states, unless a group has more `tokens` than the table rows.
+    """
+    fsdp, tensor = split_over("fsdp"), split_over("tensor")
+    few = tokens // count(split_over("data")) <= len(table)
+    return ((), fsdp, split_over(*VOCAB)) if few else (fsdp, (), tensor)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table, tokens, dtype):
-    fsdp, tensor, vocab = split_over("fsdp"), split_over("tensor"), split_over(*VOCAB)
+    of_table, of_states, vocab = moved(table, tokens.size)
+    tensor = split_over("tensor")
 
     def local(table, tokens):
-        here, mine = _here(table, tokens, vocab)
+        if of_table:
+            table = jax.lax.all_gather(table.astype(dtype), of_table, tiled=True)
+        here, mine = _here(len(table), tokens, vocab)
         found = jnp.where(mine[..., None], table[jnp.where(mine, here, 0)].astype(dtype), 0)
-        found = jax.lax.psum_scatter(found, fsdp, tiled=True)  # exact: one term is not 0
+        found = jax.lax.psum_scatter(found, of_states, tiled=True)  # exact: one term is not 0
         return jax.lax.psum(found, tensor)
 
-    return on_each_device(local, (P(VOCAB), P("data")), P(BATCH))(table, tokens)
+    return on_each_device(local, (P(VOCAB), P(("data", *of_table))), P(BATCH))(table, tokens)
 
 
 def _rows_forward(table, tokens, dtype):
@@ -167,54 +179,26 @@ def _rows_forward(table, tokens, dtype):
 
 def _rows_backward(dtype, saved, gradient):
     del dtype
-    data, fsdp, vocab = split_over("data"), split_over("fsdp"), split_over(*VOCAB)
+    of_table, of_states, vocab = moved(saved[0], saved[1].size)
+    data, shards = split_over("data"), count(of_table)
 
     def local(table, tokens, gradient):
-        here, mine = _here(table, tokens, vocab)
-        gradient = jax.lax.all_gather(gradient, fsdp, tiled=True).astype(jnp.float32)
-        d_table = jnp.zeros(table.shape, jnp.float32)
-        d_table = d_table.at[jnp.where(mine, here, len(table))].add(gradient, mode="drop")
+        size = len(table) * shards
+        here, mine = _here(size, tokens, vocab)
+        gradient = jax.lax.all_gather(gradient, of_states, tiled=True).astype(jnp.float32)
+        d_table = jnp.zeros((size, table.shape[1]), jnp.float32)
+        d_table = d_table.at[jnp.where(mine, here, size)].add(gradient, mode="drop")
+        d_table = jax.lax.psum_scatter(d_table, of_table, tiled=True)
         return jax.lax.psum(d_table, data).astype(table.dtype)
 
-    in_specs = (P(VOCAB), P("data"), P(BATCH))
+    in_specs = (P(VOCAB), P(("data", *of_table)), P(BATCH))
     return on_each_device(local, in_specs, P(VOCAB))(*saved, gradient), None
 
 
-def _here(table, tokens, vocab):
+def _here(size, tokens, vocab):
     """The tokens' rows in this device's slice of the table, and whether they lie in it."""
-    here = tokens - jax.lax.axis_index(vocab) * len(table)
-    return here, (here >= 0) & (here < len(table))
+    here = tokens - jax.lax.axis_index(vocab) * size
+    return here, (here >= 0) & (here < size)
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
-
-
-def checksum(bits: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
-    """The sum, modulo 2^32, of hashed bits times odd numbers; one an index of the `lead` axes.
-
-    Odd factors make each altered number count. A product of one factor an axis, by the position
-    there, they differ: that shows what is exchanged. Parts may be summed, on devices or servers, in
-    any order.
-    """
-    words, stride = mixed(mixed(bits)), 1  # once, two signs could change unseen
-    for axis in reversed(range(lead, bits.ndim)):
-        place = jnp.arange(bits.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
-        words = words * jnp.expand_dims(
-            mixed(place) | 1, [i for i in range(bits.ndim) if i != axis]
-        )
-        stride *= bits.shape[axis]
-    return jnp.sum(words, tuple(range(lead, bits.ndim)), dtype=jnp.uint32)
-
-
-def bits_of(x: Array) -> UInt32[Array, "..."]:
-    """The bits of each number, those of a narrower one on top: a bfloat16 has those of its float32."""
-    x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-    width = 8 * x.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
-    return bits << np.uint32(32 - width)
-
-
-def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Another word for each, far from its neighbours'."""
-    spread = words * np.uint32(2_654_435_761)
-    return spread ^ (spread >> np.uint32(16))

@@ -18,7 +18,7 @@ AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
 HOST = "pinned_host"  # JAX's name for host memory
 PIECE = 2**28  # bytes of an array that are gathered to a host at a time
-VOCAB = ("tensor", "fsdp")  # tables of the vocabulary stay; hidden states, being smaller, move
+VOCAB = ("tensor", "fsdp")  # tables of the vocabulary; `primitives.moved` says who travels
 
 # Name and specs: the first spec whose axes all divide; else the first, less those that do not.
 RULES = (

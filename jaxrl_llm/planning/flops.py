@@ -35,4 +35,5 @@ def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
         "decode": forward(shape, tokens=rows * tokens, **size),
         "score": (1 + config.keeps_reference) * whole,
         "update": config.objective.stages * (passes + bool(config.compute.remat)) * whole,
+        "update, nothing twice": config.objective.stages * passes * whole,
     }

@@ -35,6 +35,7 @@ class Compiled:
     cycles: int
     compiled_in: float
     seconds: Mapping[str, float]
+    recomputed: float = 0.0  # the share of its arithmetic that repeats some
 
     @property
     def needed(self) -> int:
@@ -141,6 +142,7 @@ def _compiled(program: Program, machine: Machine) -> Compiled:
         cycles=module.cycles(),
         compiled_in=took,
         seconds=_seconds(program, machine, collectives),
+        recomputed=program.recomputed,
     )
 
 

@@ -35,6 +35,7 @@ class Program:
     flops: int = 0  # of a step, on all devices
     moved: float = 0  # bytes that a device must read or write a run: weights, state, cache
     copied: int = 0  # bytes of a step between a device and the memory of its host, both ways
+    recomputed: float = 0.0  # the share of `flops` that repeats some
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ class Step:
             # a micro-batch reads the weights twice and adds its gradients up: 2 reads, 1 write
             moved=steps * (2 * state + limit.microbatches * (5 * moving + 2 * frozen)),
             copied=steps * 2 * host_bytes(self.state),
+            recomputed=1 - work["update, nothing twice"] / work["update"],
         )
         return [score, credit, update]
 

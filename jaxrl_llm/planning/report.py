@@ -35,6 +35,13 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
             f"{steps} steps {_duration(steps * least)} to {_duration(steps * most)}. These are estimates: "
             "what was counted, at the rates of the data sheet; kernels reach about half of them"
         )
+        waits, again = plan.programs[-1].seconds, plan.programs[-1].recomputed
+        once = (1 - again) * waits["arithmetic"]
+        yield (
+            f"{again:.0%} of the update's arithmetic is recomputation; the rest, the model's, is "
+            f"{once / sum(waits.values()):.0%} of what the machine could do meanwhile, "
+            f"{once / max(waits.values()):.0%} if everything overlaps"
+        )
 
 
 def verdict(plan: Plan) -> str:

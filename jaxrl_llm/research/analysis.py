@@ -22,7 +22,6 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.update import Credited, PolicyLogp, TrainState
-from jaxrl_llm.models import logprobs
 from jaxrl_llm.objectives import Objective, factors, partition, recipes
 from jaxrl_llm.research import token_gradients, words
 from jaxrl_llm.research.statistics import mean
@@ -393,8 +392,8 @@ def _single_tokens(
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
     definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
-    logits = partial(logprobs.next_logits, definition, temperature=temperature)
-    offsets = logprobs.no_offsets(of.parts.shape, chosen.tokens.shape[1])
+    logits = partial(token_gradients.next_logits, definition, temperature=temperature)
+    offsets = token_gradients.no_offsets(of.parts.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 

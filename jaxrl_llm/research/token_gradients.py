@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.logprobs import Offsets
+from jaxrl_llm.models.primitives import einsum
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.rollouts.sampler import Rollout
 
@@ -22,6 +23,17 @@ JACOBIAN_FLOATS = 2**25  # largest Jacobian of a token's logits for which bounds
 PIECE = 16  # tokens in one call
 FOLLOWED = 24  # tokens whose bounds at the layers are computed
 TOLERANCE = 1e-4  # relative error of float32 sums
+
+
+class Offsets(NamedTuple):
+    """Added to the input of each layer, at every position, and to the hidden state of the head.
+
+    The gradient with respect to an offset, at zero, is the gradient at that activation.
+    """
+
+    layers: Float[Array, "N L D"]
+    head: Float[Array, " D"]
+
 
 Logits = Callable[[Any, Offsets, Array, Array], Float[Array, " V"]]
 """(params, offsets, tokens [L], index) -> logits of the token that follows the index"""
@@ -181,3 +193,26 @@ def single_tokens(
 def _outside(norms: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
     """The number of norms outside their bounds."""
     return int(((norms < low * (1 - TOLERANCE)) | (norms > high * (1 + TOLERANCE))).sum())
+
+
+def no_offsets(shape: Any, length: int) -> Offsets:
+    """Zero offsets for a sequence of `length` tokens in a model of this shape."""
+    layers = jnp.zeros((shape.num_layers, length, shape.hidden_size))
+    return Offsets(layers, jnp.zeros(shape.hidden_size))
+
+
+def next_logits(
+    definition: Any,
+    params: Any,
+    offsets: Offsets,
+    tokens: Int[Array, " L"],
+    index: Int[Array, ""],
+    *,
+    temperature: float = 1.0,
+) -> Float[Array, " V"]:
+    """float32 logits / temperature for the token after column `index` of a right-padded row."""
+    model = nnx.merge(definition, params)
+    positions = jnp.arange(tokens.shape[0])[None]
+    hidden = model(tokens[None], positions, offsets=offsets.layers)[0, index]
+    hidden = hidden + offsets.head.astype(hidden.dtype)
+    return einsum("d,vd->v", hidden, model.head.astype(hidden.dtype)) / temperature

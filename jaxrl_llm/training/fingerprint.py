@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import primitives, sharding
+from jaxrl_llm.models import hf, sharding
 
 
 def describe(tree: Any, *, values: bool = True) -> dict[str, list[Any]]:
@@ -59,4 +59,4 @@ def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 @jax.jit
 def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Checksums of the bits of each element."""
-    return [primitives.checksum(primitives.bits_of(x)) for x in sharding.on_devices(arrays)]
+    return [hf.checksum(hf.bits_of(x)) for x in sharding.on_devices(arrays)]

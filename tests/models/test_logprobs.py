@@ -39,7 +39,7 @@ def test_a_row_adds_up_its_gradients_in_float32(sizes):
 
 
 @meshes
-@pytest.mark.parametrize(("vocab", "count"), [(96, 8), (97, 3)])
+@pytest.mark.parametrize(("vocab", "count"), [(96, 8), (97, 3), (16, 8), (15, 7)])
 def test_rows_are_those_of_the_table(sizes, vocab, count):
     mesh = tiny.mesh_of(*sizes)
     table = jax.random.normal(jax.random.key(0), (vocab, 8))
@@ -73,6 +73,9 @@ def plain_scores(hidden, head, target, temperature, proxy):
         ((1, 8, 1), 64, 8, 6, 0.7, 0.7),
         ((1, 2, 4), 97, 3, 6, 0.7, 0.7),
         ((2, 2, 2), 64, 8, 6, 0.7, 0.7),
+        ((1, 8, 1), 16, 8, 3, 0.7, 0.7),  # from here on fewer words than tokens
+        ((1, 2, 4), 16, 3, 6, 0.7, 0.7),
+        ((2, 2, 2), 15, 8, 3, 0.7, 0.7),
     ],
 )
 def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, share):
@@ -105,7 +108,7 @@ def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 2, 4)], ids=["fsdp-8", "tensor-4"])
 def test_what_is_as_large_as_the_vocabulary_stays_at_home(sizes):
-    """The gradient of head and embedding: no collective is as large as a tenth of a table."""
+    """Of few tokens, for head and embedding: no collective is as large as a tenth of a table."""
     mesh, shape = tiny.mesh_of(*sizes), tiny.shape(vocab_size=4096, num_layers=1)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(shape, mesh=mesh)
@@ -115,6 +118,20 @@ def test_what_is_as_large_as_the_vocabulary_stays_at_home(sizes):
         sent = hlo.collectives(gradient.lower(params).compile())
     assert sent
     assert max(s.size for s in sent) < 4096 * 64 / 10
+
+
+def test_of_many_tokens_no_hidden_state_leaves_its_device():
+    """With more tokens in a group than the table has rows, the table is gathered, its gradient summed."""
+    mesh = tiny.mesh_of(1, 8, 1)
+    table, tokens = jnp.ones((16, 64)), jnp.zeros((8, 32), jnp.int32)
+
+    def total(table):
+        states = primitives.rows(table, tokens, jnp.float32)
+        return logprobs.chunked(states, table, tokens, tokens == 0).logp.sum()
+
+    with jax.set_mesh(mesh):
+        sent = hlo.collectives(jax.jit(jax.grad(total)).lower(on(mesh, table)).compile())
+    assert max(s.size for s in sent) == table.size < 8 * 32 * 64
 
 
 def test_what_does_not_divide_is_said_and_the_vocabulary_finds_another_place():

@@ -106,7 +106,7 @@ def test_what_a_person_reads(memory, verdict):
     line = "models/qwen2.py:66"
     gather = Collective("all-gather", "bf16[896,4864]", 29_800_000, 8, 8, 192, line)
     seconds = NOTHING | {"arithmetic": 2.0, "memory": 1.0}
-    program = plans.Compiled("update", 10 * 2**30, 2**30, 0, [gather], {}, 0, 1.0, seconds)
+    program = plans.Compiled("update", 10 * 2**30, 2**30, 0, [gather], {}, 0, 1.0, seconds, 0.25)
     mesh = {"data": 1, "fsdp": 8, "tensor": 1}
     made = plans.Plan("h100x8", mesh, 8, memory * 2**30, {"parameters": 2**26}, [program])
     assert made.seconds == (2.0, 3.0)
@@ -116,6 +116,8 @@ def test_what_a_person_reads(memory, verdict):
     said = " ".join(console.file.getvalue().split())
     for words in (verdict, "10.00 GiB", "64.0 MiB", line, "5.01", "2.0 s", "3.0 s", "5 min"):
         assert words in said
+    assert "25% of the update's arithmetic is recomputation" in said
+    assert "is 50% of what the machine could do meanwhile, 75% if everything overlaps" in said
     assert "--search" not in report.verdict(replace(made, timed=False))
 
 

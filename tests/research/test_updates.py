@@ -25,7 +25,7 @@ def tokens_of(mask, **known):
 
 
 def logits(params, offsets, tokens, index):
-    return logprobs.next_logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
+    return token_gradients.next_logits(DEFINITION, params, offsets, tokens, index, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def norms(params, tokens):
-    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
+    offsets = token_gradients.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     return token_gradients.make_norms(logits)(params, offsets, tokens)
 
 
@@ -102,7 +102,7 @@ def test_norms_over_parameters_are_those_of_the_trained_log_probs(params, tokens
 
 
 def test_every_token_of_a_model_keeps_the_bounds_at_every_layer(params, tokens, norms):
-    offsets = logprobs.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
+    offsets = token_gradients.no_offsets(tiny.SHAPE, tokens.tokens.shape[1])
     stretch = token_gradients.make_stretch(logits)(params, offsets, tokens)
     low, high = token_gradients.bounds(np.asarray(norms.rest), tiny.SHAPE.vocab_size)
     assert (low <= norms.at_logits * 1.0001).all()
