@@ -28,6 +28,7 @@ from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+ABANDONED = 5.0  # seconds that no file takes to be written
 
 # Files.
 
@@ -53,6 +54,14 @@ def write(path: Path, content: str | bytes, *, mode: int | None = None) -> None:
         if mode is not None:
             os.fchmod(file.fileno(), mode)
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def clear(folder: Path) -> None:
+    """Removes what killed writers of `replacing` left below a folder: files that have lain for ABANDONED."""
+    for half in [*folder.rglob(".*.new")]:
+        with suppress(FileNotFoundError):
+            if time.time() - half.stat().st_mtime > ABANDONED:
+                half.unlink()
 
 
 def sha256(path: Path) -> str:

@@ -77,6 +77,7 @@ def opened(
     folder.mkdir(parents=True, exist_ok=True)
     with storage.locked(folder):
         at(storage.spoken(folder))  # pull again: another may have written until now
+        storage.clear(folder)
         if resume:
             run = record.continued(folder, record.read(folder), source, origin, given)
             _require_model(folder, parts)

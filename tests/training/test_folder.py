@@ -56,6 +56,18 @@ def refused(opening, message, *given, **how):
     assert "\n" not in str(error.value)
 
 
+def test_what_a_killed_writer_left_is_cleared_away(begun, opening):
+    """Not what another command writes at this moment."""
+    (begun / "tokens").mkdir()
+    old, new = begun / ".curves.png.0123abcd.new", begun / "tokens" / ".step.npz.0123abcd.new"
+    for half in (old, new):
+        half.touch()
+    os.utime(old, (0, 0))
+    opening()
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_a_run_is_opened_again_as_it_was_started(begun, opening):
     assert folder.resumable(begun)
     assert {p.name for p in begun.iterdir()} == {"run.json", "config.py", "files", "model", "lock"}
