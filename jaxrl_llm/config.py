@@ -134,6 +134,10 @@ class Evaluation:
     def __post_init__(self):
         at_least(0, "evaluation", self, "every", "examples", "samples")
         at_least(1, "evaluation", self, "validation")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"evaluation: temperature = {self.temperature} must be a number from 0 on"
+            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, Evaluation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
@@ -118,6 +118,12 @@ def test_what_is_left_over_is_learned_from_a_step_late():
             replace(made(oversample=1.5), **changes)
     with pytest.raises(UserError, match="max_lag = 1 has each batch sampled before"):
         made(max_lag=1, oversample=1.5, vllm="python")
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
+def test_an_evaluation_has_a_temperature_from_0_on(temperature):
+    with pytest.raises(UserError, match="evaluation: temperature = "):
+        Evaluation(temperature=temperature)
 
 
 def test_recipes_that_drop_even_groups_do():

@@ -79,7 +79,9 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
             episode.turns.put_nowait(said)
         answer = {} if said.get("end") else await episode.says.get()
         if "prompt" not in answer or said.get("heard"):
-            episodes.pop(name).work.cancel()
+            over = episodes.pop(name, episode)
+            over.work.cancel()
+            over.says.put_nowait({"error": "ended"})  # to a step that was given up
         return web.json_response(answer)
 
     async def generate(request: web.Request) -> web.Response:

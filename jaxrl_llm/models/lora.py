@@ -99,6 +99,16 @@ def trained(shape: qwen2.Shape):
     return adapters(shapes) if shape.lora else shapes
 
 
+def beside(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
+    """The shape with these adapters; a UserError if they are of experts, which have none."""
+    ours = qwen2.LINEAR[4:]  # of an MLP
+    if lora and shape.mixture and (of_experts := [x for x in lora.targets if x in ours]):
+        raise UserError(
+            f"lora: a model with experts has no adapters of {', '.join(of_experts)}: leave them out of targets"
+        )
+    return replace(shape, lora=lora)
+
+
 def config_of(lora: Lora, base: str = "", revision: str | None = None) -> dict[str, Any]:
     """adapter_config.json; `base` is the name of the model that the adapters belong to."""
     return {
@@ -139,7 +149,7 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
 def load(folder: Path, shape: qwen2.Shape, mesh: Mesh) -> tuple[Lora, Any]:
     """`(lora, parameters)` of the adapters in a folder, sharded, in float32."""
     lora, _ = read_config(folder)
-    shapes = trained(replace(shape, lora=lora))
+    shapes = trained(beside(shape, lora))
     places = sharding.param_shardings(shapes, mesh)
     return lora, hf.read(folder, shapes, places, "float32", single=TENSORS, prefix=PREFIX)
 

@@ -130,7 +130,7 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
         base = name, _ = config.model.name, config.model.revision
         where = storage.local(name) if storage.is_url(name) else name
         source, shape, words = pretrained(where, config.model.revision, chat=config.model.chat)
-        shape = replace(shape, lora=config.model.lora)
+        shape = lora.beside(shape, config.model.lora)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)

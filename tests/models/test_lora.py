@@ -214,3 +214,11 @@ def test_adapters_that_are_not_ours_are_refused(folders, tmp_path, change, said)
     (tmp_path / there.name).write_bytes(there.read_bytes())
     with pytest.raises(UserError, match=said):
         jl.load(folders / "qwen2", adapter=tmp_path)
+
+
+def test_experts_have_no_adapters():
+    shape = tiny.FAMILIES["qwen3_moe"]
+    with pytest.raises(UserError, match="no adapters of gate_proj, up_proj, down_proj: leave them"):
+        lora.beside(shape, lora.Lora())
+    attention = lora.Lora(targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert lora.beside(shape, attention).lora == attention
