@@ -38,6 +38,8 @@ SMALL = {  # machine, mesh (data, fsdp, tensor), programs; the name says what el
     "v5e-4, fsdp 4, offloaded": ("v5e-4", (1, 4, 1), ("update",)),
     "v5e-4, fsdp 2 x tensor 2, padded": ("v5e-4", (1, 2, 2), ("update",)),
     "v5e-4, fsdp 4, sampling": ("v5e-4", (1, 4, 1), ("prefill", "decode")),
+    "h100x4, fsdp 4, few rows": ("h100x4", (1, 4, 1), ("score", "update")),
+    "v5e-4, fsdp 4, few rows": ("v5e-4", (1, 4, 1), ("update",)),
 }
 PRESETS = """kk 3B h100x4; kk 3B h100x8; kk 3B h100x8 1 x -1 x 4; kk 3B h200x1; kk 3B v5e-16; kk 3B v5p-8;
 kk 7B h100x4; kk 7B h100x8; kk 7B h200x1 offload both; kk 7B v5p:2x2x2; kk 14B h100x4 offload both; kk 14B h100x8;
@@ -54,7 +56,8 @@ def small(name: str) -> Plan:
     """A case of SMALL."""
     on, mesh, only = SMALL[name]
     made = quick.config(offload="both" if "offloaded" in name else "none")
-    shape = qwen2.Shape(1024, 256, 512, num_layers=2, num_heads=4, num_kv_heads=2, tied=True)
+    rows = 1024 if "few rows" in name else 4096  # of the vocabulary; a micro-batch has 2,044 tokens
+    shape = qwen2.Shape(rows, 256, 512, num_layers=2, num_heads=4, num_kv_heads=2, tied=True)
     lengths = {"prompt_length": 100, "response_length": 411}
     config = replace(
         made,
