@@ -44,7 +44,11 @@ TESTS = {
     ],
     "training/record.py": ["training/test_folder.py", "training/test_resume.py"],
     "training/leaving.py": ["training/test_leaving.py", "training/test_checkpoint.py"],
-    "rollouts/vllm/sync.py": ["rollouts/test_sync.py", "rollouts/test_checksums.py"],
+    "rollouts/vllm/sync.py": [
+        "rollouts/test_sync.py",
+        "rollouts/test_checksums.py",
+        "rollouts/test_vllm.py",
+    ],
     "rollouts/vllm/proof.py": ["rollouts/test_proof.py", "rollouts/test_checksums.py"],
 }
 # files of tests that mostly start processes; tried last, and not by --quick
