@@ -242,7 +242,7 @@ def _rows(
 
 def _each(
     model: Model, rows: list[np.ndarray], program: Any, *, shortest: int
-) -> Iterator[tuple[int, np.ndarray]]:
+) -> list[tuple[int, np.ndarray]]:
     """What `program(params, inputs)` gives for each row of at least `shortest` tokens, by its index."""
     spread = NamedSharding(model.mesh, P(sharding.BATCH))
     shards, found = model.mesh.shape["data"] * model.mesh.shape["fsdp"], []
@@ -251,8 +251,11 @@ def _each(
             inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
             placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
             found.append((some, program(model.params, placed)))
-        for some, values in found:
-            yield from zip(some, sharding.on_host(values), strict=False)
+        return [
+            pair
+            for some, values in found
+            for pair in zip(some, sharding.on_host(values), strict=False)
+        ]
 
 
 def _calls(

@@ -34,9 +34,7 @@ def make_devices():
     del os.environ["NPROC"]  # other processes have threads for their cores
 
 
-if (
-    "FORKED_LATER" not in os.environ
-):  # their threads would not be there in a fork (tests/mutants.py)
+if "FORKED_LATER" not in os.environ:  # by tests/mutants.py: a fork would not have their threads
     make_devices()
 CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learning.update", "rollouts.draw",
            "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm.sampler",

@@ -101,10 +101,10 @@ def trained(shape: qwen2.Shape):
 
 def beside(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
     """The shape with these adapters; a UserError if they are of experts, which have none."""
-    ours = qwen2.LINEAR[4:]  # of an MLP
-    if lora and shape.mixture and (of_experts := [x for x in lora.targets if x in ours]):
+    of_mlp = [name for name in lora.targets if name in qwen2.LINEAR[4:]] if lora else []
+    if shape.mixture and of_mlp:
         raise UserError(
-            f"lora: a model with experts has no adapters of {', '.join(of_experts)}: leave them out of targets"
+            f"lora: a model with experts has no adapters of {', '.join(of_mlp)}: leave them out of targets"
         )
     return replace(shape, lora=lora)
 

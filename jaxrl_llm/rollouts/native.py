@@ -144,9 +144,9 @@ class NativeSampler:
         while left:
             self._check()
             if again:
-                segments: dict[tuple[int, ...], list[Request]] = {}
+                segments = defaultdict[tuple[int, ...], list[Request]](list)
                 for request in again:
-                    segments.setdefault(request.prompt, []).append(request)
+                    segments[request.prompt].append(request)
                 cache, columns = grown(cache, columns, max(map(len, segments)))
                 waiting.append(self._prefilled(segments, count))
                 again.clear()

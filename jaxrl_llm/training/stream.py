@@ -64,10 +64,8 @@ class Stream(Generic[E]):
             batch.own.set_result((own(batch.examples, rollout), 0.0))
         if cursor is not None:
             data.set_state(cursor.data)
-        self.surplus: Answers | None = (
-            None  # groups for the next batch, and their places in the data
-        )
-        self._places, self._later = list[int](), None
+        self.surplus: Answers | None = None  # groups for the next batch
+        self._places, self._later = list[int](), None  # theirs in the data, and what follows them
         if cursor is not None and cursor.surplus is not None:
             places, rollout, rewards = cursor.surplus
             self._places, examples = [*places], [data.at(place) for place in places]

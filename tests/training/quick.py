@@ -88,7 +88,7 @@ def config(
         drop_even_groups=drop_even_groups,
         redraws=redraws,
         oversample=oversample,
-        ratios="sampler" if oversample > 1 else ratios,
+        ratios=ratios,
         save_every=2,
         show_samples_every=3,
         seed=seed,

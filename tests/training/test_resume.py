@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
         ("--family", "gemma3"),
         ("--family", "qwen3_moe"),
         ("--redraws", "2"),
-        ("--oversample", "2.5", "--eta", "0"),
+        ("--oversample", "2.5", "--ratios", "sampler", "--eta", "0"),
     ],
     ids=" ".join,
 )
