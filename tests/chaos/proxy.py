@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from tests.rollouts.fake_vllm import UnixServer
 
 Answer = tuple[int, bytes]
@@ -132,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             sampled = ROLLOUT if asked["temperature"] else EVALUATION
             kind = PROBE if "prompt_logprobs" in asked else sampled
+        elif kind == EXTENSION and "jaxrl_reload" in body:
+            kind = RELOAD
         lie, names = self.owner.lie_for(kind), ("Content-Type", "Authorization")
         sent = {name: self.headers[name] for name in names if self.headers[name]}
         try:

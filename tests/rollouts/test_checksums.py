@@ -157,10 +157,10 @@ class Workers(Fake):
         if path != serverside.EXTENSION:
             return super().received(path, query, body)
         asked = json.loads(body)
+        if asked["method"] == "jaxrl_reload":
+            return 200, json.dumps(self.route("/collective_rpc", asked)).encode()
         self.asked.append(asked.pop("method"))
         assert not asked
-        if self.asked[-1] == "jaxrl_before_reload":
-            return 200, b'{"results": [null]}'
         if self.told is not None:
             return 200, json.dumps(self.told).encode()
         results = []
@@ -198,15 +198,19 @@ def started_with(dtype="bfloat16"):
     return served().tensors(weights(0), dtype)
 
 
-def pushed(fake, root, params, dtype="bfloat16", shape=SHAPE, patience=5.0):
-    """The figures of a first sync of these parameters."""
-    made = VllmSampler(
+def sampler(fake, root, dtype="bfloat16", shape=SHAPE, patience=5.0):
+    return VllmSampler(
         [Server(fake.url, "key", 5.0)],
         WeightSync(root, patience=patience),
         served(shape),
         dtype=dtype,
         concurrency=4,
     )
+
+
+def pushed(fake, root, params, *how, **more):
+    """The figures of a first sync of these parameters."""
+    made = sampler(fake, root, *how, **more)
     made.push(params, 1)
     return made.sync
 
@@ -217,19 +221,37 @@ def test_a_sound_server_has_the_trainers_weights(tmp_path, size, dtype):
     """Of one worker or several, two of which share heads of keys and values; one has padding alone."""
     with Workers(started_with(dtype), size=size) as fake:
         figures = pushed(fake, tmp_path, weights(1), dtype)
-        assert fake.asked == ["jaxrl_before_reload", "reload_weights", "jaxrl_checksums"]
+        assert fake.asked == ["jaxrl_reload", "jaxrl_checksums"]
     assert figures["sync/proof"] == 1.0
     assert 0 < figures["sync/proof_seconds"] < 60
+
+
+def test_log_probs_are_compared_once_a_start_where_checksums_prove_the_rest(tmp_path):
+    probes = lambda: sum("prompt_logprobs" in body for body in fake.bodies)
+    with Workers(started_with()) as fake:
+        made = sampler(fake, tmp_path)
+        made.push(weights(1), 1)
+        assert probes() == 4
+        assert made.sync["sync/difference"] == 0.0
+        fake.logp -= 1  # what the comparison would see
+        made.push(weights(2), 2)
+        assert probes() == 4
+        assert "sync/difference" not in made.sync
+        assert made.sync["sync/proof"] == 1.0
+        fake.label = "default"  # as after a new start
+        with pytest.raises(UserError, match="differ from the trainer's"):
+            made.push(weights(3), 3)
 
 
 @pytest.mark.parametrize(("device", "kernel"), [("cpu", None), ("cuda:0", "kernel")])
 def test_a_reload_packs_experts_anew_on_a_cpu(device, kernel):
     method = SimpleNamespace(moe_kernel="kernel")
     modules = [SimpleNamespace(quant_method=x) for x in (method, None)] + [SimpleNamespace()]
-    made = serverside.Extension()
+    made, found = serverside.Extension(), []
     made.device, made.get_model = device, lambda: SimpleNamespace(modules=lambda: modules)
-    made.jaxrl_before_reload()
-    assert method.moe_kernel == kernel
+    made.reload_weights = lambda weights_path: found.append((weights_path, method.moe_kernel))
+    made.jaxrl_reload("folder")
+    assert found == [("folder", kernel)]
 
 
 def test_it_may_multiply_by_packed_copies(tmp_path):

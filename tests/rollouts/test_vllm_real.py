@@ -304,20 +304,19 @@ def test_a_response_does_not_depend_on_its_company(sampler):
 
 
 def test_twenty_syncs(sampler):
-    """Every one is proved by its probe; a prompt of more than a cache block shows a stale prefix cache."""
+    """Every one is proved by checksums; a prompt of more than a cache block shows a stale prefix cache."""
     long = [np.random.default_rng(1).integers(0, 96, 220).tolist()]
-    differences, seconds = [], []
+    seconds = []
     for version in range(2, 22):
         weights = params(version)
         sampler.push(weights, version)
         rollout = sampler.generate(long, n=2, sampling=SAMPLING)
         assert rollout.version == version
         assert worst(weights, rollout, 1.0) <= 1e-4
-        differences.append(sampler.sync["sync/difference"])
+        assert sampler.sync["sync/proof"] == 1.0
         seconds.append(sampler.sync["sync/reload"])
         assert len(list(sampler.weights.root.glob("weights-*"))) == 1
-    print(f"probe {max(differences):.2g}, reload {np.median(seconds):.3f} s, {sampler.sync}")
-    assert max(differences) <= 1e-4
+    print(f"reload {np.median(seconds):.3f} s, {sampler.sync}")
 
 
 def test_nothing_answers_without_the_key(sampler):

@@ -2,9 +2,10 @@
 
 HTTP 200 proves nothing: some backends keep part of the old weights and report no error. So after
 every load a server that we started tells a checksum of each tensor that it computes with, which
-one other bit changes. Then, and of other servers this alone, its log-probs of a few fixed sequences
-are compared with the trainer's, and with its own before. In bfloat16 server and trainer differ by
-far more than a step changes, but the server's own answers must have moved.
+one other bit changes. Its log-probs of a few fixed sequences are compared with the trainer's too:
+once after its start, for another config or kernel does not come later; at every load of a server
+that tells no checksums, and there with its own before. In bfloat16 server and trainer differ by far
+more than a step changes, but the server's own answers must have moved.
 """
 
 import time
@@ -24,12 +25,12 @@ SEEN = 1e-5  # share of the weights whose change must alter some bit of the answ
 
 
 class Proved(NamedTuple):
-    """The largest difference of log-probs; whether all bits of the weights are the same.
+    """The largest difference of log-probs if compared; whether all bits of the weights are the same.
 
     `seconds` is how long the server took to tell the latter.
     """
 
-    difference: float
+    difference: float | None
     exact: bool
     seconds: float
 
@@ -51,6 +52,7 @@ class Proof:
         self._expected = self._expected_before = np.zeros(0)
         self._answers: dict[str, np.ndarray] = {}
         self._answers_before: dict[str, np.ndarray] = {}
+        self._compared: set[str] = set()  # servers whose log-probs were the trainer's
 
     def expect(
         self,
@@ -69,6 +71,8 @@ class Proof:
         began = time.monotonic()
         exact = await self.same_weights(server, self._checksums, self._rank)
         seconds = time.monotonic() - began
+        if exact and server.url in self._compared:
+            return Proved(None, exact, seconds)
         sequences = probe_sequences(self._config["vocab_size"])
         got = np.concatenate([await server.score(x) for x in sequences])
         difference = float(np.abs(got - self._expected).max())
@@ -80,7 +84,12 @@ class Proof:
                 f"{_cause(stale, difference, self._config)}"
             )
         self._answers[server.url] = got
+        self._compared.add(server.url)
         return Proved(difference, exact, seconds)
+
+    def started(self, server: Server) -> None:
+        """Notes that a server has started: its log-probs are to be compared."""
+        self._compared.discard(server.url)
 
     async def same_weights(self, server: Server, ours: Mapping[str, int], rank: int = 0) -> bool:
         """Whether a server has the trainer's weights; False if it cannot tell, else a UserError.

@@ -106,10 +106,11 @@ class VllmSampler:
         figures = asdict(written) | {
             "probe": scored - start,
             "reload": time.monotonic() - summed,
-            "difference": max(one.difference for one in proved),
             "proof": float(all(one.exact for one in proved)),
             "proof_seconds": summed - scored + max(one.seconds for one in proved),
         }
+        if compared := [one.difference for one in proved if one.difference is not None]:
+            figures["difference"] = max(compared)
         self.sync = {f"sync/{name}": value for name, value in figures.items()}
 
     def generate(
@@ -172,10 +173,12 @@ class VllmSampler:
 
     async def _load(self, server: Server) -> Proved:
         folder = await self.weights.newest_for(server)
+        if await server.label() is None:  # it has just started
+            self._proof.started(server)
+            if self._served.adapter is not None:
+                await self._proof.same_weights(server, self._base)
         if self._served.adapter is None:
             return await load(server, folder, self._label, self._proof)
-        if await server.label() is None:  # it has just started
-            await self._proof.same_weights(server, self._base)
         return await load_adapters(server, folder, self._label, self._proof)
 
     async def _prepare(self, server: Server) -> None:

@@ -193,13 +193,14 @@ class Receiver:
 class Extension:
     """Methods for vLLM's workers, by --worker-extension-cls."""
 
-    def jaxrl_before_reload(self):
-        """Has the next reload pack experts for a CPU, which vLLM does only where a kernel is new."""
+    def jaxrl_reload(self, weights_path):
+        """Reloads weights, and packs experts for a CPU, which vLLM does only where a kernel is new."""
         worker: Any = self
         for module in worker.get_model().modules() if str(worker.device) == "cpu" else ():
             method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
+        worker.reload_weights(weights_path=weights_path)
 
     def jaxrl_checksums(self, rank=0):
         """Checksums of what this worker computes with, `{name: [[place, number], ...]}`.

@@ -6,7 +6,6 @@ files. Where only adapters are trained, servers start with the model, and get th
 """
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -124,10 +123,11 @@ async def load(
     """
     await server.post("/pause?mode=abort")
     await server.post("/update_weight_version", {"new_version": loading(label)})
-    with contextlib.suppress(NoRoute):  # not started by us
-        await server.post(EXTENSION, {"method": "jaxrl_before_reload"})
-    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-    await server.post("/collective_rpc", reload)
+    where = {"kwargs": {"weights_path": folder}}
+    try:
+        await server.post(EXTENSION, {"method": "jaxrl_reload"} | where)
+    except NoRoute:  # not started by us
+        await server.post("/collective_rpc", {"method": "reload_weights"} | where)
     if (await server.post("/reset_prefix_cache")).get("success") is not True:
         raise NoAnswer("its prefix cache was not cleared")
     await server.post("/resume")
