@@ -233,7 +233,7 @@ def test_log_probs_are_compared_once_a_start_where_checksums_prove_the_rest(tmp_
         made.push(weights(1), 1)
         assert probes() == 4
         assert made.sync["sync/difference"] == 0.0
-        fake.logp -= 1  # what the comparison would see
+        fake.logp -= 2  # what the comparison would see
         made.push(weights(2), 2)
         assert probes() == 4
         assert "sync/difference" not in made.sync
