@@ -83,8 +83,7 @@ class Checkpoints:
                 raise
 
     def clean(self) -> None:
-        """Makes the folder and removes unfinished checkpoints; for the run's only writer."""
-        self.folder.mkdir(exist_ok=True)
+        """Removes unfinished checkpoints; for the run's only writer."""
         for half in (*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(".*.gone")):
             shutil.rmtree(half)
         for path in self.folder.glob("[0-9]*"):

@@ -1,6 +1,7 @@
 """Fixtures of the tests that run the program."""
 
 import fcntl
+import gc
 import os
 import re
 import sys
@@ -14,9 +15,13 @@ from tests.training.process import finished
 
 
 @pytest.fixture(autouse=True)
-def _what_cannot_be_raised_is_reported(monkeypatch):
+def _what_cannot_be_raised_is_reported():
     """In the next test too, though an error of the disk has silenced it."""
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = sys.unraisablehook
+    yield
+    if sys.unraisablehook is not before:
+        gc.collect()  # what orbax has abandoned, while nobody hears it
+        sys.unraisablehook = before
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import storage
+from jaxrl_llm import distributed, storage
 from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.models import sharding
 from jaxrl_llm.training import checkpoint, fingerprint
-from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from tests.training.process import contents, steady
 
 
@@ -119,9 +120,9 @@ def test_a_damaged_checkpoint_is_renamed_once_an_older_one_was_read(three, caplo
     assert "checkpoint 6 is damaged" in caplog.text
     assert again.steps == [2, 4]
     aside = contents(three / "damaged-6-0")
-    assert {
-        three / "6" / p.relative_to(three / "damaged-6-0"): aside[p] for p in aside
-    }.items() <= before.items()
+    assert {three / "6" / p.relative_to(three / "damaged-6-0"): aside[p] for p in aside} == {
+        p: content for p, content in before.items() if p.is_relative_to(three / "6")
+    }
     with again:
         again.save(6, state(7), {"at": 6})  # the step can be saved anew
     assert again.steps == [2, 4, 6]
@@ -257,6 +258,59 @@ def test_the_newest_the_best_and_the_last_regular_ones_stay(tmp_path, steps, how
     assert saved(tmp_path / "c", *steps, **how).steps == left
 
 
+def test_going_back_keeps_the_later_ones_aside_in_a_bucket_too(url):
+    here = storage.local(url)
+    with storage.locked(here):
+        there = saved(here / "c", 2, 4, 6)
+        there.go_back(2)
+        assert there.steps == [2]
+        with there:
+            there.save(4, state(9), {})
+        there.go_back(2)
+    asides = {"2", "later-4-0", "later-4-1", "later-6-0"}
+    assert {p.name for p in there.folder.iterdir()} == asides
+    shutil.rmtree(here)
+    storage._MIRRORS.clear()
+    again = Checkpoints(storage.local(url) / "c")
+    storage.pull(again.folder)
+    assert {p.name for p in again.folder.iterdir()} == asides
+
+
+def test_a_save_is_on_disk_before_it_is_pushed(tmp_path, monkeypatch):
+    done = []
+    for name in ("sync_tree", "push"):
+        monkeypatch.setattr(storage, name, lambda path, name=name: done.append((name, path)))
+    saved(tmp_path / "c", 1)
+    assert done == [("sync_tree", tmp_path / "c" / "1"), ("push", tmp_path)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_where_hosts_see_folders_of_their_own_the_first_writes_for_all(
+    tmp_path, monkeypatch, first
+):
+    kept = saved(tmp_path / "c", 1).folder / "1"
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "first", lambda: first)
+    monkeypatch.setattr(distributed, "agree", lambda word: [word, word])
+    monkeypatch.setattr(storage, "shared", lambda folder: False)
+    gathered = []
+    monkeypatch.setattr(sharding, "on_first_host", lambda x: gathered.append(1) or np.asarray(x))
+    before = contents(kept)
+    with Checkpoints(tmp_path / "c") as there:
+        there.save(2, state(2), {})
+        there.replace(1, state(3))
+    assert len(gathered) == 2 * len(jax.tree.leaves(state()))
+    assert there.steps == ([1, 2] if first else [])
+    assert contents(kept) != before
+    assert kept.exists() == first
+
+
+def test_what_another_process_cannot_read_is_damaged_for_all(three, monkeypatch):
+    monkeypatch.setattr(distributed, "agree", lambda word: [word, "its part is damaged"])
+    with pytest.raises(DamageError, match="its part is damaged"):
+        Checkpoints(three).note(2)
+
+
 def test_a_step_that_is_there_is_not_saved_again_but_may_be_replaced(three):
     before = contents(three)
     with Checkpoints(three) as there:
@@ -311,6 +365,21 @@ def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
     with pytest.raises(told, match="cannot write a checkpoint" if told is UserError else None):
         save()
     there._writer.wait_until_finished()
+
+
+def test_a_write_that_failed_is_told_by_the_next_save(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    there = Checkpoints(tmp_path / "c")
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_finish", failing)
+        there.save(1, state(1), {})
+        with pytest.raises(UserError, match="cannot write a checkpoint"):
+            there.save(2, state(2), {})
+    with there:
+        there.save(2, state(2), {})
+    assert there.steps == [1, 2]
 
 
 def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):

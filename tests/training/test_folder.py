@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+import jaxrl_llm
 from jaxrl_llm import config, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
@@ -134,6 +136,34 @@ def test_a_damaged_record_is_one_line(begun, opening, content):
     assert contents(begun) == before
 
 
+def test_an_altered_record_is_refused(begun, opening):
+    run = json.loads((begun / "run.json").read_text())
+    (begun / "run.json").write_text(json.dumps({**run, "flags": {"seed": 1}}))
+    refused(opening, "run.json was altered: take it from a copy of the run")
+
+
+def test_a_checkout_tells_its_commit_and_whether_files_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxrl_llm, "__file__", str(tmp_path / "package" / "__init__.py"))
+    (tmp_path / "package").mkdir()
+    assert record.code() == {"version": jaxrl_llm.__version__}
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
+    known = {"version": jaxrl_llm.__version__, "commit": git("rev-parse", "HEAD")}
+    assert record.code() == {**known, "dirty": False}
+    (tmp_path / "file").write_text("another")
+    assert record.code() == {**known, "dirty": True}
+
+
 def test_a_run_of_an_older_version_is_refused(begun, opening):
     run = json.loads((begun / "run.json").read_text())
     (begun / "run.json").write_text(json.dumps({**run, "version": 1}))
@@ -163,11 +193,13 @@ def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_helper.py").write_text("factor = 2")
     importlib.import_module("a_helper")
+    (tmp_path / "user_config.py").write_text("")  # as files are called that a run keeps
+    importlib.import_module("user_config")
     before = record.modules()
     (tmp_path / "a_helper.py").write_text("factor = 3")
     after = record.modules()
     assert {name for name in before if before[name] != after[name]} == {"module a_helper"}
-    assert not any("numpy" in name or "jaxrl_llm." in name for name in before)
+    assert not any(x in name for name in before for x in ("numpy", "jaxrl_llm.", "user_config"))
 
 
 def test_two_runs_are_told_apart():
