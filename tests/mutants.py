@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 KNOWN = ROOT / "tests/survivors.json"
 TESTS = {
-    "storage.py": ["training/test_storage.py"],
+    "storage.py": ["training/test_storage.py", "training/test_folder.py"],
     "distributed.py": ["training/test_distributed.py", "training/test_shares.py"],
     "training/checkpoint.py": ["training/test_checkpoint.py", "training/test_resume.py"],
     "training/folder.py": [

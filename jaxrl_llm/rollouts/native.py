@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import Decoder, Unrolled
@@ -116,7 +115,8 @@ class NativeSampler:
         if n < 1 or not prompts or not all(map(len, prompts)):
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
         made = [Episode(sampling, len(prompt)) for prompt in prompts for _ in range(n)]
-        with jax.set_mesh(self.mesh):
+        # what the host has changed goes along with a call: a device_put of its own takes longer
+        with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
             self._serve(number(prompts, n), made, sampling, reply)
         return rollout(prompts, made, turns=reply is not None, version=self.version)
 
@@ -128,7 +128,7 @@ class NativeSampler:
         columns = self._columns(longest + self.stride, limit)
         cache = self._empty(self.slots, columns)
         slots = idle_slots(self.slots, sampling.max_tokens, turns=reply is not None)
-        rules = self._everywhere(rules_of(sampling))
+        rules = rules_of(sampling)
         working: dict[int, Request] = {}  # by slot
         asked: dict[int, futures.Future[Any]] = {}  # replies to come, by slot
         left = len(made)
@@ -163,18 +163,14 @@ class NativeSampler:
                 quota = max(1, live.sum() // 16)
             steps = max(LOOK, self.stride) if asked else self.steps
             steps = steps if columns == limit else min(steps, columns - end)
-            now = self._everywhere((slots, rules, np.int32(quota), np.int32(steps)))
             began = time.perf_counter()
-            cache, *done = self._run(self.params, cache, *now)
+            ends = np.int32(quota), np.int32(steps)
+            cache, *done = self._run(self.params, cache, slots, rules, *ends)
             slots, steps = jax.tree.map(np.array, jax.device_get(done))
             busy += time.perf_counter() - began
             count["decode_steps"] += int(steps)
             left -= _collect(slots, working, asked, made, reply, again)
         self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}
-
-    def _everywhere(self, arrays: Any) -> Any:
-        """Copies host arrays to every device of this process."""
-        return jax.device_put(arrays, NamedSharding(self.mesh, P()))
 
     def _columns(self, needed: int, limit: int) -> int:
         """Columns of the cache: all, or if `static` a power of two, for few compilations."""
@@ -190,7 +186,7 @@ class NativeSampler:
                 for row, prompt in enumerate(some):
                     tokens[row, : len(prompt)] = prompt
                     count["prefill_tokens"] += len(prompt)
-                cache = self._prefill(self.params, self._everywhere(tokens))
+                cache = self._prefill(self.params, tokens)
                 for row, prompt in enumerate(some):
                     yield from ((cache, row, request) for request in requests[prompt])
 
@@ -206,7 +202,7 @@ class NativeSampler:
                     slot[i], which[i], working[s] = s, row, request
                     _start(slots, s, request)
                 prompts = some[0][1][0]
-                cache = self._insert(cache, prompts, *self._everywhere((slot, which)))
+                cache = self._insert(cache, prompts, slot, which)
         return cache
 
 

@@ -355,6 +355,7 @@ def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch)
     mirror = storage._mirror_of(here)
     monkeypatch.setattr(type(mirror._objects), "retries", 1)
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.5)
+    monkeypatch.setattr(storage, "SHORTEST", 0.1)  # several attempts, and one warning
     fill(here, "a")
     wire.cut()
     start = time.monotonic()
@@ -478,6 +479,12 @@ def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
     for name in ("/picture.png", "picture.png", "a/picture.png", str(tmp_path / "picture.png")):
         with storage.sent(name) as path:
             assert path == Path(name)
+
+
+def test_a_file_is_sent_to_a_bucket_once_it_is_written(url):
+    with storage.sent(f"{url}/a/picture.png") as path:
+        path.write_text("drawn")
+    assert [*objects(url)] == ["a/picture.png"]
 
 
 def test_of_many_at_once_one_writes(url, monkeypatch):
