@@ -11,6 +11,7 @@ import threading
 import tracemalloc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -256,6 +257,122 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
         assert list(rollout.responses) == expected_responses(2)
         assert Path(new.loaded[-1]).parent == fresh
         assert same(new.loaded[-1], newest(root))
+
+
+@pytest.mark.parametrize("found", [{"path": 3, "files": []}, {"path": "/x", "files": None}])
+def test_a_host_that_says_nothing_of_its_weights_is_asked_again(root, found):
+    class Silent(Fake):
+        def received(self, path, query, body):
+            return 200, json.dumps(found).encode()
+
+    with Silent() as fake, pytest.raises(UserError, match="not say where it reads weights"):
+        carried(fake, root=root, patience=0.2).push(WEIGHTS, 1)
+    assert fake.calls["/weights/find"] > 1
+
+
+def test_who_restarts_servers_hears_of_a_folder_before_they_load_it(root):
+    with Fake() as fake:
+        made, heard = sampler_of(fake, root=root), []
+        made.weights.publish = lambda folder: heard.append((folder, [*fake.loaded]))
+        made.push(WEIGHTS, 1)
+        assert heard == [(newest(root), [])]
+
+
+class Adapted(Fake):
+    """A server that takes adapters beside its model by vLLM's own routes."""
+
+    def __init__(self, **how):
+        self.adapters, self.wrong = dict[str, Path](), []
+        super().__init__(**how)
+
+    def route(self, path, body):
+        if path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = Path(body["lora_path"])
+            self.wrong += [self.label] if self.label != sync.loading(body["lora_name"]) else []
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        if path == "/v1/models":
+            ours = [{"id": name, "parent": "policy"} for name in self.adapters]
+            return {"data": [{"id": "policy", "parent": None}, *ours]}
+        if path == "/v1/completions" and body["model"] not in self.adapters:
+            self.wrong.append(body["model"])
+        return super().route(path, body)
+
+
+def adapting(fake, root):
+    """A sampler of adapters, and the folders that it has published."""
+    made = sampler_of(fake, root=root)
+    made._served.adapter = SimpleNamespace(
+        rank=4,
+        config=lambda params, dtype: {"peft_type": "LORA", "dtype": dtype},
+        tensors=lambda params, dtype: {"a.lora_A": params["a"]}.items(),
+        checksums=lambda params, dtype: {},
+    )
+    published = []
+    made.weights.publish = published.append
+    return made, published
+
+
+def test_adapters_go_beside_the_model_and_the_newest_alone_stay(root):
+    with Adapted() as fake:
+        made, published = adapting(fake, root)
+        for version in (1, 2):
+            made.push(WEIGHTS, version)
+            ((name, folder),) = fake.adapters.items()
+            assert fake.label == name
+            assert {p.name for p in folder.iterdir()} == {
+                "adapter_config.json",
+                "adapter_model.safetensors",
+            }
+        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert list(rollout.responses) == expected_responses(2)
+    assert not fake.wrong
+    assert not fake.loaded
+    assert published == [root / "base"]
+    assert (root / "base" / "config.json").exists()
+
+
+def test_who_starts_elsewhere_is_not_given_the_model(root):
+    with Adapted() as fake:
+        made, published = adapting(fake, root)
+        made.weights.remote = True
+        made.push(WEIGHTS, 1)
+        assert not published
+        assert not (root / "base").exists()
+
+
+def while_it_is_proved(label, *, once):
+    """A fault: a server gets another label while it is asked for log-probs."""
+    left = [label] if once else [label] * 99
+
+    def fault(path, body, number):
+        del body, number
+        if path == "/v1/completions" and left:
+            fault.fake.label = left.pop()
+
+    return fault
+
+
+@pytest.mark.parametrize("kind", [Fake, Adapted])
+def test_a_server_that_starts_again_while_it_loads_is_loaded_again(root, kind):
+    fault = while_it_is_proved("default", once=True)
+    with kind(fault=fault) as fake:
+        fault.fake = fake
+        made = adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
+        made.push(WEIGHTS, 1)
+        loads = "/collective_rpc" if kind is Fake else "/v1/load_lora_adapter"
+        assert fake.calls[loads] == 2
+        assert fake.label.endswith("-1")
+
+
+@pytest.mark.parametrize("kind", [Fake, Adapted])
+def test_a_server_that_another_trainer_loads_meanwhile_is_refused(root, kind):
+    fault = while_it_is_proved("theirs", once=False)
+    with kind(fault=fault) as fake:
+        fault.fake = fake
+        made = adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
+        with pytest.raises(UserError, match="was given the weights theirs by somebody else"):
+            made.push(WEIGHTS, 1)
 
 
 def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):
