@@ -281,6 +281,8 @@ def job(monkeypatch):
     monkeypatch.setattr(distributed, "BEAT", 0.02)
     monkeypatch.setattr(distributed, "LEAVE", 1.0)
     yield made
+    for watch in [one for one in threading.enumerate() if "(_watch" in one.name]:
+        watch.join(30)  # it would find the store of another test
     jax.config.update("jax_enable_compilation_cache", True)
 
 

@@ -1,5 +1,6 @@
 """What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -10,12 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxrl_llm
 from jaxrl_llm import config, storage, userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import tokenizer
+from jaxrl_llm.learning import update
+from jaxrl_llm.models import sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record
 from jaxrl_llm.training.checkpoint import Checkpoints
@@ -239,6 +243,92 @@ def test_weights_are_read_of_a_run_alone(begun):
     (begun / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged: take it from a copy"):
         folder.weights(begun)
+
+
+def filled(like, value):
+    return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype, device=x.sharding), like)
+
+
+@pytest.fixture
+def two(begun, made):
+    """A run with checkpoints of its warm start (1) and of reinforcement (2); the first scored best."""
+    optimizer = quick.config().optimizer
+    with Checkpoints(begun / folder.CHECKPOINTS) as there:
+        for step, phase in ((1, "warm_start"), (2, "reinforce")):
+            state = update.init_state(filled(made.like, step), optimizer)
+            there.save(step, state._replace(step=jnp.int32(7)), {"phase": phase})
+    scored = {"phase": "reinforce", "eval/accuracy": 0.1}
+    records = [scored | {"step": s, "eval/accuracy": a} for s, a in ((0, 0.1), (1, 0.9), (2, 0.5))]
+    (begun / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return begun
+
+
+def value(params):
+    (found,) = {float(x.ravel()[0]) for x in jax.tree.leaves(params)}
+    return found
+
+
+def test_the_best_policy_is_read_unless_another_is_asked_for(two, made):
+    assert [folder.params(two, made)[0], value(folder.params(two, made)[1])] == [1, 1.0]
+    assert [folder.params(two, made, 2)[0], value(folder.params(two, made, 2)[1])] == [2, 2.0]
+    assert value(folder.weights(two)[2]) == 1.0
+    with pytest.raises(UserError, match=r"has no checkpoint of step 3, only of \[1, 2\]"):
+        folder.params(two, made, 3)
+    (two / "metrics.jsonl").unlink()
+    assert folder.params(two, made)[0] == 2
+
+
+def test_the_state_of_a_warm_start_has_a_fresh_optimizer(two, made):
+    optimizer = quick.config().optimizer
+    read = lambda step: folder.state(two, made, optimizer, step)
+    assert [int(read(step).step) for step in (1, 2)] == [0, 7]
+    assert [value(read(step).params) for step in (1, 2)] == [1.0, 2.0]
+
+
+def test_a_damaged_checkpoint_comes_with_the_others(two, made):
+    for step, advice in ((1, r"try --step with one of \[2\]"), (2, "there is no other")):
+        for path in (two / "checkpoints" / str(step)).rglob("d/*"):
+            path.write_bytes(b"")
+        with pytest.raises(UserError, match=rf"checkpoint {step} of .* is damaged .*: {advice}"):
+            folder.params(two, made)
+        shutil.rmtree(two / "checkpoints" / "1", ignore_errors=True)
+
+
+def test_a_run_has_made_no_more_steps_than_it_is_asked_for(two):
+    folder.require_at_most(two, 1, 1)
+    with pytest.raises(UserError, match="has made 2 steps of reinforcement, more than --steps 1"):
+        folder.require_at_most(two, 0, 1)
+
+
+def test_the_reference_is_the_policy_before_reinforcement(begun, made, monkeypatch):
+    with pytest.raises(UserError, match="initial, the policy before reinforcement, is gone"):
+        folder.reference(begun, made, quick.config())
+    assert folder.initial(begun, made) is None
+    with Checkpoints(begun / folder.INITIAL) as there:
+        there.save(0, filled(made.like, 3), {})
+    assert value(folder.initial(begun, made)) == 3.0
+    assert value(folder.reference(begun, made, quick.config())) == 3.0
+    monkeypatch.setattr(sharding, "to_hosts", lambda params: "in the hosts' memory")
+    found = folder.reference(begun, made, replace(quick.config(), offload="reference"))
+    assert found == "in the hosts' memory"
+    assert value(folder.reference(begun, made, quick.config())) == 3.0
+
+
+def test_where_a_run_began_is_as_given_or_as_recorded(begun, tmp_path):
+    assert folder.origin(tmp_path / "new", None, resuming=False) is None
+    assert folder.origin(begun, None, resuming=True) is None
+    assert folder.origin(begun, tmp_path, resuming=True) == tmp_path
+
+
+def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):
+    url = f"s3://{s3.BUCKET}/ended"
+    out = folder.at(url)
+    with contextlib.suppress(KeyError), folder.opened(out, made, SOURCE, resume=False):
+        (out / "samples.txt").write_text("late")
+        raise KeyError
+    other = storage._Mirror(url)
+    other.pull("", "")
+    assert (other.folder / "samples.txt").read_text() == "late"
 
 
 def test_other_processes_see_a_run_in_a_bucket_before_it_has_saved(made, wire):
