@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxrl_llm import distributed
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training.leaving import UNFINISHED, Stop
 from tests.processes import QUICKLY
 from tests.training.process import QUICK, ROOT, metrics, port
@@ -361,3 +361,59 @@ def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
     assert 0.4 < time.monotonic() - before < 20.0
     assert not job.said
     waits.set()
+
+
+def test_who_is_lost_is_not_told_in_too_few_seconds(job):
+    with (
+        pytest.raises(UserError, match="--lost 0.5: at least 5 seconds"),
+        distributed.joined("1/2@a:1", Stop(), lost=0.5),
+    ):
+        pass
+    assert not job.store
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_that_stalls_tells_the_others_before_it_ends(job, monkeypatch, index):
+    """The first waits a little: the store, in which they read it, ends with it."""
+    stop, told = Stop(), []
+    job.index = index
+    monkeypatch.setattr(distributed, "LEAVE", 0.3)
+    monkeypatch.setattr(stop, "stall", lambda reason: told.append((reason, dict(job.store))))
+    before = time.monotonic()
+    distributed.stalled("no progress", stop)
+    assert told == [("no progress", {f"ended/{index}": f"{distributed.STALLED}: no progress"})]
+    assert (time.monotonic() - before > 0.3) == (index == 0)
+
+
+def test_one_alone_that_stalls_has_nobody_to_tell(monkeypatch):
+    stop, told = Stop(), []
+    monkeypatch.setattr(stop, "stall", told.append)
+    distributed.stalled("no progress", stop)
+    assert told == ["no progress"]
+
+
+@pytest.mark.parametrize("asked", ["here", "while it works", "elsewhere"])
+def test_a_share_is_left_by_all_if_one_is_asked_to_stop(job, monkeypatch, asked):
+    stop, said = Stop(), []
+    elsewhere = "leave" if asked == "elsewhere" else ""
+    monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [elsewhere, word])
+    stop.asked = asked == "here"
+
+    def work():
+        if asked == "while it works":
+            raise Leaving
+
+    with pytest.raises(Leaving):
+        distributed.share(work, stop, to_bytes=repr, from_bytes=repr)
+    assert said == ["" if elsewhere else "leave"]
+
+
+def test_words_are_read_by_all_and_then_forgotten(job):
+    """A process deletes its word of a round when all have come to the next."""
+    job.store["round/1/0"], job.store["round/2/0"] = "a", "c"
+    job.store.blocking_key_value_get = lambda key, _: job.store[key]
+    job.store.key_value_delete = job.store.pop
+    assert distributed.agree("b") == ["a", "b"]
+    assert "round/1/1" in job.store
+    assert distributed.agree("d") == ["c", "d"]
+    assert sorted(job.store) == ["round/1/0", "round/2/0", "round/2/1"]
