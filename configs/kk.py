@@ -50,6 +50,7 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 350,
     tensor: int = 1,
+    microbatches: int = 32,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -62,6 +63,7 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 64 x 8 responses.
         tensor: devices that share a layer; the others share the parameters (fsdp).
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -79,7 +81,7 @@ def config(
             partition=partial(partition.lopti, eta=eta) if eta else partition.together,
         ),
         optimizer=optimizers.adamw(learning_rate),
-        collate=Collator(400, 4096, minibatches=2, microbatches=32, pack=True),
+        collate=Collator(400, 4096, minibatches=2, microbatches=microbatches, pack=True),
         steps=steps,
         prompts=64,
         group_size=8,

@@ -53,6 +53,7 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 0,
     tensor: int = 1,
+    microbatches: int = 64,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -69,6 +70,7 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 128 x 8 responses (default: the paper's epochs).
         tensor: devices that share a layer; the others share the parameters (fsdp).
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -86,7 +88,7 @@ def config(
             partition=partial(partition.lopti, eta=eta) if eta else partition.together,
         ),
         optimizer=optimizers.adamw(learning_rate),
-        collate=Collator(400, 4096, minibatches=2, microbatches=64, pack=True),
+        collate=Collator(400, 4096, minibatches=2, microbatches=microbatches, pack=True),
         steps=steps or STEPS[collection],
         prompts=128,
         group_size=8,
