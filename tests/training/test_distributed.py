@@ -365,7 +365,7 @@ def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
 
 def test_who_is_lost_is_not_told_in_too_few_seconds(job):
     with (
-        pytest.raises(UserError, match="--lost 0.5: at least 5 seconds"),
+        pytest.raises(UserError, match=r"--lost 0\.5: at least 5 seconds"),
         distributed.joined("1/2@a:1", Stop(), lost=0.5),
     ):
         pass
