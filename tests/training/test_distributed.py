@@ -1,5 +1,6 @@
 """Several processes are one run: the steps of one process, left together, and none waits for a dead one."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -351,14 +353,16 @@ def test_a_hang_of_another_ends_this_one_with_its_stacks(job, monkeypatch):
 
 def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
     """All have come to the last barrier, and one does not leave: the work is done, no one may hang."""
-    waits = threading.Event()
-    monkeypatch.setattr(distributed, "agree", lambda word: [word])
+    waits, told = threading.Event(), []
+    agree = lambda word: told.append(job.store.get("ended/1")) or [word]
+    monkeypatch.setattr(distributed, "agree", agree)
     monkeypatch.setattr(distributed, "LEAST_LOST", 0.1)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: waits.wait(60.0))
     before = time.monotonic()
     with distributed.joined("1/2@a:1", Stop(), lost=0.5):
         pass
     assert 0.4 < time.monotonic() - before < 20.0
+    assert told == [""]  # before the barrier: no one may be taken for lost behind it
     assert not job.said
     waits.set()
 
@@ -417,3 +421,51 @@ def test_words_are_read_by_all_and_then_forgotten(job):
     assert "round/1/1" in job.store
     assert distributed.agree("d") == ["c", "d"]
     assert sorted(job.store) == ["round/1/0", "round/2/0", "round/2/1"]
+
+
+def test_an_end_is_a_line_and_a_code(job, monkeypatch, capfd):
+    codes = []
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    distributed._end("process 1 on b has ended: disk full")
+    assert codes == [2]
+    said = capfd.readouterr().err
+    assert said.startswith("jaxrl-llm: process 1 on b has ended: disk full; this process ends too")
+    monkeypatch.setattr(distributed, "_JOB", job)
+    distributed._aborted(signal.SIGABRT)  # by JAX, where the first is gone
+    assert codes == [2, 2]
+    assert "process 0 on a, through which all meet, is gone" in capfd.readouterr().err
+
+
+def test_how_processes_meet(monkeypatch):
+    """By JAX, which would catch SIGTERM and abort: it is told not to, and is not waited for without end."""
+    done = []
+    state = SimpleNamespace(process_id=1, num_processes=2, client="the store")
+    timer = SimpleNamespace(start=lambda: done.append("timer"), cancel=lambda: done.append("met"))
+    libc = SimpleNamespace(signal=lambda number, _: done.append(number))
+    monkeypatch.setattr(distributed, "_JOB", job := distributed._Job())
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: done.append(how))
+    monkeypatch.setattr("jax._src.distributed.global_state", state)
+    monkeypatch.setattr(distributed, "agree", lambda word: ["one", "other"])
+    monkeypatch.setattr(distributed.threading, "Timer", lambda *_, **__: timer)
+    monkeypatch.setattr(distributed.ctypes, "CDLL", lambda _: libc)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: done.append((name, value)))
+    distributed._join("1/2@host:1")
+    where = {"process_id": 1, "num_processes": 2, "coordinator_address": "host:1"}
+    timed = {"initialization_timeout": 2 * distributed.MEETING}
+    timed |= {"heartbeat_timeout_seconds": distributed._FOREVER}
+    assert done == [
+        "timer",
+        ("jax_enable_preemption_service", False),
+        where | {"cluster_detection_method": "deactivate"} | timed,
+        "met",
+        signal.SIGABRT,
+        ("jax_cuda_visible_devices", "all"),  # one process a host
+    ]
+    assert (job.index, job.count, job.store) == (1, 2, "the store")
+    assert job.names == ["process 0 on one", "process 1 on other"]
+    done.clear()
+    monkeypatch.setattr(distributed, "agree", lambda word: ["one", "one"])
+    distributed._join("0/2@host:1")
+    assert done[2]["coordinator_bind_address"] == "host:1"
+    assert done[-1] == signal.SIGABRT
