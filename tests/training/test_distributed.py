@@ -318,6 +318,15 @@ def test_ones_own_error_is_told_the_others_at_once(job, error, told, gone):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_first_stays_until_the_others_have_read_its_error(job, monkeypatch, index):
+    monkeypatch.setattr(distributed, "LEAVE", 0.3)
+    job.index, start = index, time.monotonic()
+    with pytest.raises(UserError), distributed.joined("0/2@a:1", Stop()):
+        raise UserError("full")
+    assert (time.monotonic() - start > 0.3) == (index == 0)
+
+
 def wait_in_a_job(condition, stop):
     """Until that holds, and no longer than half a minute."""
     with suppress(UserError), distributed.joined("1/2@a:1", stop, lost=5.0):
