@@ -63,8 +63,9 @@ class Collator:
     """How a rollout becomes a batch.
 
     Mini-batches are equal runs of consecutive rows, each split into `microbatches` slices for
-    gradient accumulation, each slice a multiple of `shards` bins. `prompt_length` and
-    `response_length` are limits in tokens; lengths are rounded up to multiples of `round_to`.
+    gradient accumulation, each slice a multiple of `shards` bins: fewer slices where shards are
+    more than the bins of one. `prompt_length` and `response_length` are limits in tokens; lengths
+    are rounded up to multiples of `round_to`.
 
     With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then
     depend on the limits alone, so there is one compilation: slices are filled in turn, and empty
@@ -165,11 +166,12 @@ class Collator:
         while most < max(map(len, filled)):
             most *= 2
         bins = _round_up(-(-most // self.microbatches), self.shards)
+        slices = self.minibatches, -(-most // bins), bins
         if self.pack:
-            return self.minibatches, self.microbatches, bins, self._capacity, self._capacity
+            return *slices, self._capacity, self._capacity
         longest = max((sum(len(s.prompt) + len(s.response) for s in b) for b in flat), default=1)
         length = min(_round_up(longest, self.round_to), self._capacity)
-        return self.minibatches, self.microbatches, bins, length, width
+        return *slices, length, width
 
 
 @dataclass(frozen=True)

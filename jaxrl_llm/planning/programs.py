@@ -167,9 +167,9 @@ class Step:
             parts["cache"] = local_bytes(self.cache)
             if self.copies_weights:
                 parts["sampler's copy"] = local_bytes(self.weights)
-        sums = 2 if config.collate.microbatches > 1 else 1  # a micro-batch's, and their sum
-        parts["gradients"] = sums * params
         bins = self.batch.inputs.tokens
+        sums = 2 if bins.shape[1] > 1 else 1  # a micro-batch's, and their sum
+        parts["gradients"] = sums * params
         rows, length = bins.sharding.shard_shape(bins.shape)[2:]
         if config.compute.remat is jax.checkpoint:
             width = self.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
@@ -220,14 +220,14 @@ class Step:
         others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
-        steps = limit.minibatches * config.objective.stages
+        steps, slices = limit.minibatches * config.objective.stages, self.batch.inputs.tokens.shape[1]
         score = Program(
             "score",
             self._score,
             beside=others + waiting,
             runs=(1 + config.keeps_reference) * share,
             flops=work["score"],
-            moved=limit.minibatches * limit.microbatches * params,
+            moved=limit.minibatches * slices * params,
             copied=waiting,
         )
         credit = Program("credit", lambda: self._credit, beside=others)
@@ -238,7 +238,7 @@ class Step:
             runs=share,
             flops=work["update"],
             # a micro-batch reads the weights twice and adds its gradients up: 2 reads, 1 write
-            moved=steps * (2 * state + limit.microbatches * (5 * moving + 2 * frozen)),
+            moved=steps * (2 * state + slices * (5 * moving + 2 * frozen)),
             copied=steps * 2 * host_bytes(self.state),
             recomputed=1 - work["update, nothing twice"] / work["update"],
         )
