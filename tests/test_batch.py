@@ -133,3 +133,9 @@ def test_slices_divide_over_shards(shards, pack):
 def test_a_bin_that_is_just_full_is_filled():
     batch = tiny.collator(pack=True)(Rollout([[1] * 8] * 2, [[2] * 3] * 2, [[0.0] * 3] * 2))
     assert batch.inputs.scored.any(-1).sum() == 1
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_there_are_no_more_slices_than_there_are_bins_for_all_shards(pack):
+    batch = tiny.collator(microbatches=16, shards=8, pack=pack)(tiny.rollout(rows=16))
+    assert batch.inputs.tokens.shape[:3] == (1, 2, 8)

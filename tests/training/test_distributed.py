@@ -478,3 +478,12 @@ def test_how_processes_meet(monkeypatch):
     distributed._join("0/2@host:1")
     assert done[2]["coordinator_bind_address"] == "host:1"
     assert done[-1] == signal.SIGABRT
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_the_first_has_is_had_by_all(job, monkeypatch, index):
+    job.index, made, said = index, [], []
+    monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or ["[1, 2]", ""])
+    assert distributed.from_first(lambda: made.append(0) or [1, 2]) == [1, 2]
+    assert said == [["[1, 2]"], [""]][index]
+    assert len(made) == (index == 0)
