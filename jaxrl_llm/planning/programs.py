@@ -220,7 +220,8 @@ class Step:
         others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
-        steps, slices = limit.minibatches * config.objective.stages, self.batch.inputs.tokens.shape[1]
+        steps = limit.minibatches * config.objective.stages
+        slices = self.batch.inputs.tokens.shape[1]
         score = Program(
             "score",
             self._score,
