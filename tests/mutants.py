@@ -17,6 +17,7 @@ import gc
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -54,6 +55,7 @@ TESTS = {
 # files of tests that mostly start processes; tried last, and not by --quick
 PROCESSES = {"training/test_resume.py", "training/test_commands.py", "training/test_distributed.py"}
 SPOKEN = {"say", "warning", "print", "_say"}  # calls that only tell people something
+MEMORY = 12 * 2**30  # bytes that the tests may take; a loop without end takes any
 LINES, NOW = (
     "MUTANTS_LINES",
     "MUTANTS_TEST",
@@ -173,6 +175,7 @@ class Tests:
             code = 1
             try:
                 os.setpgid(0, 0)
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
                 sys.modules["tests.conftest"].make_devices()
                 code = self._quiet(work)
             finally:
