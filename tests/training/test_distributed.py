@@ -487,3 +487,43 @@ def test_what_the_first_has_is_had_by_all(job, monkeypatch, index):
     assert distributed.from_first(lambda: made.append(0) or [1, 2]) == [1, 2]
     assert said == [["[1, 2]"], [""]][index]
     assert len(made) == (index == 0)
+
+
+def test_a_store_that_cannot_be_reached_ends_this_process(job):
+    job.store.gone = jax.errors.JaxRuntimeError("UNAVAILABLE: closed")
+    wait_in_a_job(job.ended.is_set, Stop())
+    assert job.said[0] == "process 0 on a, through which all meet, cannot be reached"
+
+
+def test_processes_on_cpus_read_no_programs_from_a_cache(job, monkeypatch):
+    monkeypatch.setattr(distributed, "agree", lambda word: [word])
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    with distributed.joined("1/2@a:1", Stop()):
+        assert not jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with distributed.joined("1/2@a:1", Stop()):
+        assert jax.config.jax_enable_compilation_cache
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere", ""])
+def test_all_save_where_one_finds_it_is_time(job, monkeypatch, where):
+    stop, said = Stop(), []
+    stop.save_seconds = -1.0 if where == "here" else 1000.0
+    other = "save" if where == "elsewhere" else ""
+    monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [other, word])
+    distributed.check(stop)
+    assert said == ["save" if where == "here" else ""]
+    assert stop.save == bool(where)
+
+
+def test_who_does_not_meet_the_others_says_so(monkeypatch):
+    def fails(**_):
+        raise RuntimeError("DEADLINE_EXCEEDED: nobody is there")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(UserError, match="--process 1/2@a:1: the processes did not find one"):
+        distributed._join("1/2@a:1")
+    timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
+    assert all(one.finished.is_set() for one in timers)
