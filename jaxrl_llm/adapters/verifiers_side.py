@@ -112,7 +112,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     app = web.Application(middlewares=[guard], client_max_size=2**28)
     app.router.add_post("/inference/v1/generate", generate)
     app.router.add_post("/step", step)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = "http://{}:{}".format(*runner.addresses[0])

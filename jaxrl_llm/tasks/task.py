@@ -218,6 +218,7 @@ class Episodes:
 
     def __exit__(self, *_: object) -> None:
         self._workers.close()
+        self._environments.clear()  # they end now, not when cycles are collected
         self._errors.log(len(self.rewards))
 
     def __call__(

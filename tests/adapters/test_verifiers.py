@@ -1,9 +1,8 @@
 """Environments of the package `verifiers`, unmodified, in a Python of their own."""
 
-import os
 import sys
 from contextlib import closing
-from pathlib import Path
+from itertools import pairwise
 from random import Random
 
 import httpx
@@ -15,13 +14,17 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import tokenizer
+from jaxrl_llm.models import qwen2, tokenizer
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Shape
 from jaxrl_llm.objectives import Objective, advantages
+from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.training import journal
 from jaxrl_llm.training.run import train
-from tests.reference.peer import needed
+from tests import tiny
+from tests.adapters import adding
+from tests.tasks import templates
 
 HEADER = "<|im_start|>assistant"  # which the default renderer looks for, whatever the template
 WORDS = (*map(str, range(8)), "?", "ask", "first", "second", ":", HEADER)
@@ -31,19 +34,9 @@ TEMPLATE = (
 )
 
 
-def task_of(forgets=False, **how):
-    python = needed("JAXRL_VERIFIERS_PYTHON", "an interpreter with verifiers")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    harness = {"id": "bigger", "forgets": forgets}
-    env = {"agent": {"runtime": {"type": "subprocess"}, "harness": harness}}
+def task_of(forgets=False):
     renderer = {"name": "default", "chat_template": TEMPLATE}
-    how = {"python": python, "train": 40, "test": 10, "env": env, "renderer": renderer} | how
-    return Verifiers("bigger", variables=("PYTHONPATH",), **how)
-
-
-@pytest.fixture(autouse=True)
-def path(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "")  # set by `task_of`; undone after a test
+    return adding.task_of("bigger", renderer, {"forgets": forgets})
 
 
 @pytest.fixture
@@ -124,6 +117,69 @@ def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
     assert all(r["unchecked"] == 0 for r in steps)
     assert max(r.get("segments", 1.0) for r in steps) > 1
+
+
+def call(a, b, name="add"):
+    arguments = f'{{"a": {a}, "b": {b}}}'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+SAID = {  # turns about "0 3 ?", what a tool says after each but the last, the reward (None: unchecked)
+    "a call": ([call(0, 3), "3"], ["3"], 1.0),
+    "written as by no template": (
+        ['So: <tool_call>{"arguments":{"b":3, "a":0},"name":"add"}</tool_call>', " 3 "], ["3"], 1.0
+    ),
+    "two calls": (
+        [call(0, 3) + call(1, 1), "2"], ["3\n</tool_response>\n<tool_response>\n2"], 0.0
+    ),
+    "what the tool refuses": ([call(9, 3), "3"], ["Error executing tool add: too large"], 1.0),
+    "no JSON": (['<tool_call>{"name": "add", </tool_call>'], [], 0.0),
+    "what the harness fails at": ([call(0, 3, "sub")], [], None),
+}  # fmt: skip
+GIVEN = (
+    "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def test_results_of_tools_are_given_tokens():
+    with closing(adding.task_of("adder", {"name": "qwen3"}, train=4, test=0)) as task:
+        made, row = templates.of_bytes(None), task.train[3]
+        known = TokenTask(task, made)
+        played = known.played([row] * len(SAID), [turns for turns, *_ in SAID.values()])
+    assert '"description": "The sum of two numbers below 8."' in made.decode(played.prompts[0])
+    for i, (turns, results, reward) in enumerate(SAID.values()):
+        response, spans, (score, _, _, checked) = (
+            played.responses[i], played.turns[i], played.rewards[i]
+        )  # fmt: skip
+        assert [made.decode(response[start:end]) for start, end in spans] == turns
+        given = [made.decode(response[end:start]) for (_, end), (start, _) in pairwise(spans)]
+        assert given == [GIVEN.format(result) for result in results]
+        assert (score if checked else None) == reward
+    assert adding.require_what_the_package_has(played) == [1, 1, 2, 1, 0]
+
+
+def test_a_policy_that_calls_tools():
+    made = adding.words()
+    shape = tiny.shape(vocab_size=len(made), tied=False)
+    model = Policy(qwen2.graph(shape)[0])
+    known = adding.task_of("adder", {"name": "qwen3"}, train=4, test=0)
+    with closing(known) as task, Native().start(model, tiny.mesh_of()) as sampler:
+        sampler.push(adding.weights(shape, made), 1)
+        sampling = Sampling(max_tokens=60, max_turns=4, stop=made.stops)
+        rollout = TokenTask(task, made).sample(sampler, task.train, n=8, sampling=sampling)
+    results = adding.require_what_the_package_has(rollout)
+    assert len(results) > 16
+    assert {0, 1} < {*results}
+
+
+def test_an_episode_that_is_given_up_ends(task, monkeypatch):
+    words, row = tokenizer.of_words(WORDS), task.train[0]
+    known, start = TokenTask(task, words), task._start(row)
+    known.prompts([row])
+    monkeypatch.setattr(task, "_start", lambda _: start)
+    known.played([row], [["ask"]])  # and then nothing
+    with httpx.Client(**{**task.server, "timeout": 20}) as client:
+        assert client.post("/step", json={"id": start["id"]}).text == "the episode is over"
 
 
 def test_an_environment_that_fails_leaves_its_episode_unchecked(task):

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.tasks.tools import Toolbox
 from tests import tiny
+from tests.adapters import adding
 from tests.processes import kill
 from tests.rollouts.test_turns import Random as RandomEnvironments
 from tests.rollouts.test_turns import seen_by_the_engine
@@ -215,6 +217,29 @@ def test_episodes_with_tools(logs, monkeypatch):
     assert {"yes", "error"} <= {*said}
     fields = [Reward(*reward).fields for reward in rollout.rewards]
     assert any(x["tool_calls"] > x["tool_errors"] for x in fields)
+
+
+@pytest.mark.slow
+def test_episodes_of_verifiers_with_tools(logs):
+    words = adding.words()
+    shape = dataclasses.replace(SHAPE, vocab_size=len(words), tied=False)
+    definition, _ = qwen2.graph(shape)
+    weights = adding.weights(shape, words)
+    task = adding.task_of("adder", {"name": "qwen3"}, train=4, test=0)
+    whole = "--max-num-batched-tokens=16384"  # on a CPU it fails at a seeded prompt that it splits
+    engine = dataclasses.replace(ENGINE, arguments=(*ENGINE.arguments, whole))
+    started = engine.start(Policy(definition), tiny.mesh_of(), logs / "verifiers")
+    with closing(task), started as made:
+        made.push(weights, 1)
+        sampling = Sampling(max_tokens=60, max_turns=4, stop=words.stops)
+        rollout = TokenTask(task, words).sample(made, task.train, n=16, sampling=sampling)
+    results = adding.require_what_the_package_has(rollout)
+    difference = worst(weights, rollout, 1.0, definition)
+    turns = sum(map(len, rollout.turns))
+    print(f"{turns} turns, {sum(results):g} results of tools: {difference:.2g}")
+    assert difference <= 1e-4
+    assert len(results) > 32
+    assert {0, 1} < {*results}
 
 
 @pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen2"), ("bfloat16", "llama")])

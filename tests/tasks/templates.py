@@ -48,7 +48,10 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 MARKS = {
-    "qwen": ("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+    "qwen": (
+        *("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
+        *("<|endoftext|>", "<tool_response>", "</tool_response>"),
+    ),
     "llama": (
         *("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|python_tag|>"),
         *("<|start_header_id|>", "<|end_header_id|>"),

@@ -1,6 +1,7 @@
 """Environments: what a step says goes on, what fails ends its episode unchecked, and nothing else waits."""
 
 import asyncio
+import gc
 import re
 import time
 
@@ -85,6 +86,25 @@ def test_what_is_said_anew_is_marked_and_log_probs_are_told_to_who_asks():
     with Episodes(task, WORDS, [1]) as episodes:
         assert episodes(0, [3, 1], [-0.5, -1.0]).result() == ([3], True)
     assert episodes.rewards[0].score == -0.5
+
+
+def test_environments_end_with_the_block():
+    """Not when Python looks for cycles: one may hold a process, or an episode elsewhere."""
+    ended, task = [], Of(echo)
+
+    class Held(Stepping):
+        def __del__(self):
+            ended.append(self.example)
+
+    task.environment = lambda example, tokenizer: Held(echo, example)
+    gc.disable()
+    try:
+        with Episodes(task, WORDS, [1, 2]) as episodes:
+            assert [episodes(i, [3]).result() for i in (0, 1)] == [([3, 2], False)] * 2
+            assert not ended
+        assert sorted(ended) == [1, 2]
+    finally:
+        gc.enable()
 
 
 def fails(example, tokens):
