@@ -42,11 +42,6 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
             f"{once / sum(waits.values()):.0%} of what the machine could do meanwhile, "
             f"{once / max(waits.values()):.0%} if everything overlaps"
         )
-        if 2 * (waits["links"] + waits["network"]) > waits["arithmetic"]:
-            yield (
-                "the update sends much: each micro-batch gathers the weights anew, so fewer "
-                "collate.microbatches send less, where memory has room (--search tries it)"
-            )
 
 
 def verdict(plan: Plan) -> str:
