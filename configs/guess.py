@@ -3,7 +3,7 @@
 A number from a range is hidden. The model says one a turn, and the environment whether the hidden one is higher or
 lower; with five guesses a range of 31 can always be searched by halving. First the model imitates a crowd, most of
 whom count up from the lowest number, which finds one in six; the others guess somewhere near the middle of
-what is left. Reinforcement rewards the end of the game alone: from 20% of games won to 79% in 30 steps (one seed).
+what is left. Reinforcement rewards the end of the game alone: from 20% of games won to 79 to 81% (three seeds).
 
     jaxrl-llm train configs/guess.py
 """
