@@ -35,6 +35,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import sync
 from jaxrl_llm.rollouts.vllm.client import Server
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.tasks.tools import Toolbox
@@ -406,6 +407,11 @@ def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
     assert worst(params(30), after, 1.0) <= 1e-4
 
 
+def reloads(path, body):
+    """Whether a request has a server load weights."""
+    return path == EXTENSION and body["method"] == "jaxrl_reload"
+
+
 def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkeypatch):
     sampler.push(params(30), 30)
     server, weights = sampler.servers[0], params(4)
@@ -414,8 +420,8 @@ def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkey
     async def elsewhere(server, method, path, content: Any = None, tokens=0, **settings):
         if path.startswith("/weights/find"):
             path = path.replace("path=", "path=/elsewhere")
-        if path == "/collective_rpc":
-            loaded.append(Path(json.loads(content)["kwargs"]["weights_path"]))
+        if path == EXTENSION and reloads(path, asked := json.loads(content)):
+            loaded.append(Path(asked["kwargs"]["weights_path"]))
         return await request(server, method, path, content, tokens, **settings)
 
     async def counted(server, path, name):
@@ -446,7 +452,7 @@ def test_a_kill_during_a_reload(sampler, monkeypatch):
     post, victims = Server.post, processes(sampler)
 
     async def dying(server, path, body=None, tokens=0):
-        if path == "/collective_rpc" and not killed:
+        if reloads(path, body) and not killed:
             killed.append(threading.Timer(0.02, kill, [victims]))
             killed[0].start()
         return await post(server, path, body, tokens)
@@ -503,7 +509,7 @@ def test_small_steps_in_bfloat16(logs, monkeypatch):
     post = Server.post
 
     async def deaf(server, path, body=None, tokens=0):
-        return {} if path == "/collective_rpc" else await post(server, path, body, tokens)
+        return {} if reloads(path, body) else await post(server, path, body, tokens)
 
     with engine.start(Policy(DEFINITION), tiny.mesh_of(), logs / "bfloat16") as made:
         weights = params(1)
