@@ -341,24 +341,23 @@ def test_who_starts_elsewhere_is_not_given_the_model(root):
         assert not (root / "base").exists()
 
 
-def while_it_is_proved(label, *, once):
-    """A fault: a server gets another label while it is asked for log-probs."""
-    left = [label] if once else [label] * 99
+@contextlib.contextmanager
+def relabelled(kind, root, label, *, times):
+    """A server and its sampler; so often it gets another label while it is asked for log-probs."""
+    left = [label] * times
 
     def fault(path, body, number):
         del body, number
         if path == "/v1/completions" and left:
-            fault.fake.label = left.pop()
+            fake.label = left.pop()
 
-    return fault
+    with kind(fault=fault) as fake:
+        yield fake, adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
 
 
 @pytest.mark.parametrize("kind", [Fake, Adapted])
 def test_a_server_that_starts_again_while_it_loads_is_loaded_again(root, kind):
-    fault = while_it_is_proved("default", once=True)
-    with kind(fault=fault) as fake:
-        fault.fake = fake
-        made = adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
+    with relabelled(kind, root, "default", times=1) as (fake, made):
         made.push(WEIGHTS, 1)
         loads = "/collective_rpc" if kind is Fake else "/v1/load_lora_adapter"
         assert fake.calls[loads] == 2
@@ -367,12 +366,12 @@ def test_a_server_that_starts_again_while_it_loads_is_loaded_again(root, kind):
 
 @pytest.mark.parametrize("kind", [Fake, Adapted])
 def test_a_server_that_another_trainer_loads_meanwhile_is_refused(root, kind):
-    fault = while_it_is_proved("theirs", once=False)
-    with kind(fault=fault) as fake:
-        fault.fake = fake
-        made = adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
-        with pytest.raises(UserError, match="was given the weights theirs by somebody else"):
-            made.push(WEIGHTS, 1)
+    said = "was given the weights theirs by somebody else"
+    with (
+        relabelled(kind, root, "theirs", times=99) as (_, made),
+        pytest.raises(UserError, match=said),
+    ):
+        made.push(WEIGHTS, 1)
 
 
 def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):

@@ -344,15 +344,16 @@ def test_one_that_is_half_removed_is_none(three, monkeypatch):
     assert Checkpoints(three).steps == [4, 6]
 
 
+def failing(*_):
+    raise OSError(5, "Input/output error")
+
+
 @pytest.mark.parametrize(
     ("leaves", "told"), [(None, UserError), (Leaving, UserError), (KeyError, KeyError)]
 )
 def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
     tmp_path, monkeypatch, leaves, told
 ):
-    def failing(*_):
-        raise OSError(5, "Input/output error")
-
     monkeypatch.setattr(Checkpoints, "_finish", failing)
     (there := Checkpoints(tmp_path / "c")).clean()
 
@@ -368,9 +369,6 @@ def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
 
 
 def test_a_write_that_failed_is_told_by_the_next_save(tmp_path, monkeypatch):
-    def failing(*_):
-        raise OSError(5, "Input/output error")
-
     there = Checkpoints(tmp_path / "c")
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_finish", failing)

@@ -269,8 +269,9 @@ def value(params):
 
 
 def test_the_best_policy_is_read_unless_another_is_asked_for(two, made):
-    assert [folder.params(two, made)[0], value(folder.params(two, made)[1])] == [1, 1.0]
-    assert [folder.params(two, made, 2)[0], value(folder.params(two, made, 2)[1])] == [2, 2.0]
+    for asked, expected in ((None, 1), (2, 2)):
+        step, params = folder.params(two, made, asked)
+        assert (step, value(params)) == (expected, expected)
     assert value(folder.weights(two)[2]) == 1.0
     with pytest.raises(UserError, match=r"has no checkpoint of step 3, only of \[1, 2\]"):
         folder.params(two, made, 3)
