@@ -1,11 +1,12 @@
 """Python that a model wrote, run in processes with limits, as a tool: `Toolbox([python])`.
 
-This is a limit, not a jail. A program is one process of one thread with a temporary folder of its
-own and limits of time, memory, output and the size of a file. The kernel of Linux (5.13 or later,
-x86-64 or ARM; no root is needed) refuses it all files but Python's own and that folder (Landlock),
-and sockets, other programs and signals (seccomp). It may learn names of files, fill the disk with
-many files while it runs, and use a flaw of the kernel. On other systems it can reach files and
-network, and the log says so.
+This is a limit, not a jail: hostile code belongs in a container. A program is one process of one
+thread with a temporary folder of its own and limits of time, memory, output and the size of a file.
+The kernel of Linux (5.13 or later, x86-64 or ARM; no root is needed) refuses it all files but
+Python's own and that folder (Landlock), and all system calls but those that work on its own files
+and memory (seccomp): no sockets, programs or signals, and nothing that outlives it. It may learn
+names of files, fill the disk while it runs, and use a flaw of the kernel. What a system does not
+refuse, the log says.
 """
 
 import ctypes
@@ -15,15 +16,21 @@ import os
 import platform
 import resource
 import signal
+import site
 import struct
+import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import traceback
+import types
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import chain, repeat
 from multiprocessing.connection import wait
 from typing import NoReturn
 
@@ -35,22 +42,41 @@ _LIMITS = {"FSIZE": 16 << 20, "NOFILE": 64, "CORE": 0, "NPROC": 0}  # a file's b
 _OUTPUT = 10_000  # characters
 _SLOWER = 4  # wall-clock seconds for one of CPU time
 _READ = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/dev/urandom")
-_REFUSED = {  # the architecture's code, and its numbers of system calls
-    "x86_64": (
-        0xC000003E,
-        *(56, 57, 58, 59, 322, 435, 272, 308),  # clone, fork, vfork, execve, unshare, setns
-        *(41, 425, 62, 129, 200, 234, 297, 424),  # socket, io_uring_setup, kill and its like
-        *(101, 310, 311, 438, 157, 160, 302),  # ptrace and its like, prctl, setrlimit, prlimit
-        *(90, 91, 268, 452, 92, 93, 94, 260),  # chmod, chown and their like
-    ),
-    "aarch64": (
-        0xC00000B7,
-        *(220, 221, 281, 435, 97, 268),
-        *(198, 425, 129, 138, 130, 131, 240, 424),
-        *(117, 270, 271, 438, 167, 164, 261),
-        *(52, 53, 452, 54, 55),
-    ),
-}.get(platform.machine() if sys.platform == "linux" else "", ())  # fmt: skip
+# all system calls that a program may make: their numbers on x86-64 and ARM
+_CALLS = """
+read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69
+pwritev 296 70  preadv2 327 286  pwritev2 328 287  lseek 8 62  sendfile 40 71
+copy_file_range 326 285  open 2 -  openat 257 56  close 3 57  stat 4 -  fstat 5 80  lstat 6 -
+newfstatat 262 79  statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439  getdents 78 -
+getdents64 217 61  readlink 89 -  readlinkat 267 78  statfs 137 43  fstatfs 138 44  getcwd 79 17
+chdir 80 49  fchdir 81 50  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35
+rename 82 -  renameat 264 38  renameat2 316 276  link 86 -  linkat 265 37  symlink 88 -
+symlinkat 266 36  ftruncate 77 46  fallocate 285 47  fadvise64 221 223  fsync 74 82
+fdatasync 75 83  flock 73 32  fcntl 72 25  ioctl 16 29  dup 32 23  dup2 33 -  dup3 292 24
+pipe 22 -  pipe2 293 59  umask 95 166  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216
+madvise 28 233  msync 26 227  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135
+rt_sigreturn 15 139  sigaltstack 131 132  restart_syscall 219 128  alarm 37 -  setitimer 38 103
+getitimer 36 102  pause 34 -  futex 202 98  sched_yield 24 124  sched_getaffinity 204 123
+getcpu 309 168  gettimeofday 96 169  time 201 -  clock_gettime 228 113  clock_getres 229 114
+nanosleep 35 101  clock_nanosleep 230 115  times 100 153  getrusage 98 165  poll 7 -  ppoll 271 73
+select 23 -  pselect6 270 72  epoll_create1 291 20  epoll_ctl 233 21  epoll_wait 232 -
+epoll_pwait 281 22  socketpair 53 199  sendto 44 206  recvfrom 45 207  shutdown 48 210
+getpid 39 172  getppid 110 173  gettid 186 178  getuid 102 174  geteuid 107 175  getgid 104 176
+getegid 108 177  getgroups 115 158  getpgrp 111 -  getpgid 121 155  getsid 124 156  uname 63 160
+sysinfo 99 179  getrandom 318 278  exit 60 93  exit_group 231 94
+"""
+_COMMANDS = {  # what the second argument may be: no owner of a file to send signals to, no flags
+    "fcntl": (*range(8), 1030),
+    "ioctl": (0x5401, 0x5421, 0x5450, 0x5451),
+    "socketpair": (0x1, 0x801, 0x80001, 0x80801),  # two ends that reach nothing but one another
+}
+_MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}
+_MACHINE = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
+_OWN = (  # where Python's own modules are
+    *map(sysconfig.get_path, ("stdlib", "platstdlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
 _RULESET, _RULE, _RESTRICT = 444, 445, 446  # system calls of Landlock
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -64,11 +90,16 @@ def interpreter(
     space.
     """
 
+    one_at_a_time = threading.Lock()
+
     @cache
     def started() -> Workers:
-        if not _contained():
-            logger.warning("the model's programs can reach files and network on this system")
-        return Workers(workers, "jaxrl_llm.tasks.python")
+        if not (_MACHINE and _landlock()):
+            reached = "files" if _MACHINE else "files and network"
+            logger.warning("the model's programs can reach %s on this system", reached)
+        folder = tempfile.mkdtemp()
+        weakref.finalize(python, _delete, folder)  # of two, the later one is called first
+        return Workers(workers, "jaxrl_llm.tasks.python", folder)
 
     def python(code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept for the next program.
@@ -77,26 +108,36 @@ def interpreter(
             code: The program.
         """
         # the worker only waits, and deletes files
-        reply = started().ask([code, seconds, memory], 10 * seconds)
+        with one_at_a_time:
+            ready = started()
+        reply = ready.ask([code, seconds, memory], 10 * seconds)
         if not reply.startswith('"'):
             raise RuntimeError("the program could not be run")
         return json.loads(reply)
 
+    vars(python)["limited"] = True  # it waits for others' programs, which must not count
     return python
 
 
 python = interpreter()
 
 
-def _contained() -> bool:
-    """Whether the kernel can refuse files and sockets to a program."""
-    return len(_REFUSED) > 0 and _LIBC.syscall(_RULESET, None, 0, 1) > 0
+@cache
+def _landlock() -> int:
+    """The version of the kernel's Landlock, by which it can refuse files; 0 if it has none."""
+    return max(0, _LIBC.syscall(_RULESET, None, 0, 1)) if _MACHINE else 0
+
+
+def _delete(folder: str) -> None:
+    """Deletes a folder, however deep."""
+    subprocess.run(["rm", "-rf", folder], check=False)  # noqa: S603, S607
 
 
 def _answer(code: str, seconds: float, memory: int) -> str:
     """What a program printed, in JSON, and why it was ended if it was."""
     said, left = b"", lambda: max(0.0, end - time.monotonic())
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    folder = tempfile.mkdtemp(dir=sys.argv[1])
+    try:
         reader, writer = os.pipe()
         end = time.monotonic() + _SLOWER * seconds
         if not (pid := os.fork()):
@@ -112,6 +153,8 @@ def _answer(code: str, seconds: float, memory: int) -> str:
                 kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         os.close(reader)
+    finally:
+        _delete(folder)
     text, number, why = said.decode(errors="replace"), os.WTERMSIG(status), ""
     if len(text) > _OUTPUT:
         why = f"it printed more than {_OUTPUT} characters"
@@ -134,11 +177,12 @@ def _run(code: str, seconds: float, memory: int, folder: str, writer: int) -> No
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         os.environ |= {"HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"}
-        sys.path.remove(os.environ["PYTHONPATH"])  # of this package, and whatever lies beside it
-        tempfile.tempdir = folder
-        program = compile(code, "program.py", "exec")
+        if (beside := os.environ["PYTHONPATH"]) not in _OWN:  # of this package
+            sys.path.remove(beside)
+        tempfile.tempdir, sys.argv = folder, ["program.py"]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
         _limit(seconds, memory, folder)
-        exec(program, {"__name__": "__main__"})  # noqa: S102 (what this is for)
+        exec(compile(code, "program.py", "exec"), vars(main))  # noqa: S102 (what this is for)
     except SystemExit:
         pass
     except BaseException as error:
@@ -157,12 +201,13 @@ def _limit(seconds: float, memory: int, folder: str) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     whole = int(-(-seconds // 1))
     resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))  # the first signal says why
-    if _contained():
+    if _MACHINE:
         _must(_LIBC.prctl(1, signal.SIGKILL, 0, 0, 0))  # if the worker ends
         _must(_LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))  # none of root's powers
         _must(_LIBC.prctl(38, 1, 0, 0, 0))  # nor others to come: the next two ask for it
-        _refuse_files(folder)
-        _refuse_calls()
+        if _landlock():
+            _refuse_files(folder)
+        _refuse_calls(*_MACHINE)
 
 
 def _must(result: int) -> int:
@@ -173,11 +218,9 @@ def _must(result: int) -> int:
 
 def _refuse_files(folder: str) -> None:
     """This process reads Python's own files from now on, and does anything in `folder`."""
-    version = _LIBC.syscall(_RULESET, None, 0, 1)
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(_landlock(), 16)) - 1
     rules = _must(_LIBC.syscall(_RULESET, struct.pack("Q", everything), 8, 0))
-    own = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    for path in filter(os.path.exists, {folder, *own, *_READ}):
+    for path in filter(os.path.exists, {folder, *_OWN, *_READ}):
         reads = 12 if os.path.isdir(path) else 4  # a file; or files and names in it
         place = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", everything if path == folder else reads, place)
@@ -187,18 +230,24 @@ def _refuse_files(folder: str) -> None:
     os.close(rules)
 
 
-def _refuse_calls() -> None:
-    """The refused system calls, and all in another architecture's manner, fail from now on."""
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # of the kernel's filters
-    architecture, *numbers = _REFUSED
-    n = len(numbers)
-    lines = [(load, 0, 0, 4), (equal, 0, n + 3, architecture)]
-    lines += [(load, 0, 0, 0), (at_least, n + 1, 0, 1 << 30)]
-    lines += [(equal, n - i, 0, number) for i, number in enumerate(numbers)]
-    lines += [(give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)]  # allowed; EPERM
+def _refuse_calls(architecture: int, column: int) -> None:
+    """All but the allowed system calls fail from now on, as do those of another architecture."""
+    load, equal, give = 0x20, 0x15, 0x06  # of the kernel's filters
+    allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x0005000D)  # EACCES
+    lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0)]
+    words = iter(_CALLS.split())
+    for call in zip(words, words, words, strict=True):
+        commands = _COMMANDS.get(call[0], ())
+        then = [(equal, 0, 1, command) for command in commands]
+        then = [(load, 0, 0, 24), *chain(*zip(then, repeat(allow))), refuse] if then else [allow]
+        if call[column] != "-":
+            lines += [(equal, 0, len(then), int(call[column])), *then]
+    lines.append(refuse)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
     _must(_LIBC.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(code)), 0, 0))
 
 
 if __name__ == "__main__":
     serve(_answer)
+    with suppress(OSError):  # the last worker to leave
+        os.rmdir(sys.argv[1])

@@ -53,11 +53,17 @@ class Workers:
         """The answer, or "" if there was none in `seconds` of CPU time: load does not decide it."""
         worker = self._idle.get()
         try:
-            if not self._finalizer.alive:
-                raise UserError("nothing can be judged any more: the workers are closed")
-            return worker.ask([seconds, *question], _WALL * seconds)
+            reply = worker.ask([seconds, *question], _WALL * seconds) if self._open else ""
         finally:
             self._idle.put(worker)
+        if not self._open:
+            worker.stop()  # if it was started meanwhile
+            raise UserError("nothing can be judged any more: the workers are closed")
+        return reply
+
+    @property
+    def _open(self) -> bool:
+        return self._finalizer.alive
 
     def close(self) -> None:
         """Ends the workers; garbage collection and the end of the program do the same."""
@@ -102,17 +108,15 @@ class _Worker:
 
     def _reply(self, timeout: float, line: str = "") -> str:
         """The next line of output, after `line` is sent; if there is none, the process is ended."""
-        assert self.process is not None
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        reply = ""
+        reply, process = "", self.process
         try:
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
-            if wait([self.process.stdout.fileno()], timeout):
-                reply = self.process.stdout.readline().strip()
-        except BrokenPipeError:
-            pass  # it has ended
+            if process and process.stdin and process.stdout:
+                process.stdin.write(line)
+                process.stdin.flush()
+                if wait([process.stdout.fileno()], timeout):
+                    reply = process.stdout.readline().strip()
+        except (OSError, ValueError):
+            pass  # it has ended, or was stopped by another thread
         finally:
             if not reply:
                 self.stop()
