@@ -1,10 +1,14 @@
 """Environments as TRL's trainers take them (`environment_factory`), as tasks; needs no TRL."""
 
+import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Environment, Prompt, Reward
 from jaxrl_llm.tasks.tools import Toolbox, WithTools
 
@@ -12,19 +16,23 @@ Row = Mapping[str, Any]
 
 
 def own_reward(environment: Any, response: str) -> float:
-    """The environment's attribute `reward`."""
+    """What the environment's `get_reward()` says, or its attribute `reward`."""
     del response
-    return environment.reward
+    if not hasattr(environment, "get_reward"):
+        return environment.reward
+    said = environment.get_reward()
+    return asyncio.run(said) if inspect.iscoroutine(said) else said
 
 
 @dataclass(frozen=True)
 class Environments:
     """A task of rows, and of objects whose public methods are the tools of an episode.
 
-    `factory()` makes an object for every response. Its `reset(**row)` may return a text, which
-    follows the row's `prompt` (a text or messages). `score(environment, response)`, called after a
-    turn with all of its calls, is the reward so far; from 1 on it is correct. `limits` go to
-    `Toolbox`, which raises UserError for methods without annotations or docstrings.
+    `factory()` makes an object for every response, and one for each row's prompt. Its
+    `reset(**row)` may return a text, always the same for a row, which follows the row's `prompt` (a
+    text or messages). `score(environment, response)`, called after every turn with all of its
+    calls, is the reward so far; from 1 on it is correct. `limits` go to `Toolbox`, which raises
+    UserError for methods without annotations or docstrings.
     """
 
     name: str
@@ -33,19 +41,47 @@ class Environments:
     test: Sequence[Row]
     score: Callable[[Any, str], float] = own_reward
     limits: Mapping[str, Any] = field(default_factory=dict)
+    _said: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # by row
 
     def prompt(self, row: Row) -> Prompt:
         """The row's prompt, what an environment says to it, and its tools."""
-        return self._begun(row).prompt(row)
+        if repr(row) not in self._said:
+            self._begun(row)
+        return self._with(self._told, row).prompt(row)
 
     def environment(self, row: Row, tokenizer: Any) -> Environment:
         """An environment that was reset with the row."""
-        return self._begun(row).environment(row, tokenizer)
+        made = self._begun(row)
+        return self._with(self._methods(made), row, made).environment(row, tokenizer)
 
-    def _begun(self, row: Row) -> WithTools:
+    @cached_property
+    def _told(self) -> Toolbox:
+        return self._methods(self.factory())
+
+    def _begun(self, row: Row) -> Any:
+        """An object that was reset; UserError if it says something else than those before it."""
         made = self.factory()
         said = made.reset(**row)
-        prompt = _followed(row["prompt"], f"\n\n{said}" if said else "")
+        if not isinstance(said, str | None):
+            kind = type(said).__name__
+            raise UserError(f"{self.name}: reset() returned a {kind}: let it return a text or None")
+        if self._said.setdefault(repr(row), said or "") != (said or ""):
+            raise UserError(
+                f"{self.name}: reset() says something else each time, so a policy is not judged by "
+                f"what it was told: let it draw from the row {row!r:.80}"
+            )
+        return made
+
+    def _methods(self, made: Any) -> Toolbox:
+        """The public functions of the object's class, as TRL lists them."""
+        names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
+        public = [name for name in names if not name.startswith("_")]
+        tools = [getattr(made, name) for name in public if name not in ("reset", "get_reward")]
+        return Toolbox(tools, **self.limits)
+
+    def _with(self, tools: Toolbox, row: Row, made: Any = None) -> WithTools:
+        given = row.get("prompt", [{"role": "user", "content": ""}])  # or reset() says it all
+        prompt = _followed(given, self._said[repr(row)])
 
         def reward(row: Row, response: str) -> Reward:
             del row
@@ -59,9 +95,7 @@ class Environments:
             prompt=lambda row: prompt,
             reward=reward,
         )
-        public = [getattr(made, name) for name in dir(made) if not name.startswith("_")]
-        tools = [one for one in public if callable(one) and one.__name__ != "reset"]
-        return Toolbox(tools, **self.limits).for_task(task)
+        return tools.for_task(task)
 
 
 def _followed(prompt: Prompt, text: str) -> Prompt:
