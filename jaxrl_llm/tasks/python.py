@@ -30,7 +30,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from itertools import chain, repeat
 from multiprocessing.connection import wait
 from typing import NoReturn
 
@@ -44,26 +43,24 @@ _SLOWER = 4  # wall-clock seconds for one of CPU time
 _READ = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/dev/urandom")
 # all system calls that a program may make: their numbers on x86-64 and ARM
 _CALLS = """
-read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69
-pwritev 296 70  preadv2 327 286  pwritev2 328 287  lseek 8 62  sendfile 40 71
-copy_file_range 326 285  open 2 -  openat 257 56  close 3 57  stat 4 -  fstat 5 80  lstat 6 -
-newfstatat 262 79  statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439  getdents 78 -
-getdents64 217 61  readlink 89 -  readlinkat 267 78  statfs 137 43  fstatfs 138 44  getcwd 79 17
-chdir 80 49  fchdir 81 50  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35
-rename 82 -  renameat 264 38  renameat2 316 276  link 86 -  linkat 265 37  symlink 88 -
-symlinkat 266 36  ftruncate 77 46  fallocate 285 47  fadvise64 221 223  fsync 74 82
-fdatasync 75 83  flock 73 32  fcntl 72 25  ioctl 16 29  dup 32 23  dup2 33 -  dup3 292 24
-pipe 22 -  pipe2 293 59  umask 95 166  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216
-madvise 28 233  msync 26 227  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135
-rt_sigreturn 15 139  sigaltstack 131 132  restart_syscall 219 128  alarm 37 -  setitimer 38 103
-getitimer 36 102  pause 34 -  futex 202 98  sched_yield 24 124  sched_getaffinity 204 123
-getcpu 309 168  gettimeofday 96 169  time 201 -  clock_gettime 228 113  clock_getres 229 114
-nanosleep 35 101  clock_nanosleep 230 115  times 100 153  getrusage 98 165  poll 7 -  ppoll 271 73
-select 23 -  pselect6 270 72  epoll_create1 291 20  epoll_ctl 233 21  epoll_wait 232 -
-epoll_pwait 281 22  socketpair 53 199  sendto 44 206  recvfrom 45 207  shutdown 48 210
-getpid 39 172  getppid 110 173  gettid 186 178  getuid 102 174  geteuid 107 175  getgid 104 176
-getegid 108 177  getgroups 115 158  getpgrp 111 -  getpgid 121 155  getsid 124 156  uname 63 160
-sysinfo 99 179  getrandom 318 278  exit 60 93  exit_group 231 94
+read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  lseek 8 62
+sendfile 40 71  copy_file_range 326 285  open 2 -  openat 257 56  close 3 57  stat 4 -  fstat 5 80
+lstat 6 -  newfstatat 262 79  statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439
+getdents64 217 61  readlink 89 -  readlinkat 267 78  getcwd 79 17  chdir 80 49  fchdir 81 50
+mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35  rename 82 -  renameat 264 38
+renameat2 316 276  link 86 -  linkat 265 37  symlink 88 -  symlinkat 266 36  ftruncate 77 46
+fallocate 285 47  fadvise64 221 223  fsync 74 82  fdatasync 75 83  flock 73 32  fcntl 72 25
+ioctl 16 29  dup 32 23  dup2 33 -  dup3 292 24  pipe 22 -  pipe2 293 59  umask 95 166  mmap 9 222
+munmap 11 215  mprotect 10 226  mremap 25 216  madvise 28 233  msync 26 227  brk 12 214
+rt_sigaction 13 134  rt_sigprocmask 14 135  rt_sigreturn 15 139  sigaltstack 131 132
+restart_syscall 219 128  alarm 37 -  setitimer 38 103  getitimer 36 102  pause 34 -  futex 202 98
+sched_yield 24 124  sched_getaffinity 204 123  gettimeofday 96 169  clock_gettime 228 113
+clock_getres 229 114  nanosleep 35 101  clock_nanosleep 230 115  times 100 153  getrusage 98 165
+poll 7 -  ppoll 271 73  select 23 -  pselect6 270 72  epoll_create1 291 20  epoll_ctl 233 21
+epoll_wait 232 -  epoll_pwait 281 22  socketpair 53 199  sendto 44 206  recvfrom 45 207
+shutdown 48 210  getpid 39 172  getppid 110 173  gettid 186 178  getuid 102 174  geteuid 107 175
+getgid 104 176  getegid 108 177  getgroups 115 158  uname 63 160  sysinfo 99 179  getrandom 318 278
+exit 60 93  exit_group 231 94
 """
 _COMMANDS = {  # what the second argument may be: no owner of a file to send signals to, no flags
     "fcntl": (*range(8), 1030),
@@ -72,11 +69,7 @@ _COMMANDS = {  # what the second argument may be: no owner of a file to send sig
 }
 _MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}
 _MACHINE = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
-_OWN = (  # where Python's own modules are
-    *map(sysconfig.get_path, ("stdlib", "platstdlib")),
-    *site.getsitepackages(),
-    site.getusersitepackages(),
-)
+_SITES = (*site.getsitepackages(), site.getusersitepackages())  # where modules are installed
 _RULESET, _RULE, _RESTRICT = 444, 445, 446  # system calls of Landlock
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -122,7 +115,6 @@ def interpreter(
 python = interpreter()
 
 
-@cache
 def _landlock() -> int:
     """The version of the kernel's Landlock, by which it can refuse files; 0 if it has none."""
     return max(0, _LIBC.syscall(_RULESET, None, 0, 1)) if _MACHINE else 0
@@ -177,7 +169,7 @@ def _run(code: str, seconds: float, memory: int, folder: str, writer: int) -> No
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         os.environ |= {"HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"}
-        if (beside := os.environ["PYTHONPATH"]) not in _OWN:  # of this package
+        if (beside := os.environ["PYTHONPATH"]) not in _SITES:  # of this package
             sys.path.remove(beside)
         tempfile.tempdir, sys.argv = folder, ["program.py"]
         sys.modules["__main__"] = main = types.ModuleType("__main__")
@@ -220,7 +212,8 @@ def _refuse_files(folder: str) -> None:
     """This process reads Python's own files from now on, and does anything in `folder`."""
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(_landlock(), 16)) - 1
     rules = _must(_LIBC.syscall(_RULESET, struct.pack("Q", everything), 8, 0))
-    for path in filter(os.path.exists, {folder, *_OWN, *_READ}):
+    own = map(sysconfig.get_path, ("stdlib", "platstdlib"))
+    for path in filter(os.path.exists, {folder, *own, *_SITES, *_READ}):
         reads = 12 if os.path.isdir(path) else 4  # a file; or files and names in it
         place = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", everything if path == folder else reads, place)
@@ -237,9 +230,10 @@ def _refuse_calls(architecture: int, column: int) -> None:
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0)]
     words = iter(_CALLS.split())
     for call in zip(words, words, words, strict=True):
-        commands = _COMMANDS.get(call[0], ())
-        then = [(equal, 0, 1, command) for command in commands]
-        then = [(load, 0, 0, 24), *chain(*zip(then, repeat(allow))), refuse] if then else [allow]
+        then = [allow]
+        if commands := _COMMANDS.get(call[0]):
+            known = [line for one in commands for line in ((equal, 0, 1, one), allow)]
+            then = [(load, 0, 0, 24), *known, refuse]
         if call[column] != "-":
             lines += [(equal, 0, len(then), int(call[column])), *then]
     lines.append(refuse)

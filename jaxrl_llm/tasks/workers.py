@@ -53,17 +53,11 @@ class Workers:
         """The answer, or "" if there was none in `seconds` of CPU time: load does not decide it."""
         worker = self._idle.get()
         try:
-            reply = worker.ask([seconds, *question], _WALL * seconds) if self._open else ""
+            if not self._finalizer.alive:
+                raise UserError("nothing can be judged any more: the workers are closed")
+            return worker.ask([seconds, *question], _WALL * seconds)
         finally:
             self._idle.put(worker)
-        if not self._open:
-            worker.stop()  # if it was started meanwhile
-            raise UserError("nothing can be judged any more: the workers are closed")
-        return reply
-
-    @property
-    def _open(self) -> bool:
-        return self._finalizer.alive
 
     def close(self) -> None:
         """Ends the workers; garbage collection and the end of the program do the same."""

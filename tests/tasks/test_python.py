@@ -398,21 +398,16 @@ def test_nothing_stays_where_a_run_ends_while_a_program_runs(tmp_path):
 def test_workers_are_closed_while_one_is_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     workers = Workers(1, "jaxrl_llm.tasks.python", str(tmp_path))
-    said = []
-
-    def ask():
-        try:
-            said.append(workers.ask(["import time; time.sleep(60)", 30.0, 1 << 30], 300))
-        except Exception as error:
-            said.append(error)
-
-    asking = threading.Thread(target=ask)
+    said, question = [], ["import time; time.sleep(60)", 30.0, 1 << 30]
+    asking = threading.Thread(target=lambda: said.append(workers.ask(question, 300)))
     asking.start()
     while not [*tmp_path.iterdir()]:
         time.sleep(0.01)
     workers.close()
     asking.join(20)
-    assert [type(one) for one in said] == [UserError]
+    assert said == [""]
+    with pytest.raises(UserError, match="the workers are closed"):
+        workers.ask(question, 300)
 
 
 def test_many_first_calls_start_the_workers_once(monkeypatch):
