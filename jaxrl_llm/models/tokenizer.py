@@ -64,8 +64,8 @@ class Tokenizer:
 
     @property
     def marks(self) -> list[str]:
-        """Texts but spaces that are always one token, such as those around turns."""
-        return [text for text in self._inner.get_added_vocab() if text.strip()]
+        """Texts but spaces and letters that are always one token, such as those around turns."""
+        return [text for text in self._inner.get_added_vocab() if len(text.strip()) > 1]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a response without the token that ends it.

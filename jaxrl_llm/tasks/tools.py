@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -23,10 +24,10 @@ from jaxrl_llm.tasks.task import (
     outcome,
 )
 
-_TOLD = (
-    "You can call functions, which are described here in JSON, one a line:\n{}\nTo call one, write "
-    '<tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call> and end your turn. You are then '
-    "given its result. An answer without a call is final."
+_TOLD = "You can call functions, which are described here in JSON, one a line:\n"
+_HOW = (
+    '\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call> and end your turn. '
+    "You are then given its result. An answer without a call is final."
 )
 _ASKED = {"role": "user", "content": "?"}
 _SAID = {"role": "assistant", "content": "!"}
@@ -36,18 +37,26 @@ _CALLED = _SAID | {
     "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
 }
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array"}
-
+_TYPES |= {dict: "object"}
+_MARKS = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
 
 # a call: the name, and arguments by name or a text for the first one; or what is wrong with it
 Call = tuple[str, Mapping[str, Any] | str] | str
 Form = Callable[[str], list[Call]]  # the calls of a turn
+Said = Sequence[Mapping[str, Any]]  # messages
 
 
 def hermes(turn: str) -> list[Call]:
     """Calls as Hermes and Qwen write them: JSON in `<tool_call>`, any number; none in a thought."""
-    said = turn.rpartition("</think>")[2]
-    found = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", said, re.DOTALL)
-    return [_in_json(text, "arguments") for text in found]
+    calls, at = list[Call](), 0
+    while mark := _MARKS.search(turn, at):
+        begin = at = mark.end()
+        if mark[0].startswith("<tool_call>"):
+            with suppress(ValueError, RecursionError):  # its texts may have any mark in them
+                at = json.JSONDecoder().raw_decode(turn, begin)[1]
+            at += len(turn[at:].partition("</tool_call>")[0])
+            calls.append(_in_json(turn[begin:at], "arguments"))
+    return calls
 
 
 def llama(turn: str) -> list[Call]:
@@ -66,8 +75,10 @@ def words(turn: str) -> list[Call]:
 def _in_json(text: str, key: str) -> Call:
     try:
         match json.loads(text):
-            case {"name": str(name), **rest} if isinstance(given := rest.get(key, {}), dict):
-                return name, given
+            case {"name": str(name), **rest}:
+                given = rest.get("arguments", rest.get("parameters", {}))
+                if isinstance(given, dict):
+                    return name, given
     except (ValueError, RecursionError) as error:
         return f"the call is no JSON: {first_line(error)}"
     return f'a call is {{"name": ..., "{key}": {{...}}}}'
@@ -77,12 +88,12 @@ def _in_json(text: str, key: str) -> Call:
 class Toolbox:
     """Functions as tools: their annotations and docstrings (with `Args:`) are told to the model.
 
-    Types are those of JSON (int, float, str, bool, list[...]) and Literal. A function may be
-    `async`. A wrong call, an exception or no result in `seconds` is answered by a line that says
-    so. At most `calls` of a turn are made, and a result is cut after `characters`. `form` reads
-    calls: `hermes`, `llama`, `words` or your own (None: as the chat template writes them; `hermes`
-    if it does not know tools, `words` if there is none). Raises UserError for a function that is
-    not described.
+    Types are those of JSON (int, float, str, bool, list[...], dict), unions of them and Literal. A
+    function may be `async`. A wrong call, an exception or no result in `seconds` is answered by a
+    line that says so. At most `calls` of a turn are made, and a result is cut after `characters`.
+    `form` reads calls: `hermes`, `llama`, `words` or your own (None: as the chat template writes
+    them; `hermes` if it does not know tools, `words` if there is none). Raises UserError for a
+    function that is not described.
     """
 
     functions: Sequence[Callable[..., Any]]
@@ -95,6 +106,10 @@ class Toolbox:
         at_least(1, "tools", self, "calls", "characters")
         if len(self.schemas) < len(self.functions):
             raise UserError("tools: two functions have one name: rename one")
+        for name, function in zip(self.schemas, self.functions, strict=True):
+            kinds = {one.kind.name for one in inspect.signature(function).parameters.values()}
+            if kinds - {"POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"}:
+                raise UserError(f"tools: {name}(): a model gives arguments by name: no *, ** or /")
 
     def for_task(self, task: Task[Any], *, whole: bool = False) -> "WithTools":
         """The task, with a policy that may call these tools before it answers.
@@ -120,7 +135,7 @@ class Toolbox:
             work = partial(function, **arguments)
             one = threading.Thread(target=attempt, args=(work, made), daemon=True)
             one.start()
-            one.join(self.seconds)
+            one.join(None if getattr(function, "limited", False) else self.seconds)
             if not made:
                 raise TimeoutError(f"no result in {self.seconds:g} s")
             if isinstance(made[0], BaseException):
@@ -176,13 +191,15 @@ class Toolbox:
                 raise TypeError(f"{key} must be {json.dumps(known[key])}")
         return function, given
 
-    def told(self, tokenizer: Tokenizer, said: Sequence[Mapping[str, Any]]) -> list[int]:
+    def told(self, tokenizer: Tokenizer, said: Said) -> list[int]:
         """Token ids of messages as a prompt that names the tools."""
-        if self.form or _template(tokenizer)[1]:
-            tools = [*self.schemas.values()]
-            return tokenizer.turns(said, tools=tools, add_generation_prompt=True)
-        listed = "\n".join(json.dumps(one["function"]) for one in self.schemas.values())
-        text = _TOLD.format(listed)
+        tools, reads = [*self.schemas.values()], _template(tokenizer)[1]
+        if self.form or reads:
+            tokens = tokenizer.turns(said, tools=tools, add_generation_prompt=True)
+            if reads or tokens != tokenizer.turns(said, add_generation_prompt=True):
+                return tokens
+        text = _TOLD + "\n".join(json.dumps(one["function"]) for one in tools)
+        text += _HOW if self.form in (None, hermes) else ""
         if said[0]["role"] == "system":
             text, said = f"{said[0]['content']}\n\n{text}", said[1:]
         system = {"role": "system", "content": text}
@@ -193,29 +210,31 @@ class Toolbox:
         there, form = _template(tokenizer)
         return (self.form or form or (hermes if there else words))(turn)
 
-    def replied(self, tokenizer: Tokenizer, results: Sequence[str]) -> list[int]:
+    def replied(
+        self, tokenizer: Tokenizer, results: Sequence[str], asked: Said = (_ASKED,)
+    ) -> list[int]:
         """The tokens that follow a turn with calls, after the one that ended it.
 
-        They are what the template adds to an assistant's turn for these results and the next turn.
-        Without a template they are the results alone, or "error" if no words of the vocabulary.
+        They are what the template adds to an assistant's turn for these results and the next turn,
+        where `asked` is the prompt. Without a template they are the results alone, or "error" if no
+        words of the vocabulary.
         """
         there, form = _template(tokenizer)
+        for mark in tokenizer.marks:  # in a result they are text
+            results = [text.replace(mark, f"{mark[:1]} {mark[1:]}") for text in results]
         if not there:
             try:
                 return tokenizer.encode("\n".join(results))
             except UserError:
                 return tokenizer.encode("error")
-        for mark in tokenizer.marks:  # in a result they are text
-            results = [text.replace(mark, f"{mark[:1]} {mark[1:]}") for text in results]
         if form:
             tool = {"role": "tool", "name": "f", "tool_call_id": "call00000"}
             turn, given = _CALLED, [tool | {"content": text} for text in results]
         else:
             text = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in results)
             turn, given = _SAID, [{"role": "user", "content": text}]
-        tools = [*self.schemas.values()]
-        before = tokenizer.turns([_ASKED, turn], tools=tools)
-        after = tokenizer.turns([_ASKED, turn, *given], tools=tools, add_generation_prompt=True)
+        before = self.told(tokenizer, [*asked, turn])
+        after = self.told(tokenizer, [*asked, turn, *given])
         ended = sum(token in tokenizer.stops for token in before)
         ends = [i for i, token in enumerate(after, 1) if token in tokenizer.stops]
         if not 0 < ended <= len(ends):
@@ -253,7 +272,7 @@ class WithTools:
         if demonstration := getattr(task, "demonstration", None):
             self.demonstration = demonstration
 
-    def prompt(self, example: Any) -> Prompt:
+    def prompt(self, example: Any) -> _Asked:
         given = self.task.prompt(example)
         made = _Asked([{"role": "user", "content": given}] if isinstance(given, str) else given)
         made.given, made.tools = given, self.tools
@@ -261,7 +280,8 @@ class WithTools:
 
     def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
         join = "\n".join if self.whole else lambda said: said[-1]
-        return _Turns(self.tools, tokenizer, lambda said: self.task.reward(example, join(said)))
+        reward, asked = lambda said: self.task.reward(example, join(said)), self.prompt(example)
+        return _Turns(self.tools, tokenizer, reward, asked, tokenizer.prompt(asked))
 
 
 @dataclass
@@ -271,6 +291,8 @@ class _Turns:
     tools: Toolbox
     tokenizer: Tokenizer
     reward: Callable[[list[str]], Reward]
+    asked: Said
+    given: Sequence[int]  # what the turn follows
     said: list[str] = field(default_factory=list)
     made: int = 0
     wrong: int = 0
@@ -278,7 +300,9 @@ class _Turns:
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
         self.said.append(self.tokenizer.decode(tokens))
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
-        calls = self.tools.read(self.tokenizer, self.said[-1]) if ended else []
+        opened = self.tokenizer.decode(self.given[-9:]).rstrip().endswith("<think>")
+        turn = "<think>" * opened + self.said[-1]
+        calls = self.tools.read(self.tokenizer, turn) if ended else []
         made = calls[: self.tools.calls]
         if self.tools.awaits:
             return self._later(calls, made)
@@ -299,7 +323,10 @@ class _Turns:
         reward = self.reward(self.said)  # at every turn, since the episode may be cut after it
         reward = replace(reward, fields={**reward.fields, **counts})
         results = [text for text, _ in answers]
-        return self.tools.replied(self.tokenizer, results) if calls else None, reward
+        if not calls:
+            return None, reward
+        self.given = self.tools.replied(self.tokenizer, results, self.asked)
+        return self.given, reward
 
 
 @lru_cache(maxsize=8)
@@ -329,9 +356,20 @@ def _wrong(error: BaseException) -> str:
 
 def _fits(value: Any, kind: Mapping[str, Any]) -> bool:
     """Whether a value read from JSON is of a schema; a whole number is a float too."""
-    if value is None or "enum" in kind:
-        return value in kind.get("enum", [None] * kind.get("nullable", False))
-    if isinstance(value, list) and not all(_fits(one, kind.get("items", {})) for one in value):
-        return False
-    wanted = kind.get("type")
-    return wanted in (None, _TYPES.get(type(value))) or (wanted == "number" and type(value) is int)
+    if value is None and kind.get("nullable"):
+        return True
+    if "anyOf" in kind:
+        return any(_fits(value, one) for one in kind["anyOf"])
+    if "enum" in kind:
+        return any((type(one), one) == (type(value), value) for one in kind["enum"])
+    if isinstance(value, list):
+        kinds = kind.get("prefixItems", [kind.get("items", {})] * len(value))
+        if len(kinds) != len(value) or not all(map(_fits, value, kinds)):
+            return False
+    if isinstance(value, dict):
+        inner = kind.get("additionalProperties", {})
+        if not all(_fits(one, inner) for one in value.values()):
+            return False
+    own, wanted = _TYPES.get(type(value)), kind.get("type", [])
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    return not wanted or own in wanted or (own == "integer" and "number" in wanted)

@@ -47,6 +47,27 @@ PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# it tells of tools in its own way before the last thing that the user says, and calls in its own way
+MISTRAL = """<s>{% for m in messages %}
+{%- if m.role in ["user", "system"] %}{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}
+{%- endif %}{% if tools and loop.last %}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS] {{ m.tool_calls[0].function | tojson }}</s>
+{%- elif m.role == "tool" %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]
+{%- else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
+# whether a turn begins with an empty thought is for the system's message to say
+SMOL = QWEN25.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", """\
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if messages[0].role == "system" and "/no_think" in messages[0].content %}<think>
+
+</think>
+{% endif %}{% endif %}""")  # fmt: skip
+# a turn begins in a thought
+THINKING = QWEN25.removesuffix("{% endif %}") + "<think>\n{% endif %}"
+# a conversation that is over ends with one more token
+PHI3 = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}<|endoftext|>{% endif %}"""
 MARKS = {
     "qwen": (
         *("<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>"),
@@ -56,6 +77,11 @@ MARKS = {
         *("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|python_tag|>"),
         *("<|start_header_id|>", "<|end_header_id|>"),
     ),
+    "mistral": (
+        *("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    ),
+    "phi": ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
 }
 
 
@@ -69,10 +95,11 @@ def of_bytes(template: str | None) -> Tokenizer:
     inner = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    end, *others = MARKS["llama" if template == LLAMA31 else "qwen"]
+    families = {LLAMA31: "llama", MISTRAL: "mistral", PHI3: "phi"}
+    end, *others = MARKS[families.get(template or "", "qwen")]
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token=end, additional_special_tokens=others
     )
     made.chat_template = template
-    stops = [made.convert_tokens_to_ids("<|eom_id|>")] if template == LLAMA31 else []
+    stops = [made.get_vocab()[mark] for mark in ("<|eom_id|>", "<|end|>") if mark in others]
     return Tokenizer(made, stops, chat=True)

@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.tasks.python import python
 from jaxrl_llm.tasks.task import Demonstrator, Episodes, Interactive, Reward, check_members
 from jaxrl_llm.tasks.tools import Toolbox, hermes, llama, words
 from tests.reference import peer
@@ -75,6 +76,19 @@ TOOLS = Toolbox([add, mix, shout])
             [("f", {}), ("g", {})],
         ),
         (hermes, '<think><tool_call>{"name": "f"}</tool_call></think> 5', []),
+        (hermes, '<think><tool_call>{"name": "f"}</tool_call>', []),
+        (hermes, '5<think><tool_call>{"name": "f"}</tool_call></think>', []),
+        *(
+            (
+                hermes,
+                f'<think>a</think><tool_call>{{"name": "f", "arguments": {{"x": "{mark}"}}}}'
+                '</tool_call><tool_call>{"name": "g"}</tool_call>',
+                [("f", {"x": mark}), ("g", {})],
+            )
+            for mark in ("</think>", "</tool_call>", "<think>", "<tool_call>")
+        ),
+        (hermes, '<tool_call>{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+        (llama, '{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
         (llama, "5", []),
         (llama, "{5}", []),
         (llama, ' {"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
@@ -91,6 +105,8 @@ def test_calls_are_read_from_a_turn(form, turn, calls):
     ("form", "turn", "wrong"),
     [
         (hermes, "<tool_call>add(1)</tool_call>", "no JSON"),
+        (hermes, '<tool_call>{"name": "f"} so</tool_call>', "no JSON"),
+        (hermes, '<tool_call>{"name": "f</tool_call> 5', "no JSON"),
         (hermes, "<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON"),
         (hermes, "<tool_call>[1]</tool_call>", "a call is"),
         (hermes, '<tool_call>{"name": 1}</tool_call>', "a call is"),
@@ -119,6 +135,57 @@ def test_a_call_that_cannot_be_read_says_why(form, turn, wrong):
 )
 def test_a_call_is_answered(call, result):
     assert TOOLS.answer(call) == (result, True)
+
+
+def many(
+    any_of: int | str | None = None,
+    both: list[int] | dict[str, int] = [],  # noqa: B006
+    kinds: dict = {},  # noqa: B006
+    one: Literal[1, 2] | None = 1,
+    pair: tuple[int, str] = (1, "a"),
+) -> str:
+    """Says what it was given.
+
+    Args:
+        any_of: A.
+        both: B.
+        kinds: C.
+        one: D.
+        pair: E.
+    """
+    return json.dumps([any_of, both, kinds, one, pair])
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"any_of": 1}, None),
+        ({"any_of": "a"}, None),
+        ({"any_of": None}, None),
+        ({"any_of": 1.5}, "any_of"),
+        ({"both": [1]}, None),
+        ({"both": {"a": 1}}, None),
+        ({"both": ["a"]}, "both"),
+        ({"both": {"a": "b"}}, "both"),
+        ({"kinds": {"a": ["b"]}}, None),
+        ({"kinds": []}, "kinds"),
+        ({"one": None}, None),
+        ({"one": 1}, None),
+        ({"one": 1.0}, "one"),
+        ({"one": True}, "one"),
+        ({"pair": [2, "b"]}, None),
+        ({"pair": ["b", 2]}, "pair"),
+        ({"pair": [2]}, "pair"),
+    ],
+)
+def test_types_are_those_that_the_model_is_told(given, wrong):
+    text, fine = Toolbox([many]).answer(("many", given))
+    assert fine == (wrong is None)
+    if wrong:
+        assert re.match(f"error: TypeError: {wrong} must be", text)
+    else:
+        heard = dict(zip(many.__annotations__, json.loads(text), strict=False))
+        assert heard | given == heard
 
 
 @pytest.mark.parametrize(
@@ -194,9 +261,30 @@ def untyped(a) -> int:
     return a
 
 
+def gathering(a: int, **rest: int) -> int:
+    """A tool.
+
+    Args:
+        a: One.
+        rest: Others.
+    """
+    return a
+
+
+def by_place(a: int, /) -> int:
+    """A tool.
+
+    Args:
+        a: One.
+    """
+    return a
+
+
 @pytest.mark.parametrize(
     ("functions", "wrong"),
     [
+        ([gathering], r"gathering\(\): a model gives arguments by name"),
+        ([by_place], r"by_place\(\): a model gives arguments by name"),
         ([undescribed], "undescribed .*no docstring"),
         ([untyped], "type hint in function untyped"),
         ([add, add], "two functions have one name"),
@@ -229,6 +317,17 @@ FORMATS = {
         f'{LLAMA_HEAD.format("ipython")}"4"<|eot_id|>{LLAMA_HEAD.format("assistant")}',
     ),
     "no tools": (templates.PLAIN, hermes, QWEN_FOLLOWS.format(QWEN_RESULT)),
+    "tools told, calls unknown": (
+        templates.MISTRAL,
+        hermes,
+        f"[INST] <tool_response>\n{RESULT}\n</tool_response>\n<tool_response>\n4\n</tool_response>[/INST]",
+    ),
+    "one more at the end": (
+        templates.PHI3,
+        hermes,
+        f"\n<|user|>\n<tool_response>\n{RESULT}\n</tool_response>\n"
+        "<tool_response>\n4\n</tool_response><|end|>\n<|assistant|>\n",
+    ),
 }
 
 
@@ -302,6 +401,65 @@ def test_the_prompt_names_the_tools():
     assert made.decode(made.prompt(prompt)).count("<|im_start|>system") == 1
     bare = tokenizer.of_words(["1", "+", "2?", "2"])
     assert bare.prompt(TOOLS.for_task(Sums()).prompt((1, 2))) == bare.encode("1 + 2?")
+
+
+@pytest.mark.parametrize("form", [None, hermes, llama, lambda turn: []])
+@pytest.mark.parametrize("template", [templates.QWEN25, templates.PLAIN, templates.MISTRAL])
+def test_the_prompt_names_the_tools_whoever_reads_the_calls(template, form):
+    """How to call them it says where calls are read as it says."""
+    made, tools = templates.of_bytes(template), Toolbox([add], form=form)
+    text = made.decode(made.prompt(tools.for_task(Sums()).prompt((1, 2))))
+    assert "The sum of two numbers" in text
+    assert text.count("The sum of two numbers") == 1
+    told = template == templates.PLAIN or (template, form) == (templates.MISTRAL, None)
+    assert ("To call one, write" in text) == (told and form in (None, hermes))
+
+
+def test_the_turn_after_a_call_begins_as_the_first_one():
+    """Whatever the template makes of the system's message."""
+
+    class Brief(Polite):
+        def prompt(self, example):
+            system, user = Polite.prompt(self, example)
+            return [system | {"content": "/no_think"}, user]
+
+    made, tools = templates.of_bytes(templates.SMOL), Toolbox([add])
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for task, begins in ((Brief(), "assistant\n<think>\n\n</think>\n"), (Polite(), "assistant\n")):
+        made_by = tools.for_task(task)
+        given, _ = made_by.environment((1, 2), made).step([*made.encode(call), made.eos])
+        for tokens in (made.prompt(made_by.prompt((1, 2))), given):
+            assert made.decode(tokens).endswith("<|im_start|>" + begins)
+
+
+def test_a_call_in_a_thought_that_the_prompt_opened_is_none():
+    made, task = templates.of_bytes(templates.THINKING), Toolbox([add]).for_task(Sums())
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for turn, calls in (
+        (f"{call}", 0),
+        (f"{call}</think>3", 0),
+        (f"so </think>{call}", 1),
+        (f"{call}</think>{call}", 1),
+    ):
+        turns = task.environment((1, 2), made)
+        for count in (calls, 2 * calls):  # the turn that follows begins in a thought as well
+            _, reward = turns.step([*made.encode(turn), made.eos])
+            assert reward.fields["tool_calls"] == count
+
+
+def test_results_hold_no_marks_where_there_is_no_template():
+    made = templates.of_bytes(None)
+    marks = {made.encode(mark)[0] for mark in made.marks}
+    tokens = TOOLS.replied(made, [f"a{''.join(made.marks)}"])
+    assert not marks & {*tokens}
+    assert made.decode(tokens).replace(" ", "") == f"a{''.join(made.marks)}"
+
+
+def test_an_added_character_is_no_mark():
+    """As DeepSeek's tokenizers have them: letters that the vocabulary lacks."""
+    made = templates.of_bytes(templates.QWEN25)
+    made._inner.add_tokens(["\u4e2d"])
+    assert "\na\u4e2db\n" in made.decode(TOOLS.replied(made, ["a\u4e2db"]))
 
 
 def test_spaces_of_a_result_are_kept():
@@ -521,6 +679,28 @@ def test_coroutines_hold_no_thread():
     assert results[20][:2] == ["2", "error: TimeoutError: no result in 3 s"]
     assert results[20][2].startswith("error: TypeError: ")
     assert episodes.rewards[20].fields["tool_errors"] == 2
+
+
+def test_a_tool_with_a_limit_of_its_own_has_no_other():
+    """One that waits for its turn would use it up."""
+
+    def slow(text: str) -> str:
+        """Takes its time.
+
+        Args:
+            text: Any.
+        """
+        time.sleep(0.3)
+        return text
+
+    tools = Toolbox([slow], seconds=0.05)
+    assert tools.answer(("slow", {"text": "a"})) == (
+        "error: TimeoutError: no result in 0.05 s",
+        False,
+    )
+    vars(slow)["limited"] = True
+    assert tools.answer(("slow", {"text": "a"})) == ("a", True)
+    assert vars(python)["limited"]
 
 
 def test_a_late_tool_is_left_behind_and_others_go_on():
