@@ -23,6 +23,7 @@ from jaxrl_llm.models import families
 from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import Seen, recipes
 from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal, tokens
 from tests.tasks import templates
 
@@ -61,7 +62,7 @@ def test_every_snippet_is_tested():
         "objectives.md": 3,
         "own-task.md": 1,
         "models.md": 3,
-        "environments.md": 4,
+        "environments.md": 5,
         "tokens.md": 1,
         "tutorial.md": 5,
     }
@@ -243,10 +244,21 @@ def test_a_function_is_a_tool():
     assert (given, reward.correct, reward.fields["tool_errors"]) == (None, True, 1)
 
 
+def test_a_tool_may_send_a_program_elsewhere():
+    """Here another Python is the box."""
+    space = run("environments.md", 2)
+    space["BOX"] = f"timeout 20 {sys.executable} -"
+    box = Toolbox([space["python"]])
+    says = lambda code: box.answer(("python", {"code": code}))
+    assert says("print(1 + 1)") == ("2\n", True)
+    assert "ZeroDivisionError" in says("1 / 0")[0]
+    assert says("while True: print('x' * 99)")[0].startswith("x" * 99)
+
+
 def test_a_class_made_for_trl_is_a_task():
-    task, made = run("environments.md", 2)["task"], templates.of_bytes(templates.QWEN25)
+    task, made = run("environments.md", 3)["task"], templates.of_bytes(templates.QWEN25)
     row = task.train[6]
-    assert "Guess my number.\n\nIt is from 1 to 9." in made.decode(made.prompt(task.prompt(row)))
+    assert "Guess my number. It is from 1 to 9." in made.decode(made.prompt(task.prompt(row)))
     episode = task.environment(row, made)
     turn = '<tool_call>{"name": "guess", "arguments": {"value": 7}}</tool_call>'
     following, _ = episode.step([*made.encode(turn), made.eos])
@@ -255,7 +267,7 @@ def test_a_class_made_for_trl_is_a_task():
 
 
 def test_an_advantage_sees_turns():
-    late = run("environments.md", 3)["late_turns"]
+    late = run("environments.md", 4)["late_turns"]
     seen = Seen(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),
