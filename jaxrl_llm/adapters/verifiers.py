@@ -7,6 +7,7 @@ route, and `Episode` brings it what the engine samples.
 import json
 import os
 import secrets
+import signal
 import subprocess
 import tempfile
 import weakref
@@ -23,6 +24,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Anew, Prompt, Reward, Step
 
 _PATIENCE = 300.0  # seconds for an episode's first request
+_GRACE = 20.0  # seconds for what is given up to end
 _AT_ONCE = 16  # episodes that are begun together to hear those
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
@@ -131,7 +133,11 @@ class Verifiers:
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
-    process.communicate()
+    try:
+        process.communicate(timeout=_GRACE)
+    except subprocess.TimeoutExpired:  # an environment blocks it
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     folder.cleanup()
 
 
@@ -165,5 +171,6 @@ class Episode:
 
     def __del__(self):
         if self._name:  # it would wait for a turn
-            with suppress(httpx.HTTPError), httpx.Client(**self._server) as client:
+            patient: dict[str, Any] = {**self._server, "timeout": _GRACE}
+            with suppress(httpx.HTTPError), httpx.Client(**patient) as client:
                 client.post("/step", json={"id": self._name, "end": True})

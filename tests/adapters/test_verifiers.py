@@ -1,6 +1,8 @@
 """Environments of the package `verifiers`, unmodified, in a Python of their own."""
 
+import socket
 import sys
+import threading
 from contextlib import closing
 from itertools import pairwise
 from random import Random
@@ -8,6 +10,7 @@ from random import Random
 import httpx
 import pytest
 
+from jaxrl_llm.adapters import verifiers
 from jaxrl_llm.adapters.verifiers import Verifiers
 from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
 from jaxrl_llm.errors import UserError
@@ -196,6 +199,32 @@ def test_the_routes_want_the_key_on_the_loopback_interface(task):
     for route in ("/step", "/inference/v1/generate"):
         for headers in ({}, {"X-Key": "no"}):
             assert httpx.post(url + route, json={}, headers=headers).status_code == 401
+
+
+def test_what_does_not_end_is_ended(tmp_path, monkeypatch):
+    """As where an environment blocks its process."""
+    monkeypatch.setattr(verifiers, "_GRACE", 0.2)
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho \'["http://127.0.0.1:1", "", [["", "1 2 ?"]]]\'\nexec sleep 60\n'
+    )
+    python.chmod(0o755)
+    task = Verifiers("bigger", python=python, train=1, test=0)
+    _, _, (process, _), _ = task.close.peek()
+    task.close()
+    assert process.returncode == -9
+
+
+def test_an_episode_that_is_given_up_waits_for_no_server(monkeypatch):
+    monkeypatch.setattr(verifiers, "_GRACE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        episode = verifiers.Episode({"base_url": url, "timeout": None}, {}, [], [])
+        episode._name = "one"
+        ending = threading.Thread(target=episode.__del__, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
 
 
 def test_what_does_not_start_is_one_line():
