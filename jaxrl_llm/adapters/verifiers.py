@@ -137,7 +137,7 @@ def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirector
         process.communicate(timeout=_GRACE)
     except subprocess.TimeoutExpired:  # an environment blocks it
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
     folder.cleanup()
 
 
