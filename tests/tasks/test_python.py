@@ -322,7 +322,11 @@ def test_where_the_package_is_installed_its_neighbours_can_be_imported(tmp_path)
         "from jaxrl_llm.tasks.python import python; print(python('import beside; print(beside.x)'))"
     )
     done = subprocess.run(
-        [tmp_path / "one/bin/python", "-c", code], capture_output=True, text=True, cwd=tmp_path
+        [tmp_path / "one/bin/python", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": os.defpath},
     )
     assert done.stdout == "1\n", done.stderr
 
