@@ -104,14 +104,14 @@ _SYNONYMS = (  # spellings of a unit that become one
 )  # fmt: skip
 _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     """
-    hundred thousand bn googol dozen score gross pair couple half halves third quarter fourth fifth
-    sixth seventh eighth ninth tenth hundredth thousandth eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six
-    seven eight nine ten mil mille lakh crore doz permille ppm doubled tripled halved squared cubed
-    negative opposite inverse reciprocal plus minus times over by divided
-    factorial mod modulo root power to percent choose binary octal not no non never or and nor either neither but
-    except unless if is are was wrong false incorrect about approximately roughly almost nearly around less more
-    fewer greater least most than under above below between through repeating isn neg
+    hundred thousand bn googol dozen score gross pair couple half halves third quarter fourth fifth sixth seventh
+    eighth ninth tenth hundredth thousandth eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
+    nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six seven eight nine ten
+    mil mille lakh crore doz permille ppm doubled tripled halved squared cubed negative opposite inverse reciprocal
+    plus minus times over by divided factorial mod modulo root power to percent choose binary octal not no non
+    never or and nor either neither but except unless if is are was wrong false incorrect about approximately
+    roughly almost nearly around less more fewer greater least most than under above below between through
+    repeating isn neg
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
 _DENIALS = FUNCTIONS | {  # in a name, they say that its value is not the answer
@@ -142,10 +142,7 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
 
 
 def _readings(text: str, question: str) -> list[str]:
-    """The text; as two numbers too if it may be those, as `15,450`.
-
-    A word of letters that the question has one by one is their product.
-    """
+    """The text, `15,450` as two numbers too; or the product of letters that the question has."""
     word = text.strip(" $")
     if word.isalpha() and all(f"symbol:{letter}" in _asked(question) for letter in word):
         return [" ".join(word)]
@@ -157,9 +154,8 @@ def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
     if percent and not re.search("percent|%", _GIVEN_PERCENT.sub("", question), re.IGNORECASE):
         return False  # 0.5 is not 0.5%
     asked = _asked(question) - {_bare(node).key for node in _nodes(true)}
-    if any(
-        not _PLAIN.fullmatch(key) for key in asked & {_bare(node).key for node in _nodes(given)}
-    ):
+    copied = asked & {_bare(node).key for node in _nodes(given)}
+    if not all(map(_PLAIN.fullmatch, copied)):
         return False
     return equal(true, given, engine)
 
@@ -183,10 +179,7 @@ def _asked(question: str) -> frozenset[str]:
 
 
 def _bare(node: Node) -> Node:
-    """The expression without sign, rational factors, terms of 0, power of 1: `x+1` of `-2(x+1)`.
-
-    A number keeps its notation: `\\frac{84}{144}`.
-    """
+    """Without sign, rational factors, terms of 0, power of 1: `x+1` of `-2(x+1)`; numbers stay."""
     if node.op != "negative" and node.literal:
         return replace(node, args=tuple(map(_bare, node.args)))
     if node.op == "negative" or (node.op == "quotient" and node.args[1].rational is not None):

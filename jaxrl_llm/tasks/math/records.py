@@ -71,10 +71,7 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 
 
 def truths(stored: Any) -> tuple[str, ...]:
-    r"""The accepted answers in a cell: a text, a number, a list, or a printed list of texts.
-
-    Of a solution that ends in `#### 72` or has its answer in a `\boxed{72}`, that is `72`.
-    """
+    r"""The accepted answers in a cell: a text (`72` of `#### 72`, `\boxed{72}`), number or list."""
     if isinstance(stored, str):
         both = _EITHER.fullmatch(stored.strip())
         stored = both.groups() if both else _printed_list(stored)
@@ -132,10 +129,7 @@ def _printed_list(text: str) -> list[str] | str:
 
 
 def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) -> list[Problem]:
-    """The problems of a parquet, JSONL or JSON (one list) file, by its suffix; or UserError.
-
-    Warns of rows whose truth is no answer that others could be compared with.
-    """
+    """The problems of a parquet, JSONL or JSON (one list) file, by its suffix; or UserError."""
     reader = _READERS.get(Path(path).suffix)
     if reader is None:
         raise UserError(f"cannot read {path}: its name ends in none of {', '.join(_READERS)}")
