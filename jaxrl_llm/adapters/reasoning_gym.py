@@ -6,19 +6,19 @@ some generators follow the order of a set, which is one process's own.
 
 import importlib.util
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.tasks.task import UNCHECKED, Mapped, Prompt, Reward, Source
+from jaxrl_llm.tasks.task import UNCHECKED, Mapped, Prompt, Reward
 from jaxrl_llm.tasks.workers import Workers, serve
 
 _MAKING = 60.0  # seconds a puzzle may take to be made
+_TRIES = 20  # seeds tried for a puzzle to train on that is none of the test's
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Puzzle:
 
 def tagged(response: str) -> str | None:
     """The text in the last `<answer>` of a response; None without one."""
-    found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    return found[-1].strip() if found else None
+    before, closed, _ = response.rpartition("</answer>")
+    _, opened, text = before.rpartition("<answer>")
+    return text.partition("</answer>")[0].strip() if opened and closed else None
 
 
 def framed(question: str) -> Prompt:
@@ -47,7 +48,8 @@ class ReasoningGym:
 
     The score is the verifier's, 0 to 1, and 1 is correct; what it cannot read is wrong. A verifier
     that takes over `seconds` of CPU time leaves a response unchecked. `frame` makes a prompt of a
-    question, `read` takes the answer from a response (None: it gives none).
+    question, `read` takes the answer from a response (None: it gives none). A question of the test
+    is not trained on, unless 20 seeds make no other.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class ReasoningGym:
         self.name, self._frame, self._read, self._seconds = name, frame, read, seconds
         module = "jaxrl_llm.adapters.reasoning_gym"
         self._workers = Workers(workers, module, name, json.dumps(settings))
-        self.train: Source[Puzzle] = Mapped(range(seed, seed + train), self._puzzle)
-        self.test: Source[Puzzle] = Mapped(range(seed + train, seed + train + test), self._puzzle)
+        self._stride = train + test
+        self.train = Mapped(range(seed, seed + train), self._new)
+        self.test = Mapped(range(seed + train, seed + train + test), self._puzzle)
         try:
             self._puzzle(seed)
         except UserError:
@@ -92,6 +95,18 @@ class ReasoningGym:
     def close(self) -> None:
         """Ends the workers; garbage collection does the same."""
         self._workers.close()
+
+    @cached_property
+    def _tested(self) -> frozenset[str]:
+        return frozenset(puzzle.question for puzzle in self.test)
+
+    def _new(self, seed: int) -> Puzzle:
+        """The puzzle of the first seed, from this one on, whose question is none of the test's."""
+        seeds = range(seed, seed + _TRIES * self._stride, self._stride)
+        for puzzle in map(self._puzzle, seeds):
+            if puzzle.question not in self._tested:
+                return puzzle
+        return self._puzzle(seed)
 
     def _puzzle(self, seed: int) -> Puzzle:
         reply = self._workers.ask([seed, None], _MAKING)

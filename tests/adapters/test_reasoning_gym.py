@@ -25,6 +25,23 @@ def test_examples_are_repeated_and_those_to_test_are_others(sums):
     assert not {e.question for e in sums.train} & {e.question for e in sums.test}
 
 
+def test_a_question_of_the_test_is_not_trained_on():
+    settings = {"min_trials": 1, "max_trials": 5}
+    with closing(ReasoningGym("coin_flip", train=40, test=40, workers=1, **settings)) as task:
+        tested = {puzzle.question for puzzle in task.test}
+        known = [puzzle.question for puzzle in map(task._puzzle, range(40))]
+        assert tested & {*known}  # so the law has teeth
+        trained = [puzzle.question for puzzle in task.train]
+    assert not tested & {*trained}
+    kept = [(new, old) for new, old in zip(trained, known, strict=True) if old not in tested]
+    assert all(new == old for new, old in kept)
+
+
+def test_the_last_tagged_answer_is_read():
+    assert tagged("<answer>0</answer> <answer> 1 </answer> 2</answer>") == "1"
+    assert [tagged(text) for text in ("", "<answer>1", "1</answer>")] == [None] * 3
+
+
 def test_the_verifier_decides(sums):
     example = sums.train[3]
     right = sums.reward(example, f"so <answer>0</answer>, no: <answer> {example.answer} </answer>")

@@ -27,7 +27,7 @@ STAGES = {
     "percent only where it is asked for": ("_in_percent", lambda form: False),
     "one spelling": ("_SPELLINGS", []),
     "thousands": ("_without_thousands", lambda text: text),
-    "two numbers may be meant": ("_readings", lambda text: [text]),
+    "two numbers may be meant": ("_readings", lambda text, question: [text]),
     "units": ("_unit_split", lambda text: (text, "")),
     "words that are no unit": ("_is_unit", lambda unit: True),
     "names of units": ("_SYNONYMS", ()),

@@ -77,12 +77,14 @@ HOSTILE = [
         "[a+" * 600,
     ),
     *(r"\begin{array}{c}" * 110, "(1)" * 600, "(1" * 900, "1^" + "{" * 900, r"x\approx" * 200),
+    *(r"5\text{ cm}" + r" \text{ cm} " * 14 + "!", "~" * 1900 + "x", r"\mathbf{" * 240),
     *("(a)" * 300 + "+=1", "x_a" * 300 + "+=1", r"\text{a}" * 300 + "+=1"),
 ]
 
 
 def reading(text):
     """Seconds of this thread."""
+    read.cache_clear()
     start = time.thread_time()
     form = read(text)
     if form.node is not None:

@@ -2,16 +2,19 @@
 
 import random
 import time
+from functools import partial
 from statistics import quantiles
 
 import pytest
 
+from jaxrl_llm.adapters.reasoning_gym import tagged
 from jaxrl_llm.tasks.knights_knaves import english as kk_english
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
-from jaxrl_llm.tasks.knights_knaves.task import english
+from jaxrl_llm.tasks.knights_knaves.task import english, parse_answer, well_formed
 from jaxrl_llm.tasks.math.records import Problem
-from jaxrl_llm.tasks.math.task import MathTask
+from jaxrl_llm.tasks.math.task import MathTask, boxed_answer
 from jaxrl_llm.tasks.math.worker import AnswerChecker
+from jaxrl_llm.tasks.tools import hermes, llama, words
 
 ANSWERS = (
     r"\frac{1}{2}",
@@ -86,6 +89,54 @@ def test_puzzle_reward_survives_5000_of_each():
 
 def test_math_reward_survives_forty_of_each(checker):
     fuzz(*math_cases(40, checker))
+
+
+READERS = {  # of what a model wrote, in the process that trains; math is read in workers
+    "tags": tagged,
+    "format": well_formed,
+    "roles": partial(parse_answer, names=("Ada", "Bo")),
+    "box": boxed_answer,
+    "hermes": hermes,
+    "llama": llama,
+    "words": words,
+}
+PIECES = (
+    *("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", r"\boxed{"),
+    *(
+        "{",
+        "}",
+        "\\",
+        "[",
+        '"',
+        '{"name":',
+        "Ada ",
+        "Ada is a ",
+        "is a",
+        " ",
+        "\n",
+        ",",
+        "1",
+        "(1)",
+    ),
+    *("12.", "(12", "and ", "a", ";", "add ;", "<|python_tag|>", "</tool_call><tool_call>"),
+)
+BEGUN = (
+    "",
+    "</think><answer>Ada is a knight, Bo is a knave ",
+    r"</think><answer>\boxed{<tool_call>{",
+)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_repetition_takes_more_than_time_in_proportion(reader):
+    """Of 100,000 characters: milliseconds, where a second look for each would take many seconds."""
+    for begun in BEGUN:
+        for piece in PIECES:
+            text = begun + piece * (100_000 // len(piece)) + "!</answer>"
+            start = time.thread_time()
+            READERS[reader](text)
+            READERS[reader](text[:-10])
+            assert time.thread_time() - start < 2, (begun, piece)
 
 
 @pytest.mark.slow

@@ -159,6 +159,15 @@ def test_no_puzzle_of_any_seed_or_recipe_meets_a_test_puzzle_under_other_names()
     assert max(forms["train"].values()) > 1  # seeds do overlap within a split, so the law has teeth
 
 
+def test_a_puzzle_in_other_connectives_is_another():
+    """As docs say: splits share no wording, but they may share what is said."""
+    said = Compound(Connective.IMPLIES, Is(0, True), Is(1, True))
+    same = Compound(Connective.OR, Is(0, False), Is(1, True))
+    assert truth_table(said, 2) == truth_table(same, 2)
+    keys = {canonical_key((one, Is(0, True))) for one in (said, same)}
+    assert len(keys) == 2
+
+
 def test_puzzles_of_a_split_are_distinct_up_to_renaming():
     drawn = islice(puzzles("train", 3, 1, seed=0), 500)
     assert len({brute_form(p.statements) for p in drawn}) == 500

@@ -135,10 +135,49 @@ def test_a_data_set_that_is_not_there_is_a_one_line_error(tmp_path, monkeypatch)
         ("080 or 081 (both were accepted)", ("080", "081")),
         (7, ("7",)),
         (0.5, ("0.5",)),
+        ("48/2 = <<48/2=24>>24 clips.\n#### 1,072", ("1,072",)),
+        (r"So $x=\boxed{2}$, and the sum is \boxed{\frac{7}{2}}.", (r"\frac{7}{2}",)),
+        ([r"\boxed{2}", "#### 3"], ("2", "3")),
     ],
 )
 def test_a_stored_truth_is_one_or_a_printed_list_of_several(stored, expected):
     assert truths(stored) == expected
+
+
+def test_parts_of_an_answer_may_each_have_a_box(tmp_path):
+    row = {"question": "q", "answer": [r"\boxed{2}", "#### -1"], "is_multiple_answer": True}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    assert [p.truths[0].replace(" ", "") for p in from_file(tmp_path / "p.jsonl")] == ["2,-1"]
+
+
+@pytest.mark.parametrize(
+    "lost", ["3 + = 4", "She sold 48/2 = 24 clips, so 72.", "all the primes " * 6]
+)
+def test_a_truth_that_equals_nothing_else_is_said_with_its_row(tmp_path, caplog, lost):
+    rows = ["7", r"\text{no}", lost, "(1,2)", lost]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps({"problem": "q", "answer": a}) for a in rows))
+    assert len(from_file(path)) == 5
+    [said] = caplog.messages
+    assert f"{path}, row 2: " in said
+    assert said.endswith("2 of 5")
+
+
+def test_of_several_folders_of_a_data_set_one_is_named(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path)
+    )
+    for config, answer in (("main", "1"), ("socratic", "2")):
+        for split in ("train", "test"):
+            folder = tmp_path / config / split if config == "main" else tmp_path / config
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{split}-0.jsonl").write_text(json.dumps(PLAIN_ROW | {"answer": answer}))
+    with pytest.raises(UserError, match=r"several folders.*main, socratic"):
+        from_hub("us/math", "test")
+    assert from_hub("us/math/main", "test") == [Problem("q", ("1",))]
+    assert from_hub("us/math/socratic", "test") == [Problem("q", ("2",))]
+    assert set(asked) == {"us/math"}
 
 
 def test_truths_that_are_one_text_are_an_error():

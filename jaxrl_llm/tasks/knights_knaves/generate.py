@@ -1,4 +1,4 @@
-"""Seeded random Knights and Knaves puzzles with one solution each, in splits that never overlap."""
+"""Seeded random Knights and Knaves puzzles with one solution each, in splits that share no wording."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ _RAISED = re.compile(r"(?<=[A-Za-z)}])\s*\d+(?:\.\d+)?\s*\^")  # nor does the nu
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 _SCIENTIFIC = (  # 3e-5 is a printed number, 3e5 too, 3e a product
     rf"{_NUMBER}(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{{\s*([+-]?\d{{1,3}})\s*\}}|(\d))(?!\s*[\^!.\d])"
-    r"|[eE]([+-]?\d{1,3})(?![\w.^!]))"
+    r"|[eE]([+-]?\d{1,3})(?![\w.^!]))|10\s*\^\s*\{\s*(-\d{1,3})\s*\}(?!\s*[\^!.\d])"  # 10^{-3} too
 )
 _REPEATING = r"(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}"
 _MIXED = (
@@ -46,7 +46,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """An operation with arguments; a "number", "scientific" or "symbol" has a value instead."""
+    """An operation with arguments, or what has a value: a symbol, or a number by its notation."""
 
     op: str
     args: tuple["Node", ...] = ()
@@ -86,8 +86,8 @@ class Node:
             return self.args[0].op != "negative" and self.args[0].literal
         if self.op == "quotient":
             bare = [arg.args[0] if arg.op == "negative" else arg for arg in self.args]
-            return all(arg.op in ("number", "scientific") for arg in bare)
-        return self.op in ("number", "scientific")
+            return all(isinstance(arg.value, Fraction) for arg in bare)
+        return isinstance(self.value, Fraction)
 
     @property
     def symbols(self) -> set[str]:
@@ -95,9 +95,9 @@ class Node:
         return {str(part.value) for part in self.walk() if part.op == "symbol"}
 
 
-def number(value: int | Fraction) -> Node:
+def number(value: int | Fraction, notation: str = "number") -> Node:
     """The node of a number."""
-    return Node("number", (), Fraction(value))
+    return Node(notation, (), Fraction(value))
 
 
 def _bits(number: Fraction) -> int:
@@ -227,11 +227,13 @@ class _Reader:
 
     def _number(self) -> Node:
         if found := self._groups(_SCIENTIFIC):
-            return Node("scientific", (), Fraction(found[0]) * Fraction(10) ** int(found[1]))
+            *factor, exponent = found
+            return number(Fraction(*factor or "1") * Fraction(10) ** int(exponent), "scientific")
         if found := self._groups(_REPEATING):
             whole, fixed, cycle = found
             repeated = Fraction(int(cycle), 10 ** len(cycle) - 1)
-            return number(int(whole or 0) + (int(fixed or 0) + repeated) / 10 ** len(fixed))
+            value = int(whole or 0) + (int(fixed or 0) + repeated) / 10 ** len(fixed)
+            return number(value, "repeating")
         found = self._groups(_MIXED) or self._groups(_NUMBER)
         if max(map(len, found)) > _DIGITS:
             raise self.error("a number of too many digits")
@@ -240,7 +242,7 @@ class _Reader:
         whole, above, below = map(int, found)
         if above >= below:
             raise self.error("not a mixed number")
-        return number(whole + Fraction(above, below))
+        return number(whole + Fraction(above, below), "mixed")
 
     def _command(self, name: str, depth: int) -> Node:
         if name in ("frac", "binom"):

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
+from operator import add
 
 from jaxrl_llm.tasks.math.expression import (
     CONSTANTS,
@@ -41,12 +43,15 @@ _SPELLINGS = [  # applied in this order: later ones rely on earlier ones
     for pattern, replacement in (
         (rf"\\[dtc]?(frac|binom){_END}", r"\\\1"),
         (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
-        (r"\\(?:[mh]box|text[a-z]+|math(?:rm|bf|it|sf)|boldsymbol|bm|operatorname)(?=\s*\{)", r"\\text"),
+        (r"\\(?:math(?:bf|it|sf)|boldsymbol|bm)(?=\s*\{)", ""),
+        (r"\\(?:[mh]box|text[a-z]+|mathrm|operatorname)(?=\s*\{)", r"\\text"),
         (rf"\\text\s*\{{\s*({'|'.join(sorted(FUNCTIONS))})\s*\}}", r"\\\1 "),
         (rf"\\text\s*\{{\s*([:,])\s*\}}|\{{([:,])\}}|\\colon{_END}", lambda m: m[1] or m[2] or ":"),
         (rf"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits){_END}", ""),
         (rf"\\[lr]?vert{_END}", "|"),
-        (r"(?<=\d)\\,(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)\\[, ](?=\d{3}(?!\d))", ""),
+        (rf"\\([lr])angle{_END}", lambda m: "()"[m[1] == "r"]),
+        (r"\.{2,}", r"\\dots "),
         (rf"\\(?:emptyset|varnothing){_END}", r"\\{\\}"),
         (r"(?<=\.)(\d*)\\(?:bar|dot)\s*(?:\{(\d+)\}|(\d))", r"\1\\overline{\2\3}"),
         (r"(?<!\\)\\!\s?", ""),
@@ -54,15 +59,18 @@ _SPELLINGS = [  # applied in this order: later ones rely on earlier ones
         (rf"\^\s*(?:\{{\s*\\(?:circ|degree)\s*\}}|\\(?:circ|degree){_END})", r"\\degree "),
         (r"\\mathbb\s*\{\s*R\s*\}", r"(-\\infty,\\infty)"),
         (rf"\\not\s*=|\\({'|'.join(_COMPARED)}){_END}", lambda m: _COMPARED[m[1] or "ne"]),
-        (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ","),
+        (r"\\text\s*\{\s*(?:or|and|OR|AND)\s*\}|(?<![A-Za-z\\])(?:or|and|OR|AND)(?![A-Za-z])", ", "),
         (r"\\?%|\\text\s*\{\s*(?:per\s?cent|pct|\\?%)\s*\}|\s(?:percent|pct)(?![A-Za-z])", r"\\%"),
     )
 ]  # fmt: skip
-_THOUSANDS = re.compile(r"(?:[^,]*=)?[^,=\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d].*)?")
+_THOUSANDS = re.compile(r"[^,\d]*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[^,\d](?:[^,]|,\d{3}(?!\d))*)?")
 _PAIRS = re.compile(r"\d{1,3}(,[1-9]\d{2})+")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _CHOICE = re.compile(r"\(?\s*([A-Za-z]|[IVX]+)\s*\)|([A-Za-z])\s*\.")
+_CHOSEN = re.compile(  # (C) 12: a choice with its value, which has no words and no second choice
+    r"(?:\\text\s*\{\s*\(([A-Z])\)\s*\}|\(([A-Z])\)\s)(?:\\(?!text)[a-z]+|\\[$%]|[^,(A-Za-z\\])+"
+)
 _NAME = re.compile(  # the left side of an equation that names its value: no arithmetic, no function
     rf"(?:\\(?:{GREEK}|angle|overline|ell|hbar|max|min|gcd|lcm){_END}|\(-?\d{{1,3}}\)"
     r"|_(?:\{\w+\}|[A-Za-z0-9])|\\text\s*\{[^{}=+*/^\\-][^{}=+*/^\\]*\}|[A-Za-z(),|\[\]{}' ])+"
@@ -76,14 +84,16 @@ _MATRIX = re.compile(
 _LABELS = re.compile(r"(?:\(\d\)\s*){2,}")
 _RELATIONS = re.compile(r"(<|>|=|≤|≥|≠)")
 _MIRRORED = {">": "<", "≥": "≤"}
+_PLAIN = re.compile(r"symbol:.*|number:\d+")  # what an answer may have in common with a question
+_GIVEN_PERCENT = re.compile(r"(?:\d[\s$}]*+|[\w)}])\\?%|\d[\s$}]*percent", re.IGNORECASE)
 _FORMULAS = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 _UNIT = re.compile(
-    r"(.+?)\s*((?:\\text\s*\{(?:[^{}]|\{[^{}]*\})*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?\s*(?:/|\\cdot)?\s*)+)"
+    r"(.+?)\s*((?:\\text\s*\{(?:[^{}]|\{[^{}]*\})*\}\s*+(?:\^\s*\{?\s*-?\d\s*\}?)?\s*+(?:/|\\cdot)?\s*+)+)"
 )
 _BARE_UNIT = re.compile(  # written without \text
-    r"(.*[\d)}])\s*((?:cm|mm|km|in|ft|mi|kg|inches|feet|meters|miles|students|units|degrees|[ap]\.?m|cents)"
-    r"(?:\^\{?[23]\}?)?)",
+    r"(.*[\d)}])(\s+[a-z]{4,}(?: [a-z]+)*|\s*(?:cm|mm|km|in|ft|mi|kg|inches|feet|meters|miles|students|units"
+    r"|degrees|[ap]\.?m|cents)(?:\^\{?[23]\}?)?)",
     re.IGNORECASE,
 )
 _SYMBOLS = frozenset("msghlNJWVACFTKL")  # units of one letter; other letters may be variables
@@ -94,18 +104,18 @@ _SYNONYMS = (  # spellings of a unit that become one
 )  # fmt: skip
 _NO_UNITS = frozenset(  # words that change the number before them, or deny it
     """
-    hundred thousand million billion trillion dozen score gross pair couple half halves third quarter fourth fifth
-    sixth seventh eighth ninth tenth hundredth thousandth eleven twelve thirteen fourteen fifteen sixteen
-    seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six
-    seven eight nine ten mil mille lakh crore doz permille ppm fold twofold threefold tenfold hundredfold
-    thousandfold millionfold negative opposite inverse reciprocal plus minus times over by divided squared cubed
-    factorial mod modulo root power to percent choose binary octal not no non never or and nor either neither but
-    except unless if is are was wrong false incorrect about approximately roughly almost nearly around less more
-    fewer greater least most than under above below between through repeating isn neg
+    hundred thousand bn googol dozen score gross pair couple half halves third quarter fourth fifth sixth seventh
+    eighth ninth tenth hundredth thousandth eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen
+    nineteen twenty thirty forty fifty sixty seventy eighty ninety one two three four five six seven eight nine ten
+    mil mille lakh crore doz permille ppm doubled tripled halved squared cubed negative opposite inverse reciprocal
+    plus minus times over by divided factorial mod modulo root power to percent choose binary octal not no non
+    never or and nor either neither but except unless if is are was wrong false incorrect about approximately
+    roughly almost nearly around less more fewer greater least most than under above below between through
+    repeating isn neg
     """.split()  # noqa: SIM905 (a list of words is easier to read as words)
 )
-_DENIALS = _NO_UNITS & {  # in a name, they say that its value is not the answer
-    *"not no non never wrong false incorrect except neg isn minus half".split()  # noqa: SIM905
+_DENIALS = FUNCTIONS | {  # in a name, they say that its value is not the answer
+    *"not no non never wrong false incorrect except neg isn minus half but sqrt".split()  # noqa: SIM905
 }
 
 
@@ -126,23 +136,26 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
         return False
     return any(
         _same(read(true), read(given), question, engine)
-        for true in _readings(truth)
-        for given in _readings(answer)
+        for true in _readings(truth, question)
+        for given in _readings(answer, question)
     )
 
 
-def _readings(text: str) -> list[str]:
-    """The text; as two numbers too if it may be those, as `15,450`."""
+def _readings(text: str, question: str) -> list[str]:
+    """The text, `15,450` as two numbers too; or the product of letters that the question has."""
+    word = text.strip(" $")
+    if word.isalpha() and all(f"symbol:{letter}" in _asked(question) for letter in word):
+        return [" ".join(word)]
     return [text, text.replace(",", ", ")] if _PAIRS.fullmatch(text.strip()) else [text]
 
 
 def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
     percent = _in_percent(given) and not _in_percent(true)
-    if percent and not re.search("percent|%", question, re.IGNORECASE):
+    if percent and not re.search("percent|%", _GIVEN_PERCENT.sub("", question), re.IGNORECASE):
         return False  # 0.5 is not 0.5%
     asked = _asked(question) - {_bare(node).key for node in _nodes(true)}
-    computed = [n for n in _nodes(given) if not n.literal or n.op == "scientific"]
-    if any(_bare(node).key in asked for node in computed):
+    copied = asked & {_bare(node).key for node in _nodes(given)}
+    if not all(map(_PLAIN.fullmatch, copied)):
         return False
     return equal(true, given, engine)
 
@@ -160,11 +173,15 @@ def _nodes(form: Form) -> list[Node]:
 def _asked(question: str) -> frozenset[str]:
     """The keys (`Node.key`) of the expressions in the formulas of a question."""
     sides = [s for found in _FORMULAS.findall(question) for s in "".join(found).split("=")]
-    return frozenset(_bare(node).key for side in sides for node in _nodes(read(side)))
+    nodes = [node for side in sides for node in _nodes(read(side))]
+    names = (f"symbol:{name}" for node in nodes for name in node.symbols)
+    return frozenset((*(_bare(node).key for node in nodes), *names))
 
 
 def _bare(node: Node) -> Node:
-    """The expression without sign, rational factors, terms of 0, power of 1: `x+1` of `-2(x+1)`."""
+    """Without sign, rational factors, terms of 0, power of 1: `x+1` of `-2(x+1)`; numbers stay."""
+    if node.op != "negative" and node.literal:
+        return replace(node, args=tuple(map(_bare, node.args)))
     if node.op == "negative" or (node.op == "quotient" and node.args[1].rational is not None):
         return _bare(node.args[0])
     if node.op == "power" and node.args[1].rational == 1:
@@ -181,7 +198,7 @@ def read(text: str) -> Form:
     try:
         return _read(spelled(text))
     except UnreadableError:
-        return Form("text " + "".join(text.split()))
+        return Form("unread " + "".join(text.split()))
 
 
 def spelled(text: str) -> str:
@@ -226,20 +243,24 @@ def split(text: str, separator: str) -> list[str]:
 
 def _without_thousands(text: str) -> str:
     """`1,000\\pi` without its comma; one inside brackets or beside a space separates parts."""
-    first = re.split(r"[(\[{]", text, maxsplit=1)[0]
-    whole = _THOUSANDS.fullmatch(first) and "," not in text[len(first) :]
-    return first.replace(",", "") + text[len(first) :] if whole else text
+    begin = 1 + max(text.rfind(sign) for sign in "=<>≤≥≠")
+    first = re.split(r"[(\[{]", text[begin:], maxsplit=1)[0]
+    name, rest = text[:begin], text[begin + len(first) :]
+    whole = _THOUSANDS.fullmatch(first) and "," not in name + rest
+    return name + first.replace(",", "") + rest if whole else text
 
 
 def _read(text: str, depth: int = 0) -> Form:
     if depth > _DEPTH or not text:
         raise UnreadableError("no answer")
+    text = _stripped(text)
     wrapped = _TEXT.fullmatch(text)
     said = (wrapped[1] if wrapped else text).strip()
-    words = _WORD.fullmatch(said) and (re.search("[A-Za-z]{3}", said) or said.casefold() == "no")
+    words = _WORD.fullmatch(said.rstrip("0123456789"))  # June 5
+    words = words and (re.search("[A-Za-z]{3}", said) or said.casefold() == "no")
     if words or re.fullmatch("[IVX]{2,}", said) or (wrapped and _WORD.fullmatch(said[1:])):
         return Form("text " + " ".join(said.casefold().strip(" .").split()))
-    choice = _CHOICE.fullmatch(said)
+    choice = _CHOICE.fullmatch(said) or _CHOSEN.fullmatch(said)
     text = _without_thousands(choice[1] or choice[2] if choice else said)
     if not text:
         raise UnreadableError("an empty text")
@@ -259,20 +280,22 @@ def _read(text: str, depth: int = 0) -> Form:
 def _list(text: str, depth: int) -> Form | None:
     r"""A set, from `1,-2`, `\{1,-2\}` or `1 \pm \sqrt{2}`: equal parts count once, in any order."""
     braces = text.startswith("\\{") and _closing(text, 1) == len(text) - 1
-    parts = [part for part in split(text[2:-2] if braces else text, ",") if part]
+    inside = text[2:-2] if braces else text
+    spaced = [_without_thousands(part) for part in split(inside, ", ")]  # 1,000, 2,000
+    spaced = spaced if len(spaced) > 1 and "," not in "".join(spaced) else split(inside, ",")
+    parts = [part for part in spaced if part]
     labels = re.findall(r"\d", text) if _LABELS.fullmatch(text) else []
     parts = labels if labels and labels == sorted({*labels}) else parts
     if len(parts) < 2 and not braces and "\\pm" not in text:
         return None
     forms: list[Form] = []
     for part in parts:
-        for sign in "+-" if "\\pm" in part else "+":
-            form = _read(part.replace("\\pm", sign), depth)
-            if not any(equal(form, other, _no_engine) for other in forms):
-                forms.append(form)
-        if len(forms) > _PARTS:
+        first, *others = part.split("\\pm")
+        if len(forms) + 2 ** len(others) > _PARTS:
             raise UnreadableError("too many parts")
-    return forms[0] if len(forms) == 1 and not braces else Form("set", tuple(forms))
+        signed = product("+-", repeat=len(others))  # each with each
+        forms += [_read(first + "".join(map(add, signs, others)), depth) for signs in signed]
+    return Form("set", tuple(forms))
 
 
 def _relation(text: str, depth: int) -> Form | None:
@@ -337,7 +360,9 @@ def _unit_split(text: str) -> tuple[str, str]:
 
 
 def _is_unit(unit: str) -> bool:
-    """Whether it does not change the number before it: `students`, `m/s`; not `thousand`."""
+    """Whether it does not change the number before it: `students`, `m/s`; not `thousand`, `00`."""
+    if re.search(r"(?<![\^A-Za-z])(?<!\^-)\d|[+=<>]|(fold|illion)s?\b", unit):
+        return False
     words = re.findall("[A-Za-z]+", unit)
     letters = [word for word in words if len(word) == 1]
     plain = {*letters} <= _SYMBOLS or (
@@ -353,6 +378,13 @@ def _no_engine(truth: Node, answer: Node) -> bool:
 
 def equal(truth: Form, answer: Form, engine: Engine) -> bool:
     """Whether both forms say the same, with the answer worked out as far as the truth."""
+    named = {part.name for part in truth.parts} - {""}  # x=1, y=2 keeps its order if not named
+    in_order = len(named) == len(truth.parts) > 1 and not any(p.name for p in answer.parts)
+    if not in_order:
+        truth, answer = _once(truth), _once(answer)
+    if truth.kind.startswith("text ") and answer.node and answer.node.op == "product":  # AB
+        letters = "".join(str(part.value) or "?" for part in answer.node.args)
+        answer = Form("text " + letters.casefold())
     truth, answer = _alike(truth, answer), _alike(answer, truth)
     if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
         return False
@@ -365,9 +397,7 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
         if answer.unit == "degree" != truth.unit and "\\pi" in truth.node.symbols:
             return False
         return _equal_nodes(truth.node, answer.node, engine)
-    named = {part.name for part in truth.parts} - {""}  # x=1, y=2 keeps its order if not named
-    in_order = len(named) == len(truth.parts) > 1 and not any(p.name for p in answer.parts)
-    if in_order or truth.kind not in ("set", "union", "relation ="):
+    if in_order or truth.kind not in ("set", "union", "relation =", "relation ≠"):
         return all(equal(t, a, engine) for t, a in zip(truth.parts, answer.parts, strict=True))
     left = list(answer.parts)
     for part in truth.parts:
@@ -378,11 +408,23 @@ def equal(truth: Form, answer: Form, engine: Engine) -> bool:
     return True
 
 
+def _once(form: Form) -> Form:
+    """A set with each part once."""
+    parts: list[Form] = []
+    for part in form.parts if form.kind == "set" else ():
+        if not any(equal(part, p, _no_engine) and equal(p, part, _no_engine) for p in parts):
+            parts.append(part)
+    return replace(form, parts=tuple(parts)) if parts else form
+
+
 def _alike(form: Form, other: Form) -> Form:
     r"""The form in the other's notation where it can be: `\{2\}`, `x>2`, `4/13`."""
     if form.kind == "set" and len(form.parts) == 1 and other.kind != "set":
         return form.parts[0]
-    if form.node and form.node.op == "quotient" and other.kind == "ratio":
+    if form.kind == "set" and all(part.kind.startswith("relation") for part in form.parts):
+        return replace(form, kind=other.kind) if other.kind == "union" else form
+    divided = form.node and form.node.op == "quotient" and form.node.args[1].rational != 0
+    if form.node and divided and other.kind == "ratio":
         return Form("ratio", tuple(Form("scalar", node=part) for part in form.node.args))
     return _interval(form) if other.kind.startswith("tuple") else form
 

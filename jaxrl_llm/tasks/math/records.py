@@ -1,6 +1,7 @@
 """Math problems from parquet, JSONL, JSON and the Hugging Face hub; the published ones by name."""
 
 import json
+import logging
 import re
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,17 @@ import pyarrow
 import pyarrow.parquet
 
 from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.tasks.math.grade import read
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any] | Sequence[Any]
 
 _QUESTION_COLUMNS = ("problem", "question", "prompt")
 _ANSWER_COLUMNS = ("answer", "final_answer", "ground_truth", "target")
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
+_BOX = "\\boxed{"
+_LOST = re.compile("unread|text .{60}")  # forms of truths that equal only the same text
 LONG = 40  # letters and digits that a question needs to be found within a longer text
 _INSTRUCTION = "Let's think step by step"  # begins the text that published data add to a question
 
@@ -53,7 +59,7 @@ def problem_of(row: Row) -> Problem:
         return Problem(question, truths(row["reward_model"]["ground_truth"]))
     answer = _first(row, _ANSWER_COLUMNS)
     if isinstance(answer, list) and row.get("is_multiple_answer"):  # parts, no alternatives
-        answer = ", ".join(map(str, answer))
+        answer = ", ".join(_final(str(part)) for part in answer)
     return Problem(question, truths(answer))
 
 
@@ -65,7 +71,7 @@ def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
 
 
 def truths(stored: Any) -> tuple[str, ...]:
-    """The accepted answers in a cell: a text, a number, a list, or a printed list of texts."""
+    r"""The accepted answers in a cell: a text (`72` of `#### 72`, `\boxed{72}`), number or list."""
     if isinstance(stored, str):
         both = _EITHER.fullmatch(stored.strip())
         stored = both.groups() if both else _printed_list(stored)
@@ -73,7 +79,41 @@ def truths(stored: Any) -> tuple[str, ...]:
     for item in items:
         if not isinstance(item, str | int | float) or item != item:
             raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
-    return tuple(dict.fromkeys(str(item).strip() for item in items if str(item).strip()))
+    texts = [_final(str(item)).strip() for item in items]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def _final(text: str) -> str:
+    inside = boxed(text)
+    return text.rpartition("####")[2] if inside is None else inside
+
+
+def boxed(text: str) -> str | None:
+    r"""The text in the last `\boxed{}`; None without one.
+
+    A box around another one is returned with it, and cannot be read as an answer.
+    """
+    inside, start = None, text.find(_BOX)
+    while start >= 0:
+        inside = _braced(text, start + len(_BOX))
+        if inside is None:
+            return None
+        start = text.find(_BOX, start + len(_BOX) + len(inside))
+    return inside
+
+
+def _braced(text: str, start: int) -> str | None:
+    """The text from `start`, behind an open brace, up to the brace that closes it; None if none."""
+    depth, place = 1, start
+    while place < len(text):
+        if text[place] == "\\":
+            place += 1
+        elif text[place] in "{}":
+            depth += 1 if text[place] == "{" else -1
+            if depth == 0:
+                return text[start:place]
+        place += 1
+    return None
 
 
 def _printed_list(text: str) -> list[str] | str:
@@ -108,6 +148,12 @@ def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) 
             ) from error
     if not problems:
         raise UserError(f"{path} holds no problems")
+    if lost := [
+        n for n, p in enumerate(problems) if all(_LOST.match(read(t).kind) for t in p.truths)
+    ]:
+        row, truth = lost[0], problems[lost[0]].truths[0]
+        said = "no answer but this very text is right there: %.80r; rows like this one: %d of %d"
+        logger.warning(f"%s, row %d: {said}", path, row, truth, len(lost), len(problems))
     return problems
 
 
@@ -140,23 +186,34 @@ _READERS: dict[str, Callable[[Path], list[Row]]] = {
 def from_hub(
     name: str, split: str, convert: Callable[[Row], Problem] = problem_of
 ) -> list[Problem]:
-    """The problems of a hub data set's split, in parquet or JSONL files; none of its code runs."""
+    """The problems of a hub data set's split, in parquet or JSONL files; none of its code runs.
+
+    A data set of several configs, which have a folder each, needs one: `openai/gsm8k/main`.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    owner, *parts = name.split("/")
     try:
         folder = snapshot_download(
-            name, repo_type="dataset", allow_patterns=["*.parquet", "*.jsonl"]
+            "/".join([owner, *parts[:1]]),
+            repo_type="dataset",
+            allow_patterns=["*.parquet", "*.jsonl"],
         )
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
         reason = first_line(error)
         raise UserError(f"cannot download the data set {name!r}: {reason}") from error
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.suffix in _READERS]
+    folder = Path(folder, *parts[1:])
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in _READERS]
     names = {path: str(path.relative_to(folder)) for path in files}
     chosen = [path for path, name in names.items() if split in re.split(r"[^A-Za-z0-9]+", name)]
     if not chosen:
         found = ", ".join(names.values()) or "none at all"
         raise UserError(f"the data set {name!r} has no files of the split {split!r}: {found}")
+    places = {"/".join(p for p in names[path].split("/")[:-1] if p != split) for path in chosen}
+    if len(places) > 1:
+        one = ", ".join(filter(None, sorted(places)))
+        raise UserError(f"the data set {name!r} has {split!r} in several folders: add one, /{one}")
     return [problem for path in chosen for problem in from_file(path, convert)]
 
 

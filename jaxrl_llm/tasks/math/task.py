@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxrl_llm.tasks.math.records import Problem
+from jaxrl_llm.tasks.math.records import Problem, boxed
 from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
 from jaxrl_llm.tasks.task import Reward, Source
 
@@ -11,7 +11,6 @@ _PROMPT = (
     "answer within \\boxed{}.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
     "<|im_start|>assistant\n<think>"
 )
-_BOX = "\\boxed{"
 
 
 @dataclass(frozen=True)
@@ -38,29 +37,5 @@ class MathTask:
 
 
 def boxed_answer(response: str) -> str | None:
-    r"""The text in the last `\boxed{}` after `</think>`; None without one.
-
-    A box around another one is returned with it, and cannot be read as an answer.
-    """
-    text = response.partition("</think>")[2]
-    inside, start = None, text.find(_BOX)
-    while start >= 0:
-        inside = _braced(text, start + len(_BOX))
-        if inside is None:
-            return None
-        start = text.find(_BOX, start + len(_BOX) + len(inside))
-    return inside
-
-
-def _braced(text: str, start: int) -> str | None:
-    """The text from `start`, behind an open brace, up to the brace that closes it; None if none."""
-    depth, place = 1, start
-    while place < len(text):
-        if text[place] == "\\":
-            place += 1
-        elif text[place] in "{}":
-            depth += 1 if text[place] == "{" else -1
-            if depth == 0:
-                return text[start:place]
-        place += 1
-    return None
+    r"""The text in the last `\boxed{}` after `</think>`; None without one."""
+    return boxed(response.partition("</think>")[2])
