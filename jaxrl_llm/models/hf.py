@@ -118,9 +118,15 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a response, by generation_config.json: chat models have several."""
-    path = folder / "generation_config.json"
-    found = record(path).get("eos_token_id") if path.exists() else None
+    """The tokens that end a response: chat models have several.
+
+    By generation_config.json, or where that has none by config.json.
+    """
+    paths = filter(
+        pathlib.Path.exists, (folder / x for x in ("generation_config.json", "config.json"))
+    )
+    named = ((path, record(path).get("eos_token_id")) for path in paths)
+    path, found = next((pair for pair in named if pair[1] is not None), (folder, None))
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:

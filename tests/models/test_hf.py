@@ -218,8 +218,20 @@ def test_no_damage_is_a_traceback_or_gives_other_weights(tmp_path, shard_bytes):
 
 
 def test_every_token_that_ends_a_response_is_listed(tmp_path):
-    path = tmp_path / "generation_config.json"
+    """In generation_config.json, or where that has none in config.json."""
+    path, other = (tmp_path / name for name in ("generation_config.json", "config.json"))
+    other.write_text("{}")
     assert hf.stop_tokens(tmp_path, 96) == ()
+    other.write_text('{"eos_token_id": [1, 5, 6]}')
+    assert hf.stop_tokens(tmp_path, 96) == (1, 5, 6)
+    path.write_text('{"do_sample": true}')
+    assert hf.stop_tokens(tmp_path, 96) == (1, 5, 6)
+    path.write_text('{"eos_token_id": 7}')
+    assert hf.stop_tokens(tmp_path, 96) == (7,)
+    path.unlink()
+    with pytest.raises(UserError, match=r"config.json: eos_token_id 6 is no token"):
+        hf.stop_tokens(tmp_path, 6)
+    other.write_text("{}")
     for value, wanted in ([7, 5, 7], (7, 5)), (3, (3,)), (None, ()):
         path.write_text(json.dumps({"eos_token_id": value}))
         assert hf.stop_tokens(tmp_path, 96) == wanted
