@@ -25,6 +25,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 
 SHORTEST = 64  # tokens to which shorter rows are padded: fewer programs to compile
 AT_A_TIME = 2**14  # tokens that a device scores in one call
+_ALONE = threading.Lock()  # models of one shape share a sampler, which has one's weights
 
 
 @dataclass(frozen=True)
@@ -180,17 +181,16 @@ def generate(
         )
     sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
     slots = min(engine.slots, padded(len(rows) * n))
-    sampler, alone = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
-    with alone:  # it has the weights of one model at a time
+    with _ALONE:
+        sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
         sampler.push(model.params, 0)
         try:
             made = sampler.generate([row.tolist() for row in rows], n=n, sampling=sampling)
         finally:
             sampler.release()
-    text = lambda tokens, finished: model.tokenizer.text(tokens[:-1] if finished else tokens)
     each = zip(made.responses, made.logps, made.finished, strict=True)
     return [
-        Response(text(tokens, finished), list(tokens), list(logps), finished)
+        Response(model.tokenizer.decode(tokens, finished), list(tokens), list(logps), finished)
         for tokens, logps, finished in each
     ]
 
@@ -208,11 +208,9 @@ def _router(definition: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _sampler(
-    policy: Policy, mesh: jax.sharding.Mesh, engine: Native
-) -> tuple[NativeSampler, threading.Lock]:
+def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
     with engine.start(policy, mesh) as sampler:
-        return sampler, threading.Lock()
+        return sampler
 
 
 def _rows(

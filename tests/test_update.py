@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
@@ -151,6 +152,23 @@ def test_the_largest_rewards_that_a_task_may_give_make_a_step():
     )
     assert int(state.skipped) == 0
     assert float(metrics["grad_norm"][0]) > 1e10
+
+
+def test_a_wrapper_that_drops_the_number_of_the_step_is_named():
+    """And one that passes it on makes its steps."""
+    policy, params = tiny.policy()
+    batch, steps = (
+        tiny.collator()(tiny.rollout()),
+        optax.MultiSteps(optimizers.adamw(lambda _: 1e-3), 1),
+    )
+    several = steps.gradient_transformation()
+    how = {"objective": tiny.objective()}
+    with pytest.raises(UserError, match="GradientTransformationExtraArgs"):
+        tiny.run_step(policy, params, batch, REWARD, optimizer=several, **how)
+    passing = optax.GradientTransformationExtraArgs(several.init, several.update)
+    before = jax.tree.map(np.array, params)
+    state, _ = tiny.run_step(policy, params, batch, REWARD, optimizer=passing, **how)
+    assert not same(state.params, before)
 
 
 def test_the_schedule_counts_batches_not_optimizer_steps():

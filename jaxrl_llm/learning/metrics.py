@@ -43,14 +43,9 @@ def token_sums(
         "share": stage,
     }
     return Sums(
-        {name: weighted_sum(weight, x) for name, x in weighted.items()},
+        {name: jnp.sum(jnp.where(stage, weight * x, 0.0)) for name, x in weighted.items()},
         {name: jnp.sum(x, dtype=jnp.float32) for name, x in over_tokens.items()},
     )
-
-
-def weighted_sum(weight: Tokens, x: Tokens) -> Float[Array, ""]:
-    """The sum over what has a weight; a loss may be infinite elsewhere, as padding has p = 1."""
-    return jnp.sum(jnp.where(weight > 0, weight * x, 0.0))
 
 
 def without_slope(

@@ -43,10 +43,8 @@ class Family(NamedTuple):
     head_dim: int = 0
     theta: float = 1e4
     eps: float = 1e-6
-    length: int = 32_768
     scalar: int | None = None  # of queries; None: it is head_dim, whatever a config says
-    windows: bool = True  # whether a layer may have one
-    window: int | None = 4096
+    window: int | None = 4096  # 0: no layer has one, whatever a config says
     pattern: int = 0  # every so-manyth layer has none
 
 
@@ -56,12 +54,10 @@ FAMILIES = {
         "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), windows=False
+        "Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), window=0
     ),
-    "llama": Family(
-        "LlamaForCausalLM", flags=("attention_bias", "mlp_bias"), length=2048, windows=False
-    ),
-    "mistral": Family("MistralForCausalLM", length=131_072),
+    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias"), window=0),
+    "mistral": Family("MistralForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         flags=("attention_bias", "mlp_bias"),
@@ -73,7 +69,6 @@ FAMILIES = {
         "Exaone4ForCausalLM",
         {"norms_of_heads": True, "norms_before": False, "norms_after": True},
         eps=1e-5,
-        length=2048,
         pattern=4,
     ),
     "gemma3_text": Family(
@@ -88,7 +83,6 @@ FAMILIES = {
         tied=True,
         head_dim=256,
         theta=1e6,
-        length=131_072,
         scalar=256,
         pattern=6,
     ),
@@ -129,7 +123,7 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         tied=read.truth("tie_word_embeddings", family.tied),
         head_size=None if width * heads == hidden else width,
         rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
-        max_length=read.number("max_position_embeddings", family.length),
+        max_length=read.number("max_position_embeddings", 32_768),
         kinds=_kinds(name, family, sizes["num_layers"], read),
         biases=(*family.biases, *(one for some in flagged for one in some)),
         query_scalar=None if scalar == width else scalar,
@@ -222,8 +216,8 @@ def _activation_key(family: str) -> str:
 def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[LayerKind, ...]:
     """The kinds of the layers, as few as repeat."""
     config, window = read.config, _window(name, family, read)
-    types = family.windows and config.get("layer_types")
-    types = types or _types(name, family, layers, window, read)
+    listed = None if family.window == 0 else config.get("layer_types")
+    types = listed or _types(name, layers, window, read)
     rotated = [True] * layers
     if name == "smollm3":
         every = read.number("no_rope_layer_interval", 4)
@@ -250,18 +244,17 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
 
 def _window(name: str, family: Family, read: "_Reader") -> int | None:
     """The window of the layers that have one."""
-    absent = read.config.get("sliding_window", family.window) is None
-    window = None if absent else read.number("sliding_window", family.window)
+    if family.window == 0 or read.config.get("sliding_window", family.window) is None:
+        return None
+    window = read.number("sliding_window", family.window)
     asked = name not in ("qwen2", "qwen3") or read.truth("use_sliding_window", False)
-    return window if family.windows and asked else None
+    return window if asked else None
 
 
-def _types(
-    name: str, family: Family, layers: int, window: int | None, read: "_Reader"
-) -> list[str]:
+def _types(name: str, layers: int, window: int | None, read: "_Reader") -> list[str]:
     """The types of layers where a config does not list them."""
-    if family.pattern and (window or name != "exaone4"):
-        every = read.number("sliding_window_pattern", family.pattern)
+    if (pattern := FAMILIES[name].pattern) and (window or name != "exaone4"):
+        every = read.number("sliding_window_pattern", pattern)
         return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
     if window is None or (name == "smollm3" and not read.truth("use_sliding_window", False)):
         return [FULL] * layers

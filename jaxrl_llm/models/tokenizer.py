@@ -89,19 +89,16 @@ class Tokenizer:
         """Texts but spaces that are always one token, such as those around turns."""
         return [text for text in self._inner.get_added_vocab() if text.strip()]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a response without the token that ends it."""
-        ended = len(tokens) > 0 and tokens[-1] in self._ends
-        return self.text(tokens[:-1] if ended else tokens)
+    def decode(self, tokens: Sequence[int], ended: bool | None = None) -> str:
+        """The text of a response without the token that ends it (`ended` None: if it is an end).
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens.
-
-        Special ones are written out, and ids outside the vocabulary become U+FFFD: graders must see
-        all that the policy wrote.
+        Other special tokens are written out, and ids outside the vocabulary become U+FFFD: graders
+        must see all that the policy wrote.
         """
+        if ended is None:
+            ended = len(tokens) > 0 and tokens[-1] in self._ends
         pieces: list[list[int]] = [[]]
-        for token in tokens:
+        for token in tokens[:-1] if ended else tokens:
             if token in self._ids:
                 pieces[-1].append(token)
             else:

@@ -192,7 +192,7 @@ PUBLISHED = [
 
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 SPARSE = [  # what a config says beside its sizes
     *({"model_type": name} for name in families.FAMILIES),
