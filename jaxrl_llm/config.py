@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.tokenizer import EOS, PAD
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -60,6 +62,10 @@ class Scratch:
     words: tuple[str, ...]
 
     def __post_init__(self):
+        if twice := [word for word, n in Counter((PAD, EOS, *self.words)).items() if n > 1]:
+            raise UserError(f"model: the word {twice[0]!r} is there twice: name it once")
+        if self.shape.lora:
+            raise UserError("model: a model from scratch has no adapters: leave out lora")
         if len(self.words) + 2 > self.shape.vocab_size:
             raise UserError(
                 f"model: {len(self.words)} words and 2 special tokens do not fit into "

@@ -1,5 +1,7 @@
 """A model outside a run: `load` it, score tokens with `token_logps`, `generate` responses."""
 
+import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,6 +25,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 
 SHORTEST = 64  # tokens to which shorter rows are padded: fewer programs to compile
 AT_A_TIME = 2**14  # tokens that a device scores in one call
+_ALONE = threading.Lock()  # models of one shape share a sampler, which has one's weights
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ def token_logps(
     >>> logps.shape, bool((logps[1, 1:] == 0).all())
     ((2, 3), True)
     """
-    if temperature <= 0:
-        raise UserError(f"token_logps: temperature = {temperature} must be above 0")
+    if not 0 < temperature < math.inf:
+        raise UserError(f"token_logps: temperature = {temperature} must be a number above 0")
     rows, width = _rows("token_logps", tokens, lengths, model.shape)
     out = np.zeros((len(rows), max(width - 1, 0)), np.float32)
     for i, logps in _each(model, rows, _scorer(model.policy, float(temperature)), shortest=2):
@@ -168,24 +171,26 @@ def generate(
     sampling, engine = sampling or Sampling(), engine or Native()
     if isinstance(prompts, str):
         raise UserError("generate: prompts is a list, as in [prompt]")
-    asked = [model.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-    longest = max(map(len, asked), default=0) + sampling.max_tokens
+    asked = [model.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    rows, longest = _rows("generate", asked, None, model.shape)
+    longest += sampling.max_tokens
     if longest > model.shape.max_length:
         raise UserError(
             f"generate: a prompt and {sampling.max_tokens} tokens to come are {longest}, and the "
             f"model has room for {model.shape.max_length}: lower max_tokens"
         )
     sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
-    slots = min(engine.slots, padded(len(asked) * n))
-    sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
-    sampler.push(model.params, 0)
-    try:
-        made = sampler.generate(asked, n=n, sampling=sampling)
-    finally:
-        sampler.release()
+    slots = min(engine.slots, padded(len(rows) * n))
+    with _ALONE:
+        sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
+        sampler.push(model.params, 0)
+        try:
+            made = sampler.generate([row.tolist() for row in rows], n=n, sampling=sampling)
+        finally:
+            sampler.release()
     each = zip(made.responses, made.logps, made.finished, strict=True)
     return [
-        Response(model.tokenizer.decode(tokens), list(tokens), list(logps), finished)
+        Response(model.tokenizer.decode(tokens, finished), list(tokens), list(logps), finished)
         for tokens, logps, finished in each
     ]
 

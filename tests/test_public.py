@@ -5,10 +5,12 @@ import dataclasses
 import doctest
 import inspect
 import json
+import math
 import pathlib
 import re
 import subprocess
 import sys
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -23,6 +25,7 @@ from tests import public, tiny
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
 ON_THE_PAGE = {"train"}  # whose example is a whole run
+FEW = jl.Sampling(max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,15 @@ def test_a_few_programs_serve_all_shapes(model):
         (lambda m: jl.token_logps(m, [[1, 2]], [1, 1]), "one for each row"),
         (lambda m: jl.token_logps(m, [[1] * 257]), "room for 256"),
         (lambda m: jl.token_logps(m, [[1, 2]], temperature=0), "temperature = 0"),
+        (lambda m: jl.token_logps(m, [[1, 2]], temperature=math.nan), "temperature = nan"),
+        (lambda m: jl.token_logps(m, [[1, 2]], temperature=math.inf), "temperature = inf"),
+        (
+            lambda m: jl.generate(m, [[2, 999999]], FEW),
+            "row 0 has a token that is none of the model's",
+        ),
+        (lambda m: jl.generate(m, ["one", [2, -5]], FEW), "row 1 has a token that is none"),
+        (lambda m: jl.generate(m, [[2, 3.9]], FEW), "generate: row 0 is no list of token ids"),
+        (lambda m: jl.generate(m, [2, 3], FEW), "generate: row 0 is no list of token ids"),
         (lambda m: jl.generate(m, "one two"), "prompts is a list"),
         (lambda m: jl.generate(m, ["one"] * 2, jl.Sampling(max_tokens=256)), "lower max_tokens"),
         (lambda m: jl.generate(m, ["nine"]), "cannot read 'nine'"),
@@ -187,6 +199,32 @@ def test_generation_stops_where_it_is_told(model):
     [cut] = jl.generate(model, ["one"], dataclasses.replace(greedy, stop=(first,)))
     assert cut.tokens == [first]
     assert cut.finished
+    assert cut.text == ""
+
+
+def test_a_text_leaves_out_the_token_that_ended_it_and_no_other(model):
+    """Whichever tokens end it; cut after one that does not, it has that one's text too."""
+    words, every = model.tokenizer, [*range(model.shape.vocab_size)]
+    for stop in (every[2:], every[:2], every[:1]):
+        sampling = jl.Sampling(max_tokens=3, stop=tuple(stop))
+        for response in jl.generate(model, ["one two"], sampling, n=32):
+            said = response.tokens[: len(response.tokens) - response.finished]
+            assert response.text == " ".join(words.decode([token, words.eos]) for token in said)
+
+
+def test_models_of_one_shape_answer_for_themselves_in_threads(folder):
+    """The second waits for the first: one engine has the weights of one."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    one = jl.load(folder / "model", mesh=mesh)
+    other = dataclasses.replace(one, params=jax.tree.map(lambda x: -x, one.params))
+    greedy = jl.Sampling(temperature=0.0, max_tokens=8, stop=(0,))
+    ask = lambda model: jl.generate(model, ["one two", "three"], greedy)
+    alone = [ask(model) for model in (one, other)]
+    assert alone[0] != alone[1]
+    with futures.ThreadPoolExecutor(2) as pool:
+        together = [pool.map(ask, [model] * 20) for model in (one, other)]
+        for want, found in zip(alone, together, strict=True):
+            assert all(answer == want for answer in found)
 
 
 def test_half_precision_on_a_mesh_is_near(folder):

@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import Seen, losses, partition
+from jaxrl_llm.objectives import Seen, advantages, losses, partition
+from jaxrl_llm.tasks.task import LARGEST
 from tests import hlo, tiny
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
@@ -123,6 +125,52 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     assert not np.isfinite(metrics["loss"][0])
 
 
+@pytest.mark.parametrize(
+    "surrogate",
+    [
+        lambda logp, advantage, seen: -advantage * jnp.log(1 - jnp.exp(logp)),
+        lambda logp, advantage, seen: -advantage * (logp - jnp.log(1 - jnp.exp(logp))),
+    ],
+    ids=["log(1 - p)", "logit"],
+)
+def test_a_loss_that_is_infinite_where_p_is_1_is_so_on_tokens_alone(surrogate):
+    """Padding has a log-prob of 0 and no weight: it is in no sum of the loss and the metrics."""
+    policy, params = tiny.policy()
+    batch, objective = tiny.collator()(tiny.rollout()), tiny.objective(surrogate=surrogate)
+    how = {"objective": objective, "optimizer": OPTIMIZER}
+    state, metrics = tiny.run_step(policy, params, batch, REWARD, **how)
+    assert int(state.skipped) == 0
+    assert all(np.isfinite(x).all() for x in metrics.values())
+
+
+def test_the_largest_rewards_that_a_task_may_give_make_a_step():
+    objective = tiny.objective(advantage=advantages.dr_grpo)
+    policy, params = tiny.policy()
+    how = {"objective": objective, "optimizer": OPTIMIZER}
+    state, metrics = tiny.run_step(
+        policy, params, tiny.collator()(tiny.rollout()), LARGEST * REWARD / 2, **how
+    )
+    assert int(state.skipped) == 0
+    assert float(metrics["grad_norm"][0]) > 1e10
+
+
+def test_a_wrapper_that_drops_the_number_of_the_step_is_named():
+    """And one that passes it on makes its steps."""
+    policy, params = tiny.policy()
+    batch, steps = (
+        tiny.collator()(tiny.rollout()),
+        optax.MultiSteps(optimizers.adamw(lambda _: 1e-3), 1),
+    )
+    several = steps.gradient_transformation()
+    how = {"objective": tiny.objective()}
+    with pytest.raises(UserError, match="GradientTransformationExtraArgs"):
+        tiny.run_step(policy, params, batch, REWARD, optimizer=several, **how)
+    passing = optax.GradientTransformationExtraArgs(several.init, several.update)
+    before = jax.tree.map(np.array, params)
+    state, _ = tiny.run_step(policy, params, batch, REWARD, optimizer=passing, **how)
+    assert not same(state.params, before)
+
+
 def test_the_schedule_counts_batches_not_optimizer_steps():
     """Rate 0 in the first batch, 1e-3 from the second on: two stages of batch one must both stay put."""
     policy, params = tiny.policy()
@@ -140,11 +188,12 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     assert not same(state.params, before)
 
 
-def test_a_second_stage_by_hand_scores_whole_responses():
+@pytest.mark.parametrize("surrogate", [losses.gspo, tiny.by_turn])
+def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
     """Where a token's loss reads its whole response, tokens of the other stage count in it as they are now."""
     policy, params = tiny.policy()
     stages = partial(partition.lopti, eta=0.01)
-    objective = tiny.objective(partition=stages, surrogate=losses.gspo, penalties=())
+    objective = tiny.objective(partition=stages, surrogate=surrogate, penalties=())
     batch, now = tiny.collator()(tiny.rollout(3)), jax.tree.map(jnp.copy, params)
     old = update.make_score(policy)(params, batch.inputs)
     credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)

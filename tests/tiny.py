@@ -13,6 +13,7 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
 from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
+from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.rollouts.sampler import Rollout
 
 SHAPE = qwen2.Shape(
@@ -132,3 +133,10 @@ def run_step(policy_logp, params, batch, reward, *, objective, optimizer, order=
     for _ in range(steps):
         state, metrics = step(state, credited)
     return state, metrics
+
+
+def by_turn(logp, advantage, seen):
+    """A surrogate with a ratio a turn: the mean over its tokens."""
+    return -advantage * jnp.exp(
+        per_response.mean(logp - seen.old_logp, seen._replace(response=seen.turn))
+    )

@@ -43,7 +43,7 @@ def token_sums(
         "share": stage,
     }
     return Sums(
-        {name: jnp.sum(weight * x) for name, x in weighted.items()},
+        {name: jnp.sum(jnp.where(stage, weight * x, 0.0)) for name, x in weighted.items()},
         {name: jnp.sum(x, dtype=jnp.float32) for name, x in over_tokens.items()},
     )
 

@@ -7,6 +7,8 @@ import jax
 import optax
 from jaxtyping import Array
 
+from jaxrl_llm.errors import UserError
+
 
 def scale_by_batches(
     schedule: Callable[[Array], Array] | float,
@@ -19,6 +21,11 @@ def scale_by_batches(
 
     def update(updates, state, params=None, **extra):
         del params
+        if callable(schedule) and "step" not in extra:
+            raise UserError(
+                "optimizer: a wrapper (optax.MultiSteps?) passes no step on to the schedule: give "
+                "optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)"
+            )
         rate = schedule(extra["step"]) if callable(schedule) else schedule
         return jax.tree.map(lambda u: -rate * u, updates), state
 

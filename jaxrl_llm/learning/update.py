@@ -195,7 +195,8 @@ def make_train_step(
         logp = policy_logp(joined(params, frozen), micro.inputs._replace(scored=scored))
         logp = jnp.where(scored, logp, seen.old_logp)  # unscored: a ratio of 1
         surrogate, penalty = objective.per_token(logp, micro.advantage, seen)
-        loss = jnp.sum(micro.weight * (surrogate + penalty))
+        # padding has p = 1, where a loss may be infinite
+        loss = jnp.sum(jnp.where(stage, micro.weight * (surrogate + penalty), 0.0))
         logp = jax.lax.stop_gradient(logp)
         return loss, metrics.token_sums(objective, logp, micro.advantage, micro.weight, seen)
 

@@ -42,6 +42,10 @@ class Family(NamedTuple):
     tied: bool = False
     head_dim: int = 0
     theta: float = 1e4
+    eps: float = 1e-6
+    scalar: int | None = None  # of queries; None: it is head_dim, whatever a config says
+    window: int | None = 4096  # 0: no layer has one, whatever a config says
+    pattern: int = 0  # every so-manyth layer has none
 
 
 FAMILIES = {
@@ -49,15 +53,23 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
     ),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",)),
-    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias")),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), window=0
+    ),
+    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias"), window=0),
     "mistral": Family("MistralForCausalLM"),
     "smollm3": Family(
-        "SmolLM3ForCausalLM", flags=("attention_bias", "mlp_bias"), tied=True, theta=2e6
+        "SmolLM3ForCausalLM",
+        flags=("attention_bias", "mlp_bias"),
+        tied=True,
+        theta=2e6,
+        window=None,
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         {"norms_of_heads": True, "norms_before": False, "norms_after": True},
+        eps=1e-5,
+        pattern=4,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -71,6 +83,8 @@ FAMILIES = {
         tied=True,
         head_dim=256,
         theta=1e6,
+        scalar=256,
+        pattern=6,
     ),
 }
 
@@ -101,14 +115,14 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         act in ACTIVATIONS, f"{key} {act!r} is not supported, only {', '.join(ACTIVATIONS)}"
     )
     flagged = [FLAGS[flag] for flag in family.flags if read.truth(flag, False)]
-    scalar = read.number("query_pre_attn_scalar", width)
+    scalar = read.number("query_pre_attn_scalar", family.scalar) if family.scalar else width
     return Shape(
         **sizes,
         **family.fixed,
         family=name,
         tied=read.truth("tie_word_embeddings", family.tied),
         head_size=None if width * heads == hidden else width,
-        rms_norm_eps=read.number("rms_norm_eps", 1e-6, float),
+        rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
         max_length=read.number("max_position_embeddings", 32_768),
         kinds=_kinds(name, family, sizes["num_layers"], read),
         biases=(*family.biases, *(one for some in flagged for one in some)),
@@ -201,8 +215,9 @@ def _activation_key(family: str) -> str:
 
 def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[LayerKind, ...]:
     """The kinds of the layers, as few as repeat."""
-    config = read.config
-    types = config.get("layer_types") or _types(name, layers, read)
+    config, window = read.config, _window(name, family, read)
+    listed = None if family.window == 0 else config.get("layer_types")
+    types = listed or _types(name, layers, window, read)
     rotated = [True] * layers
     if name == "smollm3":
         every = read.number("no_rope_layer_interval", 4)
@@ -211,14 +226,15 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
     for what, given in (("layer_types", types), ("no_rope_layers", rotated)):
         fine = isinstance(given, list) and len(given) >= layers
         read.require(fine, f"{what} is not a list of the {layers} layers")
-    windows_turn = name == "exaone4" and config.get("sliding_window")  # and whole layers do not
+    windows_turn = name == "exaone4" and window  # and whole layers do not
     found = []
     for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
         read.require(kind in (FULL, SLIDING), f"layers of type {kind!r} are not supported")
-        window = read.number("sliding_window") if kind == SLIDING else None
-        turns = turns and not (windows_turn and window is None)
+        read.require(window or kind == FULL, "sliding layers without a window are not supported")
+        within = window if kind == SLIDING else None
+        turns = turns and not (windows_turn and within is None)
         found.append(
-            _rotary(name, family, kind, read, window) if turns else LayerKind(None, window)
+            _rotary(name, family, kind, read, within) if turns else LayerKind(None, within)
         )
     period = next(
         p for p in range(1, layers + 1) if all(x == found[i % p] for i, x in enumerate(found))
@@ -226,32 +242,42 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
     return tuple(found[:period])
 
 
-def _types(name: str, layers: int, read: "_Reader") -> list[str]:
+def _window(name: str, family: Family, read: "_Reader") -> int | None:
+    """The window of the layers that have one."""
+    if family.window == 0 or read.config.get("sliding_window", family.window) is None:
+        return None
+    window = read.number("sliding_window", family.window)
+    asked = name not in ("qwen2", "qwen3") or read.truth("use_sliding_window", False)
+    return window if asked else None
+
+
+def _types(name: str, layers: int, window: int | None, read: "_Reader") -> list[str]:
     """The types of layers where a config does not list them."""
-    config = read.config
-    if name == "gemma3_text" or (name == "exaone4" and config.get("sliding_window")):
-        every = read.number("sliding_window_pattern", 6 if name == "gemma3_text" else 4)
+    if (pattern := FAMILIES[name].pattern) and (window or name != "exaone4"):
+        every = read.number("sliding_window_pattern", pattern)
         return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
-    if name == "mistral":
-        return [SLIDING if config.get("sliding_window") else FULL] * layers
-    slides = read.truth("use_sliding_window", False) and config.get("sliding_window") is not None
-    if not slides or name == "llama":
+    if window is None or (name == "smollm3" and not read.truth("use_sliding_window", False)):
         return [FULL] * layers
+    if name == "mistral":
+        return [SLIDING] * layers
     read.require(name != "smollm3", "use_sliding_window without layer_types is not supported")
-    first = config.get("max_window_layers", 28)
+    first = read.config.get("max_window_layers", 28)
     read.require(isinstance(first, int), f"max_window_layers is {first!r}, not a number")
     return [SLIDING if i >= first else FULL for i in range(layers)]
 
 
 def _rotary(name: str, family: Family, kind: str, read: "_Reader", window: int | None) -> LayerKind:
     """The kind of a layer that turns queries and keys."""
-    inner = read.record("rope_parameters")
-    inner = inner.record(kind) if kind in inner.config else inner
-    local = name == "gemma3_text" and kind == SLIDING
-    default, key = (1e4, "rope_local_base_freq") if local else (family.theta, "rope_theta")
-    theta = read.number(key, inner.number("rope_theta", default, float), float)
-    outer = read.record("rope_scaling")
-    scaling = outer if outer.config and not local else inner
+    inner, outer = read.record("rope_parameters"), read.record("rope_scaling").config
+    default, key = family.theta, "rope_theta"
+    if name == "gemma3_text":  # `rope_scaling` is added to what whole layers have
+        scaling = inner.record(kind).config | (outer if kind == FULL else {})
+        if kind == SLIDING:
+            default, key = 1e4, "rope_local_base_freq"
+    else:
+        scaling = outer or inner.record(kind).config or inner.config
+    scaling = _Reader(scaling, read.where)
+    theta = scaling.number("rope_theta", read.number(key, default, float), float)
     how = scaling.config.get("rope_type", scaling.config.get("type", "default"))
     if how == "default":
         return LayerKind(theta, window)

@@ -63,8 +63,9 @@ class Decoder:
         narrow = jnp.dtype(self.rounded)
 
         def move(x, to):
-            there = x.dtype == wide == narrow and x.sharding.is_equivalent_to(to, x.ndim)
-            return x if there else _moving(narrow, wide, to)(x)
+            if x.dtype == wide == narrow and x.sharding.is_equivalent_to(to, x.ndim):
+                return jax.device_put(x, to)  # on the copies' mesh, which may be another
+            return _moving(narrow, wide, to)(x)
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 

@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
 COMMIT = "commit "  # what `version` begins with for a folder from the hub
 SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPONENT = 0x7F800000  # bits of a float32
 # the axis that counts heads, in weights, biases and factors of adapters
 HEADS = dict.fromkeys(
@@ -118,9 +119,10 @@ def read_config(folder: pathlib.Path) -> dict:
 
 
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a response, by generation_config.json: chat models have several."""
-    path = folder / "generation_config.json"
-    found = record(path).get("eos_token_id") if path.exists() else None
+    """The tokens that end a response, by generation_config.json or else config.json: often several."""
+    paths = [folder / "generation_config.json", folder / "config.json"]
+    named = [(path, record(path).get("eos_token_id")) for path in paths if path.exists()]
+    path, found = next((pair for pair in named if pair[1] is not None), (folder, None))
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
@@ -149,8 +151,8 @@ def record(path: pathlib.Path) -> dict:
 def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None = None, **how):
     """Sharded parameters, without adapters; a device reads only its slices. `dtype` None keeps the file's."""
     shapes = graph(replace(shape, lora=None))[1]
-    ignore = {"lm_head.weight"} if shape.tied else set()
-    return read(folder, shapes, sharding.param_shardings(shapes, mesh), dtype, ignore=ignore, **how)
+    places = sharding.param_shardings(shapes, mesh)
+    return read(folder, shapes, places, dtype, tied=shape.tied, **how)
 
 
 def read(
@@ -161,7 +163,7 @@ def read(
     *,
     single: str = SINGLE,
     prefix: str = "",
-    ignore: Collection[str] = (),
+    tied: bool = False,
     keep: Callable[..., Any] = lambda path, array: array,
 ):
     """Parameters of these shapes; in the file `single`, or several, names begin with `prefix`.
@@ -176,7 +178,7 @@ def read(
         for path, leaf in leaves
         for name in hf_names(path, leaf.shape)
     }
-    tensors.check(wanted, ignore)
+    tensors.check(wanted, tied)
     arrays = [
         keep(path, _read(tensors, path, leaf.shape, where, dtype))
         for (path, leaf), where in zip(leaves, jax.tree.leaves(shardings), strict=True)
@@ -403,8 +405,9 @@ class Tensors:
     def __init__(self, folder: pathlib.Path, single: str = SINGLE, prefix: str = ""):
         self.folder, self.handles = folder, {}
         index = folder / INDEX
-        where = _weight_map(index) if single == SINGLE and index.exists() else None
-        if where is None and not (folder / single).exists():
+        alone = (folder / single).exists()  # it goes before an index, as for transformers
+        where = _weight_map(index) if single == SINGLE and index.exists() and not alone else None
+        if where is None and not alone:
             neither = f"neither {single} nor {INDEX}" if single == SINGLE else f"no {single}"
             raise UserError(f"{folder} has {neither}: only safetensors are read")
         for name in [single] if where is None else sorted(set(where.values())):
@@ -418,8 +421,8 @@ class Tensors:
                 self.handles[tensor.removeprefix(prefix)] = handle
         self.prefix = prefix
 
-    def check(self, expected: dict[str, tuple[int, ...]], ignore: Collection[str]):
-        """A UserError unless exactly these tensors, or `ignore` too, exist in these shapes."""
+    def check(self, expected: dict[str, tuple[int, ...]], tied: bool):
+        """A UserError unless exactly these tensors exist in these shapes, or a `tied` head too."""
         for name, want in expected.items():
             if name not in self.handles:
                 raise UserError(f"{self.folder} has no tensor {name}")
@@ -431,7 +434,13 @@ class Tensors:
             kind = self.slice(name).get_dtype()
             if kind not in ("F32", "BF16", "F16", "F64"):
                 raise UserError(f"{self.folder}: {name} holds {kind}, not floating-point numbers")
-        extra = sorted(set(self.handles) - set(expected) - set(ignore))
+        if tied and HEAD in self.handles:
+            if not np.array_equal(*(self.slice(name)[:] for name in (HEAD, EMBEDDING))):
+                raise UserError(
+                    f"{self.folder}: {HEAD} is another than the embedding: set tie_word_embeddings to false"
+                )
+            expected = {**expected, HEAD: ()}
+        extra = sorted(set(self.handles) - set(expected))
         if extra:
             raise UserError(f"{self.folder} has {len(extra)} tensors too many, first {extra[0]}")
 

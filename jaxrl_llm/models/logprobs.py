@@ -58,7 +58,7 @@ class Scores(NamedTuple):
 
 
 def of_responses(definition, params, inputs: Inputs, *, temperature: float = 1.0) -> PerToken:
-    """log softmax(logits / temperature) of each scored token, 0 on the others."""
+    """log softmax(logits / temperature) of each scored token, else 0; NaN beside an unknown id."""
     return scores(definition, params, inputs, temperature=temperature).logp
 
 
@@ -84,7 +84,10 @@ def scores(
         proxy=proxy,
     )
     back = jnp.argsort(scored_first, axis=1)
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, back, axis=1), found)
+    known = (inputs.tokens >= 0) & (inputs.tokens < len(model.head))
+    wrong = inputs.scored & ~known.all(1, keepdims=True)
+    found = jax.tree.map(lambda x: jnp.take_along_axis(x, back, axis=1), found)
+    return jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), found)
 
 
 def chunked(

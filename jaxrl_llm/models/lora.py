@@ -26,20 +26,16 @@ from jaxrl_llm.models.qwen2 import Lora
 ADAPTER = ("lora_A", "lora_B")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# what would change the numbers, and the values under which it does not
+# fields that change no number, and values of others under which they do not, beside None and no
+HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
+    *("layers_pattern", "lora_alpha", "lora_dropout", "megatron_core", "peft_version", "r"),
+    *("qalora_group_size", "revision", "target_modules", "task_type", "use_rslora"),
+}
 PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change the base
 }
 
 
@@ -131,9 +127,9 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} is no folder of adapters")
     config = hf.record(path)
-    for name, values in PLAIN.items():
-        if config.get(name, values[0]) not in values:
-            raise UserError(f"{path}: {name} = {config[name]!r} is not supported, only {values[0]}")
+    for name, value in config.items():
+        if name not in HARMLESS and value and value not in PLAIN.get(name, ()):
+            raise UserError(f"{path}: {name} = {value!r} is not supported")
     rank, alpha, named = (config.get(x) for x in ("r", "lora_alpha", "target_modules"))
     targets: Any = [*qwen2.LINEAR] if named == "all-linear" else named
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(targets, list)):

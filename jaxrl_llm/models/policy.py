@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import families, hf, int8, logprobs, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.hf import EMBEDDING, HEAD
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.models.sharding import AXES
 from jaxrl_llm.models.tokenizer import Tokenizer
 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Pretrained(NamedTuple):

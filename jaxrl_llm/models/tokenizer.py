@@ -1,6 +1,7 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ class Tokenizer:
     """The methods of a tokenizer that this package needs.
 
     `eos` ends a text; `stops` are all tokens that end a response: chat models have several. With
-    `chat` a prompt that is a text is what the user says.
+    `chat` a prompt that is a text is what the user says. Ids from `room` on, of tokens that were
+    added, the model has not: Gemma's for images.
     """
 
-    def __init__(self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False):
-        self._inner, self.chats = inner, chat
+    def __init__(
+        self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False, room: int = sys.maxsize
+    ):
+        self._inner, self.chats, self._room = inner, chat, room
         if inner.eos_token_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token: set eos_token in its config"
@@ -27,20 +31,37 @@ class Tokenizer:
         self.eos: int = inner.eos_token_id
         self.stops: tuple[int, ...] = tuple(dict.fromkeys((self.eos, *stops)))
         self._ends = {*self.stops, inner.pad_token_id}
+        vocabulary, added = inner.get_vocab(), inner.get_added_vocab()
+        most = max([self.eos, *(i for text, i in vocabulary.items() if text not in added)])
+        if most >= room:
+            raise UserError(
+                f"the tokenizer has token {most}, the model {room}: they are not of one model"
+            )
+        self._ids = frozenset(i for i in vocabulary.values() if i < room)
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return max(self._ids) + 1  # there may be gaps
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, without special tokens; a UserError if it cannot be encoded."""
         try:
-            return self._inner.encode(text, add_special_tokens=False)
+            found = self._inner.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions, as for an unknown word
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
             raise UserError(
                 f"the tokenizer cannot read {(words or [text])[0]!r}: {error}"
             ) from error
+        return self._of_model(found)
+
+    def _of_model(self, tokens: list[int]) -> list[int]:
+        """The tokens; a UserError if one is none of the model's."""
+        if (most := max(tokens, default=0)) >= self._room:
+            raise UserError(
+                f"{self._inner.convert_ids_to_tokens(most)!r} is token {most}, and the model has "
+                f"{self._room}: leave it out"
+            )
+        return tokens
 
     def prompt(self, given: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
@@ -55,28 +76,30 @@ class Tokenizer:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""
         template = self._inner.apply_chat_template
         try:
-            return template(said, tokenize=True, return_dict=False, **settings)
+            found = template(said, tokenize=True, return_dict=False, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
             reason = first_line(error)
             raise UserError(
                 f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
+        return self._of_model(found)
 
     @property
     def marks(self) -> list[str]:
         """Texts but spaces and letters that are always one token, such as those around turns."""
         return [text for text in self._inner.get_added_vocab() if len(text.strip()) > 1]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of a response without the token that ends it.
+    def decode(self, tokens: Sequence[int], ended: bool | None = None) -> str:
+        """The text of a response without the token that ends it (`ended` None: if it is an end).
 
         Other special tokens are written out, and ids outside the vocabulary become U+FFFD: graders
         must see all that the policy wrote.
         """
-        ended = len(tokens) > 0 and tokens[-1] in self._ends
+        if ended is None:
+            ended = len(tokens) > 0 and tokens[-1] in self._ends
         pieces: list[list[int]] = [[]]
         for token in tokens[:-1] if ended else tokens:
-            if token < len(self):
+            if token in self._ids:
                 pieces[-1].append(token)
             else:
                 pieces.append([])
@@ -87,18 +110,18 @@ class Tokenizer:
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text that each token adds; nothing where a later one completes its character."""
         text = lambda some: self._inner.decode(some, skip_special_tokens=False)
-        out, known = [], []  # `known`: since the last whole character, and the token before it
+        out, last, since = [], [], []  # `last`: that ended the last whole character, if one did
         for i, token in enumerate(tokens):
-            if token >= len(self):
+            if token not in self._ids:
                 out.append("\ufffd")
                 continue
-            before, now = text(known[:1]), text([*known, token])
-            known.append(token)
+            since.append(token)
+            before, now = text(last), text([*last, *since])
             if now.endswith("\ufffd") and i + 1 < len(tokens):
                 out.append("")
             else:
                 out.append(now[len(before) :])
-                known = [token]
+                last, since = [token], []
         return out
 
     def save(self, folder: Path) -> None:
@@ -113,20 +136,16 @@ def load(folder: Path, *, chat: bool = False) -> Tokenizer:
     whole = (folder / "tokenizer.json").exists()
     kind = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
     of_model = (folder / "config.json").exists()
-    room = hf.load_shape(folder).vocab_size if of_model else None
-    stops = () if room is None else hf.stop_tokens(folder, room)
+    room = hf.load_shape(folder).vocab_size if of_model else sys.maxsize
+    stops = hf.stop_tokens(folder, room) if of_model else ()
     try:
         inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
-        made = Tokenizer(inner, stops, chat=chat)
+        made = Tokenizer(inner, stops, chat=chat, room=room)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read
         reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
-    if room is not None and len(made) > room:
-        raise UserError(
-            f"{folder}: the tokenizer knows {len(made)} tokens, the model {room}: they are not of one model"
-        )
     return made
 
 

@@ -54,11 +54,12 @@ def rloo(reward: Rewards, seen: Seen) -> Tokens:
 
 def opo(reward: Rewards, seen: Seen) -> Tokens:
     """Reward minus the group's length-weighted mean (arXiv:2505.23585); alone, the reward."""
-    _, _, alone = _group(reward, seen)
-    length = seen.mask.sum(1, dtype=reward.dtype).reshape(reward.shape)
+    valid, _, alone = _group(reward, seen)
+    length = seen.mask.sum(1, dtype=jnp.float32).reshape(reward.shape)
     total = jnp.maximum(length.sum(1, keepdims=True), 1.0)
     baseline = (length * reward).sum(1, keepdims=True) / total
-    return _to_tokens(jnp.where(alone, reward, reward - baseline), seen)
+    score = jnp.where(_uneven(reward, valid), reward - baseline, 0.0)
+    return _to_tokens(jnp.where(alone, reward, score), seen)
 
 
 def maxrl(reward: Rewards, seen: Seen) -> Tokens:
@@ -69,8 +70,8 @@ def maxrl(reward: Rewards, seen: Seen) -> Tokens:
     """
     valid, _, _ = _group(reward, seen)
     mean = _mean(reward, valid)
-    safe = jnp.where(mean > 0, mean, 1.0)
-    return _to_tokens(jnp.where(mean > 0, (reward - mean) / safe, 0.0), seen)
+    some = (mean > 0) & _uneven(reward, valid)
+    return _to_tokens(jnp.where(some, (reward - mean) / jnp.where(some, mean, 1.0), 0.0), seen)
 
 
 def asymre(reward: Rewards, seen: Seen, *, shift: float = -0.1) -> Tokens:
@@ -126,11 +127,12 @@ def discounted_returns(rewards: Tokens, *, gamma: float) -> Tokens:
 
 
 def whiten(x: Tokens, mask: Mask) -> Tokens:
-    """(x - mean) * rsqrt(var + 1e-8) over all masked tokens, var unbiased; 0 elsewhere."""
+    """(x - mean) * rsqrt(var + 1e-8) over all masked tokens, var unbiased; 0 elsewhere, or if all are equal."""
     count = mask.sum()
     centred = jnp.where(mask, x - jnp.sum(x, where=mask) / jnp.maximum(count, 1), 0.0)
     variance = jnp.sum(jnp.square(centred)) / jnp.maximum(count - 1, 1)
-    return centred * jax.lax.rsqrt(variance + 1e-8)
+    uneven = _uneven(x.reshape(1, -1), mask.reshape(1, -1))
+    return jnp.where(uneven, centred * jax.lax.rsqrt(variance + 1e-8), 0.0)
 
 
 # Reward shaping: `(reward, seen) -> reward`, applied before an advantage function by `shaped`.
@@ -173,7 +175,7 @@ def overlong(
 
     arXiv:2503.14476. `floor` only matters for responses over `longest`; some code has none.
     """
-    over = seen.mask.sum(1).reshape(reward.shape) - (longest - buffer)
+    over = seen.mask.sum(1, dtype=jnp.int32).reshape(reward.shape) - (longest - buffer)
     return reward + jnp.clip(-over / buffer, floor, 0.0) * factor
 
 
@@ -191,7 +193,7 @@ def _mean(x, valid):
 
 
 def _uneven(x, valid):
-    """Whether rewards of a group differ (or are NaN); R - mean may not be 0 for equal ones."""
+    """Whether numbers of a row differ (or are NaN); x - mean may not be 0 for equal ones."""
     high = jnp.max(x, 1, where=valid, initial=-jnp.inf, keepdims=True)
     low = jnp.min(x, 1, where=valid, initial=jnp.inf, keepdims=True)
     return ~(high == low)

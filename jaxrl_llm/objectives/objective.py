@@ -62,7 +62,10 @@ class Objective:
 
     def _credit_minibatch(self, advantage: Tokens, seen: Seen) -> tuple[Tokens, Weights, Seen]:
         for factor in self.factors:
-            advantage = jnp.where(seen.mask, advantage * factor(advantage, seen), 0.0)
+            weight = factor(advantage, seen)
+            if jnp.ndim(weight) == 1:  # of responses, or of columns: no product may choose
+                _of_tokens("factor", weight, seen.mask)
+            advantage = jnp.where(seen.mask, advantage * weight, 0.0)
             _of_tokens("advantage times factor", advantage, seen.mask)
         selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
         seen = seen._replace(selected=selected)
@@ -92,7 +95,8 @@ class Objective:
     @property
     def whole_responses(self) -> bool:
         """Whether a token's loss depends on its whole response, so a stage must score all of it."""
-        return "response" in self._read(lambda _, x, seen: self.per_token(x, x, seen))
+        read = self._read(lambda _, x, seen: self.per_token(x, x, seen))
+        return not read.isdisjoint(("response", "turn"))
 
     def reads(self, field: str) -> bool:
         """Whether any function of the objective reads this field of `Seen`."""

@@ -49,7 +49,8 @@ def covariance_band(
     """
     candidates = band(advantage, seen, lower=lower, upper=upper, low=low, high=high, logp=logp)
     count = jnp.maximum(part(share, seen.mask.sum()), 1)
-    return lowest(noise(seen, seed), candidates, jnp.minimum(count, candidates.sum()))
+    apart = noise(seen, ~seed)  # from what `partition` draws by the same seed
+    return lowest(apart, candidates, jnp.minimum(count, candidates.sum()))
 
 
 def band(

@@ -63,7 +63,7 @@ class Reward:
     checked: bool = True
 
 
-LARGEST = 3.4e38  # of scores: they are learned from in float32
+LARGEST = 1e15  # of scores: sums of their squares over a batch are learned from in float32
 UNCHECKED = Reward(0.0, False, checked=False)
 SLOW = 15.0  # seconds after which a reward that still runs is named
 LOOK = 1.0  # seconds between two looks at it
@@ -460,7 +460,9 @@ def _plain(reward: Reward) -> Reward:
     fields = {str(key): float(value) for key, value in reward.fields.items()}
     score = float(reward.score)
     if not all(map(math.isfinite, (score, *fields.values()))) or abs(score) > LARGEST:
-        raise ValueError(f"reward() returned a number that is not finite in float32: {reward}")
+        raise ValueError(
+            f"reward() returned a number that is not finite, or a score over 1e15: {reward}"
+        )
     return Reward(score, bool(reward.correct), fields, bool(reward.checked))
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
@@ -188,6 +189,56 @@ PUBLISHED = [
         "gemma-3-1b-it",
     ),
 ]  # fmt: skip
+
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+SPARSE = [  # what a config says beside its sizes
+    *({"model_type": name} for name in families.FAMILIES),
+    {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2},
+    {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
+    {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "exaone4", "sliding_window": 9},
+    {"model_type": "llama", "rope_scaling": LINEAR},
+    {"model_type": "llama", "rope_scaling": LINEAR, "rope_theta": 7e5},
+    {"model_type": "llama", "rope_parameters": LINEAR, "rope_theta": 7e5},
+    {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LINEAR},
+    {"model_type": "gemma3_text", "rope_scaling": LINEAR},
+    {"model_type": "gemma3_text", "rope_parameters": LINEAR},
+    {"model_type": "gemma3_text", "rope_local_base_freq": 7e3,
+     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+     "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 3e5}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("says", SPARSE, ids=str)
+def test_absent_fields_mean_what_they_mean_for_transformers(says):
+    """Which writes all fields out."""
+    written = transformers.AutoConfig.for_model(**SIZES, **json.loads(json.dumps(says))).to_dict()
+    ours, theirs = (families.shape_of(config) for config in (SIZES | says, written))
+    wide = lambda shape: families._written_out(dataclasses.replace(shape, kinds=shape.distinct))
+    assert wide(ours) == wide(theirs)
+
+
+FOREIGN = [  # fields that a family has not
+    ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}),
+    ("llama", {"query_pre_attn_scalar": 48}),
+    ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), FOREIGN)
+def test_fields_of_other_families_say_nothing(name, says):
+    config = families.config_of(SHAPES[name], "float32")
+    assert families.shape_of(config | says) == SHAPES[name]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_a_window_that_is_not_there_is_refused(name):
+    config = families.config_of(SHAPES[name], "float32") | {"sliding_window": None}
+    with pytest.raises(UserError, match="sliding layers without a window are not supported"):
+        families.shape_of(config)
 
 
 @pytest.mark.parametrize(("config", "preset"), PUBLISHED, ids=[name for _, name in PUBLISHED])

@@ -174,6 +174,35 @@ def test_damaged_and_hostile_folders_are_refused_in_one_line(tmp_path, size, dam
     assert str(folder) in str(error.value)
 
 
+@pytest.mark.parametrize("edit", ["other", "shorter"])
+def test_a_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path, edit):
+    """Whatever config.json says: a head of one's own may have been trained. The same one is no matter."""
+    folder, name = tmp_path / "m", "model.embed_tokens.weight"
+    params = written(folder)
+    (folder / hf.SUMS).unlink()
+    same = lambda t: t.update({"lm_head.weight": t[name].astype(np.float64)})
+    tensors(same)(folder)
+    assert equal(loaded(folder), params)
+    other = {
+        "other": lambda x: np.where(np.arange(x.size).reshape(x.shape) == x.size - 1, 1, x),
+        "shorter": lambda x: x[:-1],
+    }[edit]
+    tensors(lambda t: t.update({"lm_head.weight": other(t[name])}))(folder)
+    with pytest.raises(UserError, match=r"lm_head\.weight is another than the embedding") as error:
+        loaded(folder)
+    assert "set tie_word_embeddings to false" in str(error.value)
+
+
+def test_one_file_goes_before_an_index(tmp_path):
+    """As transformers reads a folder with both."""
+    params = written(tmp_path / "m")
+    hf.export(tiny.policy(seed=5)[1], tiny.SHAPE, tmp_path / "other", shard_bytes=10_000)
+    for path in (tmp_path / "other").glob("model*"):
+        path.rename(tmp_path / "m" / path.name)
+    assert (tmp_path / "m" / hf.INDEX).exists()
+    assert equal(loaded(tmp_path / "m"), params)
+
+
 def test_links_as_the_hub_makes_them_are_followed(tmp_path):
     params = written(tmp_path / "m")
     (tmp_path / "snapshots").mkdir()
@@ -218,8 +247,20 @@ def test_no_damage_is_a_traceback_or_gives_other_weights(tmp_path, shard_bytes):
 
 
 def test_every_token_that_ends_a_response_is_listed(tmp_path):
-    path = tmp_path / "generation_config.json"
+    """In generation_config.json, or where that has none in config.json."""
+    path, other = (tmp_path / name for name in ("generation_config.json", "config.json"))
+    other.write_text("{}")
     assert hf.stop_tokens(tmp_path, 96) == ()
+    other.write_text('{"eos_token_id": [1, 5, 6]}')
+    assert hf.stop_tokens(tmp_path, 96) == (1, 5, 6)
+    path.write_text('{"do_sample": true}')
+    assert hf.stop_tokens(tmp_path, 96) == (1, 5, 6)
+    path.write_text('{"eos_token_id": 7}')
+    assert hf.stop_tokens(tmp_path, 96) == (7,)
+    path.unlink()
+    with pytest.raises(UserError, match=r"config.json: eos_token_id 6 is no token"):
+        hf.stop_tokens(tmp_path, 6)
+    other.write_text("{}")
     for value, wanted in ([7, 5, 7], (7, 5)), (3, (3,)), (None, ()):
         path.write_text(json.dumps({"eos_token_id": value}))
         assert hf.stop_tokens(tmp_path, 96) == wanted

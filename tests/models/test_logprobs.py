@@ -51,6 +51,19 @@ def test_rows_are_those_of_the_table(sizes, vocab, count):
         )
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_ids_that_are_none_have_no_log_prob(sizes):
+    """Neither they nor what stands beside them in a row: a batch made by hand is not learned from."""
+    rows = [[1, 2, 96, 3], [-1, 4, 5], [5, 6, 7], [95, 0]]
+    mesh = tiny.mesh_of(*sizes)
+    with jax.set_mesh(mesh):
+        policy, params = tiny.policy(mesh=mesh)
+        inputs = jax.tree.map(jnp.asarray, logprobs.of_sequences(rows, 4, 4))
+        found = np.asarray(jax.jit(policy)(params, inputs))
+    assert np.array_equal(np.isnan(found).any(1), [True, True, False, False])
+    assert (found[~inputs.scored] == 0).all()
+
+
 def plain_scores(hidden, head, target, temperature, proxy):
     """From all logits at once."""
     logits = jnp.einsum("rcd,vd->rcv", hidden, head) / temperature

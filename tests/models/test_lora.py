@@ -196,6 +196,50 @@ def test_log_probs_are_those_of_peft(folders, name, whose):
     np.testing.assert_allclose(answer.logps, logps, atol=2e-5)
 
 
+def plain(tmp_path, **changes):
+    """A folder with a config as PEFT writes it, but for these fields."""
+    peft = {  # 0.21
+        "task_type": None, "peft_type": "LORA", "auto_mapping": None, "peft_version": "0.21.2", "revision": None,
+        "base_model_name_or_path": "base", "inference_mode": True, "r": 4, "target_modules": ["q_proj"],
+        "exclude_modules": None, "lora_alpha": 8, "lora_dropout": 0.1, "fan_in_fan_out": False, "bias": "none",
+        "use_rslora": False, "modules_to_save": None, "init_lora_weights": True, "layers_to_transform": None,
+        "layers_pattern": None, "rank_pattern": {}, "alpha_pattern": {}, "megatron_config": None,
+        "megatron_core": "megatron.core", "trainable_token_indices": None, "loftq_config": {}, "eva_config": None,
+        "corda_config": None, "lora_ga_config": None, "use_dora": False, "velora_config": None,
+        "alora_invocation_tokens": None, "use_qalora": False, "qalora_group_size": 16, "monteclora_config": None,
+        "layer_replication": None, "lora_bias": False, "target_parameters": None, "use_bdlora": None,
+        "arrow_config": None, "kasa_config": None, "ensure_weight_tying": False,
+    }  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(peft | changes))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [{}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": False}, {"layers_pattern": "x"}],
+    ids=str,
+)
+def test_plain_adapters_of_peft_are_read(tmp_path, fine):
+    one, _ = lora.read_config(plain(tmp_path, **fine))
+    assert one == jl.Lora(4, 8.0, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("init_lora_weights", x) for x in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")),
+        ("alora_invocation_tokens", [5, 6]),
+        ("use_qalora", True),
+        *((name, {"x": 1}) for name in ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")),
+        *((name, {"x": 1}) for name in ("corda_config", "arrow_config", "loftq_config", "lora_ga_config")),
+        ("a_field_of_next_year", True),
+    ],
+)  # fmt: skip
+def test_adapters_that_change_the_numbers_otherwise_are_refused_by_name(tmp_path, name, value):
+    with pytest.raises(UserError, match=f"{name} = .* is not supported"):
+        lora.read_config(plain(tmp_path, **{name: value}))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

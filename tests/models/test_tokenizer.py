@@ -1,12 +1,14 @@
 """What grades a response sees all of it but the token that ends it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer as Fast
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import families, hf
 from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
@@ -44,6 +46,84 @@ def test_other_special_tokens_are_text_wherever_they_stand():
     assert tokenizer.decode([2, 1, 2, 0]) == "a <|im_start|> a"
 
 
+def fast(ids, *added, **special):
+    """A tokenizer of these words, with tokens added after the last one."""
+    inner = Fast(models.WordLevel(ids))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens([*added])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=EOS, **special)
+
+
+def test_ids_with_gaps_have_the_bound_of_the_largest():
+    gaps = Tokenizer(fast({EOS: 0, "a": 1, "b": 2, "c": 12}))
+    assert len(gaps) == 13
+    assert gaps.decode([1, 12, 0]) == "a c"
+    assert gaps.decode([1, 5, 12]) == "a\ufffdc"  # no token has this id
+    assert gaps.pieces([1, 12, 5]) == ["a", " c", "\ufffd"]
+
+
+def of_gemma(folder):
+    """As Gemma 3's text models are published: a token for images, one above the embedding's rows."""
+    ids = {"<pad>": 0, EOS: 1, "<bos>": 2, "<unk>": 3, "<start_of_turn>": 4, "<end_of_turn>": 5}
+    inner = fast(ids | {"a": 6, "b": 7}, *ids, "<image_soft_token>", pad_token="<pad>")
+    inner.chat_template = "{% for m in messages %}<start_of_turn> {{ m.content }}{% endfor %}"
+    inner.save_pretrained(folder / "words")
+    shape = replace(tiny.FAMILIES["gemma3"], vocab_size=len(ids) + 2)
+    (folder / "words" / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
+    hf.export(tiny.policy(shape)[1], shape, folder / "m", source=folder / "words")
+    return folder / "m"
+
+
+def test_gemma_has_a_token_that_its_embedding_has_not(tmp_path):
+    """It can be neither sampled nor read, and all else works."""
+    model = jl.load(of_gemma(tmp_path))
+    known = model.tokenizer
+    assert len(known) == model.shape.vocab_size == 8
+    assert known.prompt([{"role": "user", "content": "a b"}]) == [4, 6, 7]
+    assert known.decode([6, 8, 1]) == "a\ufffd"
+    [response] = jl.generate(model, ["a b"], jl.Sampling(max_tokens=4))
+    assert 1 <= len(response.tokens) <= 4
+    for ask in (known.encode, lambda text: known.prompt([{"role": "user", "content": text}])):
+        with pytest.raises(
+            UserError, match=r"'<image_soft_token>' is token 8, and the model has 8"
+        ):
+            ask("a <image_soft_token> b")
+
+
+@pytest.mark.parametrize(
+    ("ids", "added"), [({EOS: 0, "a": 40}, ()), ({"a": 0, "b": 1}, (EOS,))], ids=["own", "end"]
+)
+def test_a_tokenizer_of_another_model_is_refused_by_its_largest_id(tmp_path, ids, added):
+    """Of its own words, and of the token that ends a text."""
+    shape = tiny.shape(vocab_size=max(ids.values()) + (1 if added else 0))
+    fast(ids, *added).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
+    with pytest.raises(UserError, match="they are not of one model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("words", [("a", "b", "a", "c"), ("a", PAD), (EOS, "a")])
+def test_words_of_a_model_from_scratch_are_there_once(words):
+    with pytest.raises(UserError, match=r"model: the word '(a|<pad>|<eos>)' is there twice"):
+        jl.Scratch(tiny.shape(), words)
+
+
+def test_a_model_from_scratch_has_no_adapters():
+    with pytest.raises(UserError, match="model: a model from scratch has no adapters"):
+        jl.Scratch(tiny.shape(lora=jl.Lora(4)), ("a",))
+
+
+@pytest.mark.parametrize(
+    "text", ["\u00e9a", "\u00e9\u00e9", "\U0001f600 a", "a \u00e9\U0001f600b", "\u00e9"]
+)
+def test_pieces_of_a_text_are_the_text(text):
+    """Wherever a character of several tokens stands."""
+    made = of_bytes()
+    ids = made.encode(text)
+    assert len(ids) > len(text)
+    assert "".join(made.pieces(ids)) == text
+
+
 def test_a_chat_model_has_several_ends():
     inner = WORDS._inner
     several = Tokenizer(inner, [B, WORDS.eos])
@@ -57,6 +137,7 @@ def of_bytes():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
     turns = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, **turns))
 

@@ -6,6 +6,7 @@ from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from jaxrl_llm.objectives import (
 )
 from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.objectives.seen import Seen
+from jaxrl_llm.tasks.task import LARGEST
 from tests import tiny
 
 close = partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
@@ -73,12 +75,39 @@ def test_group_advantages_by_hand(function):
         close(got[start : start + 4], want)
 
 
-@pytest.mark.parametrize("function", GROUPED)
-@pytest.mark.parametrize("value", [0.1, 1 / 3, -0.7, 1e6])
+OTHERS = [advantages.opo, advantages.maxrl, advantages.reinforce_plus_plus]
+
+
+@pytest.mark.parametrize("function", [*GROUPED, *OTHERS])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, -0.7, 1e6])
 def test_equal_rewards_give_exactly_zero(function, value):
-    _, seen, _ = data(1)
-    got = function(jnp.full((1, 8), value), seen)
-    assert np.all(np.asarray(got) == 0)
+    """In groups of any size; the reference is the policy, so the KL in REINFORCE++ is 0 too."""
+    _, seen, _ = data(1, rows=24)
+    seen = seen._replace(ref_logp=seen.old_logp)
+    for size in (3, 8, 24):
+        got = function(jnp.full((24 // size, size), value), seen)
+        assert np.all(np.asarray(got) == 0), size
+
+
+@pytest.mark.parametrize("function", [*GROUPED, *OTHERS])
+def test_the_largest_reward_that_a_task_may_give_is_one_of_any_size(function):
+    """Nothing overflows: what differs from rewards of a thousand is a factor of the whole batch."""
+    reward, seen, _ = data(22)
+    seen = seen._replace(ref_logp=seen.old_logp)
+    reward = jnp.abs(reward) / 3
+    usual, largest = (np.asarray(function(reward * x, seen)) for x in (1e3, LARGEST))
+    close(largest / np.abs(largest).max(), usual / np.abs(usual).max(), rtol=1e-4)
+
+
+def test_lengths_are_counted_in_whole_numbers_of_any_kind_of_reward_and_mask(monkeypatch):
+    """By hand a reward may be a boolean, a mask of small integers."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    _, seen, _ = data(23)
+    right = jnp.asarray([[True, False, False, True], [False, False, True, False]])
+    close(advantages.opo(right, seen), advantages.opo(right.astype(jnp.float32), seen))
+    small = seen._replace(mask=seen.mask.astype(jnp.uint8))
+    got, want = (advantages.overlong(jnp.ones((2, 4)), x, longest=5) for x in (small, seen))
+    close(got, want)
 
 
 def test_a_group_of_one_keeps_its_reward():
@@ -316,6 +345,14 @@ def test_draws_do_not_depend_on_the_layout(draw):
     assert not np.array_equal(draw(seen, seed=1), drawn)
 
 
+def test_a_selection_and_a_partition_draw_apart():
+    """Of what Clip-Cov drew a random half holds about half."""
+    _, seen, _ = data(24, rows=64)
+    half, _, drawn = (draw(seen) for draw in RANDOM)
+    shared = np.asarray(drawn & half[0]).sum() / np.asarray(drawn).sum()
+    assert 0.3 < shared < 0.7
+
+
 def test_draws_are_fresh_in_every_batch():
     _, seen, _ = data(12)
     shorter = seen._replace(mask=seen.mask.at[jnp.argmax(seen.mask[:, -1]), -1].set(False))
@@ -440,6 +477,15 @@ def test_what_is_no_figure_of_each_token_is_refused(parts):
         one.per_token(logp, *one.credit(reward, seen)[::2])
 
 
+def test_a_factor_of_each_response_is_refused_where_it_would_fit_the_tokens():
+    """As many rows as columns: NumPy's broadcasting would take a response's factor for a column's."""
+    square = Objective(
+        advantages.grpo, factors=(lambda _, seen: 1.0 / seen.mask.sum(1),), tried_on=(2, 4, 8)
+    )
+    with jax.numpy_rank_promotion("allow"), pytest.raises(TypeError, match=r"factor has the shape"):
+        square.try_out()
+
+
 def test_an_objective_is_tried_on_groups_and_not_on_a_token():
     def of_the_best(reward, seen):
         best = jax.lax.top_k(reward, 4)[0].mean(1)
@@ -502,10 +548,11 @@ def test_what_is_read_is_known_within_a_transformation(wrap):
     close(wrapped.surrogate(logp, advantage, seen), plain.surrogate(logp, advantage, seen))
 
 
-@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("surrogate", [*SURROGATES, tiny.by_turn])
 def test_whole_responses_are_scored_where_a_token_depends_on_the_others(surrogate):
     """Found by what a surrogate reads; here against the derivative by another token's log-prob."""
     reward, seen, logp = data(18)
+    seen = seen._replace(turn=seen.response)
     advantage, _, seen = tiny.objective().credit(reward, seen)
     value = lambda x: surrogate(x, advantage, seen)[:, 0].sum()
     bumped = [value(logp.at[:, 1:].add(step)) for step in (0.0, 0.5)]

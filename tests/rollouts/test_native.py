@@ -252,6 +252,20 @@ def test_accelerators_give_the_tokens_of_a_cpu(devices, share, sampling):
     assert not any(x.is_deleted() for x in jax.tree.leaves(made.params))
 
 
+def test_copies_of_weights_that_no_device_count_divides():
+    """They lie whole on the trainer's mesh and on that of the copies, and move to the latter."""
+    shape = tiny.shape(vocab_size=97, hidden_size=16)
+    answers = []
+    for devices, share in ((1, 1), (6, 3)):
+        mesh = tiny.mesh_of(1, devices, 1)
+        decoder = Decoder(qwen2.graph(shape)[0], 16, mesh_of_copies(mesh, share))
+        made = NativeSampler(decoder, slots=6, prefill_prompts=6)
+        with jax.set_mesh(mesh):
+            made.push(tiny.policy(shape, mesh=mesh)[1], 1)
+        answers.append(made.generate(prompts(3), n=2, sampling=GREEDY))
+    assert responses(answers[0]) == responses(answers[1])
+
+
 def test_a_longer_prompt_within_its_power_of_two_compiles_nothing():
     """The cache is allocated by that, not by the longest prompt at hand."""
     made = unrolled(1, 1)
