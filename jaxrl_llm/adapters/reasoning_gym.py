@@ -32,7 +32,8 @@ class Puzzle:
 
 def tagged(response: str) -> str | None:
     """The text in the last `<answer>` of a response; None without one."""
-    found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    before, end, _ = response.rpartition("</answer>")  # each search ends by then: no time is lost
+    found = re.findall(r"<answer>(.*?)</answer>", before + end, re.DOTALL)
     return found[-1].strip() if found else None
 
 

@@ -6,9 +6,11 @@ from statistics import quantiles
 
 import pytest
 
+from jaxrl_llm.adapters import reasoning_gym
+from jaxrl_llm.tasks import tools
 from jaxrl_llm.tasks.knights_knaves import english as kk_english
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
-from jaxrl_llm.tasks.knights_knaves.task import english
+from jaxrl_llm.tasks.knights_knaves.task import english, parse_answer
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.math.worker import AnswerChecker
@@ -92,3 +94,34 @@ def test_math_reward_survives_forty_of_each(checker):
 def test_math_reward_survives_5000_of_each_within_a_second():
     with AnswerChecker(workers=1) as checker:
         assert max(fuzz(*math_cases(5000, checker))) < 1
+
+
+READERS = {
+    "hermes": tools.hermes,
+    "llama": tools.llama,
+    "words": tools.words,
+    "roles": lambda text: parse_answer(text, ("Zoey", "Ella")),
+    "tagged": reasoning_gym.tagged,
+}
+
+
+@pytest.mark.parametrize("begin", ["", "<answer>Zoey is a knight, ", "<tool_call>", "{"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_policy_that_repeats_itself_keeps_no_reader(reader, begin):
+    """They run in the trainer's own process, where nothing else may run meanwhile."""
+    pieces = (
+        "<answer>",
+        "</answer>",
+        "<tool_call>",
+        "</think>",
+        "(1) ",
+        "1.",
+        "and ",
+        "zoey is a ",
+        "{",
+        ";",
+    )
+    for piece in pieces:
+        text, start = begin + piece * (100_000 // len(piece)) + "!", time.thread_time()
+        READERS[reader](text)
+        assert time.thread_time() - start < 3, piece
