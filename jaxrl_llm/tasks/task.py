@@ -258,8 +258,13 @@ class Episodes:
         hears = getattr(self._environments[index], "hears_logps", False)
         return step(tokens, logps) if hears else step(tokens)
 
-    def _plain(self, made: Any) -> Step:
-        """What a step returned, in plain numbers; TypeError or ValueError for anything else."""
+    def _plain(self, made: Any) -> Any:
+        """What a step returned, in plain numbers; TypeError or ValueError for anything else.
+
+        What is awaited is none yet, and stays as it is.
+        """
+        if inspect.isawaitable(made):
+            return made
         given, reward = made
         reward = _plain(reward)
         if given is None:
@@ -315,7 +320,7 @@ class _Call:
     slow: bool = False
 
     def __call__(self) -> Any:
-        """The checked result, or what is to be awaited for it."""
+        """The checked result."""
         if self.asked():
             raise Leaving
         self.beat()
@@ -329,7 +334,7 @@ class _Call:
         finally:
             if os.getpid() != own:  # a child that it forked ends here, or it would train as well
                 os._exit(code if isinstance(code, int) else int(code is not None))
-        return made if inspect.isawaitable(made) else self.check(made)
+        return self.check(made)
 
     def over(self, frame: FrameType | None) -> Exception | None:
         """Why it has to end now, if it has; says once that it is slow, and where it is."""

@@ -99,9 +99,15 @@ def test_each_kind_of_error_is_said_once_with_its_place_and_number(caplog):
     ]
 
 
+async def later(_):
+    return Reward(1.0, True)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize(
     "bad",
     [
+        later,
         lambda e: 1.0,
         lambda e: None,
         lambda e: Reward(float("nan"), True),
