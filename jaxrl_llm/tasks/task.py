@@ -327,14 +327,13 @@ class _Call:
         own, code = os.getpid(), 0
         self.begun = time.monotonic()
         try:
-            made = self.work()
+            return self.check(self.work())
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) else 1
             raise
         finally:
             if os.getpid() != own:  # a child that it forked ends here, or it would train as well
                 os._exit(code if isinstance(code, int) else int(code is not None))
-        return self.check(made)
 
     def over(self, frame: FrameType | None) -> Exception | None:
         """Why it has to end now, if it has; says once that it is slow, and where it is."""
