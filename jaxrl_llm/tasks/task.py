@@ -381,16 +381,11 @@ class _Interrupter:
         self._over: Exception | None = None
         self._again = 0.0  # when to raise at the earliest: a reward may clean up in between
         self._done = threading.Event()
-        self._sender = threading.Thread(
-            target=self._send, args=(threading.get_ident(),), daemon=True
-        )
+        self._sender = threading.Thread(target=self._send, daemon=True)
 
     def __enter__(self) -> "_Interrupter":
         self._before = signal.signal(_SIGNAL, self._look)
-        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        self._handlers = {
-            number: handler for number, handler in found.items() if handler is not None
-        }
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._sender.start()
         return self
 
@@ -416,15 +411,16 @@ class _Interrupter:
         signal.setitimer(_TIMER, 0)
         signal.setitimer(signal.ITIMER_REAL, *alarm)
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) is not handler:
+            if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
         if self._over and isinstance(made, BaseException):
             self._over = self._over.with_traceback(made.__traceback__)
         return self._over or made
 
-    def _send(self, thread: int) -> None:
+    def _send(self) -> None:
+        main = threading.main_thread().ident or 0
         while not self._done.wait(self._pause):
-            signal.pthread_kill(thread, _SIGNAL)
+            signal.pthread_kill(main, _SIGNAL)
 
     def _look(self, _: int, frame: FrameType | None) -> None:
         if self._call is None or time.monotonic() < self._again:
