@@ -20,7 +20,8 @@ Z = 1.96  # of a 95% interval
 class Line:
     """One row of the table: the share of `examples` solved greedily, and of k samples each.
 
-    `length` is in tokens, `cut` the share cut at the limit. Unchecked responses count nowhere.
+    `length` is in tokens, `cut` the share cut at the limit. Unchecked responses count nowhere, and
+    `pass_k` is of the prompts all of whose k samples are checked.
     Intervals are Wilson's; for `mean_k` with an effective sample size, from the variance between
     prompts.
     """
@@ -92,13 +93,13 @@ def evaluate(
             drawn.rewards[i : i + samples] for i in range(0, len(drawn.rewards), samples)
         ]
         unchecked += len(drawn.rewards) - len(drawn.checked)
-    groups: dict[str, list[int]] = {}
+    groups: dict[float, list[int]] = {}
     for i, rewards in enumerate(zip(answers.rewards, drawn_rewards, strict=True)):
         known = (r.fields[by] for r in (rewards[0], *rewards[1]) if r.checked and by in r.fields)
         group = next(known, None)
         if group is not None:
-            groups.setdefault(f"{group:g}", []).append(i)
-    named = sorted(groups.items(), key=lambda item: float(item[0]))
+            groups.setdefault(group + 0.0, []).append(i)  # -0.0 is 0.0
+    named = [(repr(group).removesuffix(".0"), groups[group]) for group in sorted(groups)]
     lines = [
         _line(name, index, answers.rewards, answers.rollout, drawn_rewards)
         for name, index in [*named, (ALL, range(len(asked)))]
@@ -140,18 +141,19 @@ def _line(
         return line
     known = [[r.correct for r in drawn[i] if r.checked] for i in index]
     known = [correct for correct in known if correct]
-    shares, solved_k = np.asarray([np.mean(c) for c in known]), sum(map(any, known))
+    shares, k = np.asarray([np.mean(c) for c in known]), len(drawn[0])
+    passed = [any(correct) for correct in known if len(correct) == k]
     n, mean = len(known), _mean(shares)
     variance = float(shares.var(ddof=1)) / n if n > 1 else 0.0
     effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt correlate
     effective = min(effective, sum(map(len, known)))
     return replace(
         line,
-        k=len(drawn[0]),
+        k=k,
         mean_k=mean,
         mean_interval=wilson(mean * effective, effective),
-        pass_k=solved_k / max(n, 1),
-        pass_interval=wilson(solved_k, n),
+        pass_k=_mean(passed),
+        pass_interval=wilson(sum(passed), len(passed)),
     )
 
 

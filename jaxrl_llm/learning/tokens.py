@@ -90,11 +90,14 @@ def _bins(x: Array) -> Array:
 
 
 def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """In 16 bits, `new` as the difference from `old`: `moved`, which then keeps its digits.
+    """In 16 bits, log-probs but `old` as differences from it, which then keep their digits.
 
-    Weights may be too small for 16 bits, advantages too large: they stay as they are.
+    `moved` is `new` less `old`; `less_sampler` and `less_reference` are `old` less those. Weights
+    may be too small for 16 bits, advantages too large: they stay as they are.
     """
-    rest = {name: x for name, x in numbers.items() if name != "new"}
-    rest["moved"] = numbers["new"] - numbers["old"]
+    rest = dict(numbers)
+    rest["moved"] = rest.pop("new") - numbers["old"]
+    for name in rest.keys() & {"sampler", "reference"}:
+        rest[f"less_{name}"] = numbers["old"] - rest.pop(name)
     wide = ("weight", "advantage")
     return {k: x if k.startswith(wide) else x.astype(np.float16) for k, x in rest.items()}

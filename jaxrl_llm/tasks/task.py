@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import queue
 import signal
 import sys
@@ -67,6 +68,7 @@ LARGEST = 1e15  # of scores: sums of their squares over a batch are learned from
 UNCHECKED = Reward(0.0, False, checked=False)
 SLOW = 15.0  # seconds after which a reward that still runs is named
 LOOK = 1.0  # seconds between two looks at it
+_SIGNAL, _TIMER = signal.SIGPROF, signal.ITIMER_PROF  # of a look, in the main thread
 Step = tuple[Sequence[int] | None, Reward]
 Said = tuple[Sequence[int], bool] | None
 
@@ -162,8 +164,8 @@ def score_responses(
     each and every LOOK seconds of it. Logs a reward that takes over SLOW seconds, and each kind of
     error (type and place) that is not in `said`, where it is then added.
     With one thread (the main one) a late reward is interrupted. With several it is given up and
-    goes on in the background; an endless regular expression, which keeps the GIL, blocks all else.
-    A task's UserError is raised.
+    goes on in the background; there an endless regular expression, which keeps the GIL, stops all
+    else for good, so several are for rewards that wait. A task's UserError is raised.
     """
     errors = _Errors(set() if said is None else said)
     pairs = zip(examples, responses, strict=True)
@@ -173,13 +175,14 @@ def score_responses(
         for i, (example, response) in enumerate(pairs, 1)
     ]  # fmt: skip
     if threads == 1 and threading.current_thread() is threading.main_thread():
-        outcomes = map(_interrupted, calls)
+        with _Interrupter(seconds) as outcome_of:
+            rewards = [errors.settled(call, outcome_of(call)) or UNCHECKED for call in calls]
     else:
         workers = _Workers(threads)
         outcomes = [future.result() for future in [workers.submit(call) for call in calls]]
         workers.close()
-    pairs = zip(calls, outcomes, strict=True)
-    rewards = [errors.settled(call, outcome) or UNCHECKED for call, outcome in pairs]
+        pairs = zip(calls, outcomes, strict=True)
+        rewards = [errors.settled(call, outcome) or UNCHECKED for call, outcome in pairs]
     errors.log(len(calls))
     return rewards
 
@@ -255,18 +258,23 @@ class Episodes:
         hears = getattr(self._environments[index], "hears_logps", False)
         return step(tokens, logps) if hears else step(tokens)
 
-    def _plain(self, made: Any) -> Step:
-        """What a step returned, in plain numbers; TypeError or ValueError for anything else."""
+    def _plain(self, made: Any) -> Any:
+        """What a step returned, in plain numbers; TypeError or ValueError for anything else.
+
+        What is awaited is none yet, and stays as it is.
+        """
+        if inspect.isawaitable(made):
+            return made
         given, reward = made
         reward = _plain(reward)
         if given is None:
             return None, reward
-        known = range(len(self._tokenizer))
-        if wrong := [token for token in given if token not in known]:
+        tokens, known = [*given], range(len(self._tokenizer))
+        if wrong := [token for token in tokens if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        if isinstance(given, Anew) and not given:
+        if isinstance(given, Anew) and not tokens:
             raise ValueError("step() returned Anew without a token")
-        return (Anew if isinstance(given, Anew) else list)(map(int, given)), reward
+        return (Anew if isinstance(given, Anew) else list)(map(int, tokens)), reward
 
 
 class _Errors:
@@ -282,8 +290,8 @@ class _Errors:
         if isinstance(outcome, SystemExit):  # must not look like a run that is finished
             code, trace = outcome.code, outcome.__traceback__
             outcome = RuntimeError(f"it called exit({code})").with_traceback(trace)
-        if isinstance(outcome, UserError | Leaving) or not isinstance(outcome, Exception):
-            raise outcome  # KeyboardInterrupt and the like are for the caller
+        if isinstance(outcome, UserError | Leaving | KeyboardInterrupt):
+            raise outcome  # for the caller
         place = _place(traceback.extract_tb(outcome.__traceback__), call.work.func)
         self.found[f"{type(outcome).__name__} in {place}"].append(first_line(outcome))
         return None
@@ -312,17 +320,26 @@ class _Call:
     slow: bool = False
 
     def __call__(self) -> Any:
-        """The checked result, or what is to be awaited for it."""
+        """The checked result."""
         if self.asked():
             raise Leaving
         self.beat()
+        own, code = os.getpid(), 0
         self.begun = time.monotonic()
-        made = self.work()
-        return made if inspect.isawaitable(made) else self.check(made)
+        try:
+            return self.check(self.work())
+        except BaseException as error:
+            code = error.code if isinstance(error, SystemExit) else 1
+            raise
+        finally:
+            if os.getpid() != own:  # a child that it forked ends here, or it would train as well
+                os._exit(code if isinstance(code, int) else int(code is not None))
 
     def over(self, frame: FrameType | None) -> Exception | None:
         """Why it has to end now, if it has; says once that it is slow, and where it is."""
         taken = time.monotonic() - self.begun
+        if taken < 0:  # nothing of the task runs yet
+            return None
         if taken > SLOW and not self.slow:
             self.slow = True
             place = _place(traceback.extract_stack(frame) if frame else [], self.work.func)
@@ -350,32 +367,78 @@ class _InterruptError(BaseException):
     """Raised within a reward that has to end; no Exception, so that little code catches it."""
 
 
-def _interrupted(call: _Call) -> Any:
-    """What the call returns or raises; SIGALRM interrupts it, even an endless regular expression."""
-    over: Exception | None = None
+class _Interrupter:
+    """Makes calls in the main thread: gives what one returns or raises, and interrupts a late one.
 
-    def look(_: int, frame: FrameType | None) -> None:
-        nonlocal over
-        over = over or call.over(frame)
-        if over:
-            raise _InterruptError
+    A thread sends a signal every LOOK seconds, whose handler raises. An endless regular expression
+    lets no thread run, but looks at signals: it gets that of a timer of processor time. Rewards may
+    have SIGALRM for themselves. Only C code that does not look at signals is out of reach.
+    """
 
-    before = signal.signal(signal.SIGALRM, look)
-    try:
+    def __init__(self, seconds: float):
+        self._pause = min(seconds, LOOK)
+        self._call: _Call | None = None  # nothing is raised without one
+        self._over: Exception | None = None
+        self._again = 0.0  # when to raise at the earliest: a reward may clean up in between
+        self._done = threading.Event()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+
+    def __enter__(self) -> "_Interrupter":
+        self._before = signal.signal(_SIGNAL, self._look)
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._sender.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._sender.join()
+        signal.signal(_SIGNAL, signal.SIG_IGN)  # forgets one that is on its way, which would kill
+        signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
+
+    def __call__(self, call: _Call) -> Any:
+        self._over, self._again = None, 0.0
+        alarm, trace = signal.getitimer(signal.ITIMER_REAL), sys.gettrace()
+        signal.setitimer(_TIMER, self._pause, self._pause)
         try:
-            # again each time, if what it raises is caught
-            signal.setitimer(signal.ITIMER_REAL, min(call.seconds, LOOK), LOOK)
-            return call()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except _InterruptError as error:
-        assert over
-        return over.with_traceback(error.__traceback__)
-    except BaseException as error:
-        return error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have come before the first one
-        signal.signal(signal.SIGALRM, before)
+            try:
+                self._call = call
+                made = call()
+            finally:
+                self._call = None  # first of all
+        except BaseException as error:
+            made = error
+        sys.settrace(trace)
+        signal.setitimer(_TIMER, 0)
+        signal.setitimer(signal.ITIMER_REAL, *alarm)
+        for number, handler in self._handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        if self._over and isinstance(made, BaseException):
+            self._over = self._over.with_traceback(made.__traceback__)
+        return self._over or made
+
+    def _send(self) -> None:
+        main = threading.main_thread().ident or 0
+        while not self._done.wait(self._pause):
+            signal.pthread_kill(main, _SIGNAL)
+
+    def _look(self, _: int, frame: FrameType | None) -> None:
+        if self._call is None or time.monotonic() < self._again:
+            return
+        caught, self._over = self._over, self._over or self._call.over(frame)
+        if not self._over:
+            return
+        self._again = time.monotonic() + self._pause
+        if caught:  # as a bare `except` in a loop does: at the next line it is raised again
+            sys.settrace(self._trace)
+            while frame and frame.f_code.co_filename != __file__:
+                frame.f_trace, frame = self._trace, frame.f_back
+        raise _InterruptError
+
+    def _trace(self, _: FrameType, event: str, __: object) -> Any:
+        if self._call and event == "line":
+            raise _InterruptError
+        return self._trace
 
 
 class _Workers:

@@ -122,6 +122,26 @@ def hung_and_told(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     return f"{name} {before}"
 
 
+def reward_told(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """A reward that has SIGALRM for itself hangs; a stop is heard, and loses no step."""
+    before = draw.randrange(REWARDS)
+    scene.start(flags=("--grace", "20"), hang=("reward", before, "with an alarm"))
+    scene.until(lambda: "hanging" in scene.moments())
+    scene.signal(signal.SIGTERM)
+    scene.until(within=60.0)
+    if "is lost" in scene.said:
+        raise Finding(f"the stop was not heard: {scene.line()}")
+    return f"reward {before}"
+
+
+def reward_exits(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """A reward forks a child, which exits."""
+    before = draw.randrange(REWARDS)
+    scene.start(hang=("reward", before, "exits"))
+    scene.until()
+    return f"reward {before}, {'there' if 'hanging' in scene.moments() else 'not there'}"
+
+
 # The disk.
 
 
@@ -318,6 +338,8 @@ FAULTS: dict[str, Fault] = {
     "clock jumps": Fault(NATIVE, jumped),
     "hangs": Fault(NATIVE, partial(hung, "moment")),
     "reward hangs": Fault(NATIVE, partial(hung, "reward")),
+    "reward with an alarm hangs": Fault(NATIVE, reward_told),
+    "reward exits": Fault(NATIVE, reward_exits),
     "disk blocks": Fault(NATIVE, partial(hung, "disk")),
     "SIGTERM while it hangs": Fault(NATIVE, hung_and_told),
     "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),

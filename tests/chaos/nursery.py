@@ -5,7 +5,7 @@
 
 on standard input and output, a line of JSON each. What a run is started with: `arguments`, `log` (a file for its
 output), `environment`, `moments` (a file: a line for each moment that the run comes to), `arm` (for shim.c),
-`hang` (a moment and how often it came before: there the main thread waits for ever).
+`hang` (a moment and how often it came before: there the main thread waits for ever, or what `WAYS` says third).
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,27 @@ MOMENTS = (
     (checkpoint.Checkpoints, "save", "save"),
     (run, "_test", "end"),
 )
-REWARD = (task, "_plain", "reward")  # in a reward, where SIGALRM would interrupt Python; not noted
+REWARD = (task, "_plain", "reward")  # in a reward, where signals interrupt Python; not noted
+
+
+def with_an_alarm() -> None:
+    """Limits its time by SIGALRM, takes that away, and hangs in what comes then."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(60)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    while True:
+        time.sleep(1.0)
+
+
+def exiting() -> None:
+    """Has a child that ends as programs do."""
+    if (child := os.fork()) == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+
+
+WAYS = {"with an alarm": with_an_alarm, "exits": exiting}
 
 
 def watch(moments: str, hang: list[Any], shim: ctypes.CDLL) -> None:
@@ -53,8 +74,9 @@ def watch(moments: str, hang: list[Any], shim: ctypes.CDLL) -> None:
         def watched(*args: Any, inner: Any = inner, moment: str = moment, **kwargs: Any) -> Any:
             if moment != "reward":
                 os.write(noted, f"{moment}\n".encode())
-            if [moment, met[moment]] == hang:
-                shim.chaos_block()
+            if [moment, met[moment]] == hang[:2]:
+                os.write(noted, b"hanging\n")
+                WAYS[hang[2]]() if hang[2:] else shim.chaos_block()
             met[moment] += 1
             return inner(*args, **kwargs)
 

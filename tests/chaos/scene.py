@@ -128,7 +128,7 @@ class Scene:
         self.out: Path | str = self.folder / "run"
 
     def start(
-        self, *arm: int, flags: tuple[str, ...] = (), hang: tuple[str, int] | tuple[()] = ()
+        self, *arm: int, flags: tuple[str, ...] = (), hang: tuple[str | int, ...] = ()
     ) -> None:
         """Starts the run, or resumes it; `arm` is what shim.c is to do, `hang` what nursery.py is to."""
         self.started += 1

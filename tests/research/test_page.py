@@ -282,9 +282,16 @@ def test_one_request_at_a_time_reads_the_runs(run, monkeypatch):
     assert most == [1] * 3
 
 
-def test_in_16_bits_a_small_move_keeps_its_digits():
-    numbers = {"old": np.float32([-9.123]), "new": np.float32([-9.12345])}
-    np.testing.assert_allclose(tokens.rounded(numbers)["moved"], -0.00045, rtol=2e-3)
+@pytest.mark.parametrize(
+    ("name", "kept_as", "sign"),
+    [("new", "moved", 1), ("sampler", "less_sampler", -1), ("reference", "less_reference", -1)],
+)
+def test_in_16_bits_a_small_difference_keeps_its_digits(name, kept_as, sign):
+    numbers = {"old": np.float32([-9.123]), "new": np.float32([-9.123])}
+    numbers[name] = np.float32([-9.12345])
+    found = tokens.rounded(numbers)
+    np.testing.assert_allclose(found[kept_as], sign * -0.00045, rtol=2e-3)
+    assert name not in found
 
 
 def test_what_16_bits_have_no_room_for_keeps_its_digits():

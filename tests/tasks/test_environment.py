@@ -58,6 +58,12 @@ def test_a_step_gives_the_next_tokens_and_the_reward_so_far():
     assert [reward.score for reward in episodes.rewards] == [3.0, 0.0]
 
 
+@pytest.mark.parametrize("given", [(1, 2, 0), iter([1, 2, 0]), (t for t in (1, 2, 0))])
+def test_tokens_may_come_in_whatever_can_be_gone_through_once(given):
+    with Episodes(Of(lambda *_: (given, Reward(1.0, True))), WORDS, [1]) as episodes:
+        assert episodes(0, [3]).result() == ([1, 2, 0], False)
+
+
 def test_a_coroutine_holds_no_thread():
     """One thread, sixteen steps that wait for one another."""
     begun, all_began = [], asyncio.Event()

@@ -1,4 +1,6 @@
+import contextlib
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -9,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import math_verify
 import pytest
 
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.tasks import task as tasks
 from jaxrl_llm.tasks.task import Demonstrator, Mapped, Reward, load_task, score_responses
+from jaxrl_llm.training.leaving import Stop, stoppable
 
 USER_TASK = """
 from jaxrl_llm.tasks.task import Reward
@@ -95,9 +99,15 @@ def test_each_kind_of_error_is_said_once_with_its_place_and_number(caplog):
     ]
 
 
+async def later(_):
+    return Reward(1.0, True)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize(
     "bad",
     [
+        later,
         lambda e: 1.0,
         lambda e: None,
         lambda e: Reward(float("nan"), True),
@@ -149,17 +159,115 @@ def stubborn(_):
         time.sleep(3600)
 
 
-@pytest.mark.parametrize("hanging", [spin, backtrack, sleep, stubborn])
+def own_alarm(_):
+    """Limits its time by an alarm, takes that away, and hangs in what comes then."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(60)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    time.sleep(3600)
+
+
+def own_alarm_and_backtrack(_):
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    backtrack(_)
+
+
+def left_alarm(_):
+    """Its alarm would ring in the middle of something else."""
+    signal.signal(signal.SIGALRM, lambda *_: boom(0))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    time.sleep(0.3)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def deaf(_):
+    while True:
+        try:  # noqa: SIM105
+            time.sleep(0.01)
+        except:  # noqa: E722
+            pass
+
+
+def deaf_in_a_call(_):
+    def again():
+        with contextlib.suppress(BaseException):
+            time.sleep(3600)
+
+    while True:
+        again()
+
+
+def translating(_):
+    """What it raises instead is no matter."""
+    try:
+        time.sleep(3600)
+    except BaseException as error:
+        raise ValueError from error
+
+
+def late(_):
+    try:
+        time.sleep(3600)
+    except BaseException:
+        return Reward(9.0, True)
+
+
+def waits_for_a_process(_):
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], check=False)
+
+
+def waits_for_threads(_):
+    spinning = [threading.Thread(target=lambda: time.sleep(60), daemon=True) for _ in range(4)]
+    for thread in spinning:
+        thread.start()
+    for thread in spinning:
+        thread.join()
+
+
+def judged_by_math_verify(_):
+    """With the alarms that it sets of itself."""
+    math_verify.verify(math_verify.parse("$1/2$"), math_verify.parse("$0.5$"))
+    time.sleep(3600)
+
+
+HANGING = [
+    spin, backtrack, sleep, stubborn, own_alarm, own_alarm_and_backtrack, left_alarm, deaf, deaf_in_a_call,
+    translating, late, waits_for_a_process, waits_for_threads, judged_by_math_verify,
+]  # fmt: skip
+
+
+def handled():
+    """What of the process a reward might change."""
+    signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    return signals, [signal.getitimer(timer) for timer in timers], sys.gettrace()
+
+
+@pytest.mark.parametrize("hanging", HANGING)
 def test_a_reward_that_hangs_is_interrupted(hanging):
-    before = signal.getsignal(signal.SIGALRM)
+    before = handled()
     good = lambda e: Reward(e, True)
     start = time.monotonic()
     scored = score_responses(Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], seconds=0.2)
     assert 0.4 <= time.monotonic() - start < 60
     assert [r.checked for r in scored] == [True, False, True, False]
     assert [r.score for r in scored] == [5.0, 0.0, 7.0, 0.0]
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert handled() == before
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
+    monkeypatch.setattr(tasks, "LOOK", 0.1)
+    good = lambda e: Reward(e, True)
+    with stoppable(stop := Stop()):
+        before = handled()
+        one = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+        one.start()
+        with pytest.raises(Leaving):
+            score_responses(Fake([good, hanging]), [5, 6], ["0", "1"], asked=lambda: stop.asked)
+        assert handled() == before
 
 
 @pytest.mark.parametrize(("threads", "hanging"), [(1, spin), (1, backtrack), (2, sleep)])
@@ -178,7 +286,7 @@ def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     assert time.monotonic() - start < 60
     [line] = said(caplog)
     assert re.fullmatch(
-        r"the reward of response 2 of 2 has been running for 0 s: on example \(6, 7\), now in "
+        r"the reward of response 2 of 2 has been running for \d+ s: on example \(6, 7\), now in "
         rf"{hanging.__name__} \(test_task.py:\d+\); it is given up after 300 s \(reward_seconds\)",
         line,
     )
@@ -231,6 +339,68 @@ print(len(scored), any(reward.checked for reward in scored))
 """
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
     assert (end.returncode, end.stdout.split()) == (0, [b"2", b"False"])
+
+
+def test_a_reward_that_ends_when_its_time_does_is_whole_or_unchecked():
+    """What interrupts it comes at any moment of its end, and never after it."""
+    before = handled()
+
+    def about(example):
+        time.sleep(example / 1e5)
+        return Reward(1.0, True)
+
+    scored = score_responses(Fake([about]), range(180, 230), ["0"] * 50, seconds=0.002)
+    assert {(r.checked, r.score) for r in scored} <= {(True, 1.0), (False, 0.0)}
+    assert handled() == before
+
+
+FORKS = """
+import os, signal, subprocess, sys, time
+from multiprocessing import Pool
+from jaxrl_llm.tasks.task import Reward, score_responses
+
+class Forks:
+    name = "forks"
+    def reward(self, example, response):
+        if response == "pool":
+            with Pool(2) as pool:
+                return Reward(sum(pool.map(abs, [-1, 2])), True)
+        if (child := os.fork()) == 0:
+            if response == "hangs":
+                time.sleep(3600)
+            if response == "returns":
+                return Reward(1.0, True)
+            sys.exit(int(response))
+        if response == "hangs":
+            os.kill(child, signal.SIGTERM)
+        return Reward(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), True)
+
+said = ["pool", "0", "7", "returns", "hangs"]
+for reward in score_responses(Forks(), [0] * 5, said, threads=int(sys.argv[1]), seconds=20):
+    os.write(1, f"{reward.score:g} ".encode())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_process_that_a_reward_forks_never_becomes_a_second_trainer(threads):
+    command = [sys.executable, "-c", FORKS, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout.split(), done.returncode) == (["3", "0", "7", "0", "-15"], 0), done.stderr
+
+
+class Cancelled(BaseException):
+    """As time limits of some libraries raise it."""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_whatever_a_reward_raises_costs_its_own_sample(threads, caplog):
+    def cancel(_):
+        raise Cancelled("too late")
+
+    good = lambda e: Reward(e, True)
+    scored = score_responses(Fake([good, cancel]), [5, 6], ["0", "1"], threads=threads)
+    assert [r.checked for r in scored] == [True, False]
+    assert "Cancelled in cancel" in caplog.text
 
 
 def test_interruption_is_not_a_failed_sample():

@@ -103,7 +103,30 @@ def test_unchecked_samples_leave_the_others_of_their_prompt():
     right, wrong = Reward(1.0, True), Reward(0.0, False)
     drawn = [[right, UNCHECKED], [right, wrong], [UNCHECKED, UNCHECKED]]
     line = evaluate._line("all", [0, 1, 2], [right] * 3, _rollout(3), drawn)
-    assert (line.k, line.mean_k, line.pass_k) == (2, 0.75, 1.0)
+    assert (line.k, line.mean_k) == (2, 0.75)
+    # nobody knows what k samples of the first would have had: pass@k of one sample is another number
+    assert (line.pass_k, line.pass_interval) == (1.0, evaluate.wilson(1, 1))
+    drawn[0] = [wrong, UNCHECKED]
+    line = evaluate._line("all", [0, 1, 2], [right] * 3, _rollout(3), drawn)
+    assert (line.mean_k, line.pass_k, line.pass_interval) == (0.25, 1.0, evaluate.wilson(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ([20250101.0, 20250102.0, 1234567.0], ["1234567", "20250101", "20250102"]),
+        ([0.1, 0.1000001, 1e-07], ["1e-07", "0.1", "0.1000001"]),
+        ([2.0, -0.0, 0.0, 1e300], ["0", "2", "1e+300"]),
+    ],
+)
+def test_a_group_is_a_number_and_has_it_as_its_name(values, names):
+    task = Echo()
+    task.reward = lambda example, response: Reward(
+        1.0, True, {"group": values[example % len(values)]}
+    )
+    lines = evaluated(task).lines
+    assert [line.name for line in lines] == [*names, "all"]
+    assert sum(line.examples for line in lines[:-1]) == lines[-1].examples == 8
 
 
 class Unsure(Echo):
@@ -118,7 +141,7 @@ class Unsure(Echo):
 def test_the_samples_of_an_example_count_whose_greedy_response_is_unchecked():
     first, _, total = evaluated(Unsure()).lines
     assert (first.examples, first.greedy) == (2, 0.5)  # 0 and 3
-    assert (first.mean_k, first.pass_k) == (pytest.approx(1 / 6), pytest.approx(1 / 3))  # and 2
+    assert (first.mean_k, first.pass_k) == (pytest.approx(1 / 6), 0.5)  # the mean has 2 as well
     assert (total.examples, total.mean_k) == (5, 0.25)
 
 
