@@ -242,14 +242,34 @@ def sent(out: str) -> Iterator[Path]:
     push(path)
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder, here and in the bucket; when interrupted it never looks complete."""
+def rename(folder: Path, name: str) -> None:
+    """Renames a folder, here and in the bucket, where what is not here is renamed with it."""
+    other = folder.with_name(name)
     if mirror := _mirror_of(folder):
+        mirror.copy(mirror.name(folder), mirror.name(other))
         mirror.remove(mirror.name(folder))
-    if folder.exists():
-        gone = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.gone")
-        folder.rename(gone)
-        shutil.rmtree(gone)
+    folder.rename(other)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder or file, here and in the bucket; when interrupted it never looks complete."""
+    if mirror := _mirror_of(path):
+        mirror.remove(mirror.name(path))
+    if os.path.lexists(path):
+        gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.gone")
+        path.rename(gone)
+        delete(gone)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder, or a file or link itself; a warning if the disk does not let go of it."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        logger.warning("%s cannot be removed and is left (%s)", path, first_line(error))
 
 
 def spoken(text: Any) -> str:
@@ -322,6 +342,14 @@ class _Mirror:
                     self._require_lease()
                     self._try(lambda n=name, f=file: self._objects.put_file(str(f), self._path(n)))
                     self._same[name] = mark, None
+
+    def copy(self, under: str, other: str) -> None:
+        self._require_lease()
+        for name in sorted(self._list(under), key=_rank):
+            new = other + name.removeprefix(under)
+            self._try(lambda n=name, c=new: self._objects.cp_file(self._path(n), self._path(c)))
+            if name in self._same:  # it will be here under that name
+                self._same[new] = self._same.pop(name)[0], None
 
     def remove(self, under: str) -> None:
         self._require_lease()

@@ -233,13 +233,13 @@ def checkpoints(
     regular: Callable[[int], bool] = lambda step: True,
     records: Callable[[], list[journal.Record]] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a run; the best is chosen by its `records`, read if they are not given."""
+    """The checkpoints of a run, scored by its `records`, which are read if they are not given."""
     known = records or (lambda: journal.read(folder))
     return Checkpoints(
         folder / CHECKPOINTS,
         keep,
         regular=regular,
-        best=lambda steps: journal.best(known(), steps, regular),
+        scores=lambda: journal.fit(known(), regular),
     )
 
 

@@ -235,7 +235,6 @@ def _resumed(
         checkpoints.go_back(earlier)
         return point
     found = checkpoints.first_whole(read, rename=True)
-    checkpoints.prune()  # its writer may have ended before that
     return found and found[1]
 
 
