@@ -106,7 +106,7 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """The best step, None if unknown."""
-        storage.pull(self.folder, but=ARRAYS)  # a cleaner may have taken old files of a mirror
+        storage.pull(self.folder, but=(ARRAYS,))  # a cleaner may have taken old files of a mirror
         return self._best(self.steps)
 
     def _best(self, steps: list[int]) -> int | None:

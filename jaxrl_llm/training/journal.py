@@ -203,6 +203,7 @@ class Recorder:
         found = alarms.alarms(self._records)
         alarmed = {f"alarm/{kind}": 1 for kind in found}
         self._journal.record(step, self._phase, {**values, **alarmed})
+        self._records[-1] = self._journal.records[-1]  # kept once
         self._show(step, values)
         for kind, text in found.items():
             if kind not in self._said:
@@ -258,8 +259,10 @@ def _parsed(line: bytes) -> Record | None:
         found = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "phase" in found
-    return found if whole else None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        return None
+    numbers = all(isinstance(x, int | float) for name, x in found.items() if name != "phase")
+    return found if numbers and isinstance(found.get("phase"), str) else None
 
 
 def _quoted(text: str) -> str:

@@ -75,14 +75,18 @@ def test_a_resume_forgets_what_is_later(tmp_path, opened):
     assert steps(tmp_path) == []
 
 
-BAD = [b"\0" * 20, b'{"step": 3, "pha', b"\xff\xfe\xfa", b"[1]", b'{"step": "3"}', b"1e", b""]
+BAD = [
+    *(b"\0" * 20, b'{"step": 3, "pha', b"\xff\xfe\xfa", b"[1]", b'{"step": "3"}', b"1e", b""),
+    b'{"step": 3, "phase": null}',
+    b'{"step": 3, "phase": "reinforce", "reward": "0.5"}',
+]
 
 
 def test_lines_that_are_no_records_are_left_out(tmp_path, opened, caplog):
-    good = [json.dumps({"step": i, "phase": "x"}).encode() for i in range(8)]
+    good = [json.dumps({"step": i, "phase": "x"}).encode() for i in range(len(BAD) + 1)]
     lines = [line for pair in zip(BAD, good, strict=False) for line in pair]
-    (tmp_path / METRICS).write_bytes(b"\n".join([*lines, b'{"step": 9, "phase": "x"}']))  # torn
-    assert steps(tmp_path) == [*range(7)]
+    (tmp_path / METRICS).write_bytes(b"\n".join([*lines, b'{"step": 99, "phase": "x"}']))  # torn
+    assert steps(tmp_path) == [*range(len(BAD))]
     assert f"{len(BAD)} damaged lines" in caplog.text
     opened(after=4).record(5, "x", {})
     caplog.clear()
