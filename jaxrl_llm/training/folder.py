@@ -29,7 +29,7 @@ from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import families, hf, lora, qwen2, sharding
-from jaxrl_llm.training import journal, record, tokens
+from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.parts import PRETRAINED, Parts
@@ -43,7 +43,7 @@ SHARED = 60.0  # seconds within which all processes must see files of the first
 
 def at(where: str | Path) -> Path:
     """The local folder of a run by path or URL; from a bucket without arrays and what few read."""
-    return storage.local(where, but=(ARRAYS, "tensorboard", "samples", tokens.FOLDER))
+    return storage.local(where, but=(ARRAYS, "tensorboard", "samples", "tokens"))
 
 
 def resumable(folder: Path) -> bool:
@@ -196,11 +196,12 @@ def require_at_most(folder: Path, first: int, steps: int, earlier: int | None = 
 
     By the step that it goes back to, if one is given; also if its checkpoints are not there.
     """
-    there = Checkpoints(folder / CHECKPOINTS).steps
-    if not there and _reinforced(folder):
+    where = folder / CHECKPOINTS
+    there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
+    if not there and (dangling or _reinforced(folder)):
         raise UserError(
-            f"{folder} has records of reinforcement and no checkpoint: mount or put back {folder / CHECKPOINTS}, "
-            "or start anew with another --out"
+            f"{folder} has records, and its checkpoints are gone: mount or put back {where}, or start anew with "
+            "another --out"
         )
     done = (max(there, default=0) if earlier is None else earlier) - first
     if done > steps:
@@ -343,12 +344,9 @@ def _restored(
     try:
         return chosen, read(there, chosen)
     except DamageError as error:
-        if chosen not in there.steps:
-            raise UserError(
-                f"checkpoint {chosen} of {folder} was removed meanwhile: try again"
-            ) from error
         others = [s for s in steps if s != chosen]
         advice = f"try --step with one of {others}" if others else "there is no other"
-        raise UserError(
-            f"checkpoint {chosen} of {folder} is damaged ({reason(error)}): {advice}"
-        ) from error
+        found = f"is damaged ({reason(error)}): {advice}"
+        if chosen not in there.steps:
+            found = "was removed meanwhile: try again"
+        raise UserError(f"checkpoint {chosen} of {folder} {found}") from error

@@ -314,13 +314,12 @@ def test_records_of_reinforcement_without_a_checkpoint_are_never_thrown_away(two
         (two / "checkpoints").symlink_to(two.parent / "away")
     if how == "empty":
         (two / "checkpoints").mkdir()
-    with pytest.raises(
-        UserError, match=r"records of reinforcement .* no checkpoint: mount or put back"
-    ):
+    with pytest.raises(UserError, match="its checkpoints are gone: mount or put back"):
         folder.require_at_most(two, 0, 6)
     refused(opening, "already holds a run", resume=False)
     (two / "metrics.jsonl").write_text('{"step": 1, "phase": "warm_start", "loss": 0.5}\n')
-    folder.require_at_most(two, 0, 6)  # killed before it had saved anything
+    with pytest.raises(UserError) if how == "linked" else contextlib.nullcontext():
+        folder.require_at_most(two, 0, 6)  # killed before it had saved anything
 
 
 def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, made, monkeypatch):
@@ -381,7 +380,7 @@ def test_a_run_in_a_bucket_is_opened_without_what_few_read(made, wire):
             written(folder.at(url) / name)
     forget()
     out = folder.at(url)
-    assert {p.name for p in out.iterdir()} == {"run.json", "config.py", "files", "model"}
+    assert {p.name for p in out.iterdir()} == {"run.json", "config.py", "model"}
     assert tokens.steps(out) == [1]
 
 
