@@ -14,11 +14,13 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -35,10 +37,15 @@ ABANDONED = 5.0  # seconds that no file takes to be written
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to; at the end of the block it is synced to disk and replaces `path`."""
+    """A file to write to; at the end of the block it is synced to disk and replaces `path`.
+
+    It keeps the permissions of the file that was there.
+    """
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         with beside.open("xb") as file:
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -109,6 +116,11 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise _in_use(str(folder), file.read().strip()) from error
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be locked (flock: {error.strerror}): mount its file system with locks (Lustre: "
+                "-o flock), or choose another --out"
+            ) from error
         file.truncate(0)
         with suppress(OSError):  # on a full disk the lock works, without a name in it
             file.write(_process())
@@ -134,10 +146,10 @@ def temporary_folder(under: Path) -> Iterator[Path]:
         _remove_if_abandoned(folder)
     try:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))
-        lock = os.open(root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         itself = os.open(root, os.O_RDONLY)
-        for one in (lock, itself):
-            fcntl.flock(one, fcntl.LOCK_EX)
+        fcntl.flock(itself, fcntl.LOCK_EX)
+        lock = os.open(root / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # now it is made
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
     try:
@@ -151,14 +163,15 @@ def temporary_folder(under: Path) -> Iterator[Path]:
 def _remove_if_abandoned(folder: Path) -> None:
     """Removes a folder of this user that nobody has locked; others may write beside it."""
     with suppress(OSError):  # gone meanwhile, or just being made
-        if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
+        if folder.lstat().st_uid != os.geteuid():
             return
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        itself = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
+            fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if stat.S_ISREG((folder / LOCK).lstat().st_mode):
+                shutil.rmtree(folder)
         finally:
-            os.close(lock)
+            os.close(itself)
 
 
 def _process() -> str:
@@ -178,6 +191,7 @@ LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
 WRITERS = "writers"  # the folder in a bucket that holds its lease
 FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds to retry: before the first answer, and after
 SHORTEST, LONGEST = 0.5, 15.0  # seconds between attempts
+AT_ONCE = 8  # files that are brought side by side
 # seconds between heartbeats, and without one until a writer counts as dead
 BEAT, STALE = 4.0, 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -197,8 +211,11 @@ def is_url(where: str | Path) -> bool:
     return True
 
 
-def local(where: str | Path, *, but: str = "") -> Path:
-    """The local folder of a path or URL; from a bucket all is pulled but folders named `but`."""
+def local(where: str | Path, *, but: Collection[str] = (), bring: bool = True) -> Path:
+    """The local folder of a path or URL; from a bucket all is pulled but folders named in `but`.
+
+    Without `bring` nothing is.
+    """
     if not is_url(where):
         return Path(where)
     scheme, _, rest = str(where).partition(":")
@@ -206,7 +223,8 @@ def local(where: str | Path, *, but: str = "") -> Path:
     if url not in _MIRRORS:
         _MIRRORS[url] = _Mirror(url)
     mirror = _MIRRORS[url]
-    mirror.pull("", but)
+    if bring:
+        mirror.pull("", but)
     return mirror.folder
 
 
@@ -215,8 +233,8 @@ def shared(folder: Path) -> bool:
     return _mirror_of(folder) is None
 
 
-def pull(path: Path, *, but: str = "") -> None:
-    """Downloads a file, or those below a folder but not in folders named `but`, unless it is here.
+def pull(path: Path, *, but: Collection[str] = ()) -> None:
+    """Downloads a file, or those below a folder but not in folders named in `but`, unless it is here.
 
     Files that are others in the bucket are downloaded too.
     """
@@ -237,19 +255,39 @@ def push(path: Path) -> None:
 def sent(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
     where, slash, name = out.rpartition("/")
-    path = local(where or slash or ".") / name
+    path = local(where or slash or ".", bring=False) / name
     yield path
     push(path)
 
 
-def remove(folder: Path) -> None:
-    """Removes a folder, here and in the bucket; when interrupted it never looks complete."""
+def rename(folder: Path, name: str) -> None:
+    """Renames a folder, here and in the bucket, where what is not here is renamed with it."""
+    other = folder.with_name(name)
     if mirror := _mirror_of(folder):
+        mirror.copy(mirror.name(folder), mirror.name(other))
         mirror.remove(mirror.name(folder))
-    if folder.exists():
-        gone = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.gone")
-        folder.rename(gone)
-        shutil.rmtree(gone)
+    folder.rename(other)
+
+
+def remove(path: Path) -> None:
+    """Removes a folder or file, here and in the bucket; when interrupted it never looks complete."""
+    if mirror := _mirror_of(path):
+        mirror.remove(mirror.name(path))
+    if os.path.lexists(path):
+        gone = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.gone")
+        path.rename(gone)
+        delete(gone)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder, or a file or link itself; a warning if the disk does not let go of it."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        logger.warning("%s cannot be removed and is left (%s)", path, first_line(error))
 
 
 def spoken(text: Any) -> str:
@@ -296,32 +334,48 @@ class _Mirror:
         name = path.relative_to(self.folder).as_posix()
         return "" if name == "." else name
 
-    def pull(self, under: str, but: str = "") -> None:
-        for name, version in self._list(under).items():
-            file = self.folder / name
-            if {but, WRITERS} & {*name.split("/")[:-1]}:
-                continue
-            mark, there = self._same.get(name, (None, None))
-            if file.exists() and mark == _mark(file) and there in (None, version):
-                continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_name(f".{file.name}.new")
-            self._try(lambda n=name, b=beside: self._objects.get_file(self._path(n), str(b)))
-            beside.replace(file)
-            self._same[name] = _mark(file), version
+    def pull(self, under: str, but: Collection[str] = ()) -> None:
+        there = self._list(under)
+        wanted = [name for name in there if not {*but, WRITERS} & {*name.split("/")[:-1]}]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(lambda name: self._bring(name, there[name]), wanted):
+                pass  # it raises the first error, and drops what is left
+
+    def _bring(self, name: str, version: str) -> None:
+        file = self.folder / name
+        mark, there = self._same.get(name, (None, None))
+        if file.exists() and mark == _mark(file) and there in (None, version):
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f".{file.name}.new")
+        self._try(lambda: self._objects.get_file(self._path(name), str(beside)))
+        beside.replace(file)
+        self._same[name] = _mark(file), version
 
     def push(self, path: Path) -> None:
         with self._pushing:
             files = {self.name(file): file for file in ([path] if path.is_file() else _files(path))}
             for name in sorted(files, key=lambda name: (_rank(name), name)):
                 file = files[name]
-                if not file.exists():  # a temporary one
-                    continue
-                mark = _mark(file)
-                if self._same.get(name, (None, None))[0] != mark:
-                    self._require_lease()
-                    self._try(lambda n=name, f=file: self._objects.put_file(str(f), self._path(n)))
-                    self._same[name] = mark, None
+                try:
+                    mark = _mark(file)
+                    if self._same.get(name, (None, None))[0] != mark:
+                        self._require_lease()
+                        self._try(
+                            lambda n=name, f=file: self._objects.put_file(str(f), self._path(n))
+                        )
+                        self._same[name] = mark, None
+                except FileNotFoundError:
+                    if file.exists():  # it is the bucket that is gone
+                        raise
+
+    def copy(self, under: str, other: str) -> None:
+        self._require_lease()
+        for name in sorted(self._list(under), key=_rank):
+            new = other + name.removeprefix(under)
+            self._try(lambda n=name, c=new: self._objects.cp_file(self._path(n), self._path(c)))
+            if name in self._same:  # it will be here under that name
+                self._same[new] = self._same.pop(name)[0], None
 
     def remove(self, under: str) -> None:
         self._require_lease()

@@ -66,7 +66,7 @@ def main(
             state = folders.state(folder, parts, config.optimizer, chosen)
             if fresh:
                 state = update.init_state(state.params, config.optimizer)
-            reference = folders.initial(folder, parts)
+            reference = folders.initial(folder, parts, config)
             found = {"run": run, "step": chosen, "alpha": alpha, "eta": eta}
             found |= {"seed": seed, "batches": batches}
             found |= analysis.measure(

@@ -6,6 +6,7 @@ It has no script. All text goes through `tag`, which writes out what is no plain
 import base64
 import heapq
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
@@ -152,7 +153,9 @@ def _summary(records: Sequence[Record]) -> Element:
         said += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
         said[-1] += f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
     for r in tested:
-        said += [f"Test accuracy: {_measured(r, 'test')} at step {r['test/step']:.0f}."]
+        said += [
+            f"Test accuracy: {_measured(r, 'test')} at step {r.get('test/step', r['step']):.0f}."
+        ]
     said += ["Percent, with 95% intervals."] if len(said) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):
@@ -176,7 +179,8 @@ def _curves(records: Sequence[Record]) -> Sequence[Part]:
         begin = min((r["step"] for r in records if r["phase"] == REINFORCE), default=None)
         warm = any(r["phase"] == WARM_START for r in records)
         line = [(r["step"], r["eval/accuracy"]) for r in measured]
-        band = [(r["step"], r["eval/accuracy_low"], r["eval/accuracy_high"]) for r in measured]
+        ends = ("eval/accuracy_low", "eval/accuracy_high")
+        band = [(r["step"], *(r[end] for end in ends)) for r in measured if {*ends} <= {*r}]
         title = "validation accuracy, greedy, with 95% intervals"
         drawn.append(chart(title, {"": line}, band, begin if warm else None))
     for name, title in CHARTS.items():
@@ -199,9 +203,10 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     rows = []
     for r, of in found:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
-        row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
+        number = lambda name, form, r=r, of=of: format(r.get(f"{of}/{name}", math.nan), form)
+        row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, number("examples", ".0f")]
         row += [_measured(r, of, name) for name in ("accuracy", *extra)]
-        row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/unchecked']:.0f}"]
+        row += [number("length", ".1f"), cell(r.get(f"{of}/cut")), number("unchecked", ".0f")]
         rows.append(row)
     head = ["step", "examples of", "checked", "greedy, % (95% interval)"]
     head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "unchecked"]

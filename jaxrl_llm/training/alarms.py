@@ -69,6 +69,8 @@ def _collapsed(name: str, records: Records) -> str:
         values = (record[name] for record in some if name in record and _learned(record))
         return list(islice(values, 2 * WINDOW))
 
+    if name not in records[-1]:  # nor is it in any other of a warm start
+        return ""
     start, end = known(records), known(reversed(records))
     if len(start) < 2 * WINDOW:
         return ""

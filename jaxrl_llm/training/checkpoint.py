@@ -9,11 +9,12 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,7 +28,9 @@ from jaxrl_llm.training.leaving import in_background
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 ARRAYS, NOTE, WHOLE = "state", "note", "_CHECKPOINT_METADATA"
+BACK = "going-back"  # a file: the step that the run goes back to, until all later ones are renamed
 WRITTEN = 1200  # seconds that a process waits at most for the writes of others
+_STEP = re.compile("0|[1-9][0-9]*")  # the name of a checkpoint's folder
 # errors with other causes than damage
 _PASSING = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|ABORTED|out of memory|timed out|"
@@ -45,7 +48,8 @@ class Checkpoints:
     """The checkpoints in a folder; kept are the newest, the best, and the last `keep` regular ones.
 
     `keep` None keeps all. `regular(step)` tells regular saves from those made when the run is
-    stopped, which thus displace no other. `best(steps)` gives the best of some steps, or None.
+    stopped, which thus displace no other. `scores()` are those of the steps that may be the best.
+    Both are asked when a step is saved, and noted: what was known then is true of it for ever.
     """
 
     def __init__(
@@ -54,9 +58,10 @@ class Checkpoints:
         keep: int | None = None,
         *,
         regular: Callable[[int], bool] = lambda step: True,
-        best: Callable[[list[int]], int | None] = lambda steps: None,
+        scores: Callable[[], Mapping[int, float]] = dict,
     ):
-        self.folder, self._keep, self._regular, self._best = folder, keep, regular, best
+        self.folder, self._keep, self._regular, self._scores = folder, keep, regular, scores
+        self._known: dict[int, dict[str, Any]] = {}  # of the notes: why each step was saved
         self._under_way: Future[None] | None = None
         # each host has a mirror of its own: the first process writes for all
         self._gathers = distributed.count() > 1 and not storage.shared(folder)
@@ -85,22 +90,39 @@ class Checkpoints:
     def clean(self) -> None:
         """Removes unfinished checkpoints; for the run's only writer."""
         for half in (*self.folder.glob("*.orbax-checkpoint-tmp*"), *self.folder.glob(".*.gone")):
-            shutil.rmtree(half)
+            storage.delete(half)
         for path in self.folder.glob("[0-9]*"):
-            if not (path / WHOLE).exists():  # an upload or removal was interrupted
+            # an upload or removal was interrupted
+            if _STEP.fullmatch(path.name) and not (path / WHOLE).exists():
                 storage.remove(path)
+        self._finish_going_back()
 
     @property
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending."""
-        found = self.folder.glob(f"*/{WHOLE}")
-        return sorted(int(path.parent.name) for path in found if path.parent.name.isdigit())
+        found = [path.parent.name for path in self.folder.glob(f"*/{WHOLE}")]
+        return sorted(int(name) for name in found if _STEP.fullmatch(name))
 
     @property
     def best(self) -> int | None:
         """The best step, None if unknown."""
-        storage.pull(self.folder, but=ARRAYS)  # a cleaner may have taken old files of a mirror
+        storage.pull(self.folder, but=(ARRAYS,))  # a cleaner may have taken old files of a mirror
         return self._best(self.steps)
+
+    def _best(self, steps: list[int]) -> int | None:
+        """Of these steps the one of the highest score, the later of equals."""
+        noted = {step: score for step in steps if (score := self._why(step)["score"]) is not None}
+        known = {**self._scores(), **noted}
+        return max((s for s in steps if s in known), key=lambda s: (known[s], s), default=None)
+
+    def _why(self, step: int) -> dict[str, Any]:
+        """Why a step was saved, by its note or, where this process cannot read that, by the records."""
+        if step not in self._known:
+            found = {"regular": self._regular(step), "score": None}
+            with suppress(Exception):  # damage is told where it is restored
+                found |= self._note(step)
+            self._known[step] = {name: found[name] for name in ("regular", "score")}
+        return self._known[step]
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
         """Copies the state and returns; it is written in the background, after the run's records.
@@ -108,7 +130,9 @@ class Checkpoints:
         `note` has to fit into JSON. Errors of the previous save are raised here, or by `wait`.
         """
         self.wait()
-        note = {**note, "arrays": describe(state)}
+        why = {"regular": self._regular(step), "score": self._scores().get(step)}
+        self._known[step] = why
+        note = {**note, **why, "arrays": describe(state)}
         note["sum"] = checksum(note)
         if self._gathers:
             state = jax.tree.map(sharding.on_first_host, state)
@@ -123,12 +147,13 @@ class Checkpoints:
         self._under_way = in_background(lambda: self._finish(where))
 
     def replace(self, step: int, state: Any) -> None:
-        """Saves in place of an existing checkpoint; returns when it is on disk."""
-        if distributed.first():
-            storage.remove(self.folder / str(step))
-        elif self._gathers:  # this host's copy, pulled earlier
-            shutil.rmtree(self.folder / str(step), ignore_errors=True)
-        distributed.agree("")  # a barrier: nobody writes before it is removed
+        """Saves in place of all that are there; returns when it is on disk."""
+        for other in self.steps:
+            if distributed.first():
+                storage.remove(self.folder / str(other))
+            elif self._gathers:  # this host's copy, pulled earlier
+                shutil.rmtree(self.folder / str(other), ignore_errors=True)
+        distributed.agree("")  # a barrier: nobody writes before they are removed
         self.save(step, state, {})
         self.wait()
 
@@ -155,7 +180,7 @@ class Checkpoints:
         if self._keep is None or not distributed.first():
             return
         steps = self.steps
-        regular = [step for step in steps if self._regular(step)]
+        regular = [step for step in steps if self._why(step)["regular"]]
         kept = {*regular[-self._keep :], *steps[-1:], self._best(steps)}
         for step in steps:
             if step not in kept:
@@ -164,7 +189,11 @@ class Checkpoints:
     def note(self, step: int) -> dict[str, Any]:
         """The note saved with a step; a DamageError if its checksum differs."""
         storage.pull(self.folder / str(step) / NOTE)
-        found = self._read(step, NOTE, ocp.args.JsonRestore())
+        return self._read(step, lambda: self._note(step))
+
+    def _note(self, step: int) -> dict[str, Any]:
+        """The note as this process alone sees it."""
+        found = self._restore(step, NOTE, ocp.args.JsonRestore())
         if not isinstance(found, dict) or found.pop("sum", None) != checksum(found):
             raise DamageError("the note is not the one that was saved")
         return found
@@ -188,7 +217,7 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=part is not None,
         )
-        state = self._read(step, ARRAYS, how)
+        state = self._read(step, lambda: self._restore(step, ARRAYS, how))
         state = state if part is None else state[part]
         if describe(state) != expected:
             raise DamageError("the arrays are not the ones that were saved")
@@ -228,25 +257,35 @@ class Checkpoints:
 
     def go_back(self, step: int) -> None:
         """Moves all later checkpoints aside, so that a run can go on from this one."""
-        for later in distributed.from_first(lambda: [s for s in self.steps if s > step]):
-            if distributed.first():
-                self._rename(later, "later")
+        if distributed.first():
+            storage.write(self.folder / BACK, str(step))
+            storage.push(self.folder / BACK)
+            self._finish_going_back()
         distributed.agree("")  # a barrier: nobody saves one of them again before
+
+    def _finish_going_back(self) -> None:
+        """What `go_back` does; also after it was killed, or the run would go on from a later step."""
+        if not (mark := self.folder / BACK).exists():
+            return
+        for later in [s for s in self.steps if s > int(mark.read_text())]:
+            self._rename(later, "later")
+        storage.remove(mark)
 
     def _rename(self, step: int, why: str = "damaged") -> None:
         """Moves a checkpoint aside, so that its step can be saved again."""
         number = len([*self.folder.glob(f"{why}-{step}-*")])
-        aside = self.folder / f"{why}-{step}-{number}"
-        (self.folder / str(step)).rename(aside)
-        storage.push(aside)
-        storage.remove(self.folder / str(step))
+        storage.rename(self.folder / str(step), f"{why}-{step}-{number}")
 
-    def _read(self, step: int, item: str, how: Any) -> Any:
-        """One item of a checkpoint; a DamageError in all processes if any cannot read its part."""
+    def _restore(self, step: int, item: str, how: Any) -> Any:
+        """One item of a checkpoint, or this process's part of it."""
+        where = (self.folder / str(step)).absolute()
+        return self._reader.restore(where, args=ocp.args.Composite(**{item: how}))[item]
+
+    def _read(self, step: int, restore: Callable[[], T]) -> T:
+        """What `restore` gives; a DamageError in all processes if any cannot read its part."""
         found, fault = None, ""
         try:
-            where = (self.folder / str(step)).absolute()
-            found = self._reader.restore(where, args=ocp.args.Composite(**{item: how}))[item]
+            found = restore()
         except Exception as error:  # a damaged file raises almost anything
             if _may_pass(error):
                 raise UserError(
@@ -256,7 +295,7 @@ class Checkpoints:
             fault = reason(error)
         if faults := [*filter(None, distributed.agree(fault))]:
             raise DamageError(faults[0])
-        return found
+        return cast(T, found)
 
     def _cannot_write(self, error: BaseException) -> UserError:
         last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"

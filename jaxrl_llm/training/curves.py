@@ -123,7 +123,9 @@ def names(folders: Sequence[Path]) -> list[str]:
 def _accuracy(axis: Any, records: list[dict[str, Any]], name: str, colour: str) -> None:
     found = [r for r in records if "eval/accuracy" in r]
     steps = [r["step"] for r in found]
-    low, high = ([r[f"eval/accuracy_{side}"] for r in found] for side in ("low", "high"))
+    low, high = (
+        [r.get(f"eval/accuracy_{side}", math.nan) for r in found] for side in ("low", "high")
+    )
     axis.plot(steps, [r["eval/accuracy"] for r in found], "o-", ms=3, color=colour, label=name)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     begin = min((r["step"] for r in found if r["phase"] == REINFORCE), default=None)

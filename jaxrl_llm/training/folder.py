@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import storage, userfile
+from jaxrl_llm import distributed, storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
@@ -42,8 +42,8 @@ SHARED = 60.0  # seconds within which all processes must see files of the first
 
 
 def at(where: str | Path) -> Path:
-    """The local folder of a run by path or URL; from a bucket without arrays of checkpoints."""
-    return storage.local(where, but=ARRAYS)
+    """The local folder of a run by path or URL; from a bucket without arrays and what few read."""
+    return storage.local(where, but=(ARRAYS, "tensorboard", "samples", "tokens"))
 
 
 def resumable(folder: Path) -> bool:
@@ -109,7 +109,7 @@ def wait_for(folder: Path, identity: str | None) -> None:
 def _require_new(folder: Path) -> None:
     """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
     if resumable(folder):
-        if any((folder / CHECKPOINTS).glob("*")):
+        if any((folder / CHECKPOINTS).glob("*")) or _reinforced(folder):
             raise UserError(
                 f"{folder} already holds a run: add --resume to go on, or choose another --out"
             )
@@ -186,9 +186,24 @@ def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
     _require_model(folder, parts)
 
 
-def require_at_most(folder: Path, first: int, steps: int) -> None:
-    """A UserError if the run has made more than `steps` steps after the `first` of a warm start."""
-    done = max(Checkpoints(folder / CHECKPOINTS).steps, default=0) - first
+def _reinforced(folder: Path) -> bool:
+    """Whether there are records of reinforcement; a checkpoint was whole before the first of them."""
+    return any(r["phase"] == REINFORCE for r in journal.read(folder))
+
+
+def require_at_most(folder: Path, first: int, steps: int, earlier: int | None = None) -> None:
+    """A UserError if the run has made more than `steps` steps after the `first` of a warm start.
+
+    By the step that it goes back to, if one is given; also if its checkpoints are not there.
+    """
+    where = folder / CHECKPOINTS
+    there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
+    if not there and (dangling or _reinforced(folder)):
+        raise UserError(
+            f"{folder} has records, and its checkpoints are gone: mount or put back {where}, or start anew with "
+            "another --out"
+        )
+    done = (max(there, default=0) if earlier is None else earlier) - first
     if done > steps:
         raise UserError(
             f"{folder} has made {done} steps of reinforcement, more than --steps {steps}: give --steps {done} "
@@ -233,13 +248,13 @@ def checkpoints(
     regular: Callable[[int], bool] = lambda step: True,
     records: Callable[[], list[journal.Record]] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a run; the best is chosen by its `records`, read if they are not given."""
+    """The checkpoints of a run, scored by its `records`, which are read if they are not given."""
     known = records or (lambda: journal.read(folder))
     return Checkpoints(
         folder / CHECKPOINTS,
         keep,
         regular=regular,
-        best=lambda steps: journal.best(known(), steps, regular),
+        scores=lambda: journal.fit(known(), regular),
     )
 
 
@@ -263,15 +278,23 @@ def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -
 
 
 def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | None:
-    """The folder of the run whose warm start is used: `given`, or as recorded; None without one."""
-    if resuming and given is None:
-        given = record.read(folder)["from"]
-    return None if given is None else at(given).absolute()
+    """The folder of the run whose warm start is used: `given`, or as recorded; None without one.
+
+    Nothing of it is brought where it is not needed any more: it may be gone.
+    """
+    known = record.read(folder)["from"] if resuming else None
+    where = given or known
+    if where is None:
+        return None
+    here = storage.local(where, bring=False)
+    if storage.spoken(here) != known or not Checkpoints(folder / CHECKPOINTS).steps:
+        at(where)
+    return here.absolute()
 
 
 def reference(folder: Path, parts: Parts, config: Config) -> Any:
     """The reference policy's parameters, in the model's precision, where they are kept."""
-    params = initial(folder, parts)
+    params = initial(folder, parts, config)
     if params is None:
         raise UserError(
             f"{folder / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
@@ -280,11 +303,17 @@ def reference(folder: Path, parts: Parts, config: Config) -> Any:
     return sharding.to_hosts(params) if config.offloads("reference") else params
 
 
-def initial(folder: Path, parts: Parts) -> Any:
+def initial(folder: Path, parts: Parts, config: Config) -> Any:
     """The parameters that reinforcement began with; None if none were saved."""
-    there = Checkpoints(folder / INITIAL)
-    found = there.first_whole(lambda step: there.restore(step, parts.like))
-    return found and found[1]
+    step, there = config.warm_start.steps if config.warm_start else 0, Checkpoints(folder / INITIAL)
+    if step not in distributed.from_first(lambda: there.steps):
+        return None
+    try:
+        return there.restore(step, parts.like)
+    except DamageError as error:
+        raise UserError(
+            f"{there.folder / str(step)} is damaged ({reason(error)}): take it from a copy of the run"
+        ) from error
 
 
 def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
@@ -317,6 +346,7 @@ def _restored(
     except DamageError as error:
         others = [s for s in steps if s != chosen]
         advice = f"try --step with one of {others}" if others else "there is no other"
-        raise UserError(
-            f"checkpoint {chosen} of {folder} is damaged ({reason(error)}): {advice}"
-        ) from error
+        found = f"is damaged ({reason(error)}): {advice}"
+        if chosen not in there.steps:
+            found = "was removed meanwhile: try again"
+        raise UserError(f"checkpoint {chosen} of {folder} {found}") from error

@@ -41,19 +41,19 @@ def scores(records: list[Record]) -> dict[int, float]:
     return {r["step"]: r[name] for r in records if r["phase"] == REINFORCE and name in r}
 
 
-def best(
-    records: list[Record], steps: list[int], regular: Callable[[int], bool] = lambda step: True
-) -> int | None:
-    """Of these steps the one of the highest validation accuracy, the later of equals; or None.
+def fit(
+    records: list[Record], regular: Callable[[int], bool] = lambda step: True
+) -> dict[int, float]:
+    """Validation accuracy of the steps that may be the best.
 
-    Never the best: the policy from before reinforcement, and a step saved only because of a stop.
+    That is not the policy from before reinforcement, nor a step saved only because of a stop.
     """
-    known, highest, fit = scores(records), -1.0, {}
+    known, highest, found = scores(records), -1.0, {}
     for step in sorted(known)[1:]:
         if regular(step) or known[step] > highest:
-            fit[step] = known[step]
+            found[step] = known[step]
         highest = max(highest, known[step])
-    return max((s for s in steps if s in fit), key=lambda s: (fit[s], s), default=None)
+    return found
 
 
 class Journal:
@@ -203,6 +203,7 @@ class Recorder:
         found = alarms.alarms(self._records)
         alarmed = {f"alarm/{kind}": 1 for kind in found}
         self._journal.record(step, self._phase, {**values, **alarmed})
+        self._records[-1] = self._journal.records[-1]  # kept once
         self._show(step, values)
         for kind, text in found.items():
             if kind not in self._said:
@@ -258,8 +259,10 @@ def _parsed(line: bytes) -> Record | None:
         found = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("step"), int) and "phase" in found
-    return found if whole else None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        return None
+    numbers = all(isinstance(x, int | float) for name, x in found.items() if name != "phase")
+    return found if numbers and isinstance(found.get("phase"), str) else None
 
 
 def _quoted(text: str) -> str:

@@ -225,7 +225,7 @@ def reinforcement(
     recorder.begin()
     try:
         while True:
-            better, due = False, step == last or (step - first) % every == 0
+            better, due = False, step >= last or (step - first) % every == 0
             if due and not _evaluated(journal, step, REINFORCE):
                 recorder.flush()
                 if pushed != step:
@@ -241,7 +241,7 @@ def reinforcement(
                     stream.settle()
                 save(step, state, stream.cursor())
                 saved = step
-            if step == last:
+            if step >= last:
                 break
             clock.restart()
             drawn, answers = draw()

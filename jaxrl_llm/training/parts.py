@@ -135,7 +135,12 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     definition, _ = qwen2.graph(shape, config.compute)
-    folder = storage.local(data).expanduser()
+    try:
+        folder = storage.local(data).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{data}: this user has no home folder: give --data, or set HOME"
+        ) from error
     with userfile.answering_for("the task cannot be made"):
         task = config.task(folder)
         check_members(task, "config: task")

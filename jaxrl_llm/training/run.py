@@ -76,8 +76,8 @@ def train(
         )
         begun = folders.origin(folder, origin, resuming)
         earlier = None if isinstance(resume, (bool, str)) else resume
-        if resuming and earlier is None:
-            folders.require_at_most(folder, first, config.steps)
+        if resuming:
+            folders.require_at_most(folder, first, config.steps, earlier)
         if begun is not None and not folders.checkpoints(folder).steps:
             folders.require_warm_start(begun, made, first)
         stop.save_seconds = 60 * config.save_minutes or math.inf
@@ -131,12 +131,14 @@ def train(
                     _require_finite(step, state, checkpoints.steps)
                     journal.sync()
                     checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
+                    if not checkpoints.steps:  # records without any mean that they are gone
+                        checkpoints.wait()
                 stop.save, stop.saved = False, time.monotonic()
 
             params = None
             if start is None or start.phase == WARM_START:
                 if begun is not None:
-                    params = folders.initial(begun, made)
+                    params = folders.initial(begun, made, config)
                 elif config.warm_start:
                     params = loop.warm_start(
                         config, config.warm_start, made, divided.train, sampler, journal, stop, start,
@@ -235,7 +237,6 @@ def _resumed(
         checkpoints.go_back(earlier)
         return point
     found = checkpoints.first_whole(read, rename=True)
-    checkpoints.prune()  # its writer may have ended before that
     return found and found[1]
 
 
@@ -332,7 +333,8 @@ def _test(
     loop.push(sampler, made.whole(params), step, clock)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
-    measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]
+    named = {"eval/accuracy", "time/evaluation"}
+    measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
     share = len(examples) / len(divided.validation)
     expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
     journal.say(f"test of step {step} on {len(examples)} examples{expected}")

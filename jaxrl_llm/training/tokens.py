@@ -5,6 +5,7 @@ Flat arrays over the tokens of all responses, in order; JSON says what belongs t
 
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,9 @@ def at(folder: Path, step: int) -> Path:
 
 def steps(folder: Path) -> list[int]:
     """The steps of which tokens are kept."""
-    return sorted(int(path.stem[5:]) for path in (folder / FOLDER).glob("step-*.npz"))
+    storage.pull(folder / FOLDER)  # nobody else needs them
+    found = [path.stem[5:] for path in (folder / FOLDER).glob("step-*.npz")]
+    return sorted(int(name) for name in found if re.fullmatch("[0-9]+", name))
 
 
 def read(folder: Path, step: int) -> Step:

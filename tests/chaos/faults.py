@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -208,6 +209,19 @@ def flipped(kind: str, scene: Scene, draw: random.Random) -> tuple[str, Backup]:
     return f"{path.name} byte {at} bit {bit}", {path: content}
 
 
+def unmounted(scene: Scene, draw: random.Random) -> tuple[str, Backup]:
+    """Its checkpoints are on another disk, which is not there yet when it is started again."""
+    del draw
+    there, disk = scene.out / "checkpoints", scene.folder / "disk"
+    if not there.exists():
+        return "nothing there", {}
+    there.rename(disk)
+    there.symlink_to(disk)
+    backup = {path: path.read_bytes() for path in disk.rglob("*") if path.is_file()}
+    shutil.rmtree(disk)
+    return f"{len(backup)} files", backup
+
+
 # The trainer's own server.
 
 
@@ -349,6 +363,7 @@ FAULTS: dict[str, Fault] = {
     "killed while writing": Fault(NATIVE, torn_off),
     **{f"{kind} cut": Fault(NATIVE, killed_late, partial(cut, kind)) for kind in DAMAGED},
     **{f"{kind} flipped": Fault(NATIVE, killed_late, partial(flipped, kind)) for kind in DAMAGED},
+    "checkpoints unmounted": Fault(NATIVE, killed_late, unmounted),
     "SIGTERM beside a server": Fault(OWN, partial(signalled, signal.SIGTERM, 1)),
     "kill -9 beside a server": Fault(OWN, partial(signalled, signal.SIGKILL, 1)),
     "server killed": Fault(OWN, partial(server_signalled, signal.SIGKILL, "server")),

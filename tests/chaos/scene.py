@@ -259,6 +259,8 @@ def recorded(out: Path) -> Record:
     """What a run has left in its folder."""
     newest = checkpoints(out)[-1]
     note = json.loads((newest / "note" / "metadata").read_bytes())
+    for late in ("score", "sum"):  # an evaluation that was cut short comes after the save
+        del note[late]
     samples = {p.name: p.read_text() for p in sorted((out / "samples").glob("step*"))}
     metrics = [
         {name: value for name, value in record.items() if not name.startswith(MEASURED)}

@@ -2,8 +2,9 @@
 
 At a random moment one process, each in its turn, is killed, told to leave, stands still, hangs while its heart
 beats, or finds its disk full or blocked; with --bucket the run lies in a bucket, whose network may be cut for half
-a minute. All must end within the bound, with a line that says why, and a restart must end bit for bit as the
-undisturbed job; nothing may be left. The number of a fault decides its kind and its victim.
+a minute, and may go back to its first checkpoint. All must end within the bound, with a line that says why, and
+a restart must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides its kind
+and its victim.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm import storage
+from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints
 from tests.chaos.faults import FOREVER
 from tests.chaos.scene import (
     STALL,
@@ -56,7 +58,7 @@ class Job:
 
     def start(
         self, victim: int = 0, arm: tuple[int, ...] = (), *, stall: bool = False,
-        hang: tuple[str, int] | tuple[()] = (),
+        hang: tuple[str, int] | tuple[()] = (), flags: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """Starts all, or resumes them; `arm` is what shim.c is to do to one, or where it is to `hang`."""
         where = f"127.0.0.1:{port()}"
@@ -64,7 +66,8 @@ class Job:
             one.told = ()
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             mine = i == victim
-            one.start(*(arm if mine else ()), flags=STALL * stall, hang=hang if mine else ())
+            flags += STALL * stall
+            one.start(*(arm if mine else ()), flags=flags, hang=hang if mine else ())
 
     def missed(self) -> float:
         """Seconds in which a process that is gone is missed by the others; it is later where they have not met."""
@@ -87,6 +90,12 @@ class Job:
         forget()
         here = storage.local(self.out)
         found = [p.relative_to(here).parts for p in here.rglob("*") if p.is_file()]
+        aside = {parts[1] for parts in found if "later-" in parts[:2][-1]}
+        if lost := [
+            name for name in aside if not any((here / "checkpoints" / name).glob("state/*"))
+        ]:
+            raise Finding(f"the arrays of {lost} are lost")
+        found = [parts for parts in found if parts[:2][-1] not in aside]
         names = {"/".join(parts[: 1 + (parts[0] == "checkpoints")]) for parts in found}
         stacks = {name for name in names if name.startswith("stacks-")}
         return recorded(here), names - {storage.LOCK} - stacks
@@ -187,8 +196,21 @@ def offline(job: Job, victim: int) -> list[str]:
     return job.ends(600.0)
 
 
+def gone_back(job: Job, victim: int) -> list[str]:
+    """A process is killed, and the run goes back to the first of its checkpoints."""
+    if {*(ends := killed(job, victim))} == {"completed"}:
+        return ends
+    forget()
+    there = Checkpoints(storage.local(job.out, but=(ARRAYS,)) / "checkpoints").steps
+    if there:
+        job.start(flags=("--resume", str(there[0])))
+        ends = job.ends(300.0)
+    return ends
+
+
 ACTS: dict[str, Callable[[Job, int], list[str]]] = {
     "kill -9": killed, "SIGTERM": told, "stands still": still, "stops for good": stopped, "network cut": offline,
+    "goes back": gone_back,
 }  # fmt: skip
 # operations on files for which there is no room, from a random one on
 FULL = {"disk full": FOREVER, "disk full once": 0}
@@ -197,7 +219,7 @@ FOLDER = (
     "kill -9", "SIGTERM", "disk full", "hangs", "kill -9", "disk blocks", "SIGTERM", "stands still", "hangs",
     "disk full once", "stops for good",
 )  # fmt: skip
-BUCKET = ("kill -9", "SIGTERM", "network cut", "hangs")
+BUCKET = ("kill -9", "SIGTERM", "network cut", "hangs", "goes back")
 
 
 def trial(stage: Stage, seed: int, only: str | None = None) -> Trial:

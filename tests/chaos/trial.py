@@ -185,6 +185,7 @@ def _settled(scene: Scene, whole: Undisturbed, end: str, backup: Backup, one: Tr
                 raise Finding(f"not resumed: {scene.line()}")
             one.said = scene.line()
             for path, content in backup.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             first, backup = "refused", {}
     if end != "completed":

@@ -226,6 +226,17 @@ def test_what_a_model_wrote_is_text(whole, tmp_path):
         assert left != bool(re.match(f"[{in_page}]", chr(number))), hex(number)
 
 
+def test_records_without_their_figures_have_a_report(whole, tmp_path):
+    """As other programs write them; and what is no file of a step is none."""
+    lines = [
+        {"step": s, "phase": "reinforce", f"{of}/accuracy": 0.5}
+        for s, of in ((1, "eval"), (2, "test"))
+    ]
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (whole / "tokens" / "step-abc.npz").touch()
+    assert "Test accuracy: 50.0 at step 2." in made(whole, tmp_path)[0]
+
+
 def test_a_run_that_has_just_begun_has_a_report(whole, tmp_path):
     (whole / "metrics.jsonl").write_text("")
     shutil.rmtree(whole / "tokens")

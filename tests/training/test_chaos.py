@@ -26,6 +26,7 @@ MORE = (
     "journal cut",
     "reward hangs",
     "disk blocks",
+    "checkpoints unmounted",
 )
 SPARING = """
 from dataclasses import replace
@@ -66,8 +67,8 @@ def jobs(s3_port, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [1, 2, 4, 6]
-)  # one killed, one told to leave, the network cut, one hangs
+    "seed", [1, 2, 4, 6, 8]
+)  # one killed, one told to leave, the network cut, one hangs, the run goes back
 def test_a_fault_in_a_job_of_two_changes_no_number(jobs, seed, monkeypatch):
     monkeypatch.setattr(several, "CUT", 3.0)
     one = several.trial(jobs, seed)

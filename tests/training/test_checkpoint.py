@@ -23,6 +23,7 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.training import checkpoint, fingerprint
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from tests.training.process import contents, steady
+from tests.training.test_storage import objects
 
 
 class State(NamedTuple):
@@ -78,7 +79,7 @@ def test_what_a_cleaner_took_from_a_mirror_is_brought_again(url):
     """As tmpreaper does, which minds no lock: the best checkpoint is old."""
     here = storage.local(url)
     with storage.locked(here):
-        there = saved(here / "c", 2, 4, 6, best=min)
+        there = saved(here / "c", 2, 4, 6, scores=lambda: {2: 0.5})
         shutil.rmtree(there.folder / "2")
         step, (found, _) = newest(there, prefer=there.best)
         assert (step, there.steps) == (2, [2, 4, 6])
@@ -245,7 +246,8 @@ def test_every_kind_of_array_has_a_fingerprint(dtype):
     [
         ((1, 2, 3, 4), {}, [1, 2, 3, 4]),
         ((1, 2, 3, 4), {"keep": 1}, [4]),
-        ((1, 2, 3, 4), {"keep": 2, "best": lambda steps: 1 if 1 in steps else None}, [1, 3, 4]),
+        ((1, 2, 3, 4), {"keep": 2, "scores": lambda: {1: 0.5, 3: 0.4}}, [1, 3, 4]),
+        ((1, 2, 3, 4), {"keep": 1, "scores": lambda: {1: 0.5, 2: 0.5}}, [2, 4]),  # the later
         (
             (2, 4, 5),
             {"keep": 2, "regular": lambda step: step % 2 == 0},
@@ -274,6 +276,114 @@ def test_going_back_keeps_the_later_ones_aside_in_a_bucket_too(url):
     again = Checkpoints(storage.local(url) / "c")
     storage.pull(again.folder)
     assert {p.name for p in again.folder.iterdir()} == asides
+
+
+def damaged(folder):
+    """The note of a step is another."""
+    [note] = (folder / checkpoint.NOTE).glob("metadata")
+    note.write_text(note.read_text().replace('"at": 6', '"at": 7'))
+
+
+@pytest.mark.parametrize(
+    ("act", "aside"),
+    [
+        (lambda there: there.go_back(2), "later-6-0"),
+        (lambda there: there.first_whole(there.note, rename=True), "damaged-6-0"),
+    ],
+    ids=["going back", "damage"],
+)
+def test_what_is_renamed_in_a_bucket_is_whole_though_its_arrays_are_not_here(url, act, aside):
+    """A run is opened without the arrays of its checkpoints."""
+    with storage.locked(here := storage.local(url)):
+        saved(here / "c", 2, 6)
+        damaged(here / "c" / "6")
+        storage.push(here)
+    before = objects(url)
+    here = storage.local(url, but=checkpoint.ARRAYS)
+    with storage.locked(here):
+        act(Checkpoints(here / "c"))
+        storage.push(here)
+    after = {name: size for name, size in objects(url).items() if name.startswith("c/")}
+    assert {
+        name.replace("c/6/", f"c/{aside}/"): before[name] for name in before if "c/" in name
+    } == after
+
+
+def test_a_way_back_that_was_cut_short_is_gone_to_its_end(three, monkeypatch):
+    """Else the run would go on from a later step than the one that was asked for."""
+    renamed = []
+
+    def killed(folder, name, inner=storage.rename):
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(name)
+        inner(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Checkpoints(three).go_back(2)
+    assert len(Checkpoints(three).steps) == 2
+    Checkpoints(three).clean()
+    assert {p.name for p in three.iterdir()} == {"2", "later-4-0", "later-6-0"}
+
+
+def test_why_a_checkpoint_was_saved_is_in_its_note(tmp_path):
+    """Whatever has become of the records since, and of when to save."""
+    even = lambda step: step % 2 == 0
+    saved(tmp_path / "c", 1, 2, 4, 5, keep=3, regular=even, scores=lambda: {1: 0.9})
+    later = Checkpoints(tmp_path / "c", keep=3, regular=lambda step: step % 10 == 0)
+    later.prune()
+    assert later.steps == [1, 2, 4, 5]
+    assert later.best == 1
+    with later:
+        later.save(10, state(10), {})
+    assert later.steps == [1, 2, 4, 10]  # 5 was saved on the way out only
+
+
+def test_a_note_that_one_process_sees_otherwise_is_damaged_for_all(three, monkeypatch):
+    """What one process raises before all have agreed leaves the others waiting."""
+    said = []
+    monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [word, ""])
+    damaged(three / "6")
+    with pytest.raises(DamageError, match="the note is not the one that was saved"):
+        Checkpoints(three).note(6)
+    assert said == ["the note is not the one that was saved"]
+
+
+def strays(folder, elsewhere):
+    """A checkpoint that was moved and linked, and what is none."""
+    (folder / "2").rename(elsewhere)
+    (folder / "2").symlink_to(elsewhere)
+    (folder / "2025-notes.txt").write_text("mine")
+    for name in ("10-copy", "²", "007"):
+        (folder / name).mkdir()
+        (folder / name / checkpoint.WHOLE).touch()
+    (folder / "10-copy" / checkpoint.WHOLE).unlink()
+    return {"2025-notes.txt", "10-copy", "²", "007"}
+
+
+def test_links_go_themselves_and_what_is_no_checkpoint_stays(three, tmp_path):
+    others = strays(three, tmp_path / "elsewhere")
+    there = Checkpoints(three, keep=1)
+    there.clean()
+    assert there.steps == [2, 4, 6]
+    there.prune()
+    assert {p.name for p in three.iterdir()} == {"6", *others}
+    assert (tmp_path / "elsewhere" / checkpoint.WHOLE).exists()
+
+
+def test_what_the_disk_does_not_let_go_of_is_a_warning(three, monkeypatch, caplog):
+    """As NFS does of a file that another process reads."""
+
+    def busy(_):
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    Checkpoints(three, keep=1).prune()
+    Checkpoints(three).clean()
+    assert Checkpoints(three).steps == [6]
+    assert "cannot be removed" in caplog.text
 
 
 def test_a_save_is_on_disk_before_it_is_pushed(tmp_path, monkeypatch):
@@ -319,6 +429,13 @@ def test_a_step_that_is_there_is_not_saved_again_but_may_be_replaced(three):
         assert contents(three) == before
         there.replace(4, state(5))
         assert equal(there.restore(4, state()), state(5))
+
+
+def test_what_is_replaced_is_the_only_one_whatever_its_step(three):
+    with Checkpoints(three) as there:
+        there.replace(3, state(5))
+    assert there.steps == [3]
+    assert equal(there.restore(3, state()), state(5))
 
 
 def test_what_killed_writers_left_is_cleared_away(three):

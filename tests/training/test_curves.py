@@ -25,6 +25,14 @@ def test_the_same_numbers_give_the_same_bytes(kind, tmp_path, monkeypatch):
     assert pictures[0] == pictures[1]
 
 
+def test_an_evaluation_without_its_interval_is_drawn(tmp_path):
+    """As other programs write records."""
+    line = json.dumps({"step": 1, "phase": "reinforce", "eval/accuracy": 0.5})
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    curves.draw([tmp_path], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
 def test_a_run_named_twice_does_not_take_the_blame_for_another(tmp_path):
     measured = {f"eval/accuracy{end}": 0.5 for end in ("", "_low", "_high")}
     for name, values in (("a", measured), ("b", {})):

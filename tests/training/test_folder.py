@@ -21,11 +21,12 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
-from jaxrl_llm.training import folder, record
+from jaxrl_llm.training import folder, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.parts import parts
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
+from tests.training.conftest import forget
 from tests.training.process import QUICK, ROOT, contents, written
 
 
@@ -297,17 +298,52 @@ def test_a_damaged_checkpoint_comes_with_the_others(two, made):
 
 def test_a_run_has_made_no_more_steps_than_it_is_asked_for(two):
     folder.require_at_most(two, 1, 1)
-    with pytest.raises(UserError, match="has made 2 steps of reinforcement, more than --steps 1"):
-        folder.require_at_most(two, 0, 1)
+    folder.require_at_most(two, 0, 1, earlier=1)
+    for earlier in (None, 2):
+        with pytest.raises(
+            UserError, match="has made 2 steps of reinforcement, more than --steps 1"
+        ):
+            folder.require_at_most(two, 0, 1, earlier)
+
+
+@pytest.mark.parametrize("how", ["gone", "linked", "empty"])
+def test_records_of_reinforcement_without_a_checkpoint_are_never_thrown_away(two, opening, how):
+    """The disk that checkpoints/ is linked to is not mounted yet, or was moved."""
+    shutil.rmtree(two / "checkpoints")
+    if how == "linked":
+        (two / "checkpoints").symlink_to(two.parent / "away")
+    if how == "empty":
+        (two / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="its checkpoints are gone: mount or put back"):
+        folder.require_at_most(two, 0, 6)
+    refused(opening, "already holds a run", resume=False)
+    (two / "metrics.jsonl").write_text('{"step": 1, "phase": "warm_start", "loss": 0.5}\n')
+    with pytest.raises(UserError) if how == "linked" else contextlib.nullcontext():
+        folder.require_at_most(two, 0, 6)  # killed before it had saved anything
+
+
+def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, made, monkeypatch):
+    """As when the trainer goes on while the run is evaluated."""
+    inner = Checkpoints.restore
+
+    def pruned(there, step, *like, **how):
+        shutil.rmtree(there.folder / str(step))
+        return inner(there, step, *like, **how)
+
+    monkeypatch.setattr(Checkpoints, "restore", pruned)
+    with pytest.raises(UserError, match=r"checkpoint 1 of .* was removed meanwhile: try again"):
+        folder.params(two, made)
 
 
 def test_the_reference_is_the_policy_before_reinforcement(begun, made, monkeypatch):
     with pytest.raises(UserError, match="initial, the policy before reinforcement, is gone"):
         folder.reference(begun, made, quick.config())
-    assert folder.initial(begun, made) is None
+    assert folder.initial(begun, made, quick.config()) is None
     with Checkpoints(begun / folder.INITIAL) as there:
-        there.save(0, filled(made.like, 3), {})
-    assert value(folder.initial(begun, made)) == 3.0
+        there.save(4, filled(made.like, 3), {})
+        there.save(8, filled(made.like, 5), {})  # of a run that began here before, and was killed
+    assert value(folder.initial(begun, made, quick.config())) == 3.0
+    assert folder.initial(begun, made, quick.config(warm_steps=0)) is None
     assert value(folder.reference(begun, made, quick.config())) == 3.0
     monkeypatch.setattr(sharding, "to_hosts", lambda params: "in the hosts' memory")
     found = folder.reference(begun, made, replace(quick.config(), offload="reference"))
@@ -319,6 +355,33 @@ def test_where_a_run_began_is_as_given_or_as_recorded(begun, tmp_path):
     assert folder.origin(tmp_path / "new", None, resuming=False) is None
     assert folder.origin(begun, None, resuming=True) is None
     assert folder.origin(begun, tmp_path, resuming=True) == tmp_path
+
+
+def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wire, monkeypatch):
+    """Though the bucket of that is away."""
+    url = f"s3://{s3.BUCKET}/origin"
+    with folder.opened(folder.at(url), made, SOURCE, resume=False):
+        out = opening(resume=False, origin=folder.at(url))
+    with Checkpoints(out / folder.CHECKPOINTS) as there:
+        there.save(4, {"a": jnp.ones(3)}, {})
+    forget()
+    monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
+    wire.cut()
+    opening(out, origin=folder.origin(out, None, resuming=True))
+    with pytest.raises(UserError, match="cannot reach"):
+        folder.origin(out, f"{url}/another", resuming=True)
+
+
+def test_a_run_in_a_bucket_is_opened_without_what_few_read(made, wire):
+    url = f"s3://{s3.BUCKET}/lean"
+    names = [f"{name}/step-000001.npz" for name in ("tokens", "samples", "tensorboard")]
+    with folder.opened(folder.at(url), made, SOURCE, resume=False):
+        for name in names:
+            written(folder.at(url) / name)
+    forget()
+    out = folder.at(url)
+    assert {p.name for p in out.iterdir()} == {"run.json", "config.py", "model"}
+    assert tokens.steps(out) == [1]
 
 
 def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):

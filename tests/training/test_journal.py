@@ -75,14 +75,18 @@ def test_a_resume_forgets_what_is_later(tmp_path, opened):
     assert steps(tmp_path) == []
 
 
-BAD = [b"\0" * 20, b'{"step": 3, "pha', b"\xff\xfe\xfa", b"[1]", b'{"step": "3"}', b"1e", b""]
+BAD = [
+    *(b"\0" * 20, b'{"step": 3, "pha', b"\xff\xfe\xfa", b"[1]", b'{"step": "3"}', b"1e", b""),
+    b'{"step": 3, "phase": null}',
+    b'{"step": 3, "phase": "reinforce", "reward": "0.5"}',
+]
 
 
 def test_lines_that_are_no_records_are_left_out(tmp_path, opened, caplog):
-    good = [json.dumps({"step": i, "phase": "x"}).encode() for i in range(8)]
+    good = [json.dumps({"step": i, "phase": "x"}).encode() for i in range(len(BAD) + 1)]
     lines = [line for pair in zip(BAD, good, strict=False) for line in pair]
-    (tmp_path / METRICS).write_bytes(b"\n".join([*lines, b'{"step": 9, "phase": "x"}']))  # torn
-    assert steps(tmp_path) == [*range(7)]
+    (tmp_path / METRICS).write_bytes(b"\n".join([*lines, b'{"step": 99, "phase": "x"}']))  # torn
+    assert steps(tmp_path) == [*range(len(BAD))]
     assert f"{len(BAD)} damaged lines" in caplog.text
     opened(after=4).record(5, "x", {})
     caplog.clear()
@@ -173,19 +177,19 @@ def test_tensorboard_forgets_all_where_a_run_starts_over(tmp_path, opened):
 
 
 @pytest.mark.parametrize(
-    ("scores", "steps", "best"),
+    ("scores", "fit"),
     [
-        ({4: 0.9, 7: 0.5, 10: 0.2}, (4, 7, 10), 7),  # the policy it began with is no candidate
-        ({4: 0.0, 7: 0.0, 10: 0.0}, (4, 7, 10), 10),  # the later of equals
-        ({4: 0.0, 7: 0.5, 10: 0.2}, (4, 10), 10),  # of those that are there
-        ({4: 0.0, 7: 0.5, 11: 0.5}, (4, 7, 11), 7),  # 11 was saved on the way out only
-        ({4: 0.0, 7: 0.5, 11: 0.6}, (4, 7, 11), 11),  # which would have been saved anyhow
-        ({4: 0.0}, (4, 10), None),
+        ({4: 0.9, 7: 0.5, 10: 0.2}, {7, 10}),  # the policy it began with is no candidate
+        ({4: 0.0, 7: 0.0, 10: 0.0}, {7, 10}),
+        ({4: 0.0, 7: 0.5, 11: 0.5}, {7}),  # 11 was saved on the way out only
+        ({4: 0.0, 7: 0.5, 11: 0.6}, {7, 11}),  # which would have been saved anyhow
+        ({4: 0.0}, set()),
     ],
 )
-def test_the_best_is_that_of_the_highest_accuracy(scores, steps, best):
+def test_which_steps_may_be_the_best(scores, fit):
     records = [{"step": s, "phase": REINFORCE, "eval/accuracy": a} for s, a in scores.items()]
-    assert journal.best(records, [*steps], lambda step: step != 11) == best
+    found = journal.fit(records, lambda step: step != 11)
+    assert found == {step: scores[step] for step in fit}
 
 
 class Hub:

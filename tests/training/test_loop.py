@@ -191,6 +191,13 @@ def test_what_is_as_good_as_the_best_is_not_saved_for_it(trial, score):
     assert [*made.saved] == [0, 3, 7]
 
 
+def test_a_start_beyond_the_end_is_the_end(trial):
+    """Whoever has let it in: it would else go on for ever."""
+    made = trial(steps=2, at={"learn 3": pytest.fail})
+    made.reinforce(Point(REINFORCE, 5, State(jnp.int32(0))))
+    assert "learn 1" not in made.log
+
+
 @pytest.mark.parametrize(("seconds", "saved"), [(-1.0, range(7)), (1e9, [0, 3, 6])])
 def test_saves_by_time(trial, seconds, saved):
     """Where it is time at each step, and where it never is: at the evaluations that are the best so far."""

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.training import folder, journal, run, terminal
+from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.training import quick
@@ -60,6 +62,9 @@ def test_a_run_goes_back_to_an_earlier_step_and_keeps_the_later_ones(
     first = min(map(int, there))
     assert "there are checkpoints of" in fails(
         capsys, "train", QUICK, "--out", out, "--resume", "1"
+    )
+    assert "has made 6 steps of reinforcement, more than --steps 1" in fails(
+        capsys, "train", QUICK, "--out", out, "--resume", max(map(int, there)), "--steps", 1
     )
     done = train(environment, out, "--resume", str(first))
     assert done.returncode == 0, done.stderr
@@ -124,6 +129,29 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
     assert folder.checkpoints(tmp_path / "run").steps == [3, 4]
     go(resume=True)
     assert folder.checkpoints(tmp_path / "run").steps == [4]
+
+
+def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes_after(
+    tmp_path, monkeypatch
+):
+    """So records of reinforcement without a checkpoint tell that it is gone."""
+    inner, found, heard = Checkpoints._finish, [], threading.Event()
+
+    def late(there, where):
+        heard.wait(2.0)
+        inner(there, where)
+
+    def measure(config, made, sampler, journal, clock, stop, examples, step, *, phase):
+        found.extend(folder.checkpoints(tmp_path / "run").steps)
+        heard.set()
+        raise KeyError
+
+    monkeypatch.setattr(Checkpoints, "_finish", late)
+    monkeypatch.setattr(run, "_measure", measure)
+    config = quick.config(steps=4, warm_steps=0)
+    with pytest.raises(KeyError):
+        run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
+    assert found == [0]
 
 
 @pytest.mark.slow

@@ -98,6 +98,12 @@ def test_a_file_has_the_permissions_that_are_asked_for(tmp_path):
         assert (tmp_path / "one").read_text() == f"{mode}"
 
 
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path):
+    storage.write(tmp_path / "one", "old", mode=0o600)
+    storage.write(tmp_path / "one", "new")
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
+
+
 # Folders with one writer.
 
 HOLDER = """
@@ -136,6 +142,17 @@ def test_a_second_writer_hears_who_the_first_is_and_a_dead_one_is_none(tmp_path)
         refused(tmp_path, f"in use by process {os.getpid()} ")
     with storage.locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code):
+    """More room, as an error of the disk is told, would not help."""
+
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    refused(tmp_path, f"{tmp_path} cannot be locked .*flock")
 
 
 def folder_with(under, lock=True):
@@ -178,10 +195,11 @@ def test_what_is_not_ours_stays(tmp_path, trap):
 
 def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
     folder = folder_with(tmp_path)
-    with (folder / storage.LOCK).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with storage.temporary_folder(tmp_path):
-            assert folder.exists()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with storage.temporary_folder(tmp_path):
+        assert folder.exists()
+    os.close(lock)
     with storage.temporary_folder(tmp_path) as ours:
         assert not folder.exists()
         assert stat.S_IMODE(ours.stat().st_mode) == 0o700
@@ -195,6 +213,21 @@ def test_a_temporary_folder_in_use_stays_and_a_dead_one_goes(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="cannot make a folder"), storage.temporary_folder(folder):
         pass
+
+
+def test_a_temporary_folder_that_is_being_made_is_in_use(tmp_path, monkeypatch):
+    """Another process looks for what is abandoned whenever a file was made in it."""
+    inner = os.open
+
+    def opened(path, flags, *mode, **where):
+        number = inner(path, flags, *mode, **where)
+        if flags & os.O_CREAT:
+            storage._remove_if_abandoned(Path(path).parent)
+        return number
+
+    monkeypatch.setattr(os, "open", opened)
+    with storage.temporary_folder(tmp_path) as ours:
+        assert (ours / storage.LOCK).exists()
 
 
 @on_linux
@@ -317,6 +350,35 @@ def test_what_another_has_stored_is_brought_again_and_nothing_else(url, monkeypa
         assert (here / "a").read_text() == "c"
     root = url.partition("://")[2]
     assert brought == [f"{root}/a", f"{root}/b"]  # b may have been another since
+
+
+def test_files_are_brought_side_by_side(url, monkeypatch):
+    """One after the other, thousands of small ones take minutes."""
+    here = storage.local(url)
+    fill(here, "a", "b/c")
+    storage.push(here)
+    forget()
+    bucket, both = storage._file_system("s3"), threading.Barrier(2)
+    inner = bucket.get_file
+    monkeypatch.setattr(bucket, "get_file", lambda *to: (both.wait(20), inner(*to)))
+    monkeypatch.setattr(storage, "PATIENCE", 0.0)
+    assert files(storage.local(url)) == ["a", "b/c"]
+
+
+def test_what_vanishes_while_it_is_stored_is_passed_over(url, monkeypatch, stored):
+    """A temporary file of another library; where the bucket has gone it is told."""
+    here, inner = storage.local(url), storage._mark
+    fill(here, "a", "b", "c")
+
+    def mark(file):
+        found = inner(file)
+        if file.name == "b":
+            file.unlink()
+        return found
+
+    monkeypatch.setattr(storage, "_mark", mark)
+    storage.push(here)
+    assert [*objects(url)] == ["a", "c"]
 
 
 def test_a_folder_is_removed_here_and_there_and_no_other(url):
@@ -482,9 +544,12 @@ def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
 
 
 def test_a_file_is_sent_to_a_bucket_once_it_is_written(url):
-    with storage.sent(f"{url}/a/picture.png") as path:
-        path.write_text("drawn")
-    assert [*objects(url)] == ["a/picture.png"]
+    """Nothing of what lies beside it is brought for that."""
+    for name in ("a/picture.png", "a/another.png"):
+        with storage.sent(f"{url}/{name}") as path:
+            path.write_text("drawn")
+        assert files(path.parent) == [path.name]
+        assert name in objects(url)
 
 
 def test_of_many_at_once_one_writes(url, monkeypatch):
