@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from jaxrl_llm import forks
 from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
@@ -101,9 +102,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Makes this process the folder's only writer for the block; else a UserError names the other.
 
     The kernel releases the lock however the process ends, so no lock is ever stale, and a suspended
-    process keeps it. A bucket's mirror is locked in the bucket too.
+    process keeps it; its forks do not. A bucket's mirror is locked in the bucket too.
     """
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+") as file, forks.undone_in_children(file.close):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -140,11 +141,16 @@ def temporary_folder(under: Path) -> Iterator[Path]:
             fcntl.flock(one, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
-    try:
-        yield root
-    finally:
+
+    def close() -> None:
         os.close(lock)
         os.close(itself)
+
+    try:
+        with forks.undone_in_children(close):
+            yield root
+    finally:
+        close()
         shutil.rmtree(root, ignore_errors=True)
 
 

@@ -139,6 +139,54 @@ def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
     assert done.stderr.count("\n") == bool(said)
 
 
+FORKING = """
+import os, signal, sys, threading, time
+from jaxrl_llm.training import leaving
+
+leaving.HURRY = 0.2
+where, then = sys.argv[1:]
+children, ready = [], os.pipe()
+
+def fork():
+    if not (child := os.fork()):
+        try:
+            os.write(ready[1], b"!")
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    children.append(child)
+
+os.setpgrp()
+with leaving.stoppable(stop := leaving.Stop(), grace=30):
+    if where == "main":
+        fork()
+    else:
+        (thread := threading.Thread(target=fork)).start()
+        thread.join()
+    if then == "is terminated":
+        os.kill(children[0], signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(children[0], 0)[1]) == signal.SIGTERM
+    if then == "is interrupted too":
+        os.killpg(0, signal.SIGINT)
+    time.sleep(0.5)
+    print("asked" if stop.asked else "not asked", flush=True)
+print("the block has ended", flush=True)
+if then == "lives on":
+    os.kill(children[0], signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+@pytest.mark.parametrize("then", ["lives on", "is terminated", "is interrupted too"])
+def test_a_forked_child_has_nothing_of_it(where, then):
+    """It keeps no block from its end, signals end it, and are not counted here: as in a reward with a pool."""
+    command = [sys.executable, "-c", FORKING, where, then]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=20, check=False)
+    asked = "asked" if then == "is interrupted too" else "not asked"
+    assert (done.returncode, done.stdout.splitlines()) == (0, [asked, "the block has ended"])
+
+
 HAMMERED = """
 import os, subprocess, sys, time
 from jaxrl_llm.training.leaving import Stop, stoppable

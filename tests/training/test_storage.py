@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -136,6 +137,37 @@ def test_a_second_writer_hears_who_the_first_is_and_a_dead_one_is_none(tmp_path)
         refused(tmp_path, f"in use by process {os.getpid()} ")
     with storage.locked(tmp_path):
         pass
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from jaxrl_llm import storage
+
+out, memory = map(Path, sys.argv[1:])
+with storage.locked(out), storage.temporary_folder(memory):
+    if not (child := os.fork()):
+        time.sleep(600)
+    print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_forked_child_of_a_dead_writer_holds_no_lock(tmp_path):
+    """Such as a worker of a reward's pool, which is busy when its trainer is killed."""
+    out, memory = tmp_path / "out", tmp_path / "memory"
+    out.mkdir(), memory.mkdir()
+    command = [sys.executable, "-c", FORKS, str(out), str(memory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        child = int(process.stdout.readline())
+        try:
+            process.kill()
+            process.wait()
+            with storage.locked(out), storage.temporary_folder(memory) as ours:
+                assert [*memory.iterdir()] == [ours]
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def folder_with(under, lock=True):
