@@ -27,7 +27,7 @@ KEY_FILE = "key"  # in the folder of the servers' sockets
 class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
-    `check` is called while responses are made; an exception from it ends that. `own_weights` says
+    `check` is called while a sampler waits; an exception from it ends that. `own_weights` says
     whether the sampler keeps the weights of the last push while the trainer changes its own.
     """
 

@@ -329,7 +329,7 @@ def _test(
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    loop.push(sampler, made.whole(params), step, clock)
+    loop.push(sampler, made.whole(params), step, clock, stop)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
     measured = [r["time/evaluation"] for r in journal.records if "eval/accuracy" in r]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import client, sync
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server
@@ -37,9 +37,7 @@ def _quick(monkeypatch):
 
 def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
     settings = {"dtype": "float32", "concurrency": 4} | settings
-    waiting = {"patience": 30.0} | {
-        k: settings.pop(k) for k in ("patience", "check") if k in settings
-    }
+    waiting = {"patience": settings.pop("patience", 30.0)}
     root.mkdir(exist_ok=True)
     served = SimpleNamespace(
         adapter=None,
@@ -367,6 +365,27 @@ def test_a_server_that_does_not_take_the_label_is_not_used(tmp_path):
         made = ready(fake, root=tmp_path, patience=0.5)
         with pytest.raises(UserError, match="its weights became loading"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("call", ["push", "generate"])
+def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call):
+    asked = threading.Event()
+
+    def look():
+        if asked.is_set():
+            raise Leaving
+
+    def hang(*_):
+        asked.set()
+        time.sleep(1.0)
+
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path, check=look)
+        fake.fault = hang
+        with pytest.raises(Leaving):
+            made.push(WEIGHTS, 8) if call == "push" else made.generate(
+                PROMPTS, n=1, sampling=SAMPLING
+            )
 
 
 def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
