@@ -30,7 +30,6 @@ T = TypeVar("T")
 AUTO = "auto"
 BEAT = 1.0  # seconds between heartbeats
 LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
-LEAST_LOST = 5.0  # the least that --lost may be
 MEETING = 300  # seconds within which all processes must have started
 LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
 STALLED = "stalled"  # how the reason of a process that makes no progress begins
@@ -99,8 +98,6 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
     if process is None:
         yield
         return
-    if not lost >= LEAST_LOST:
-        raise UserError(f"--lost {lost:g}: at least {LEAST_LOST:g} seconds")
     _join(process)
     done = threading.Event()
     for watch in (_watch, _watch_the_store):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from jaxrl_llm import forks
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import Leaving
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -134,11 +134,8 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
     """For the block SIGNALS, or `minutes`, ask to stop; `grace` seconds later the process ends.
 
     A second Ctrl-C ends it within HURRY seconds. A signal ignored before, such as SIGHUP under
-    nohup, stays ignored. Raises a UserError for a negative number.
+    nohup, stays ignored.
     """
-    for name, value in (("--grace", grace), ("--max-minutes", minutes)):
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise UserError(f"{name} {value}: a number from 0 on")
     read, write = os.pipe()
     os.set_blocking(write, False)
     heard = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
