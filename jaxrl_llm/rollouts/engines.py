@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,8 +185,9 @@ class Vllm:
             own = replace(self, arguments=(*_for_adapters(adapter), *self.arguments))
             launches = own._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
-            for sidecar in sidecars:
-                stack.callback(sidecar.stop)
+            pool = stack.enter_context(ThreadPoolExecutor(len(sidecars) or 1))
+            for sidecar in sidecars:  # at once: a trainer that is told to end has little time
+                stack.callback(pool.submit, sidecar.stop)
             yield sidecars
 
     def _own_servers(self) -> tuple[str, ...]:

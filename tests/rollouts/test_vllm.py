@@ -492,6 +492,23 @@ def test_what_fails_on_every_server_is_given_up():
     assert all(server.prepared > 1 for server in servers)
 
 
+@pytest.mark.parametrize(("seconds", "restarts"), [(0.0, 1), (30.0, 0)])
+def test_a_server_is_restarted_if_it_has_answered_nothing_in_the_time_of_a_request(
+    seconds, restarts
+):
+    """Of one that answers others meanwhile, a request is lost at most."""
+    asked, server = [], Stub("a", seconds=0.01)
+    server.restart = lambda: asked.append(1)
+
+    def fault(number, prompt):
+        if number == 20:
+            raise client.Late(seconds)
+
+    server.fault = fault
+    answered_by(server)
+    assert len(asked) == restarts
+
+
 def test_many_failures_of_one_cause_are_one():
     """A server that is gone for a moment with sixteen responses rests once, and they come again."""
     gone = []
