@@ -64,6 +64,7 @@ def train(
         folder = folders.at(out)
         if resume is not False and folders.resumable(folder):
             config = folders.pinned(folder, config)
+        distributed.require_joined()
         made = parts(config, data)
         if source is not None:  # making the task ran its file
             ran = userfile.ran(but=source.path)
@@ -148,7 +149,8 @@ def train(
                     params = made.fresh(config.seed)
                 start = None
                 if config.keeps_reference or config.warm_start:
-                    initial.replace(first, params)
+                    with clock("save"):
+                        initial.replace(first, params)
 
             reference = folders.reference(folder, made, config) if config.keeps_reference else None
             loop.reinforcement(

@@ -3,11 +3,12 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,8 @@ import pytest
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training.leaving import UNFINISHED, Stop
+from jaxrl_llm.training.run import train
+from tests.chaos.small import config
 from tests.processes import QUICKLY
 from tests.training.process import QUICK, ROOT, metrics, port
 
@@ -230,6 +233,84 @@ def test_a_place_among_processes_is_checked(given):
         pass
 
 
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:{taken}", "Address already in use"),
+        ("192.0.2.1:1234", "Cannot assign requested address"),  # no host has it
+        ("127.0.0.1:99999", "port must be 0-65535"),
+    ],
+)
+def test_a_first_process_that_cannot_listen_says_so(address, said, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        process = f"0/2@{address.format(taken=other.getsockname()[1])}"
+        with pytest.raises(UserError, match=rf"--process {process}: .* cannot listen at .*{said}"):
+            distributed._join(process)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_started_twice_harms_none(environment, pair, tmp_path):
+    job = Job(environment, tmp_path / "run", 2, 2)
+    job.wait_for(3)
+    for process in job.processes:
+        again = subprocess.run(
+            process.args, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert again.returncode == 2
+        assert "it is running on this host already, and goes on" in again.stderr
+    assert metrics(job.finished()) == metrics(pair)
+
+
+FORKED = """
+import os, signal, sys, time
+from jaxrl_llm import distributed
+
+def forked(work):
+    if not (child := os.fork()):
+        work()
+        os._exit(0)
+    return child
+
+with distributed._place(sys.argv[1]):
+    distributed.ctypes.CDLL(None).signal(signal.SIGABRT, distributed._ON_ABORT)
+    lives = forked(lambda: time.sleep(60))
+    print("forked", flush=True)
+    print(os.WTERMSIG(os.waitpid(forked(os.abort), 0)[1]), lives, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files")
+def test_a_fork_of_a_process_is_none_of_the_job():
+    """Its place is free when the process is gone, and what aborts in it is no end of the job's."""
+    name = f"1/2@{os.getpid()}:1"
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKED, name], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "forked\n"
+        with (
+            pytest.raises(UserError, match="running on this host already"),
+            distributed._place(name),
+        ):
+            pass
+        ended_by, lives = map(int, process.stdout.readline().split())
+        assert ended_by == signal.SIGABRT
+        process.kill()
+        process.wait()
+        with distributed._place(name):
+            os.kill(lives, signal.SIGKILL)
+
+
+def test_devices_of_processes_that_have_not_joined_are_refused(monkeypatch, tmp_path):
+    """On a slice of TPUs JAX knows all of them without a word from us."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(UserError, match="belong to 4 processes: start each with --process auto"):
+        train(config(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_whose_others_are_never_started_says_so(environment, index):
@@ -279,6 +360,7 @@ def job(monkeypatch):
 
     monkeypatch.setattr(distributed, "_JOB", made)
     monkeypatch.setattr(distributed, "_join", lambda process: None)
+    monkeypatch.setattr(distributed, "_place", nullcontext)
     monkeypatch.setattr(distributed, "_end", end)
     monkeypatch.setattr(distributed, "BEAT", 0.02)
     monkeypatch.setattr(distributed, "LEAVE", 1.0)
@@ -443,6 +525,7 @@ def test_how_processes_meet(monkeypatch):
     timer = SimpleNamespace(start=lambda: done.append("timer"), cancel=lambda: done.append("met"))
     libc = SimpleNamespace(signal=lambda number, _: done.append(number))
     monkeypatch.setattr(distributed, "_JOB", job := distributed._Job())
+    monkeypatch.setattr(distributed, "_require_room", lambda *_: done.append("room"))
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: done.append(how))
     monkeypatch.setattr("jax._src.distributed.global_state", state)
     monkeypatch.setattr(distributed, "agree", lambda word: ["one", "other"])
@@ -466,7 +549,8 @@ def test_how_processes_meet(monkeypatch):
     done.clear()
     monkeypatch.setattr(distributed, "agree", lambda word: ["one", "one"])
     distributed._join("0/2@host:1")
-    assert done[2]["coordinator_bind_address"] == "host:1"
+    assert done[0] == "room"
+    assert done[3]["coordinator_bind_address"] == "host:1"
     assert done[-1] == signal.SIGABRT
 
 

@@ -268,10 +268,8 @@ class Patience:
                 self.retries += 1
                 now, since = time.monotonic(), self._failing_since
                 since.setdefault(server, now)
-                if (
-                    isinstance(error, Late)
-                    and now - self._answered.get(server, -math.inf) > error.seconds
-                ):
+                silent = now - self._answered.get(server, -math.inf)
+                if isinstance(error, Late) and silent > error.seconds:
                     server.restart()
                 if all(now - since.get(x, now) > self.seconds for x in self.servers):
                     raise UserError(
