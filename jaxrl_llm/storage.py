@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -239,6 +240,11 @@ def push(path: Path) -> None:
         mirror.push(path)
 
 
+def heard() -> float:
+    """When a bucket last answered, by `time.perf_counter`: whoever waits for a long upload lives."""
+    return _Mirror.heard
+
+
 @contextmanager
 def sent(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
@@ -272,6 +278,8 @@ class _Mirror:
     The bucket is reached through fsspec, which knows every store and which orbax uses too. Orbax
     itself cannot write arrays to s3://.
     """
+
+    heard = -math.inf  # when any of them was last answered
 
     def __init__(self, url: str):
         self.url = url
@@ -437,7 +445,7 @@ class _Mirror:
             try:
                 found = call()
             except (FileNotFoundError, FileExistsError):
-                self._answered = True
+                self._hear()
                 raise
             except Exception as error:  # the stores' libraries have no common base class
                 if _lasts(error) or time.monotonic() + delay > until:
@@ -447,10 +455,13 @@ class _Mirror:
                     said = f"{self.url} does not answer ({first_line(error)}): trying again"
                     logger.warning(said)
             else:
-                self._answered = True
+                self._hear()
                 return found
             time.sleep(delay)
             delay = min(2 * delay, LONGEST)
+
+    def _hear(self) -> None:
+        self._answered, _Mirror.heard = True, time.perf_counter()
 
     def _unreachable(self, error: Exception) -> UserError:
         return UserError(

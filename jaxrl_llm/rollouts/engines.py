@@ -1,6 +1,7 @@
 """Engines: records of settings whose `start` gives a sampler, alive as long as the `with` block."""
 
 import secrets
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import storage
+from jaxrl_llm import forks, storage
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -151,6 +152,9 @@ class Vllm:
                 else stack.enter_context(self.sidecars(root, folder, served.adapter))
             )
 
+            if self.servers:  # of our own ones the keepers remove it
+                stack.enter_context(_removed_at_the_end(root))
+
             def publish(weights: Path) -> None:
                 for sidecar in sidecars:
                     sidecar.serve(weights)
@@ -221,6 +225,16 @@ class Vllm:
                 | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
                 key=key,
             )
+
+
+@contextmanager
+def _removed_at_the_end(folder: Path) -> Iterator[None]:
+    """A shell beside this process removes the folder when that ends, however it does: it fills memory."""
+    command = ["/bin/sh", "-c", 'trap "" HUP INT TERM; read _; rm -rf -- "$0"', str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:  # noqa: S603
+        assert shell.stdin
+        with forks.undone_in_children(shell.stdin.close):
+            yield
 
 
 def _for_adapters(served: "ServedAdapter | None") -> tuple[str, ...]:

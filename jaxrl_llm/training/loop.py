@@ -69,7 +69,8 @@ def warm_start(
         )
         start = Point(WARM_START, 0, state)
     step = saved = start.step
-    state, task, every = start.state, parts.token_task(config), warm.evaluate_every or warm.steps
+    state, every = start.state, warm.evaluate_every or warm.steps
+    task = parts.token_task(config, clock.beat)
     data = Batches(examples, warm.batch, seed=config.seed)
     if start.cursor is not None:
         data.set_state(start.cursor.data)

@@ -479,6 +479,33 @@ def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, memory, python
     assert not (tmp_path / "run").exists()
 
 
+LEAVES_WEIGHTS = """
+import sys, time
+from pathlib import Path
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.rollouts.engines import Vllm
+from tests import tiny
+
+engine = Vllm(servers=("unix:///nobody",), memory=Path(sys.argv[1]))
+with engine.start(Policy(qwen2.graph(tiny.SHAPE)[0]), tiny.mesh_of()):
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_weights_for_running_servers_go_with_their_trainer(memory):
+    command = [sys.executable, "-c", LEAVES_WEIGHTS, str(memory)]
+    with subprocess.Popen(
+        command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout
+        assert trainer.stdout.readline() == "started\n"
+        assert [*memory.iterdir()]
+        trainer.kill()
+    until(lambda: not [*memory.iterdir()])
+
+
 def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
     servers = tuple(f"https://host{i}:8000" for i in range(5))
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -252,6 +252,34 @@ def test_no_text_commands_the_terminal(capsys, how):
     assert not {"\x1b", "\x07", "\x9b", "\r", "\x08", "\u202e"} & {*said}
 
 
+DROPS_IT = """
+import gc, os, signal, sys, time
+from jaxrl_llm.cli import main
+
+def drop(phase, info):  # where nothing can be raised
+    gc.callbacks.remove(drop)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1.0)
+
+def work(words):
+    gc.callbacks.append(drop)
+    gc.collect()
+    time.sleep(30)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main._run = work
+main.entry()
+"""
+
+
+def test_a_ctrl_c_that_is_dropped_comes_again():
+    """As in the call-back by which JAX hears of the garbage collector."""
+    done = subprocess.run(
+        [sys.executable, "-c", DROPS_IT], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 WAITING = """
 import sys, threading
 threading.Thread(target=threading.Event().wait).start()

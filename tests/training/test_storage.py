@@ -18,6 +18,7 @@ import pytest
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.training.clock import Clock
 from tests.training.conftest import forget
 
 NAME = f"{storage.PREFIX}x"
@@ -349,6 +350,17 @@ def test_what_another_has_stored_is_brought_again_and_nothing_else(url, monkeypa
         assert (here / "a").read_text() == "c"
     root = url.partition("://")[2]
     assert brought == [f"{root}/a", f"{root}/b"]  # b may have been another since
+
+
+def test_each_answer_of_a_bucket_is_a_sign_of_life(url, monkeypatch):
+    """A run that waits for the upload of a large checkpoint does not stand still."""
+    clock, here, seen = Clock(), storage.local(url), []
+    fill(here, "4/a", "4/b", "4/c")
+    bucket = storage._file_system("s3")
+    inner = bucket.put_file
+    monkeypatch.setattr(bucket, "put_file", lambda *to: (inner(*to), seen.append(clock.now)))
+    storage.push(here)
+    assert len({*seen, clock.now}) == 4
 
 
 def test_a_folder_is_removed_here_and_there_and_no_other(url):
