@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
@@ -117,9 +116,8 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
                 if any(_of_another(cause) for cause in causes(error, implicit=True)):
                     time.sleep(lost + 2 * LEAVE)  # `_watch` says who is gone and ends this process
                 known = isinstance(error, (UserError, KeyboardInterrupt))
-                reason = (
-                    first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
-                )
+                reason = "" if known else f"{type(error).__name__}: "
+                reason += first_line(error)
             raise
         finally:
             _part(reason, done, lost)
@@ -265,14 +263,8 @@ def _place(process: str) -> Iterator[None]:
     """Takes this process's place for the block; a UserError if it is taken: a second one would end all.
 
     That is a name that the kernel of Linux forgets with the process; elsewhere nothing is taken.
-    A forked child has no place, and no handler of the job's.
     """
-    unhandled = partial(signal.signal, signal.SIGABRT, signal.SIG_DFL)
-    with (
-        socket.socket(socket.AF_UNIX) as place,
-        forks.undone_in_children(place.close),
-        forks.undone_in_children(unhandled),
-    ):
+    with socket.socket(socket.AF_UNIX) as place, forks.undone_in_children(place.close):
         try:
             if process != AUTO:
                 place.bind(f"\0jaxrl-llm {process}")

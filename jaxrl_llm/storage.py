@@ -142,16 +142,12 @@ def temporary_folder(under: Path) -> Iterator[Path]:
             fcntl.flock(one, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
-
-    def close() -> None:
-        os.close(lock)
-        os.close(itself)
-
     try:
-        with forks.undone_in_children(close):
+        with forks.undone_in_children(lambda: [*map(os.close, (lock, itself))]):
             yield root
     finally:
-        close()
+        os.close(lock)
+        os.close(itself)
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -445,7 +441,7 @@ class _Mirror:
             try:
                 found = call()
             except (FileNotFoundError, FileExistsError):
-                self._hear()
+                self._answered = True
                 raise
             except Exception as error:  # the stores' libraries have no common base class
                 if _lasts(error) or time.monotonic() + delay > until:
@@ -455,13 +451,10 @@ class _Mirror:
                     said = f"{self.url} does not answer ({first_line(error)}): trying again"
                     logger.warning(said)
             else:
-                self._hear()
+                self._answered, _Mirror.heard = True, time.perf_counter()
                 return found
             time.sleep(delay)
             delay = min(2 * delay, LONGEST)
-
-    def _hear(self) -> None:
-        self._answered, _Mirror.heard = True, time.perf_counter()
 
     def _unreachable(self, error: Exception) -> UserError:
         return UserError(

@@ -262,44 +262,34 @@ def test_a_process_that_is_started_twice_harms_none(environment, pair, tmp_path)
 
 
 FORKED = """
-import os, signal, sys, time
+import os, sys, time
 from jaxrl_llm import distributed
 
-def forked(work):
-    if not (child := os.fork()):
-        work()
-        os._exit(0)
-    return child
-
 with distributed._place(sys.argv[1]):
-    distributed.ctypes.CDLL(None).signal(signal.SIGABRT, distributed._ON_ABORT)
-    lives = forked(lambda: time.sleep(60))
-    print("forked", flush=True)
-    print(os.WTERMSIG(os.waitpid(forked(os.abort), 0)[1]), lives, flush=True)
+    if child := os.fork():
+        print(child, flush=True)
     time.sleep(60)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files")
 def test_a_fork_of_a_process_is_none_of_the_job():
-    """Its place is free when the process is gone, and what aborts in it is no end of the job's."""
+    """Its place is free when the process is gone."""
     name = f"1/2@{os.getpid()}:1"
     with subprocess.Popen(
         [sys.executable, "-c", FORKED, name], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
-        assert process.stdout.readline() == "forked\n"
+        child = int(process.stdout.readline())
         with (
             pytest.raises(UserError, match="running on this host already"),
             distributed._place(name),
         ):
             pass
-        ended_by, lives = map(int, process.stdout.readline().split())
-        assert ended_by == signal.SIGABRT
         process.kill()
         process.wait()
         with distributed._place(name):
-            os.kill(lives, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
 
 
 def test_devices_of_processes_that_have_not_joined_are_refused(monkeypatch, tmp_path):
