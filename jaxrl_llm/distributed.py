@@ -7,6 +7,7 @@ restarts all with `--resume auto`. For a single process all of this does nothing
 """
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -24,13 +25,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrl_llm import forks
 from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 
 T = TypeVar("T")
 AUTO = "auto"
 BEAT = 1.0  # seconds between heartbeats
 LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
-LEAST_LOST = 5.0  # the least that --lost may be
 MEETING = 300  # seconds within which all processes must have started
 LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
 STALLED = "stalled"  # how the reason of a process that makes no progress begins
@@ -99,27 +100,27 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
     if process is None:
         yield
         return
-    if not lost >= LEAST_LOST:
-        raise UserError(f"--lost {lost:g}: at least {LEAST_LOST:g} seconds")
-    _join(process)
-    done = threading.Event()
-    for watch in (_watch, _watch_the_store):
-        threading.Thread(target=watch, args=(done, lost, stop), daemon=True).start()
-    reason = ""
-    try:
-        # CPU programs read from JAX's cache lose the order of their collectives (JAX 0.10.2)
-        if jax.default_backend() == "cpu":
-            jax.config.update("jax_enable_compilation_cache", False)
-        yield
-    except BaseException as error:
-        if not any(isinstance(cause, Leaving) for cause in causes(error)):  # agreed upon
-            if any(_of_another(cause) for cause in causes(error, implicit=True)):
-                time.sleep(lost + 2 * LEAVE)  # `_watch` says who is gone and ends this process
-            known = isinstance(error, (UserError, KeyboardInterrupt))
-            reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
-        raise
-    finally:
-        _part(reason, done, lost)
+    with _place(process):
+        _join(process)
+        done = threading.Event()
+        for watch in (_watch, _watch_the_store):
+            threading.Thread(target=watch, args=(done, lost, stop), daemon=True).start()
+        reason = ""
+        try:
+            # CPU programs read from JAX's cache lose the order of their collectives (JAX 0.10.2)
+            if jax.default_backend() == "cpu":
+                jax.config.update("jax_enable_compilation_cache", False)
+            yield
+        except BaseException as error:
+            if not any(isinstance(cause, Leaving) for cause in causes(error)):  # agreed upon
+                if any(_of_another(cause) for cause in causes(error, implicit=True)):
+                    time.sleep(lost + 2 * LEAVE)  # `_watch` says who is gone and ends this process
+                known = isinstance(error, (UserError, KeyboardInterrupt))
+                reason = "" if known else f"{type(error).__name__}: "
+                reason += first_line(error)
+            raise
+        finally:
+            _part(reason, done, lost)
 
 
 def _part(reason: str, done: threading.Event, lost: float) -> None:
@@ -228,7 +229,9 @@ def _join(process: str) -> None:
             )
         where = {"process_id": int(found[1]), "num_processes": int(found[2])}
         where |= {"coordinator_address": found[3], "cluster_detection_method": "deactivate"}
-        where |= {"coordinator_bind_address": found[3]} if found[1] == "0" else {}
+        if found[1] == "0":
+            where["coordinator_bind_address"] = found[3]
+            _require_room(process, found[3])
     alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
     late = alone.format(process, f"not all came within {MEETING} s")
     # ends the wait before JAX does, with a page of C++
@@ -255,13 +258,53 @@ def _join(process: str) -> None:
         jax.config.update("jax_cuda_visible_devices", "all")
 
 
+@contextmanager
+def _place(process: str) -> Iterator[None]:
+    """Takes this process's place for the block; a UserError if it is taken: a second one would end all.
+
+    That is a name that the kernel of Linux forgets with the process; elsewhere nothing is taken.
+    """
+    with socket.socket(socket.AF_UNIX) as place, forks.undone_in_children(place.close):
+        try:
+            if process != AUTO:
+                place.bind(f"\0jaxrl-llm {process}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"--process {process}: it is running on this host already, and goes on: end it first"
+                ) from error
+        yield
+
+
+def _require_room(process: str, address: str) -> None:
+    """A UserError if the first process cannot listen: JAX ends without a line then."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, (where, *_) = socket.getaddrinfo(host.strip("[]"), None)[0]
+        socket.create_server((where, int(port)), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--process {process}: process 0 cannot listen at {address} ({first_line(error)}): give an "
+            "address of its host, and a free port"
+        ) from error
+
+
+def require_joined() -> None:
+    """A UserError if the devices are those of processes that have not joined, as on a slice of TPUs."""
+    if jax.process_count() != _JOB.count:
+        raise UserError(
+            f"the devices here belong to {jax.process_count()} processes: start each with --process auto"
+        )
+
+
 def _aborted(_: int) -> None:
     """Ends this process in JAX's place, which aborts it where the connection to the first breaks.
 
     JAX has said so in a page of C++; a call-back of its own for that fails in jaxlib 0.10.2.
     """
     _end(
-        f"JAX gave up, for the reason above; mostly {_JOB.names[0]}, through which all meet, is gone"
+        f"JAX gave up, for the reason above; mostly {_JOB.names[0]}, through which all meet, is gone, or "
+        "one was started a second time (a different incarnation)"
     )
 
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from jaxrl_llm import forks
 from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
@@ -108,9 +110,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Makes this process the folder's only writer for the block; else a UserError names the other.
 
     The kernel releases the lock however the process ends, so no lock is ever stale, and a suspended
-    process keeps it. A bucket's mirror is locked in the bucket too.
+    process keeps it; its forks do not. A bucket's mirror is locked in the bucket too.
     """
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+") as file, forks.undone_in_children(file.close):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -153,7 +155,8 @@ def temporary_folder(under: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"cannot make a folder in {under}: {error.strerror}") from error
     try:
-        yield root
+        with forks.undone_in_children(lambda: [*map(os.close, (lock, itself))]):
+            yield root
     finally:
         os.close(lock)
         os.close(itself)
@@ -251,6 +254,11 @@ def push(path: Path) -> None:
         mirror.push(path)
 
 
+def heard() -> float:
+    """When a bucket last answered, by `time.perf_counter`: whoever waits for a long upload lives."""
+    return _Mirror.heard
+
+
 @contextmanager
 def sent(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
@@ -304,6 +312,8 @@ class _Mirror:
     The bucket is reached through fsspec, which knows every store and which orbax uses too. Orbax
     itself cannot write arrays to s3://.
     """
+
+    heard = -math.inf  # when any of them was last answered
 
     def __init__(self, url: str):
         self.url = url
@@ -495,7 +505,7 @@ class _Mirror:
                     said = f"{self.url} does not answer ({first_line(error)}): trying again"
                     logger.warning(said)
             else:
-                self._answered = True
+                self._answered, _Mirror.heard = True, time.perf_counter()
                 return found
             time.sleep(delay)
             delay = min(2 * delay, LONGEST)

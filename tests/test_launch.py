@@ -375,6 +375,27 @@ def test_what_is_wrong_is_one_line(words, message, capsys):
     assert (said.err.count("\n"), said.out) == (1, "")
 
 
+@pytest.mark.parametrize("command", ["train", "launch gpu"])
+@pytest.mark.parametrize(
+    ("flag", "least", "values"),
+    [
+        ("--max-minutes", 0, ("nan", "inf", "-1", "1e9")),
+        ("--grace", 0, ("nan", "inf", "-100", "1e9")),
+        ("--lost", 5, ("nan", "inf", "1")),
+        ("--stall-minutes", 0.05, ("nan", "inf", "0", "-1")),
+        ("--stall-factor", 1, ("nan", "inf", "0", "-1")),
+    ],
+)
+def test_times_are_refused_before_a_day_in_the_queue(command, flag, least, values, capsys):
+    for value in values:
+        with pytest.raises(SystemExit) as stop:
+            main([*command.split(), str(ROOT / "configs/kk_tiny.py"), f"{flag}={value}"])
+        assert stop.value.code == 2
+        said = capsys.readouterr()
+        line = f"jaxrl-llm: {flag} {float(value):g}: a number from {least:g} to 1,000,000\n"
+        assert (said.err, said.out) == (line, "")
+
+
 OTHER = """from pathlib import Path
 from jaxrl_llm.config import load
 make = load(Path(__file__).with_name("mine.py"))

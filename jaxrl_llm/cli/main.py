@@ -3,6 +3,7 @@
 A UserError or OSError of a command ends the program with one line and exit code 2.
 """
 
+import _thread
 import contextlib
 import difflib
 import importlib
@@ -48,12 +49,21 @@ def entry() -> None:
         os._exit(code)
 
     threading.Thread(target=end, daemon=True).start()
+    sys.unraisablehook = _heard_again
     try:
         main()
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         raise
+
+
+def _heard_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Has a Ctrl-C come again that came where nothing can be raised, as in JAX's call-back of the collector."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def main(words: list[str] | None = None) -> None:

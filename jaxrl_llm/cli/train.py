@@ -10,11 +10,15 @@ from tyro.constructors import PrimitiveConstructorSpec
 from jaxrl_llm import distributed
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import Leaving
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
 from jaxrl_llm.training.parts import DATA
 from jaxrl_llm.training.record import Source
+
+# the least of what each flag may be, and the most of all: a wait of the system has a limit
+LEAST_OF = {"max_minutes": 0, "grace": 0, "lost": 5, "stall_minutes": 0.05, "stall_factor": 1}
+LARGEST = 1_000_000
 
 
 def _resume(words: list[str]) -> bool | int | Literal["auto"]:
@@ -72,6 +76,13 @@ class Options:
     """print nothing on standard output but each record of metrics.jsonl, as it is written"""
     data: str = DATA
     """where data sets are kept, a folder or URL"""
+
+    def __post_init__(self):
+        for name, least in LEAST_OF.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= LARGEST:  # or it is nan
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {value:g}: a number from {least:g} to {LARGEST:,}")
 
     def where(self, path: Path) -> str:
         """The folder or URL of the run, for a config file at `path`."""

@@ -64,8 +64,8 @@ def in_words(reward: Reward) -> str:
 class TokenTask:
     """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`.
 
-    `beat` is called before each reward, as a sign of life. `asked` says whether to stop. `said` are
-    the kinds of errors of rewards that need not be logged any more.
+    `beat` is called before each reward and while it has time, as a sign of life. `asked` says
+    whether to stop. `said` are the kinds of errors of rewards that need not be logged any more.
     """
 
     task: Task[Any]

@@ -1,7 +1,9 @@
 """Engines: records of settings whose `start` gives a sampler, alive as long as the `with` block."""
 
 import secrets
+import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import storage
+from jaxrl_llm import forks, storage
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -27,7 +29,7 @@ KEY_FILE = "key"  # in the folder of the servers' sockets
 class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
-    `check` is called while responses are made; an exception from it ends that. `own_weights` says
+    `check` is called while a sampler waits; an exception from it ends that. `own_weights` says
     whether the sampler keeps the weights of the last push while the trainer changes its own.
     """
 
@@ -150,6 +152,9 @@ class Vllm:
                 else stack.enter_context(self.sidecars(root, folder, served.adapter))
             )
 
+            if self.servers:  # of our own ones the keepers remove it
+                stack.enter_context(_removed_at_the_end(root))
+
             def publish(weights: Path) -> None:
                 for sidecar in sidecars:
                     sidecar.serve(weights)
@@ -184,8 +189,9 @@ class Vllm:
             own = replace(self, arguments=(*_for_adapters(adapter), *self.arguments))
             launches = own._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
-            for sidecar in sidecars:
-                stack.callback(sidecar.stop)
+            pool = stack.enter_context(ThreadPoolExecutor(len(sidecars) or 1))
+            for sidecar in sidecars:  # at once: a trainer that is told to end has little time
+                stack.callback(pool.submit, sidecar.stop)
             yield sidecars
 
     def _own_servers(self) -> tuple[str, ...]:
@@ -219,6 +225,16 @@ class Vllm:
                 | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
                 key=key,
             )
+
+
+@contextmanager
+def _removed_at_the_end(folder: Path) -> Iterator[None]:
+    """A shell beside this process removes the folder when that ends, however it does: it fills memory."""
+    command = ["/bin/sh", "-c", 'trap "" HUP INT TERM; read _; rm -rf -- "$0"', str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:  # noqa: S603
+        assert shell.stdin
+        with forks.undone_in_children(shell.stdin.close):
+            yield
 
 
 def _for_adapters(served: "ServedAdapter | None") -> tuple[str, ...]:

@@ -160,9 +160,9 @@ def score_responses(
 ) -> list[Reward]:
     """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
 
-    Calls `beat` before each, in any thread. Raises Leaving if `asked()`, which is looked at before
-    each and every LOOK seconds of it. Logs a reward that takes over SLOW seconds, and each kind of
-    error (type and place) that is not in `said`, where it is then added.
+    Calls `beat` before each and while it has time, in any thread. Raises Leaving if `asked()`, which
+    is looked at before each and every LOOK seconds of it. Logs a reward that takes over SLOW
+    seconds, and each kind of error (type and place) that is not in `said`, where it is then added.
     With one thread (the main one) a late reward is interrupted. With several it is given up and
     goes on in the background; there an endless regular expression, which keeps the GIL, stops all
     else for good, so several are for rewards that wait. A task's UserError is raised.
@@ -349,7 +349,10 @@ class _Call:
             )  # fmt: skip
         if self.asked():
             return Leaving()
-        return TimeoutError(f"no result after {self.seconds:g} s") if taken > self.seconds else None
+        if taken > self.seconds:
+            return TimeoutError(f"no result after {self.seconds:g} s")
+        self.beat()
+        return None
 
 
 def _place(stack: Sequence[traceback.FrameSummary], function: Any) -> str:

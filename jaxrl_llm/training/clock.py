@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 
+from jaxrl_llm import storage
 from jaxrl_llm.training.terminal import duration
 
 PHASES = ("rollout", "reward", "collate", "score", "update", "sync", "other")  # of steps
@@ -72,7 +73,7 @@ class Clock:
     @property
     def now(self) -> tuple[str, float]:
         """The present phase, and when something was last done in it."""
-        return self._phase, max(self._turned, self._beaten)
+        return self._phase, max(self._turned, self._beaten, storage.heard())
 
     def beat(self) -> None:
         """Something was done in the phase: a longer wait begins anew. Callable from any thread."""

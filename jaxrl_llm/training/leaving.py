@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm import forks
+from jaxrl_llm.errors import Leaving
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -133,29 +134,35 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
     """For the block SIGNALS, or `minutes`, ask to stop; `grace` seconds later the process ends.
 
     A second Ctrl-C ends it within HURRY seconds. A signal ignored before, such as SIGHUP under
-    nohup, stays ignored. Raises a UserError for a negative number.
+    nohup, stays ignored.
     """
-    for name, value in (("--grace", grace), ("--max-minutes", minutes)):
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise UserError(f"{name} {value}: a number from 0 on")
     read, write = os.pipe()
     os.set_blocking(write, False)
     heard = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     # the pipe gets a signal's number at once, even while the main thread is in a compiled program
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    stop._bell = write
-    watch = threading.Thread(target=_watch, args=(stop, read, grace, minutes), daemon=True)
+    stop._bell, over = write, threading.Event()
+    watch = threading.Thread(target=_watch, args=(stop, read, over, grace, minutes), daemon=True)
     watch.start()
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         stop._bell = -1
-        os.close(write)
+
+    try:
+        with forks.undone_in_children(undo):
+            yield
+    finally:
+        undo()
+        over.set()
+        with suppress(BlockingIOError):  # it is full: `_watch` is awake
+            os.write(write, b"\0")
         watch.join()
+        os.close(read)
+        os.close(write)
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
@@ -172,8 +179,10 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
-    """Reads signal numbers from the pipe; ends the process when its time is over."""
+def _watch(
+    stop: Stop, read: int, over: threading.Event, grace: float, minutes: float | None
+) -> None:
+    """Reads signal numbers from the pipe until it is `over`; ends the process when its time is."""
     end = time.monotonic() + 60.0 * minutes if minutes is not None else None
     deadline, interrupts = None, 0
     while True:
@@ -181,8 +190,7 @@ def _watch(stop: Stop, read: int, grace: float, minutes: float | None) -> None:
         wait = None if due is None else max(0.0, due - time.monotonic())
         if select.select([read], [], [], wait)[0]:
             numbers = os.read(read, 64)
-            if not numbers:  # closed: the block has ended
-                os.close(read)
+            if over.is_set():
                 return
             if not {0, *SIGNALS} & {*numbers}:  # such as SIGALRM, which a reward may use
                 continue

@@ -1,7 +1,7 @@
 """What takes the records of a run beside metrics.jsonl: TensorBoard, Weights & Biases, trackio.
 
 None of them can end a run that has begun: what one raises becomes a warning, once, and it is left
-out from there on.
+out from there on; so is one that does not return in LIMIT seconds.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,8 +22,10 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.training.leaving import in_background
 
 ASKED = "JAXRL_LOGGERS"  # the environment variable that names loggers, with commas between
+LIMIT = 120.0  # seconds that each may take for a record, or to close
 HUBS = {"wandb": "Weights & Biases", "trackio": "trackio"}
 _event = cast(Any, event_pb2)  # members are made on import
 logger = logging.getLogger(__name__)
@@ -82,12 +85,12 @@ class Loggers:
     def _each(self, call: Callable[[Logger], Any]) -> None:
         for name, one in [*self._known.items()]:
             try:
-                call(one)
+                in_background(partial(call, one)).result(LIMIT)
             except Exception as error:  # as above
-                logger.warning("%s is left out from here on: %s", name, first_line(error))
+                late = isinstance(error, TimeoutError) and f"it takes more than {LIMIT:g} s"
+                logger.warning("%s is left out from here on: %s", name, late or first_line(error))
                 del self._known[name]
-                with contextlib.suppress(Exception):
-                    one.close(finished=False)
+                in_background(partial(one.close, finished=False))
 
 
 class _Board:

@@ -7,6 +7,7 @@ repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -68,7 +69,8 @@ def warm_start(
         )
         start = Point(WARM_START, 0, state)
     step = saved = start.step
-    state, task, every = start.state, parts.token_task(config), warm.evaluate_every or warm.steps
+    state, every = start.state, warm.evaluate_every or warm.steps
+    task = parts.token_task(config, clock.beat)
     data = Batches(examples, warm.batch, seed=config.seed)
     if start.cursor is not None:
         data.set_state(start.cursor.data)
@@ -96,7 +98,7 @@ def warm_start(
             credited, too_long = prepare()
         while step < warm.steps:
             if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
-                push(sampler, parts.whole(state.params), step, clock)
+                push(sampler, parts.whole(state.params), step, clock, stop)
                 evaluate(step)
                 sampler.release()
             if step != saved and (config.saves(step) or stop.save):
@@ -219,7 +221,7 @@ def reinforcement(
         stream.keep(drawn, [i - older for i in more_than_needed])  # those come first
         return drawn, pool.groups(sorted(order[: config.prompts]))
 
-    push(sampler, parts.whole(state.params), step, clock)
+    push(sampler, parts.whole(state.params), step, clock, stop)
     pushed = step
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
     recorder.begin()
@@ -231,7 +233,7 @@ def reinforcement(
                 if pushed != step:
                     with clock("rollout"):
                         stream.settle()
-                    push(sampler, parts.whole(state.params), step, clock)
+                    push(sampler, parts.whole(state.params), step, clock, stop)
                     pushed = step
                 highest = _highest_score(journal, first)
                 better = evaluate(step) > highest and step > first
@@ -263,15 +265,16 @@ def reinforcement(
             host |= {"lag": step - 1 - answers.rollout.version}
             recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
             show(step, answers, partial(programs.look, state.params, batch, reward, credited))
-            if stream.ahead < 2:  # the next step samples with the newest weights
-                with clock("rollout"):
-                    stream.settle()
-                with clock("sync"):
-                    sampler.push(parts.whole(state.params), step)
-                pushed = step
-                host |= sampler.sync
-            # the recorder fetches `host` later, with these in it
-            host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
+            try:
+                if stream.ahead < 2:  # the next step samples with the newest weights
+                    with clock("rollout"):
+                        stream.settle()
+                    push(sampler, parts.whole(state.params), step, clock, stop, "sync")
+                    pushed = step
+                    host |= sampler.sync
+            finally:
+                # the recorder fetches `host` later, with these in it
+                host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
             recorder.check()
     except (Leaving, UserError) as error:
         if step > saved and _can_save(error, state):
@@ -280,10 +283,16 @@ def reinforcement(
         raise
 
 
-def push(sampler: Sampler, params: Any, step: int, clock: Clock) -> None:
-    """Pushes outside of a step; the first time that starts servers, which may take minutes."""
-    with clock("sync" if sampler.sync else "start"):
+def push(
+    sampler: Sampler, params: Any, step: int, clock: Clock, stop: Stop, phase: str = ""
+) -> None:
+    """Pushes, the first time outside of a step: that starts servers, which may take minutes.
+
+    Raises Leaving in all processes if one was asked to stop; that cuts the wait for servers short.
+    """
+    with clock(phase or ("sync" if sampler.sync else "start")), suppress(Leaving):
         sampler.push(params, step)
+    distributed.check(stop)
 
 
 def _evaluated(journal: Journal, step: int, phase: str) -> bool:

@@ -64,6 +64,7 @@ def train(
         folder = folders.at(out)
         if resume is not False and folders.resumable(folder):
             config = folders.pinned(folder, config)
+        distributed.require_joined()
         made = parts(config, data)
         if source is not None:  # making the task ran its file
             ran = userfile.ran(but=source.path)
@@ -150,7 +151,8 @@ def train(
                     params = made.fresh(config.seed)
                 start = None
                 if config.keeps_reference or config.warm_start:
-                    initial.replace(first, params)
+                    with clock("save"):
+                        initial.replace(first, params)
 
             reference = folders.reference(folder, made, config) if config.keeps_reference else None
             loop.reinforcement(
@@ -330,7 +332,7 @@ def _test(
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    loop.push(sampler, made.whole(params), step, clock)
+    loop.push(sampler, made.whole(params), step, clock, stop)
     count = config.evaluation.examples or len(divided.test)
     examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
     named = {"eval/accuracy", "time/evaluation"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.chaos import proxy
 from tests.chaos.scene import Finding, Scene, Undisturbed, checkpoints
+from tests.chaos.standin import HANGING
 from tests.processes import kill
 from tests.training.process import steady
 
@@ -143,6 +144,26 @@ def reward_exits(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     return f"reward {before}, {'there' if 'hanging' in scene.moments() else 'not there'}"
 
 
+# Children of rewards.
+
+
+def forked(how: str, number: int, scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """A reward forks; its child outlives the trainer, which may get a signal, or is terminated."""
+    scene.environment["CHAOS_FORKS"] = f"{how} {(first := draw.randrange(REWARDS))}"
+    if number:
+        return f"reward {first}, {signalled(number, 1, scene, draw, whole)}"
+    scene.start()
+    scene.until()
+    return _undisturbed(scene, f"reward {first}")
+
+
+def _undisturbed(scene: Scene, moment: str) -> str:
+    """The moment; a Finding if the run has not come to its end at once."""
+    if scene.status is not None and (end := scene.end()) != "completed":
+        raise Finding(f"{moment}: {end}: {scene.line()}")
+    return moment
+
+
 # The disk.
 
 
@@ -267,6 +288,16 @@ def stopped_for_good(victims: str, scene: Scene, draw: random.Random, whole: Und
     return f"{moment}, {len(chosen)} processes"
 
 
+def engine_hangs(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
+    """The server answers nothing any more but /health, until it is started again."""
+    scene.start()
+    moment = scene.wait_for(draw, whole)
+    scene.until(lambda: bool(_pids(scene, keeper=False)))
+    (scene.folder / HANGING).write_text(" ".join(map(str, _pids(scene, keeper=False))))
+    scene.until()
+    return _undisturbed(scene, moment)
+
+
 def socket_removed(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """The file of the server's socket is removed, and the server killed a little later."""
     scene.start()
@@ -356,6 +387,10 @@ FAULTS: dict[str, Fault] = {
     "reward exits": Fault(NATIVE, reward_exits),
     "disk blocks": Fault(NATIVE, partial(hung, "disk")),
     "SIGTERM while it hangs": Fault(NATIVE, hung_and_told),
+    "reward forks": Fault(NATIVE, partial(forked, "outlives", 0)),
+    "reward forks, kill -9": Fault(NATIVE, partial(forked, "outlives", signal.SIGKILL)),
+    "reward forks, SIGTERM": Fault(NATIVE, partial(forked, "outlives", signal.SIGTERM)),
+    "reward terminates its child": Fault(NATIVE, partial(forked, "terminated", 0)),
     "disk full": Fault(NATIVE, partial(failing, errno.ENOSPC, FOREVER)),
     "disk full once": Fault(NATIVE, partial(failing, errno.ENOSPC, 1)),
     "disk error": Fault(NATIVE, partial(failing, errno.EIO, FOREVER)),
@@ -376,6 +411,7 @@ FAULTS: dict[str, Fault] = {
     "keeper stops for good": Fault(OWN, partial(stopped_for_good, "keeper")),
     "hangs beside a server": Fault(OWN, partial(hung, "moment")),
     "socket removed": Fault(OWN, socket_removed),
+    "engine hangs, health is good": Fault(OWN, engine_hangs),
     "server away": Fault(SERVED, away),
     "another trainer at the server": Fault(SERVED, replaced),
     "kill -9 beside a server elsewhere": Fault(SERVED, partial(signalled, signal.SIGKILL, 1)),

@@ -1,8 +1,27 @@
 """Say words that the prompt holds: a reward that the first steps move."""
 
+import os
+import signal
+import time
 from random import Random
 
 from jaxrl_llm.tasks.task import Reward
+
+FORKS = os.environ.get("CHAOS_FORKS", " -1").split(" ")  # what a child does, of which reward
+RESPONSES = iter(range(10**9))
+
+
+def fork():
+    """As graders do that work in processes, or have a limit of time."""
+    how, number = FORKS
+    if next(RESPONSES) != int(number):
+        return
+    if not (child := os.fork()):
+        time.sleep(60)
+        os._exit(0)
+    if how == "terminated":
+        os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
 
 
 class Words:
@@ -17,6 +36,7 @@ class Words:
         return example
 
     def reward(self, example, response):
+        fork()
         said = response.split()
         share = sum(int(word[1:]) % 2 for word in said if word[1:].isdigit()) / max(len(said), 1)
         return Reward(share, share > 0.5)

@@ -15,6 +15,8 @@ import safetensors.numpy
 
 from tests.rollouts.fake_vllm import Fake
 
+HANGING = "hanging"  # the file in a scene's folder that names servers which answer /health alone
+
 
 class Model:
     """The weights of a Hugging Face folder; `logits(tokens)` are `[L,V]`, in double precision."""
@@ -73,6 +75,12 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+def hangs():
+    """Whether this process is one of those that are to."""
+    named = pathlib.Path(os.environ.get("VLLM_CHAOS_TRIAL", "")) / HANGING
+    return named.exists() and str(os.getpid()) in named.read_text().split()
+
+
 class Standin(Fake):
     """The stand-in, with a model in it."""
 
@@ -81,6 +89,8 @@ class Standin(Fake):
         super().__init__(**how)
 
     def route(self, path, body):
+        if path != "/health" and hangs():
+            time.sleep(600)
         if path == "/collective_rpc":
             self.model = Model(pathlib.Path(body["kwargs"]["weights_path"]))
         if path == "/v1/completions":

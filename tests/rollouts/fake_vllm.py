@@ -182,6 +182,7 @@ if __name__ == "__main__":
     known, _ = parser.parse_known_args()
     assert (known.model / "config.json").exists()
     hangs = pathlib.Path(os.environ.get("FAKE_HANGS", "/nonexistent"))
-    answer = lambda *_: time.sleep(600) if hangs.exists() else None
+    healthy = ("/health",) if os.environ.get("FAKE_HEALTHY") else ()
+    answer = lambda path, *_: time.sleep(600) if hangs.exists() and path not in healthy else None
     Fake(path=known.uds, key=os.environ["VLLM_API_KEY"], fault=answer)
     time.sleep(600)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import serverside
-from jaxrl_llm.rollouts.vllm.client import NoAnswer, Server, read_key, run
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Server, read_key, run
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
 from tests.processes import kill
@@ -241,6 +242,45 @@ def test_a_server_that_accepts_and_never_answers_is_restarted(root, python, tmp_
         made.stop()
 
 
+def test_a_server_that_hangs_in_good_health_is_restarted(root, python, tmp_path):
+    """As vLLM does whose engine hangs: whoever waits for its answers asks for that."""
+    hangs = tmp_path / "hangs"
+    environment = {"FAKE_HANGS": str(hangs), "FAKE_HEALTHY": "1"}
+    made = Sidecar(Launch(python, root / "log", root / "s", environment=environment), root, 1.0)
+    older, patience = [], Patience([made.server], 60.0)
+
+    async def label(server):
+        if not {*older} & {*servers(made)}:
+            hangs.unlink(missing_ok=True)
+        return await server.label()
+
+    try:
+        made.serve(root / "weights")
+        until(lambda: answers(made))
+        older += servers(made)
+        hangs.touch()
+        assert run(patience.persist(made.server, label)) is None
+        assert servers(made)
+    finally:
+        made.stop()
+
+
+def test_a_server_ends_though_a_fork_holds_the_input_of_its_keeper(root, sidecar):
+    sidecar.serve(root / "weights")
+    keeper, held = sidecar._keeper, os.dup(sidecar._keeper.stdin.fileno())
+    sidecar.stop()
+    os.close(held)
+    assert keeper.returncode == 0  # it was not killed
+
+
+def test_servers_end_side_by_side(root, python, tmp_path, monkeypatch):
+    together, ended = threading.Barrier(3), []
+    monkeypatch.setattr(Sidecar, "stop", lambda self: (together.wait(20), ended.append(self)))
+    with Vllm(python=python, devices=("0", "1", "2")).sidecars(root, tmp_path) as sidecars:
+        pass
+    assert {*map(id, ended)} == {*map(id, sidecars)}
+
+
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -437,6 +477,33 @@ def test_an_engine_starts_nothing_before_it_has_weights(tmp_path, memory, python
             sampler.generate([[1]], n=1, sampling=Sampling())
     assert not list(memory.glob("jaxrl-llm-*"))
     assert not (tmp_path / "run").exists()
+
+
+LEAVES_WEIGHTS = """
+import sys, time
+from pathlib import Path
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.rollouts.engines import Vllm
+from tests import tiny
+
+engine = Vllm(servers=("unix:///nobody",), memory=Path(sys.argv[1]))
+with engine.start(Policy(qwen2.graph(tiny.SHAPE)[0]), tiny.mesh_of()):
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_weights_for_running_servers_go_with_their_trainer(memory):
+    command = [sys.executable, "-c", LEAVES_WEIGHTS, str(memory)]
+    with subprocess.Popen(
+        command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout
+        assert trainer.stdout.readline() == "started\n"
+        assert [*memory.iterdir()]
+        trainer.kill()
+    until(lambda: not [*memory.iterdir()])
 
 
 def test_running_servers_are_shared_out_over_the_processes(monkeypatch):

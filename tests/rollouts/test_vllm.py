@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import client, sync
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server
@@ -37,9 +37,7 @@ def _quick(monkeypatch):
 
 def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
     settings = {"dtype": "float32", "concurrency": 4} | settings
-    waiting = {"patience": 30.0} | {
-        k: settings.pop(k) for k in ("patience", "check") if k in settings
-    }
+    waiting = {"patience": settings.pop("patience", 30.0)}
     root.mkdir(exist_ok=True)
     served = SimpleNamespace(
         adapter=None,
@@ -369,6 +367,27 @@ def test_a_server_that_does_not_take_the_label_is_not_used(tmp_path):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
 
 
+@pytest.mark.parametrize("call", ["push", "generate"])
+def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call):
+    asked = threading.Event()
+
+    def look():
+        if asked.is_set():
+            raise Leaving
+
+    def hang(*_):
+        asked.set()
+        time.sleep(1.0)
+
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path, check=look)
+        fake.fault = hang
+        with pytest.raises(Leaving):
+            made.push(WEIGHTS, 8) if call == "push" else made.generate(
+                PROMPTS, n=1, sampling=SAMPLING
+            )
+
+
 def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
     """Ctrl-C, or a run that is told to leave, in the main thread, while many are under way."""
     asked = threading.Event()
@@ -471,6 +490,23 @@ def test_what_fails_on_every_server_is_given_up():
     with pytest.raises(UserError, match=r"has failed for 0\.3 s, last by: a poison"):
         answered_by(*servers, patience=0.3)
     assert all(server.prepared > 1 for server in servers)
+
+
+@pytest.mark.parametrize(("seconds", "restarts"), [(0.0, 1), (30.0, 0)])
+def test_a_server_is_restarted_if_it_has_answered_nothing_in_the_time_of_a_request(
+    seconds, restarts
+):
+    """Of one that answers others meanwhile, a request is lost at most."""
+    asked, server = [], Stub("a", seconds=0.01)
+    server.restart = lambda: asked.append(1)
+
+    def fault(number, prompt):
+        if number == 20:
+            raise client.Late(seconds)
+
+    server.fault = fault
+    answered_by(server)
+    assert len(asked) == restarts
 
 
 def test_many_failures_of_one_cause_are_one():

@@ -270,6 +270,21 @@ def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
         assert handled() == before
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_reward_is_alive_while_it_has_time(threads, monkeypatch):
+    """It may take longer than anything else in a run may stand still."""
+    monkeypatch.setattr(tasks, "LOOK", 0.05)
+    beats = []
+    slow = lambda _: time.sleep(1.0) or Reward(1.0, True)
+    score_responses(Fake([slow]), [1], ["0"], threads=threads, beat=lambda: beats.append(1))
+    assert len(beats) > 2
+    before = len(beats)
+    score_responses(
+        Fake([slow]), [1], ["0"], threads=threads, seconds=0.1, beat=lambda: beats.append(1)
+    )
+    assert len(beats) - before < 10
+
+
 @pytest.mark.parametrize(("threads", "hanging"), [(1, spin), (1, backtrack), (2, sleep)])
 def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     threads, hanging, caplog, monkeypatch

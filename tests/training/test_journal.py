@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import rich.console
@@ -218,7 +219,10 @@ class Hub:
 
     def _may_break(self, call):
         if self.broken == call:
-            raise RuntimeError("api_key not configured (no-tty). call wandb.login\nmore")
+            self.raises()
+
+    def raises(self):
+        raise RuntimeError("api_key not configured (no-tty). call wandb.login\nmore")
 
 
 @pytest.fixture
@@ -277,16 +281,21 @@ def test_loggers_have_the_same_names_and_tables(opened, hubs, tmp_path):
     assert not {*"<*\\"} & {*row.replace("<br>", "")}
 
 
+@pytest.mark.parametrize("how", ["api_key", "it takes more than 0.2 s"])
 @pytest.mark.parametrize("call", ["log", "finish", "Table"])
-def test_loggers_never_end_a_run(opened, hubs, call, tmp_path, caplog):
+def test_loggers_never_end_a_run(opened, hubs, call, how, tmp_path, caplog, monkeypatch):
+    """Nor hold it up: Weights & Biases waits for its server."""
     hubs["wandb"].broken = call
+    if how != "api_key":
+        monkeypatch.setattr(loggers, "LIMIT", 0.2)
+        monkeypatch.setattr(hubs["wandb"], "raises", threading.Event().wait)
     made = opened()
     for step in (1, 2):
         made.samples(step, [("a", "b", "c")])
         made.record(step, "x", {})
     made.__exit__(None)
     assert steps(tmp_path) == [1, 2]
-    assert caplog.text.count("Weights & Biases is left out from here on: api_key") == 1
+    assert caplog.text.count(f"Weights & Biases is left out from here on: {how}") == 1
     assert len(caplog.records) == 1
     assert [step for step, _ in hubs["trackio"].logged] == [1, 1, 2, 2]
 

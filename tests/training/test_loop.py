@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
+from jaxrl_llm import distributed
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import reinforce
@@ -332,6 +333,20 @@ def test_a_signal_loses_no_step(trial):
     with pytest.raises(Leaving):
         made.reinforce()
     assert [*made.saved] == [0, 3, 5]  # the best, and on the way out
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_push_is_left_by_all_if_one_is_asked_to_stop(trial, monkeypatch, here):
+    """Here, where the wait for servers is cut short, or elsewhere; the step is whole, and so is its record."""
+    made, said = trial(saves=lambda step: step == 6), []
+    elsewhere = lambda: "" if here or "push 5" not in made.log else "leave"
+    monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [elsewhere(), word])
+    made.at["push 5"] = (lambda: leave(made)) if here else (lambda: None)
+    with pytest.raises(Leaving):
+        made.reinforce()
+    assert made.log[made.log.index("push 5") :] == ["push 5", "record 5", "save 5"]
+    assert [word for word in said if word] == ["leave"] * here
+    assert "time/step" in made.journal.records[-1]
 
 
 def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.training.clock import Clock
 from tests.training.conftest import forget
 
 NAME = f"{storage.PREFIX}x"
@@ -153,6 +155,37 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     refused(tmp_path, f"{tmp_path} cannot be locked .*flock")
+
+
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from jaxrl_llm import storage
+
+out, memory = map(Path, sys.argv[1:])
+with storage.locked(out), storage.temporary_folder(memory):
+    if not (child := os.fork()):
+        time.sleep(600)
+    print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_forked_child_of_a_dead_writer_holds_no_lock(tmp_path):
+    """Such as a worker of a reward's pool, which is busy when its trainer is killed."""
+    out, memory = tmp_path / "out", tmp_path / "memory"
+    out.mkdir(), memory.mkdir()
+    command = [sys.executable, "-c", FORKS, str(out), str(memory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        child = int(process.stdout.readline())
+        try:
+            process.kill()
+            process.wait()
+            with storage.locked(out), storage.temporary_folder(memory) as ours:
+                assert [*memory.iterdir()] == [ours]
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def folder_with(under, lock=True):
@@ -379,6 +412,17 @@ def test_what_vanishes_while_it_is_stored_is_passed_over(url, monkeypatch, store
     monkeypatch.setattr(storage, "_mark", mark)
     storage.push(here)
     assert [*objects(url)] == ["a", "c"]
+
+
+def test_each_answer_of_a_bucket_is_a_sign_of_life(url, monkeypatch):
+    """A run that waits for the upload of a large checkpoint does not stand still."""
+    clock, here, seen = Clock(), storage.local(url), []
+    fill(here, "4/a", "4/b", "4/c")
+    bucket = storage._file_system("s3")
+    inner = bucket.put_file
+    monkeypatch.setattr(bucket, "put_file", lambda *to: (inner(*to), seen.append(clock.now)))
+    storage.push(here)
+    assert len({*seen, clock.now}) == 4
 
 
 def test_a_folder_is_removed_here_and_there_and_no_other(url):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import math
 import os
 import re
 import ssl
@@ -42,6 +43,14 @@ class NoAnswer(Exception):  # noqa: N818
     """No usable answer; the same request may succeed later or on another server."""
 
 
+class Late(NoAnswer):
+    """No answer in so many `seconds`."""
+
+    def __init__(self, seconds: float):
+        super().__init__("the time for an answer is over")
+        self.seconds = seconds
+
+
 class NoRoute(NoAnswer):
     """The server has nothing at this path (status 404)."""
 
@@ -63,6 +72,7 @@ class Server:
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
         self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
         self.model = MODEL  # or the name of the adapters beside it
+        self.restart: Callable[[], None] = lambda: None  # asks who keeps it to start it again
         parts = address(self.url)
         self._socket = Path(parts.path) if parts.scheme == "unix" else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
@@ -137,6 +147,7 @@ class Server:
     ) -> dict[str, Any]:
         """The JSON answer to a request; it goes to `url` alone, by no proxy and no redirect."""
         limit, received = ANSWER_BYTES + TOKEN_BYTES * tokens, bytearray()
+        seconds = self.timeout + TOKEN_SECONDS * tokens
         base = self.url if self._socket is None else "http://localhost"
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.key:
@@ -146,7 +157,7 @@ class Server:
         self._refuse_strangers()
         try:
             async with (
-                asyncio.timeout(self.timeout + TOKEN_SECONDS * tokens),
+                asyncio.timeout(seconds),
                 httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client,  # noqa: S113
                 client.stream(method, base + path, content=content, headers=headers) as reply,
             ):
@@ -155,7 +166,7 @@ class Server:
                     if len(received) > limit:
                         raise NoAnswer(f"an answer of more than {limit} bytes")
         except TimeoutError:
-            raise NoAnswer("the time for an answer is over") from None
+            raise Late(seconds) from None
         except httpx.HTTPError as error:
             raise NoAnswer(_one_line(f"{type(error).__name__}: {error}")) from error
         answer = self._read(path, reply.status_code, bytes(received))
@@ -228,18 +239,21 @@ def _one_line(said: str | bytes) -> str:
 class Patience:
     """Who gets no answer asks again; a UserError once all `servers` have failed for `seconds`.
 
-    That is counted for each from its first failure since it last `answered`. `retries` is how often
-    something was asked again.
+    That is counted for each from its first failure since it last `answered`. One that has answered
+    nothing while a request had its time is restarted: its engine may hang though its /health is
+    good. `retries` is how often something was asked again.
     """
 
     def __init__(self, servers: Sequence[Server], seconds: float):
         self.seconds, self.retries = seconds, 0
         self.servers = servers
         self._failing_since: dict[Server, float] = {}
+        self._answered: dict[Server, float] = {}
 
     def answered(self, server: Server) -> None:
         """Notes that a server does what it is asked for."""
         self._failing_since.pop(server, None)
+        self._answered[server] = time.monotonic()
 
     def failing(self, server: Server) -> bool:
         """Whether it has failed since it last answered."""
@@ -254,6 +268,9 @@ class Patience:
                 self.retries += 1
                 now, since = time.monotonic(), self._failing_since
                 since.setdefault(server, now)
+                silent = now - self._answered.get(server, -math.inf)
+                if isinstance(error, Late) and silent > error.seconds:
+                    server.restart()
                 if all(now - since.get(x, now) > self.seconds for x in self.servers):
                     raise UserError(
                         f"{server.url} has failed for {self.seconds:g} s, last by: {error} (its log may say more)"

@@ -57,7 +57,7 @@ class VllmSampler:
 
     `weights` brings those of `served` over, also to a server that has restarted. The weights of
     every push get a label of their own, and responses of other weights are refused. `check` is
-    called while responses are made; an exception from it ends that.
+    called while servers load and answer; an exception from it ends that.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class VllmSampler:
         checksums = trained.checksums(params, self._dtype)
         summed = time.monotonic()
         self._proof.expect(expected, checksums, config, written.changed)
-        proved = run(self._load_all(), self.weights.check)
+        proved = run(self._load_all(), self._look)
         self.weights.delete_old()
         figures = asdict(written) | {
             "probe": scored - start,
@@ -148,19 +148,19 @@ class VllmSampler:
             prompt = (*given,) if anew else (*request.prompt, *response.tokens, *given)
             return Request(prompt, request_seed(request.seed, prompt, 0), request.index)
 
-        def check() -> None:
-            self._check()
-            self.weights.check()
-
         requests = make_requests(prompts, n, sampling.seed)
         work = answer_all(requests, patience, self._concurrency, ask, self._prepare, following)
-        run(work, check)
+        run(work, self._look)
         self.counters = {"retries": patience.retries}
         known = {"version": self.version, "tolerance": self._proof.tolerance}
         return rollout(prompts, made, turns=reply is not None, **known)
 
     def release(self) -> None:
         """Nothing to do: the servers' weights take none of the trainer's memory."""
+
+    def _look(self) -> None:
+        self._check()
+        self.weights.check()
 
     async def _load_all(self) -> list[Proved]:
         """Has all servers load the newest weights at the same time."""

@@ -28,6 +28,7 @@ GRACE = 10.0  # seconds for a server to end by itself
 POLL = 0.5
 HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without one, after the first
+AGAIN = ".again"  # of the file by which the trainer has a server started again
 STARTS = 3  # that end without an answer, before the keeper gives up
 EXTENSION = "/weights/extension"
 BLOCK = 2**20  # numbers of a weight that are worked on at a time
@@ -37,16 +38,18 @@ ENDING_WITH_KEEPER = 'exec 3<&0 </dev/null; (read _ <&3; kill -9 0) & exec "$@" 
 
 
 def keep(parent, root, path, command):
-    """Runs a server until standard input closes or the parent ends; then deletes `root` if it has.
+    """Runs a server until there is input, or it closes, or the parent ends; then deletes `root` if it has.
 
-    (The parent is looked at too because its forks may hold the input open.) A server that ends, or
-    no longer answers at the socket `path`, is started again. It gives up after STARTS.
+    (The parent is looked at too because its forks may hold the input open.) A server that ends, no
+    longer answers at the socket `path`, or is asked to by the file AGAIN beside that, is started
+    again. It gives up after STARTS.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # may go to a whole job; the trainer decides
-    unanswered = 0
+    unanswered, asked = 0, pathlib.Path(path).with_suffix(AGAIN)
     while unanswered < STARTS:
-        pathlib.Path(path).unlink(missing_ok=True)
+        for old in (pathlib.Path(path), asked):
+            old.unlink(missing_ok=True)
         shell = ["/bin/sh", "-c", ENDING_WITH_KEEPER, "sh"]
         server = subprocess.Popen(  # noqa: S603
             [*shell, *command],
@@ -63,7 +66,8 @@ def keep(parent, root, path, command):
                 return
             if healthy(path):
                 answered = time.monotonic()
-            elif answered is not None and time.monotonic() - answered > SILENCE:
+            silent = answered is not None and time.monotonic() - answered > SILENCE
+            if silent or asked.exists():
                 break
         end(server)
         unanswered = unanswered + 1 if answered is None else 0

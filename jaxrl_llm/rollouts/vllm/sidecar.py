@@ -86,6 +86,7 @@ class Sidecar:
     def __init__(self, launch: Launch, root: Path, timeout: float = 600.0):
         self.launch, self.root = launch, root
         self.server = Server(launch.url, launch.key, timeout)
+        self.server.restart = launch.socket.with_suffix(serverside.AGAIN).touch
         self._newest = launch.socket.with_suffix(".newest")
         self._keeper: subprocess.Popen | None = None
         if shutil.which(launch.python) is None:
@@ -124,7 +125,7 @@ class Sidecar:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             try:
-                keeper.communicate(timeout=3 * serverside.GRACE)  # closes its input
+                keeper.communicate(b"\0", timeout=3 * serverside.GRACE)
             except subprocess.TimeoutExpired:
                 keeper.kill()
                 keeper.wait()
