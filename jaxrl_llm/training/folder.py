@@ -142,8 +142,7 @@ def _start(
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
             mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
             storage.write(folder / copy, Path(original).read_bytes(), mode=mode)
-    sums = {name: storage.sha256(folder / name) for name in record.files_of(run)}
-    record.write(folder, run | {"sums": sums})
+    record.write(folder, run)
 
 
 def _require_model(folder: Path, parts: Parts) -> None:
@@ -215,13 +214,14 @@ def reopen(folder: Path) -> Config:
         )
     path = Path(run["config"])
     copies = {Path(original): folder / copy for original, copy in run["files"].items()}
-    copies[path.resolve()] = folder / CONFIG
-    with userfile.instead(copies):
+    copies[path] = folder / CONFIG
+    begun_in = Path(run.get("folder", ""))
+    with userfile.instead(copies, begun_in):
         make: Callable[..., Config] = configs.load(path)
         made = configs.build(make, folder / CONFIG, **record.flags_for(make, run["flags"]))
 
     def task(data: Path) -> Any:
-        with userfile.instead(copies):
+        with userfile.instead(copies, begun_in):
             return made.task(data)
 
     return pinned(folder, replace(made, task=task))

@@ -31,7 +31,7 @@ from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, sco
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
-from jaxrl_llm.training.record import Source, identity, modules
+from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
 from jaxrl_llm.training.stream import Cursor
 
 
@@ -75,6 +75,9 @@ def train(
             lambda: folders.resumable(folder) if resume == "auto" else resume is not False
         )
         begun = folders.origin(folder, origin, resuming)
+        given = {"the data of the task": divided.checksum, **made.given, **modules()}
+        if distributed.count() > 1:
+            require_alike(new(source, begun, given), resume)
         earlier = None if isinstance(resume, (bool, str)) else resume
         if resuming and earlier is None:
             folders.require_at_most(folder, first, config.steps)
@@ -85,7 +88,6 @@ def train(
             stop.stacks = folder / f"stacks-{distributed.index()}.txt"
         with _told(folder, console), ExitStack() as stack:
             if distributed.first():
-                given = {"the data of the task": divided.checksum, **made.given, **modules()}
                 stack.enter_context(
                     folders.opened(folder, made, source, given, resume=resuming, origin=begun)
                 )

@@ -9,14 +9,14 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import config, storage, userfile
+from jaxrl_llm import config, distributed, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import sharding, tokenizer
@@ -101,24 +101,51 @@ def test_only_lengths_may_be_given_anew(begun, opening, flags, said):
         assert folder.reopen(begun).steps == 9
 
 
-def test_flags_go_through_json(tmp_path):
-    def config(
-        size: tuple[int, int],
-        where: Path,
-        how: Literal["a", "b"] = "a",
-        maybe: Path | None = None,
-        several: tuple[Path, ...] = (),
-        name: str | None = None,
-    ):
-        return size, where, how, maybe, several, name
+FLAGS: list[tuple[Any, Any]] = [
+    (tuple[int, int], (1, 2)),
+    (Path, Path("/x")),
+    (Literal["a", "b"], "b"),
+    (Path | None, Path("y")),
+    (Path | None, None),
+    (str | None, "c"),
+    (Annotated[float, "a note"], 1),
+    (tuple[Path, ...], (Path("a"), Path("b"))),
+    (tuple[Path, ...] | None, (Path("a"),)),
+    (tuple[tuple[str, Path], ...], (("a", Path("b")),)),
+    (list[int], [1, 2]),
+    (list[Path] | None, [Path("a")]),
+    (dict[int, float], {1: 12.5}),
+    (dict[str, Path], {"1": Path("b")}),
+    (dict[str, list[float]], {"a": [0.5]}),
+]
 
-    flags = {"size": (1, 2), "where": Path("/x"), "how": "b", "maybe": Path("y"), "name": "c"}
-    flags |= {"several": (Path("a"), Path("b"))}
-    run = record.new(Source(Path("c.py"), flags)) | {"sums": {}}
+
+@pytest.mark.parametrize(("kind", "value"), FLAGS)
+def test_flags_come_back_as_they_were_given(kind, value, tmp_path):
+    def config(flag: kind): ...
+
+    run = record.new(Source(Path(__file__), {"flag": value})) | {"sums": {}}
     record.write(tmp_path, run)
-    assert record.flags_for(config, record.read(tmp_path)["flags"]) == flags
-    with pytest.raises(UserError, match="the flag x of config"):
-        record.new(Source(Path("c.py"), {"x": object()}))
+    back = record.flags_for(config, record.read(tmp_path)["flags"])["flag"]
+    assert repr(back) == repr(value)
+    record.require_kept(config, {"flag": value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (Any, object(), "a object, which cannot be kept"),
+        (set[int], {1}, "a set, which cannot be kept"),
+        (dict[bool, int], {True: 1}, r"\{True: 1\}, and would come back as \{'true': 1\}"),
+        (str | Path, Path("a"), "would come back as 'a'"),
+        (Any, [1], r"would come back as \(1,\)"),
+    ],
+)
+def test_a_flag_that_would_come_back_as_another_is_refused_at_the_start(kind, value, said):
+    def config(flag: kind): ...
+
+    with pytest.raises(UserError, match=f"the flag flag of config.*{said}"):
+        record.require_kept(config, {"flag": value})
 
 
 @pytest.mark.parametrize(
@@ -149,7 +176,8 @@ def test_an_altered_record_is_refused(begun, opening):
 def test_a_checkout_tells_its_commit_and_whether_files_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxrl_llm, "__file__", str(tmp_path / "package" / "__init__.py"))
     (tmp_path / "package").mkdir()
-    assert record.code() == {"version": jaxrl_llm.__version__}
+    code = record.code
+    assert {**code(), "sha256": ""} == {"version": jaxrl_llm.__version__, "sha256": ""}
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -162,10 +190,28 @@ def test_a_checkout_tells_its_commit_and_whether_files_differ(tmp_path, monkeypa
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "first")
-    known = {"version": jaxrl_llm.__version__, "commit": git("rev-parse", "HEAD")}
-    assert record.code() == {**known, "dirty": False}
+    known = code() | {"commit": git("rev-parse", "HEAD")}
+    assert code() == {**known, "dirty": False}
     (tmp_path / "file").write_text("another")
-    assert record.code() == {**known, "dirty": True}
+    assert code() == {**known, "dirty": True}
+    (tmp_path / "package" / "loss.py").write_text("-1")
+    assert code()["sha256"] != known["sha256"]
+
+
+def test_another_version_of_the_package_or_a_library_is_said(begun, opening, caplog):
+    opening()
+    assert not caplog.records
+    run = record.read(begun)
+    run["sessions"][-1]["versions"]["jax"] = "0.1"
+    run["sessions"][-1]["code"]["sha256"] = "abc"
+    record.write(begun, run)
+    opening()
+    (said,) = caplog.messages
+    assert f"jax 0.1 then, {jax.__version__} now" in said
+    assert f"jaxrl_llm {jaxrl_llm.__version__} (abc) then" in said
+    caplog.clear()
+    opening()
+    assert not caplog.records
 
 
 def test_a_run_of_an_older_version_is_refused(begun, opening):
@@ -197,13 +243,39 @@ def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_helper.py").write_text("factor = 2")
     importlib.import_module("a_helper")
-    (tmp_path / "user_config.py").write_text("")  # as files are called that a run keeps
-    importlib.import_module("user_config")
+    (tmp_path / "user_rewards.py").write_text("factor = 2")  # called as files that a run keeps
+    importlib.import_module("user_rewards")
+    userfile.run(tmp_path / "a_helper.py", "kept")
     before = record.modules()
-    (tmp_path / "a_helper.py").write_text("factor = 3")
+    for name in ("a_helper.py", "user_rewards.py"):
+        (tmp_path / name).write_text("factor = 3")
     after = record.modules()
-    assert {name for name in before if before[name] != after[name]} == {"module a_helper"}
-    assert not any(x in name for name in before for x in ("numpy", "jaxrl_llm.", "user_config"))
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"module a_helper", "module user_rewards"}
+    assert not any(x in name for name in before for x in ("numpy", "jaxrl_llm.", "user_kept"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"eta": 0.5, "steps": 6}, None),
+        ({"eta": 0.5, "steps": 7}, "--steps 7, process 0 with 6"),
+        ({"eta": 0.4, "steps": 6}, "--eta 0.4, process 0 with 0.5"),
+    ],
+)
+def test_processes_that_were_started_otherwise_are_told(theirs, said, monkeypatch):
+    words = []
+    monkeypatch.setattr(distributed, "agree", lambda word: words.append(word) or words)
+    record.require_alike(record.new(SOURCE, given={"module a": "x"}), "auto")
+    other = record.new(replace(SOURCE, flags=theirs), given={"module b": "x"})
+    if said is None:
+        record.require_alike(other, "auto")
+    else:
+        with pytest.raises(UserError, match=f"process 1 on .* was started with {said}: start all"):
+            record.require_alike(other, "auto")
+    with pytest.raises(UserError, match="process 1 on .* --resume False, process 0 with auto"):
+        words.pop()
+        record.require_alike(record.new(SOURCE), False)
 
 
 def test_two_runs_are_told_apart():
@@ -432,6 +504,71 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
         path.unlink()
     assert folder.reopen(run).steps == 3
     assert len(folder.reopen(run).task(tmp_path).train) == 64
+
+
+TASK = """
+class Task:
+    name, train, test = "a", [0] * 4, [1]
+    def prompt(self, example): return WORD
+    def reward(self, example, response): raise NotImplementedError
+WORD = "first"
+task = Task()
+"""
+RELATIVE = """from dataclasses import replace
+from tests.training.quick import config as quick
+from jaxrl_llm.tasks.task import load_task
+def config(): return replace(quick(), task=lambda folder: load_task("task.py:task"))
+"""
+
+
+@pytest.fixture
+def relative(opening, tmp_path, monkeypatch):
+    """A run that was started in a folder whose task its config names by a relative path."""
+    here = tmp_path / "here"
+    written(here / "mine.py", RELATIVE)
+    written(here / "task.py", TASK)
+    monkeypatch.chdir(here)
+    opening(source=_started(here), resume=False)
+    return here
+
+
+def _started(here):
+    """The source of a run of the config there, from the working folder."""
+    userfile.forget()
+    made = parts(config.load(here / "mine.py")(), ".")
+    source = Source(here / "mine.py", {}, tuple(userfile.ran(but=here / "mine.py")))
+    assert made.task.name == "a"
+    return source
+
+
+def test_files_that_have_moved_are_compared_all_the_same(relative, opening, tmp_path, monkeypatch):
+    there = relative.rename(tmp_path / "there")
+    monkeypatch.chdir(there)
+    opening(source=_started(there))
+    few = replace(_started(there), files=())
+    refused(opening, "was started with 2 files of the user, not 1", source=few)
+    (there / "task.py").write_text(TASK.replace("first", "other"))
+    refused(opening, r"there/task\.py has changed since", source=_started(there))
+
+
+def test_a_run_has_the_task_it_was_started_with_wherever_it_is_opened(
+    relative, tmp_path, monkeypatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    written(elsewhere / "task.py", TASK.replace("first", "other"))
+    monkeypatch.chdir(elsewhere)
+    for _ in range(2):
+        assert folder.reopen(tmp_path / "run").task(tmp_path).prompt(0) == "first"
+        shutil.rmtree(relative, ignore_errors=True)
+
+
+def test_a_run_opened_again_executes_no_file_that_it_does_not_keep(opening, tmp_path, monkeypatch):
+    written(tmp_path / "mine.py", RELATIVE)
+    run = opening(source=Source(tmp_path / "mine.py"), resume=False)
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "task.py", TASK)
+    with pytest.raises(UserError, match=r"task file 'task\.py' is none that the run keeps"):
+        folder.reopen(run).task(tmp_path)
 
 
 def test_an_edit_of_the_same_length_in_the_same_second_counts(tmp_path, monkeypatch):
