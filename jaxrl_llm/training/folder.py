@@ -80,7 +80,7 @@ def opened(
         storage.clear(folder)
         if resume:
             run = record.continued(folder, record.read(folder), source, origin, given)
-            _require_model(folder, parts)
+            require_model(folder, parts)
             record.write(folder, run)
         else:
             _require_new(folder)
@@ -145,8 +145,8 @@ def _start(
     record.write(folder, run)
 
 
-def _require_model(folder: Path, parts: Parts) -> None:
-    """A UserError if the folder's run has another model or tokenizer."""
+def require_model(folder: Path, parts: Parts) -> None:
+    """A UserError if the run has another model or tokenizer, or adapters that have another base now."""
     ours, adapted = _described(parts), (folder / MODEL / lora.CONFIG).exists()
     if adapted != (lora.CONFIG in ours):
         raise UserError(
@@ -166,6 +166,25 @@ def _require_model(folder: Path, parts: Parts) -> None:
         written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
+    if adapted:
+        record.require_given(folder, parts.given)
+
+
+def base(folder: Path) -> Path:
+    """The model that the run's adapters belong to; a UserError if it is another than at the start."""
+    run, config = record.read(folder), lora.read_config(folder / MODEL)[1]
+    name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
+    there = Path(run.get("folder", "")) / name
+    found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
+    found = hf.resolve(found, revision)
+    record.require_given(folder, {PRETRAINED: hf.version(found)})
+    return found
+
+
+def _commit(run: record.Run) -> str | None:
+    """The commit of the hub's model that the run began with; None for a folder."""
+    version = run["given"].get(PRETRAINED, "")
+    return version.removeprefix(hf.COMMIT) if version.startswith(hf.COMMIT) else None
 
 
 def _described(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -182,7 +201,7 @@ def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
     if steps not in (found := Checkpoints(folder / INITIAL).steps):
         said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
         raise UserError(f"--from {folder}: {said}, that of the config has {steps}")
-    _require_model(folder, parts)
+    require_model(folder, parts)
 
 
 def require_at_most(folder: Path, first: int, steps: int) -> None:
@@ -197,11 +216,10 @@ def require_at_most(folder: Path, first: int, steps: int) -> None:
 
 def pinned(folder: Path, config: Config) -> Config:
     """The config, with the hub's commit that the run in the folder began with: branches move."""
-    began_with = record.read(folder)["given"].get(PRETRAINED, "")
-    model = config.model
-    if not isinstance(model, Pretrained) or model.revision or not began_with.startswith(hf.COMMIT):
+    model, commit = config.model, _commit(record.read(folder))
+    if not isinstance(model, Pretrained) or model.revision or commit is None:
         return config
-    return replace(config, model=replace(model, revision=began_with.removeprefix(hf.COMMIT)))
+    return replace(config, model=replace(model, revision=commit))
 
 
 def reopen(folder: Path) -> Config:

@@ -9,9 +9,9 @@ may be given anew; each session records its own.
 import contextlib
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import inspect
-import hashlib
 import json
 import logging
 import os
@@ -192,14 +192,19 @@ def require_given(folder: Path, given: Mapping[str, Any]) -> None:
     """A UserError for the first of these that is not as it was when the run was started."""
     run = read(folder)
     for other in differences(run, run | {"given": given}):
-        raise _not_as_it_was(folder, other)
+        raise UserError(f"{_altered(folder, other)}: put it back, or start anew with another --out")
 
 
-def _not_as_it_was(folder: Path, other: Difference) -> UserError:
-    return UserError(
-        f"{folder}: {other.name} is not as it was when the run was started ({other.was}; now {other.now}): "
-        "put it back, or start anew with another --out"
-    )
+def warn_of_modules(folder: Path) -> None:
+    """Warns of each loaded module of the user that is not as it was when the run was started."""
+    run = read(folder)
+    for other in differences(run, run | {"given": modules()}):
+        logger.warning("%s", _altered(folder, other))
+
+
+def _altered(folder: Path, other: Difference) -> str:
+    was, now = other.was, other.now
+    return f"{other.name} is not as it was when {folder} was started ({was}; now {now})"
 
 
 def require_alike(run: Run, resume: bool | int | str) -> None:
@@ -237,7 +242,8 @@ def continued(
         if kind == "code":
             versions.append(f"{name} {was} then, {is_now} now")
         elif kind == "given":
-            raise _not_as_it_was(folder, other)
+            said = _altered(folder, other)
+            raise UserError(f"{said}: put it back, or start anew with another --out")
         elif kind == "from":
             how = f"with --from {was}" if was else "without --from"
             raise UserError(f"{folder} was started {how}: resume it so")

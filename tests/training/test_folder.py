@@ -19,7 +19,7 @@ import jaxrl_llm
 from jaxrl_llm import config, distributed, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import sharding, tokenizer
+from jaxrl_llm.models import hf, sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record
 from jaxrl_llm.training.checkpoint import Checkpoints
@@ -43,7 +43,7 @@ def opening(made, tmp_path):
 
     def opened(out=None, source: Source | None = SOURCE, *, resume=True, origin=None, parts=made):
         out = tmp_path / "run" if out is None else out
-        with folder.opened(out, parts, source, resume=resume, origin=origin):
+        with folder.opened(out, parts, source, parts.given, resume=resume, origin=origin):
             pass
         return out
 
@@ -271,10 +271,10 @@ def test_processes_that_were_started_otherwise_are_told(theirs, said, monkeypatc
     if said is None:
         record.require_alike(other, "auto")
     else:
-        with pytest.raises(UserError, match=f"process 1 on .* was started with {said}: start all"):
+        with pytest.raises(UserError, match=rf"process 1 on .* was started with {said}: start all"):
             record.require_alike(other, "auto")
-    with pytest.raises(UserError, match="process 1 on .* --resume False, process 0 with auto"):
-        words.pop()
+    words.pop()
+    with pytest.raises(UserError, match=r"process 1 on .* --resume False, process 0 with auto"):
         record.require_alike(record.new(SOURCE), False)
 
 
@@ -606,6 +606,61 @@ def test_a_run_with_other_adapters_or_without_is_refused(begun, opening, made, t
     opening(out, parts=adapted(2))
     refused(opening, "is a run of adapters, unlike the config", out)
     refused(opening, "another model: r is 2 there and 3 in the config", out, parts=adapted(3))
+
+
+@pytest.fixture
+def based(made, tmp_path):
+    """Parts of a run on a pretrained model, with these adapters or none."""
+    base = tmp_path / "base"
+    hf.export(made.fresh(0), made.shape, base)
+    made.tokenizer.save(base)
+
+    def on_it(lora):
+        return replace(
+            made, shape=replace(made.shape, lora=lora), source=base, base=(str(base), None)
+        )
+
+    return on_it
+
+
+def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, based, tmp_path):
+    """All weights belong to none."""
+    adapted, whole = based(Lora(2, 4.0)), based(None)
+    run, other = (
+        opening(tmp_path / n, resume=False, parts=p) for n, p in (("a", adapted), ("b", whole))
+    )
+    with Checkpoints(run / folder.INITIAL) as there:
+        there.save(0, {"a": jnp.zeros(1)}, {})
+    acts = (
+        lambda: opening(run, parts=adapted),
+        lambda: folder.require_model(run, adapted),  # to evaluate it
+        lambda: folder.require_warm_start(run, adapted, 0),
+        lambda: folder.base(run),  # to merge it
+    )
+    for act in acts:
+        act()
+    with (adapted.source / "config.json").open("a") as file:
+        file.write(" ")
+    for act in acts:
+        with pytest.raises(UserError, match="the pretrained model is not as it was when"):
+            act()
+    folder.require_model(other, whole)
+
+
+def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
+    opening, based, tmp_path, monkeypatch
+):
+    """A relative name is one in the working folder that the run was started in."""
+    adapted, asked = based(Lora(2, 4.0)), []
+    monkeypatch.setattr(hf, "resolve", lambda *what: asked.append(what) or tmp_path)
+    monkeypatch.setattr(hf, "version", lambda _: "commit abc")
+    for name, found in (("Qwen/x", "Qwen/x"), ("base", tmp_path / "base")):
+        monkeypatch.chdir(tmp_path)
+        parts = replace(adapted, base=(name, "main"))
+        run = opening(tmp_path / f"of-{name.replace('/', '-')}", resume=False, parts=parts)
+        monkeypatch.chdir(ROOT)
+        assert folder.base(run) == tmp_path
+        assert asked[-1] == (found, "abc")
 
 
 def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):
