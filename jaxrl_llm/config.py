@@ -367,7 +367,7 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
         raise
     except TypeError as error:
         raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
         ) from error

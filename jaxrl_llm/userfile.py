@@ -76,7 +76,7 @@ def run(path: Path, kind: str) -> ModuleType:
     sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:
         loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[loader.name]
         raise UserError(f"{blame(path, error)}: {type(error).__name__}: {error}") from error
     return module
@@ -87,7 +87,7 @@ def is_kept(module: ModuleType) -> bool:
     return isinstance(getattr(module, "__loader__", None), _AsItIs)
 
 
-def blame(path: Path, error: Exception) -> str:
+def blame(path: Path, error: BaseException) -> str:
     """The file and the line in it that an error came from, as text."""
     return _place({str(path)}, error) or f"{path}, line ?"
 
@@ -99,13 +99,13 @@ def answering_for(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = _place({str(path) for path in _RAN.values()}, error)
         said = f"{where}: " if where else ""
         raise UserError(f"{what}: {said}{type(error).__name__}: {first_line(error)}") from error
 
 
-def _place(files: set[str], error: Exception) -> str:
+def _place(files: set[str], error: BaseException) -> str:
     """The innermost of `files` in the traceback, with its line; empty if none is in it."""
     if isinstance(error, SyntaxError) and error.filename in files:
         return f"{error.filename}, line {error.lineno}"

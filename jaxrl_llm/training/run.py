@@ -184,6 +184,8 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
         console.print(saved if known else "stopped before there was anything to save")
         raise
     except OSError as error:
+        if error.filename and not Path(str(error.filename)).is_relative_to(folder):
+            raise
         raise UserError(
             f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
             "--resume"
@@ -243,10 +245,12 @@ def _resumed(
 
 def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
-    warm, own = config.warm_start, getattr(made.task, "demonstration", None)
     what, response = "an empty response", ""
-    if made_by := warm and (warm.demonstration or own):
-        what, response = "a demonstration", made_by(example)
+    if config.warm_start:
+        what, response = (
+            "a demonstration",
+            loop.demonstration(config.warm_start, made.task)(example),
+        )
     task = made.token_task(config, asked=lambda: stop.asked)
     with suppress(Leaving):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
@@ -381,7 +385,8 @@ def _show(
 
     The samples are the first responses to the first four prompts.
     """
-    text = lambda row: as_text(made.task.prompt(answers.examples[row // config.group_size]))
+    ask = userfile.answering_for("a prompt cannot be made")(made.task.prompt)
+    text = lambda row: as_text(ask(answers.examples[row // config.group_size]))
     if config.keep_tokens:
         kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))
         numbers = look(kept)  # a program of all processes
