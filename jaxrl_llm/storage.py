@@ -200,7 +200,10 @@ def is_url(where: str | Path) -> bool:
 def local(where: str | Path, *, but: str = "") -> Path:
     """The local folder of a path or URL; from a bucket all is pulled but folders named `but`."""
     if not is_url(where):
-        return Path(where)
+        try:
+            return Path(where).expanduser()
+        except RuntimeError as error:
+            raise UserError(f"{where}: there is no such home: write the path out") from error
     scheme, _, rest = str(where).partition(":")
     url = f"{scheme}://{rest.strip('/')}"
     if url not in _MIRRORS:

@@ -1,7 +1,9 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ class Tokenizer:
     """The methods of a tokenizer that this package needs.
 
     `eos` ends a text; `stops` are all tokens that end a response: chat models have several. With
-    `chat` a prompt that is a text is what the user says.
+    `chat` a prompt that is a text is what the user says. `day` is what a template writes as today.
     """
 
-    def __init__(self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False):
-        self._inner, self.chats = inner, chat
+    reads = True  # whether there is one
+
+    def __init__(
+        self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False, day: date | None = None
+    ):
+        self._inner, self.chats, self.day = inner, chat, day or date.today()
         if inner.eos_token_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token: set eos_token in its config"
@@ -53,14 +59,24 @@ class Tokenizer:
 
     def turns(self, said: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""
-        template = self._inner.apply_chat_template
+        inner = self._inner
         try:
-            return template(said, tokenize=True, return_dict=False, **settings)
+            template = self._dated(inner.get_chat_template(tools=settings.get("tools")))
+            settings |= {"tokenize": True, "return_dict": False, "chat_template": template}
+            return inner.apply_chat_template(said, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
             reason = first_line(error)
             raise UserError(
                 f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
+
+    def _dated(self, template: str) -> str:
+        """The template with `day` in place of today, for which the library lets nobody set another."""
+        if "strftime_now" not in template:
+            return template
+        parts = {f"%{part}": self.day.strftime(f"%{part}") for part in "aAbBdjmyY"}
+        written = " | ".join(["form", *(f"replace({part!r}, {x!r})" for part, x in parts.items())])
+        return f"{{% macro strftime_now(form) %}}{{{{ {written} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
     @property
     def marks(self) -> list[str]:
@@ -106,8 +122,22 @@ class Tokenizer:
         self._inner.save_pretrained(folder)
 
 
-def load(folder: Path, *, chat: bool = False) -> Tokenizer:
+class Missing(Tokenizer):
+    """In place of the tokenizer of a folder that has none: whatever needs one is a UserError."""
+
+    reads = False
+
+    def __init__(self, folder: Path, stops: Sequence[int]):
+        self._folder, self.stops = folder, tuple(stops)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(f"{self._folder} has no tokenizer: add tokenizer.json, or give token ids")
+
+
+def load(folder: Path, *, chat: bool = False, day: date | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too."""
+    if not folder.is_dir():  # its name may be one at the hub too
+        raise UserError(f"there is no folder {folder}, which should hold a tokenizer")
     # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
     # of Qwen2, with its rules for splitting text, whatever the vocabulary is
     whole = (folder / "tokenizer.json").exists()
@@ -117,7 +147,7 @@ def load(folder: Path, *, chat: bool = False) -> Tokenizer:
     stops = () if room is None else hf.stop_tokens(folder, room)
     try:
         inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
-        made = Tokenizer(inner, stops, chat=chat)
+        made = Tokenizer(inner, stops, chat=chat, day=day)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read
@@ -128,6 +158,13 @@ def load(folder: Path, *, chat: bool = False) -> Tokenizer:
             f"{folder}: the tokenizer knows {len(made)} tokens, the model {room}: they are not of one model"
         )
     return made
+
+
+def load_or_missing(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder, or what says that there is none once text is asked for."""
+    if any(re.match("tokenizer|vocab", path.name) for path in folder.iterdir()):
+        return load(folder)
+    return Missing(folder, hf.stop_tokens(folder, hf.load_shape(folder).vocab_size))
 
 
 def of_words(words: Sequence[str]) -> Tokenizer:

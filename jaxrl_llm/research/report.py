@@ -35,6 +35,7 @@ CHARTS = {
     "mismatch_mean": "sampler's log-probs against the trainer's, nats a token",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 46, 14, 8, 20  # of a chart, in pixels
+FIGURES = ("length", "cut", "unchecked")  # of each evaluation
 SHOWN, RECENT = 2, 10  # responses of a kind; kept steps from which the best and worst come
 # all control characters but tab and line feed, marks of direction and of no width, surrogates
 _SPECIAL = re.compile(
@@ -145,14 +146,17 @@ def _summary(records: Sequence[Record]) -> Element:
     ours = [r for r in records if r["phase"] == REINFORCE]
     measured = [r for r in ours if "eval/accuracy" in r]
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
-    state = "finished" if tested else "not finished"
+    ended = tested and tested[-1]["step"] >= max((r["step"] for r in steps), default=0)
+    state = "finished" if ended else "not finished"
     said = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
         best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
         said += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
         said[-1] += f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
     for r in tested:
-        said += [f"Test accuracy: {_measured(r, 'test')} at step {r['test/step']:.0f}."]
+        said += [
+            f"Test accuracy: {_measured(r, 'test')} at step {r.get('test/step', r['step']):.0f}."
+        ]
     said += ["Percent, with 95% intervals."] if len(said) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):
@@ -190,7 +194,8 @@ def _curves(records: Sequence[Record]) -> Sequence[Part]:
 
 def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     """A row an evaluation, and the groups of the last one."""
-    found = [(r, of) for r in records for of in ("eval", "test") if f"{of}/accuracy" in r]
+    known = lambda r, of: {f"{of}/{x}" for x in ("accuracy", "examples", *FIGURES)} <= r.keys()
+    found = [(r, of) for r in records for of in ("eval", "test") if known(r, of)]
     if not found:
         return [tag("h2", "Evaluations"), tag("p", "There was none yet.")]
     names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in found]))

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
-from jaxrl_llm.training.parts import PRETRAINED, Parts
+from jaxrl_llm.training.parts import DAY, PRETRAINED, Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
@@ -167,7 +168,7 @@ def require_model(folder: Path, parts: Parts) -> None:
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
     if adapted:
-        record.require_given(folder, parts.given)
+        record.require_given(folder, {k: x for k, x in parts.given.items() if k == PRETRAINED})
 
 
 def base(folder: Path) -> Path:
@@ -215,11 +216,13 @@ def require_at_most(folder: Path, first: int, steps: int) -> None:
 
 
 def pinned(folder: Path, config: Config) -> Config:
-    """The config, with the hub's commit that the run in the folder began with: branches move."""
-    model, commit = config.model, _commit(record.read(folder))
-    if not isinstance(model, Pretrained) or model.revision or commit is None:
+    """The config, with the hub's commit and the day that the run in the folder began with."""
+    model, run = config.model, record.read(folder)
+    if not isinstance(model, Pretrained):
         return config
-    return replace(config, model=replace(model, revision=commit))
+    day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None
+    revision = model.revision or _commit(run)
+    return replace(config, model=replace(model, revision=revision, day=model.day or day))
 
 
 def reopen(folder: Path) -> Config:

@@ -28,7 +28,7 @@ from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
-PRETRAINED = "the pretrained model"
+PRETRAINED, DAY = "the pretrained model", "the day in prompts"
 KEPT = 2**16  # examples that are kept once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
@@ -50,8 +50,10 @@ class Parts:
 
     @property
     def given(self) -> dict[str, str]:
-        """The version of a pretrained model, by the name that it has in messages."""
-        return {} if self.source is None else {PRETRAINED: hf.version(self.source)}
+        """A pretrained model's version, and the day that its template may write; by their names."""
+        if self.source is None:
+            return {}
+        return {PRETRAINED: hf.version(self.source), DAY: self.tokenizer.day.isoformat()}
 
     @property
     def like(self) -> Any:
@@ -129,13 +131,14 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     if isinstance(config.model, Pretrained):
         base = name, _ = config.model.name, config.model.revision
         where = storage.local(name) if storage.is_url(name) else name
-        source, shape, words = pretrained(where, config.model.revision, chat=config.model.chat)
+        model = config.model
+        source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
         shape = lora.beside(shape, config.model.lora)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     definition, _ = qwen2.graph(shape, config.compute)
-    folder = storage.local(data).expanduser()
+    folder = storage.local(data)
     with userfile.answering_for("the task cannot be made"):
         task = config.task(folder)
         check_members(task, "config: task")

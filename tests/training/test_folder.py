@@ -1,6 +1,7 @@
 """What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
 
 import contextlib
+import datetime
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ from jaxrl_llm.models import hf, sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.parts import parts
+from jaxrl_llm.training.parts import DAY, parts
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
 from tests.training.process import QUICK, ROOT, contents, written
@@ -237,6 +238,18 @@ def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
         made = folder.pinned(tmp_path, replace(quick.config(), model=model))
         assert made.model == config.Pretrained("Qwen/x", found)
     assert folder.pinned(tmp_path, quick.config()).model == quick.config().model
+
+
+def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
+    """Some chat templates write it."""
+    of_base = replace(made, source=tmp_path)
+    assert of_base.given[DAY] == made.tokenizer.day.isoformat()
+    record.write(tmp_path, record.new(None, given={DAY: "2024-07-26"}))
+    day = datetime.date(2024, 7, 26)
+    model, other = config.Pretrained("x"), config.Pretrained("x", day=datetime.date(2024, 1, 1))
+    pinned = lambda model: folder.pinned(tmp_path, replace(quick.config(), model=model)).model
+    assert pinned(model) == replace(model, day=day)
+    assert pinned(other) == other
 
 
 def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):

@@ -345,14 +345,14 @@ ERRORS = [FileNotFoundError(2, "gone", "data.jsonl"), ZeroDivisionError("by zero
 def test_what_a_task_raises_where_no_reward_is_due_costs_no_step(trial, error):
     class Raises(Echo):
         def prompt(self, example):
-            if "record 3" in made.log:
+            if "record 4" in made.log:
                 raise error
             return super().prompt(example)
 
     made = trial(task=Raises, saves=lambda step: step == 6)
     with pytest.raises(UserError, match=f"a prompt cannot be made: {type(error).__name__}"):
         made.reinforce()
-    assert [*made.saved] == [0, 3, 4]
+    assert [*made.saved] == [0, 3, 5]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
