@@ -23,7 +23,7 @@ def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Config, Pa
     config = folders.reopen(here)
     made = parts(config, data)
     folders.require_model(here, made)
-    record.warn_of_modules(here)
+    record.require_given(here, record.modules())
     with (
         jax.set_mesh(made.mesh),
         config.engine.start(made.policy, made.mesh, here) as sampler,

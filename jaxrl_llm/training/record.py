@@ -35,6 +35,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.fingerprint import checksum
 
 NAME, CONFIG, VERSION = "run.json", "config.py", 4
+MODULE = "module "  # how the names of modules begin
 LENGTHS = {
     "steps",
     "evaluate_every",
@@ -126,10 +127,10 @@ def write(folder: Path, run: Run) -> None:
 
 
 class Difference(NamedTuple):
-    """What differs between two records, or is None in one: of a `kind`, by its name or number."""
+    """What differs between two records, or is None in one: a kind of fact and its name."""
 
     kind: str
-    name: Any
+    name: str
     was: Any
     now: Any
 
@@ -137,44 +138,36 @@ class Difference(NamedTuple):
 def differences(was: Run, now: Run) -> Iterator[Difference]:
     """Where two records are of different runs: the list of all that makes a run the one it is.
 
-    Files count in the order in which they were run, wherever they lie. Of what is "given" and of
-    "code" only what both know is compared: a module may not be loaded yet.
+    Files are compared wherever they lie. Of what is "given" and of "code" only what both know is
+    compared: a module may not be loaded yet.
     """
     same = was["from_id"] and was["from_id"] == now["from_id"]  # it may have moved
     if not same and was["from"] != now["from"]:
         yield Difference("from", "--from", was["from"], now["from"])
-    for kind, facts in _FACTS.items():
-        one, other = facts(was), facts(now)
-        common = kind in ("given", "code")
-        for name in sorted(one.keys() & other.keys() if common else one.keys() | other.keys()):
-            if one.get(name) != other.get(name):
-                yield Difference(kind, name, one.get(name), other.get(name))
+    one, other = _facts(was), _facts(now)
+    for kind, name in one | other:
+        a, b = one.get((kind, name)), other.get((kind, name))
+        if a != b and (kind in ("file", "flag") or None not in (a, b)):
+            yield Difference(kind, f"--{name.replace('_', '-')}" if kind == "flag" else name, a, b)
 
 
-def _code(run: Run) -> dict[str, str]:
-    """Versions by name, of the newest session: of the libraries, and of this package."""
+def _facts(run: Run) -> dict[tuple[str, str], Any]:
+    """What makes the run the one it is, by kind and name."""
     session = run["sessions"][-1]
-    known = session["code"]
-    ours = {jaxrl_llm.__name__: f"{known['version']} ({known['sha256'][:12]})"}
-    return session["versions"] | (ours if "sha256" in known else {})
-
-
-_FACTS: dict[str, Callable[[Run], dict[Any, Any]]] = {
-    "file": lambda run: dict(enumerate(run["sums"].values())),
-    "flag": lambda run: run["flags"],
-    "given": lambda run: run["given"],
-    "code": _code,
-}
+    package = f"{session['code']['version']} ({session['code'].get('sha256', '')[:12]})"
+    code = {jaxrl_llm.__name__: package} | session["versions"]
+    parts = {"given": run["given"], "file": run["sums"], "flag": run["flags"], "code": code}
+    return {(kind, name): x for kind, part in parts.items() for name, x in part.items()}
 
 
 def require_sources(folder: Path, run: Run) -> None:
     """A UserError if a file to be executed again has changed since the run was started."""
-    copies = [folder / name for name in run["sums"]]
-    sums = {str(path): storage.sha256(path) if path.is_file() else "" for path in copies}
-    for other in differences(run, run | {"sums": sums}):
+    there = {name: folder / name for name in run["sums"] if (folder / name).is_file()}
+    sums = {name: storage.sha256(path) for name, path in there.items()}
+    for _, name, *_ in differences(run, run | {"sums": sums}):
         raise UserError(
-            f"{copies[other.name]} is not as it was when the run was started: take it from a copy of the run; "
-            "nothing was changed"
+            f"{folder / name} is not as it was when the run was started: take it from a copy of the run; nothing "
+            "was changed"
         )
 
 
@@ -182,29 +175,19 @@ def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
     """The first original file that differs from the run's copy, and the copy; None if none does."""
     originals = {name: Path(path) for path, name in {str(made_by): CONFIG, **run["files"]}.items()}
     sums = {name: storage.sha256(path) for name, path in originals.items() if path.exists()}
-    for other in differences(run, run | {"sums": run["sums"] | sums}):
-        name = [*run["sums"]][other.name]
+    for _, name, *_ in differences(run, run | {"sums": run["sums"] | sums}):
         return originals[name], folder / name
     return None
 
 
 def require_given(folder: Path, given: Mapping[str, Any]) -> None:
-    """A UserError for the first of these that is not as it was when the run was started."""
+    """A UserError if one of these is not as it was when the run was started; modules are warned of."""
     run = read(folder)
-    for other in differences(run, run | {"given": given}):
-        raise UserError(f"{_altered(folder, other)}: put it back, or start anew with another --out")
-
-
-def warn_of_modules(folder: Path) -> None:
-    """Warns of each loaded module of the user that is not as it was when the run was started."""
-    run = read(folder)
-    for other in differences(run, run | {"given": modules()}):
-        logger.warning("%s", _altered(folder, other))
-
-
-def _altered(folder: Path, other: Difference) -> str:
-    was, now = other.was, other.now
-    return f"{other.name} is not as it was when {folder} was started ({was}; now {now})"
+    for _, name, was, now in differences(run, run | {"given": given}):
+        said = f"{name} is not as it was when {folder} was started ({was}; now {now})"
+        if not name.startswith(MODULE):
+            raise UserError(f"{said}: put it back, or start anew with another --out")
+        logger.warning("%s", said)
 
 
 def require_alike(run: Run, resume: bool | int | str) -> None:
@@ -212,13 +195,22 @@ def require_alike(run: Run, resume: bool | int | str) -> None:
     word = json.dumps(run | {"flags": run["flags"] | {"resume": resume}})
     first, *others = map(json.loads, distributed.agree(word))
     for i, one in enumerate(others, 1):
-        for kind, name, theirs, ours in differences(one, first):
-            said = f"--{name.replace('_', '-')} {theirs}" if kind == "flag" else f"another {name}"
-            said = f"another {[CONFIG, *one['files']][name]}" if kind == "file" else said
+        for _, name, theirs, ours in differences(one, first):
             raise UserError(
-                f"process {i} on {one['sessions'][-1]['host']} was started with {said}, process 0 with {ours}: "
-                "start all with the same files, flags and versions"
+                f"process {i} on {one['sessions'][-1]['host']} was started with {name} {theirs}, process 0 with "
+                f"{ours}: start all with the same files, flags and versions"
             )
+
+
+_REFUSED = {
+    "from": "{folder} was started {how}: resume it so",
+    "flag": "{folder} was started with {name} {was}, not {now}: leave {name} out to go on, or start anew with "
+    "another --out",
+    "given": "{name} is not as it was when {folder} was started ({was}; now {now}): put it back, or start anew "
+    "with another --out",
+    "file": "{path} has changed since {folder} was started: resume with the run's own copy, {folder}/{name}, or "
+    "start anew with another --out",
+}
 
 
 def continued(
@@ -233,42 +225,19 @@ def continued(
     Another version of the package or a library is a warning.
     """
     require_sources(folder, run)
-    now = new(source, origin, given)
-    kept = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
-    lengths = {name: value for name, value in now["flags"].items() if name in LENGTHS}
-    versions = list[str]()
-    for other in differences(run | {"flags": kept | lengths}, now):
-        kind, name, was, is_now = other
-        if kind == "code":
-            versions.append(f"{name} {was} then, {is_now} now")
-        elif kind == "given":
-            said = _altered(folder, other)
-            raise UserError(f"{said}: put it back, or start anew with another --out")
-        elif kind == "from":
-            how = f"with --from {was}" if was else "without --from"
-            raise UserError(f"{folder} was started {how}: resume it so")
-        elif kind == "flag":
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{folder} was started with {flag} {was}, not {is_now}: leave {flag} out to go on, or start "
-                "anew with another --out"
-            )
-        elif None in (was, is_now):
-            raise UserError(
-                f"{folder} was started with {len(run['sums'])} files of the user, not {len(now['sums'])}: put "
-                "them back as they were, or start anew with another --out"
-            )
-        else:
-            copy, there = folder / [*run["sums"]][name], [now["config"], *now["files"]][name]
-            raise UserError(
-                f"{there} has changed since {folder} was started: resume with the run's own copy, {copy}, or "
-                "start anew with another --out"
-            )
+    now, versions = new(source, origin, given), list[str]()
+    paths = dict(zip(now["sums"], [now["config"], *now["files"]], strict=False))
+    flags = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
+    flags |= {name: value for name, value in now["flags"].items() if name in LENGTHS}
+    for other in differences(run | {"flags": flags}, now):
+        if other.kind != "code":
+            how = f"with --from {other.was}" if other.was else "without --from"
+            facts = {"folder": folder, "how": how, "path": paths.get(other.name, other.name)}
+            raise UserError(_REFUSED[other.kind].format(**facts, **other._asdict()))
+        versions.append(f"{other.name} {other.was} then, {other.now} now")
     if versions:
-        logger.warning(
-            "%s goes on with other code than before, which may compute something else: %s",
-            folder, "; ".join(versions),
-        )  # fmt: skip
+        what = "%s goes on with other code than before, which may compute something else: %s"
+        logger.warning(what, folder, "; ".join(versions))
     return run | {"flags": now["flags"], "sessions": [*run["sessions"], *now["sessions"]]}
 
 
@@ -360,7 +329,7 @@ def modules() -> dict[str, str]:
         path = Path(getattr(module, "__file__", None) or "")
         own = path.suffix == ".py" and not userfile.is_kept(module) and not name.startswith("__")
         if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
-            found[f"module {name}"] = storage.sha256(path)
+            found[f"{MODULE}{name}"] = storage.sha256(path)
     return found
 
 
