@@ -64,12 +64,13 @@ def written_out(x: Any) -> str:
     if isinstance(x, dict):
         inner = ", ".join(f"{written_out(key)}: {written_out(one)}" for key, one in x.items())
         return f"{{{inner}}}"
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        shown = [field.name for field in dataclasses.fields(x) if field.repr]
+        inner = ", ".join(f"{name}={written_out(getattr(x, name))}" for name in shown)
+        return f"{type(x).__qualname__}({inner})"
     if isinstance(x, list | tuple):
-        kind = type(x).__name__ if hasattr(x, "_fields") else "list" * isinstance(x, list)
-        return f"{kind}({', '.join(map(written_out, x))})"
-    if dataclasses.is_dataclass(x):
-        shown = [getattr(x, field.name) for field in dataclasses.fields(x) if field.repr]
-        return f"{type(x).__qualname__}({', '.join(map(written_out, shown))})"
+        inner = ", ".join(map(written_out, x))
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' * (len(x) == 1)})"
     if hasattr(x, "tolist"):
         return written_out(x.tolist())
     text = re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))

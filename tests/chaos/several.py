@@ -1,9 +1,9 @@
 """`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, one of which is lost.
 
 At a random moment one process, each in its turn, is killed, told to leave, stands still, hangs while its heart
-beats, finds its disk full or blocked, or is started with another config; with --bucket the run lies in a bucket, whose network may be cut for half
-a minute. All must end within the bound, with a line that says why, and a restart must end bit for bit as the
-undisturbed job; nothing may be left. The number of a fault decides its kind and its victim.
+beats, finds its disk full or blocked, or is started with another config; with --bucket the run lies in a bucket,
+whose network may be cut for half a minute. All must end within the bound, with a line that says why, and a restart
+must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides its kind and victim.
 """
 
 import argparse

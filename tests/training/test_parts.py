@@ -18,6 +18,7 @@ from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
+from jaxrl_llm.training.fingerprint import written_out
 from jaxrl_llm.training.parts import askable, overlap, parts, readable, splits
 from tests.training import quick
 from tests.training.conftest import forget
@@ -117,6 +118,15 @@ def test_a_checksum_of_data_is_that_of_their_content(one, other, same):
         made.task.prompt = lambda example: str(example[0])
         known.append(splits(made, CONFIG).checksum)  # pyright: ignore[reportArgumentType]
     assert (known[0] == known[1]) == same
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["a'b", ["a", 1.0], ("a",), (1, None), {"a": [True, b"{"]}, Puzzle({1}), 1e-7],
+    ids=str,
+)
+def test_plain_data_have_the_checksum_of_their_repr(example):
+    assert written_out(example) == repr(example)
 
 
 def test_an_example_that_holds_itself_has_a_checksum():
