@@ -3,7 +3,7 @@
 At a random moment one process, each in its turn, is killed, told to leave, stands still, hangs while its heart
 beats, finds its disk full or blocked, or is started with another config; with --bucket the run lies in a bucket,
 whose network may be cut for half a minute. All must end within the bound, with a line that says why, and a restart
-must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides its kind and victim.
+must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides kind and victim.
 """
 
 import argparse
