@@ -192,12 +192,12 @@ def _set_aside(
     for i in range(len(source)):
         places.setdefault(prompt(i), []).append(i)
     each = [*places.values()]
-    count = min(validation, len(each) // SHARE)
-    if count < 1:
+    if len(source) < SHARE or len(each) < 2:
         raise UserError(
-            f"the training data has {len(each)} different prompts: at least {SHARE} are needed, to set one aside "
-            "for validation"
+            f"the training data has {len(source)} examples of {len(each)} different prompts: at least {SHARE} are "
+            "needed, of two prompts, to set one aside for validation"
         )
+    count = max(1, min(validation, len(each) // SHARE))
     stretches = itertools.pairwise(i * len(each) // count for i in range(count + 1))
     rng = np.random.default_rng(0)
     aside = [each[rng.integers(*stretch)] for stretch in stretches]

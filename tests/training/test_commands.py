@@ -160,7 +160,7 @@ def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path
     assert "WARNING" not in err
     tried = out.index("warning: so the reward, tried on an empty response for the first example")
     assert tried < out.index("reinforce: the first step")
-    assert "validation accuracy unknown: all 2 responses are unchecked" in out
+    assert "validation accuracy unknown: all 1 responses are unchecked" in out
     assert "all unchecked" in out
     assert "unchecked responses, which count nowhere: 6" in " ".join(out.split())
     assert "0.0" not in "".join(line for line in out.splitlines() if "accuracy" in line)

@@ -169,8 +169,10 @@ def test_an_example_that_cannot_be_read_is_one_line():
 
 def test_small_training_data_keep_three_quarters():
     assert [len(source) for source in divided(range(10), 500, range(3))] == [8, 2, 3]
-    with pytest.raises(UserError, match="at least 4 are needed"):
-        divided(range(3), 500)
+    assert divided([1, 2] * 4, 500)[0] in ([1] * 4, [2] * 4)
+    for few in (range(3), [1] * 9):
+        with pytest.raises(UserError, match="at least 4 are needed, of two prompts"):
+            divided(few, 500)
 
 
 @pytest.mark.parametrize(
