@@ -71,8 +71,8 @@ def written_out(x: Any) -> str:
     if isinstance(x, list | tuple):
         inner = ", ".join(map(written_out, x))
         return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' * (len(x) == 1)})"
-    if hasattr(x, "tolist"):
-        return written_out(x.tolist())
+    if (listed := getattr(x, "tolist", None)) is not None:
+        return written_out(listed())
     text = re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))
     return "".join(sorted(text)) if "{" in text else text  # there may be a set in it
 
