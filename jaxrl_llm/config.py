@@ -5,6 +5,7 @@ are numbers. The defaults here are the only ones.
 """
 
 import dataclasses
+import datetime
 import difflib
 import math
 import re
@@ -37,7 +38,8 @@ class Pretrained:
     weights stay as they are, in the precision of `Compute`, and adapters beside them are trained.
 
     `revision` is a commit, branch or tag at the hub (None: the newest; a resumed run takes the
-    commit it began with, which is in its run.json).
+    commit it began with, which is in its run.json). `day` is what a chat template takes for today
+    (None: the day on which the run began).
 
     >>> jl.Pretrained("Qwen/Qwen2.5-3B").name
     'Qwen/Qwen2.5-3B'
@@ -47,6 +49,7 @@ class Pretrained:
     revision: str | None = None
     chat: bool = False
     lora: qwen2.Lora | None = None
+    day: datetime.date | None = None
 
 
 @dataclass(frozen=True)
@@ -373,7 +376,7 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
         raise
     except TypeError as error:
         raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
         ) from error

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Mesh
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, logprobs, qwen2, sharding
-from jaxrl_llm.models.policy import Policy, pretrained
+from jaxrl_llm.models import hf, logprobs, qwen2, sharding, tokenizer
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler, by_padded_length, padded
@@ -50,7 +50,8 @@ class Model:
 class Response:
     """One response of a model: `logps` has the log-prob (nats) of each of the `tokens`.
 
-    `text` leaves out the token that ends it; `finished` is False if `max_tokens` cut it.
+    `text` leaves out the token that ends it, and is empty where the model has no tokenizer;
+    `finished` is False if `max_tokens` cut it.
 
     >>> [response] = jl.generate(jl.load("model"), ["one two"], jl.Sampling(max_tokens=3))
     >>> len(response.tokens), response.finished
@@ -73,8 +74,8 @@ def load(
     """A model from a Hugging Face folder or hub name, with an `adapter` of PEFT merged into it.
 
     `mesh` says how parameters are sharded (None: over all devices); each device reads only its own
-    slices of the files. Parameters are kept in `dtype` and computed with in it. Raises a UserError
-    that says what is wrong with a folder.
+    slices of the files. Parameters are kept in `dtype` and computed with in it. Without files of a
+    tokenizer it takes token ids alone. Raises a UserError that says what is wrong with a folder.
 
     >>> model = jl.load("model", mesh=jl.Mesh(tensor=2), dtype="bfloat16")
     >>> model.params["norm"]["weight"].dtype
@@ -82,7 +83,9 @@ def load(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"load: dtype = {dtype!r} is neither float32 nor bfloat16")
-    folder, shape, words = pretrained(name)
+    folder = hf.resolve(name)
+    shape = hf.load_shape(folder)
+    words = tokenizer.load_or_missing(folder)
     if not isinstance(mesh, jax.sharding.Mesh):
         sizes = mesh or Mesh()
         mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor)
@@ -190,7 +193,12 @@ def generate(
             sampler.release()
     each = zip(made.responses, made.logps, made.finished, strict=True)
     return [
-        Response(model.tokenizer.decode(tokens, finished), list(tokens), list(logps), finished)
+        Response(
+            model.tokenizer.decode(tokens, finished) if model.tokenizer.reads else "",
+            list(tokens),
+            list(logps),
+            finished,
+        )
         for tokens, logps, finished in each
     ]
 

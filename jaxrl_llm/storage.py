@@ -220,7 +220,12 @@ def local(where: str | Path, *, but: Collection[str] = (), bring: bool = True) -
     Without `bring` nothing is.
     """
     if not is_url(where):
-        return Path(where)
+        try:
+            return Path(where).expanduser()
+        except RuntimeError as error:
+            raise UserError(
+                f"{where}: there is no such home folder: write the path out, or set HOME"
+            ) from error
     scheme, _, rest = str(where).partition(":")
     url = f"{scheme}://{rest.strip('/')}"
     if url not in _MIRRORS:

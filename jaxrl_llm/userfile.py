@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -23,17 +24,25 @@ class _AsItIs(SourceFileLoader):
 
 
 _RAN: dict[Path, Path] = {}  # original path: the file that was run for it, in order
-_INSTEAD: ContextVar[Mapping[Path, Path] | None] = ContextVar("_INSTEAD", default=None)
+_INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
 @contextmanager
-def instead(copies: Mapping[Path, Path]) -> Iterator[None]:
-    """For the block, `run(original)` runs `copies[original]` as if it were the original."""
-    token = _INSTEAD.set(copies)
+def instead(copies: Mapping[Path, Path], folder: Path) -> Iterator[None]:
+    """For the block, `run(original)` runs `copies[original]` as if it were the original.
+
+    Relative paths are taken from `folder`; a file without a copy is a UserError.
+    """
+    token = _INSTEAD.set((copies, folder))
     try:
         yield
     finally:
         _INSTEAD.reset(token)
+
+
+def absolute(path: Path, folder: Path | None = None) -> Path:
+    """The path from the root, as text: it means the same where its links are not."""
+    return Path(os.path.normpath((folder or Path.cwd()) / path))
 
 
 def forget() -> None:
@@ -43,12 +52,18 @@ def forget() -> None:
 
 def ran(*, but: Path) -> list[Path]:
     """The original paths of the files that were run so far, except `but`."""
-    return [path for path in _RAN if path != but.resolve()]
+    return [path for path in _RAN if path != absolute(but)]
 
 
 def run(path: Path, kind: str) -> ModuleType:
     """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
-    stands_for, path = path, (_INSTEAD.get() or {}).get(path.resolve(), path)
+    stands_for = path
+    if found := _INSTEAD.get():
+        copies, folder = found
+        stands_for = absolute(path, folder)
+        if stands_for not in copies:
+            raise UserError(f"{kind} file {str(path)!r} is none that the run keeps a copy of")
+        path = copies[stands_for]
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
     if path.suffix != ".py":
@@ -56,18 +71,23 @@ def run(path: Path, kind: str) -> ModuleType:
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
     spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)
     assert spec
-    _RAN[stands_for.resolve()] = path
+    _RAN[absolute(stands_for)] = path
     module = importlib.util.module_from_spec(spec)
     sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:
         loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[loader.name]
         raise UserError(f"{blame(path, error)}: {type(error).__name__}: {error}") from error
     return module
 
 
-def blame(path: Path, error: Exception) -> str:
+def is_kept(module: ModuleType) -> bool:
+    """Whether `run` made the module, of a file that runs keep a copy of."""
+    return isinstance(getattr(module, "__loader__", None), _AsItIs)
+
+
+def blame(path: Path, error: BaseException) -> str:
     """The file and the line in it that an error came from, as text."""
     return _place({str(path)}, error) or f"{path}, line ?"
 
@@ -79,13 +99,13 @@ def answering_for(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = _place({str(path) for path in _RAN.values()}, error)
         said = f"{where}: " if where else ""
         raise UserError(f"{what}: {said}{type(error).__name__}: {first_line(error)}") from error
 
 
-def _place(files: set[str], error: Exception) -> str:
+def _place(files: set[str], error: BaseException) -> str:
     """The innermost of `files` in the traceback, with its line; empty if none is in it."""
     if isinstance(error, SyntaxError) and error.filename in files:
         return f"{error.filename}, line {error.lineno}"

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from concurrent import futures
@@ -58,6 +59,26 @@ def test_the_names_are_those_that_type_checkers_know():
         module, _, member = known[name].rpartition(".")
         there = __import__(module, fromlist=[member])
         assert getattr(there, member) is getattr(jl, name)
+
+
+def test_ids_need_no_tokenizer(model, folder, tmp_path):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        if (folder / "model" / name).exists():
+            shutil.copy(folder / "model" / name, tmp_path)
+    bare, ids = jl.load(tmp_path, mesh=model.mesh), [[2, 3, 4, 5]]
+    np.testing.assert_array_equal(jl.token_logps(bare, ids), jl.token_logps(model, ids))
+    short = jl.Sampling(max_tokens=5, stop=model.tokenizer.stops)
+    [there], [here] = (jl.generate(one, ids, short) for one in (model, bare))
+    assert here == dataclasses.replace(there, text="")
+    for asks in (
+        lambda: jl.generate(bare, ["one two"], short),
+        lambda: bare.tokenizer.encode("one"),
+        lambda: bare.tokenizer.decode([2]),
+        lambda: len(bare.tokenizer),
+        lambda: bare.tokenizer.eos,
+    ):
+        with pytest.raises(jl.UserError, match=r"has no tokenizer: add tokenizer\.json"):
+            asks()
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -131,9 +131,16 @@ def _asked(
 def _overlaps(parts: Parts, suites: dict[str, tuple[Suite, list[Problem]]]) -> list[str]:
     """A warning for each suite that has problems in common with the training examples."""
     learned = [parts.task.train[i] for i in range(len(parts.task.train))] if suites else []
-    seen = {name: len(there) - len(without(there, learned)) for name, (_, there) in suites.items()}
+    seen = {name: _known(there, learned) for name, (_, there) in suites.items()}
     return [
         f"warning: {count} of {len(suites[name][1])} problems of {name} are in the run's training data"
         for name, count in seen.items()
         if count
     ]
+
+
+def _known(there: list[Problem], learned: list[Problem]) -> int:
+    """How many problems one of those learned from is, or holds, as with an instruction around it."""
+    others = set(map(id, without(learned, there)))
+    holding = [problem for problem in learned if id(problem) not in others]
+    return sum(len(without(holding, [one])) < len(holding) for one in there)

@@ -47,7 +47,9 @@ def main(
             raise UserError(f"{run} has no adapters: leave --merge out")
         hf.export(params, shape, there, source=model, dtype=kind)
     elif merge:
-        whole = lora.whole(params, shape, model)
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        whole = hf.load(folders.base(here), shape, mesh, "float32")
+        whole = lora.merge(whole, shape.lora, params)
         hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
     else:
         lora.export(params, there, source=model, dtype=kind)

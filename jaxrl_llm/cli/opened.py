@@ -10,6 +10,7 @@ import tyro
 from jaxrl_llm.config import Config
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training import record
 from jaxrl_llm.training.parts import Parts, parts
 
 DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
@@ -21,6 +22,8 @@ def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Config, Pa
     here = folders.at(where)
     config = folders.reopen(here)
     made = parts(config, data)
+    folders.require_model(here, made)
+    record.require_given(here, record.modules())
     with (
         jax.set_mesh(made.mesh),
         config.engine.start(made.policy, made.mesh, here) as sampler,

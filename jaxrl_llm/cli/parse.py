@@ -68,6 +68,7 @@ def with_config(
     both.__doc__ = f"{described}\n\n{path}: {inspect.getdoc(make) or ''}"
     chosen, given = ask(both, words, prog=prog)
     config = configs.build(make, path, *given.args, **given.kwargs)
+    record.require_kept(make, given.arguments)
     return chosen, config, Source(path, given.arguments, tuple(userfile.ran(but=path)))
 
 

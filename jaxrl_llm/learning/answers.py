@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
@@ -78,7 +78,8 @@ class TokenTask:
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        return [self.tokenizer.prompt(self.task.prompt(example)) for example in examples]
+        ask = userfile.answering_for("a prompt cannot be made")(self.task.prompt)
+        return [self.tokenizer.prompt(ask(example)) for example in examples]
 
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling

@@ -162,14 +162,6 @@ def merge(params: Any, lora: Lora, added: Any) -> Any:
     return jax.jit(together, donate_argnums=0)(params, added)
 
 
-def whole(params: Any, shape: qwen2.Shape, folder: Path) -> Any:
-    """The parameters in float32 of the model that a folder's config names, with adapters merged."""
-    lora, config = read_config(folder)
-    where = hf.resolve(config["base_model_name_or_path"], config["revision"])
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    return merge(hf.load(where, shape, mesh, "float32"), lora, params)
-
-
 def export(params: Any, folder: Path, *, source: Path, dtype: DTypeLike) -> None:
     """Writes adapters with the config and the tokenizer of `source`; complete or not at all."""
     with hf.new_folder(folder, source) as there:

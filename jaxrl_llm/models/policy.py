@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +35,12 @@ class Pretrained(NamedTuple):
     tokenizer: Tokenizer
 
 
-def pretrained(name: str | Path, revision: str | None = None, *, chat: bool = False) -> Pretrained:
+def pretrained(
+    name: str | Path, revision: str | None = None, *, chat: bool = False, day: date | None = None
+) -> Pretrained:
     """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
     folder = hf.resolve(name, revision)
-    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat))
+    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat, day=day))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,22 @@ class Tokenizer:
 
     `eos` ends a text; `stops` are all tokens that end a response: chat models have several. With
     `chat` a prompt that is a text is what the user says. Ids from `room` on, of tokens that were
-    added, the model has not: Gemma's for images.
+    added, the model has not: Gemma's for images. `day` is what a template writes as today.
     """
 
+    reads = True  # whether there is one
+
     def __init__(
-        self, inner: Any, stops: Sequence[int] = (), *, chat: bool = False, room: int = sys.maxsize
+        self,
+        inner: Any,
+        stops: Sequence[int] = (),
+        *,
+        chat: bool = False,
+        room: int = sys.maxsize,
+        day: date | None = None,
     ):
         self._inner, self.chats, self._room = inner, chat, room
+        self.day = day or date.today()
         if inner.eos_token_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token: set eos_token in its config"
@@ -74,15 +85,25 @@ class Tokenizer:
 
     def turns(self, said: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""
-        template = self._inner.apply_chat_template
+        inner = self._inner
         try:
-            found = template(said, tokenize=True, return_dict=False, **settings)
+            template = self._dated(inner.get_chat_template(tools=settings.get("tools")))
+            settings |= {"tokenize": True, "return_dict": False, "chat_template": template}
+            found = inner.apply_chat_template(said, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
             reason = first_line(error)
             raise UserError(
                 f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
         return self._of_model(found)
+
+    def _dated(self, template: str) -> str:
+        """The template with `day` in place of today, for which the library lets nobody set another."""
+        if "strftime_now" not in template:
+            return template
+        parts = {f"%{part}": self.day.strftime(f"%{part}") for part in "aAbBdjmyY"}
+        written = " | ".join(["form", *(f"replace({part!r}, {x!r})" for part, x in parts.items())])
+        return f"{{% macro strftime_now(form) %}}{{{{ {written} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
     @property
     def marks(self) -> list[str]:
@@ -129,8 +150,22 @@ class Tokenizer:
         self._inner.save_pretrained(folder)
 
 
-def load(folder: Path, *, chat: bool = False) -> Tokenizer:
+class Missing(Tokenizer):
+    """In place of the tokenizer of a folder that has none: whatever needs one is a UserError."""
+
+    reads = False
+
+    def __init__(self, folder: Path, stops: Sequence[int]):
+        self._folder, self.stops = folder, tuple(stops)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(f"{self._folder} has no tokenizer: add tokenizer.json, or give token ids")
+
+
+def load(folder: Path, *, chat: bool = False, day: date | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too."""
+    if not folder.is_dir():  # its name may be one at the hub too
+        raise UserError(f"there is no folder {folder}, which should hold a tokenizer")
     # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
     # of Qwen2, with its rules for splitting text, whatever the vocabulary is
     whole = (folder / "tokenizer.json").exists()
@@ -140,13 +175,20 @@ def load(folder: Path, *, chat: bool = False) -> Tokenizer:
     stops = hf.stop_tokens(folder, room) if of_model else ()
     try:
         inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
-        made = Tokenizer(inner, stops, chat=chat, room=room)
+        made = Tokenizer(inner, stops, chat=chat, room=room, day=day)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read
         reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
     return made
+
+
+def load_or_missing(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder, or what says that there is none once text is asked for."""
+    if any(re.match("tokenizer|vocab", path.name) for path in folder.iterdir()):
+        return load(folder)
+    return Missing(folder, hf.stop_tokens(folder, hf.load_shape(folder).vocab_size))
 
 
 def of_words(words: Sequence[str]) -> Tokenizer:

@@ -36,6 +36,7 @@ CHARTS = {
     "mismatch_mean": "sampler's log-probs against the trainer's, nats a token",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 46, 14, 8, 20  # of a chart, in pixels
+FIGURES = ("length", "cut", "unchecked")  # of each evaluation
 SHOWN, RECENT = 2, 10  # responses of a kind; kept steps from which the best and worst come
 # all control characters but tab and line feed, marks of direction and of no width, surrogates
 _SPECIAL = re.compile(
@@ -146,7 +147,8 @@ def _summary(records: Sequence[Record]) -> Element:
     ours = [r for r in records if r["phase"] == REINFORCE]
     measured = [r for r in ours if "eval/accuracy" in r]
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
-    state = "finished" if tested else "not finished"
+    ended = tested and tested[-1]["step"] >= max((r["step"] for r in steps), default=0)
+    state = "finished" if ended else "not finished"
     said = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
         best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
@@ -194,7 +196,8 @@ def _curves(records: Sequence[Record]) -> Sequence[Part]:
 
 def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     """A row an evaluation, and the groups of the last one."""
-    found = [(r, of) for r in records for of in ("eval", "test") if f"{of}/accuracy" in r]
+    known = lambda r, of: {f"{of}/{x}" for x in ("accuracy", "examples", *FIGURES)} <= r.keys()
+    found = [(r, of) for r in records for of in ("eval", "test") if known(r, of)]
     if not found:
         return [tag("h2", "Evaluations"), tag("p", "There was none yet.")]
     names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in found]))
@@ -203,10 +206,9 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     rows = []
     for r, of in found:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
-        number = lambda name, form, r=r, of=of: format(r.get(f"{of}/{name}", math.nan), form)
-        row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, number("examples", ".0f")]
+        row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
         row += [_measured(r, of, name) for name in ("accuracy", *extra)]
-        row += [number("length", ".1f"), cell(r.get(f"{of}/cut")), number("unchecked", ".0f")]
+        row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/unchecked']:.0f}"]
         rows.append(row)
     head = ["step", "examples of", "checked", "greedy, % (95% interval)"]
     head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "unchecked"]

@@ -1,8 +1,11 @@
-"""Fingerprints of arrays: dtype, shape and a checksum, in one pass on the arrays' devices."""
+"""Fingerprints of arrays, in one pass on their devices: dtype, shape and a checksum; and of data."""
 
+import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Sequence
+from reprlib import recursive_repr
 from typing import Any
 
 import jax
@@ -49,6 +52,29 @@ def not_finite(tree: Any) -> str | None:
 def checksum(entry: Any) -> str:
     """SHA-256 of what JSON makes of an entry, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+@recursive_repr()
+def written_out(x: Any) -> str:
+    """The repr of a value as it is in every process: sets in order, arrays whole, no addresses."""
+    if isinstance(x, str | bytes):
+        return repr(x)
+    if isinstance(x, set | frozenset):
+        return f"{{{', '.join(sorted(map(written_out, x)))}}}"
+    if isinstance(x, dict):
+        inner = ", ".join(f"{written_out(key)}: {written_out(one)}" for key, one in x.items())
+        return f"{{{inner}}}"
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        shown = [field.name for field in dataclasses.fields(x) if field.repr]
+        inner = ", ".join(f"{name}={written_out(getattr(x, name))}" for name in shown)
+        return f"{type(x).__qualname__}({inner})"
+    if isinstance(x, list | tuple):
+        inner = ", ".join(map(written_out, x))
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' * (len(x) == 1)})"
+    if (listed := getattr(x, "tolist", None)) is not None:
+        return written_out(listed())
+    text = re.sub(" at 0x[0-9a-fA-F]+", "", repr(x))
+    return "".join(sorted(text)) if "{" in text else text  # there may be a set in it
 
 
 @jax.jit

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
 from jaxrl_llm.training.journal import REINFORCE
-from jaxrl_llm.training.parts import PRETRAINED, Parts
+from jaxrl_llm.training.parts import DAY, PRETRAINED, Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
@@ -80,7 +81,7 @@ def opened(
         storage.clear(folder)
         if resume:
             run = record.continued(folder, record.read(folder), source, origin, given)
-            _require_model(folder, parts)
+            require_model(folder, parts)
             record.write(folder, run)
         else:
             _require_new(folder)
@@ -142,12 +143,11 @@ def _start(
         for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
             mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
             storage.write(folder / copy, Path(original).read_bytes(), mode=mode)
-    sums = {name: storage.sha256(folder / name) for name in record.files_of(run)}
-    record.write(folder, run | {"sums": sums})
+    record.write(folder, run)
 
 
-def _require_model(folder: Path, parts: Parts) -> None:
-    """A UserError if the folder's run has another model or tokenizer."""
+def require_model(folder: Path, parts: Parts) -> None:
+    """A UserError if the run has another model or tokenizer, or adapters that have another base now."""
     ours, adapted = _described(parts), (folder / MODEL / lora.CONFIG).exists()
     if adapted != (lora.CONFIG in ours):
         raise UserError(
@@ -167,6 +167,25 @@ def _require_model(folder: Path, parts: Parts) -> None:
         written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
+    if adapted:
+        record.require_given(folder, {k: x for k, x in parts.given.items() if k == PRETRAINED})
+
+
+def base(folder: Path) -> Path:
+    """The model that the run's adapters belong to; a UserError if it is another than at the start."""
+    run, config = record.read(folder), lora.read_config(folder / MODEL)[1]
+    name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
+    there = Path(run.get("folder", "")) / name
+    found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
+    found = hf.resolve(found, revision)
+    record.require_given(folder, {PRETRAINED: hf.version(found)})
+    return found
+
+
+def _commit(run: record.Run) -> str | None:
+    """The commit of the hub's model that the run began with; None for a folder."""
+    version = run["given"].get(PRETRAINED, "")
+    return version.removeprefix(hf.COMMIT) if version.startswith(hf.COMMIT) else None
 
 
 def _described(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -183,7 +202,7 @@ def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
     if steps not in (found := Checkpoints(folder / INITIAL).steps):
         said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
         raise UserError(f"--from {folder}: {said}, that of the config has {steps}")
-    _require_model(folder, parts)
+    require_model(folder, parts)
 
 
 def _reinforced(folder: Path) -> bool:
@@ -212,12 +231,13 @@ def require_at_most(folder: Path, first: int, steps: int, earlier: int | None = 
 
 
 def pinned(folder: Path, config: Config) -> Config:
-    """The config, with the hub's commit that the run in the folder began with: branches move."""
-    began_with = record.read(folder)["given"].get(PRETRAINED, "")
-    model = config.model
-    if not isinstance(model, Pretrained) or model.revision or not began_with.startswith(hf.COMMIT):
+    """The config, with the hub's commit and the day that the run in the folder began with."""
+    model, run = config.model, record.read(folder)
+    if not isinstance(model, Pretrained):
         return config
-    return replace(config, model=replace(model, revision=began_with.removeprefix(hf.COMMIT)))
+    day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None
+    revision = model.revision or _commit(run)
+    return replace(config, model=replace(model, revision=revision, day=model.day or day))
 
 
 def reopen(folder: Path) -> Config:
@@ -230,13 +250,14 @@ def reopen(folder: Path) -> Config:
         )
     path = Path(run["config"])
     copies = {Path(original): folder / copy for original, copy in run["files"].items()}
-    copies[path.resolve()] = folder / CONFIG
-    with userfile.instead(copies):
+    copies[path] = folder / CONFIG
+    begun_in = Path(run.get("folder", ""))
+    with userfile.instead(copies, begun_in):
         make: Callable[..., Config] = configs.load(path)
         made = configs.build(make, folder / CONFIG, **record.flags_for(make, run["flags"]))
 
     def task(data: Path) -> Any:
-        with userfile.instead(copies):
+        with userfile.instead(copies, begun_in):
             return made.task(data)
 
     return pinned(folder, replace(made, task=task))

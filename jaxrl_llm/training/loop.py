@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, userfile
 from jaxrl_llm.config import Config, WarmStart
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import imitate, reinforce, update
@@ -80,7 +80,7 @@ def warm_start(
     demonstrate = partial(
         imitate.demonstrations,
         task,
-        warm.demonstration or _demonstration(parts.task),
+        demonstration(warm, parts.task),
         warm.collate.response_length,
     )
 
@@ -315,7 +315,9 @@ def _can_save(error: BaseException, state: TrainState) -> bool:
     return whole and (isinstance(error, Leaving) or distributed.count() == 1)
 
 
-def _demonstration(task: Any) -> Callable[[Any], Any]:
-    if not isinstance(task, Demonstrator):
+def demonstration(warm: WarmStart, task: Any) -> Callable[[Any], Any]:
+    """The warm start's demonstrations, or the task's; their errors are UserErrors."""
+    if warm.demonstration is None and not isinstance(task, Demonstrator):
         raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
-    return task.demonstration
+    guarded = userfile.answering_for("a demonstration cannot be made")
+    return guarded(warm.demonstration or task.demonstration)

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -25,10 +24,11 @@ from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.task import Mapped, Source, Task, as_text, check_members
+from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
-PRETRAINED = "the pretrained model"
+PRETRAINED, DAY = "the pretrained model", "the day in prompts"
 KEPT = 2**16  # examples that are kept once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
@@ -50,8 +50,10 @@ class Parts:
 
     @property
     def given(self) -> dict[str, str]:
-        """The version of a pretrained model, by the name that it has in messages."""
-        return {} if self.source is None else {PRETRAINED: hf.version(self.source)}
+        """A pretrained model's version, and the day that its template may write; by their names."""
+        if self.source is None:
+            return {}
+        return {PRETRAINED: hf.version(self.source), DAY: self.tokenizer.day.isoformat()}
 
     @property
     def like(self) -> Any:
@@ -129,18 +131,14 @@ def parts(config: Config, data: str | Path = DATA) -> Parts:
     if isinstance(config.model, Pretrained):
         base = name, _ = config.model.name, config.model.revision
         where = storage.local(name) if storage.is_url(name) else name
-        source, shape, words = pretrained(where, config.model.revision, chat=config.model.chat)
+        model = config.model
+        source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
         shape = lora.beside(shape, config.model.lora)
     else:
         source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     definition, _ = qwen2.graph(shape, config.compute)
-    try:
-        folder = storage.local(data).expanduser()
-    except RuntimeError as error:
-        raise UserError(
-            f"{data}: this user has no home folder: give --data, or set HOME"
-        ) from error
+    folder = storage.local(data)
     with userfile.answering_for("the task cannot be made"):
         task = config.task(folder)
         check_members(task, "config: task")
@@ -166,37 +164,46 @@ def splits(made: Parts, config: Config) -> Splits:
     """The examples of a run; a UserError for the first whose prompt cannot be used."""
     known = readable(made, _kept(made.task.train), config, "training")
     test = askable(made, _kept(made.task.test), config)
-    train, validation = _set_aside(known, config.evaluation.validation)
+    prompt = lambda i: as_text(made.task.prompt(known[i]))
+    train, validation = _set_aside(known, prompt, config.evaluation.validation)
     found = hashlib.sha256()
     for source in (known, test):
         for i in range(len(source)):
-            example = re.sub(" at 0x[0-9a-f]+", "", repr(source[i]))  # which no two processes share
-            found.update(f"{made.task.prompt(source[i])}\0{example}\0".encode())
+            text = f"{made.task.prompt(source[i])}\0{written_out(source[i])}\0"
+            found.update(text.encode())
     return Splits(train, validation, test, known.skipped, found.hexdigest())
 
 
 def _kept(source: Source[E]) -> Source[E]:
     """The source, whose examples are read once if there are no more than KEPT."""
-    return Mapped(range(len(source)), lru_cache(KEPT)(source.__getitem__))
+    read = userfile.answering_for("an example cannot be read")(source.__getitem__)
+    return Mapped(range(len(source)), lru_cache(KEPT)(read))
 
 
-def _set_aside(source: Source[E], validation: int) -> tuple[Source[E], Source[E]]:
-    """Moves a random example of each of `validation` equal stretches of the data to validation.
+def _set_aside(
+    source: Source[E], prompt: Callable[[int], str], validation: int
+) -> tuple[Source[E], Source[E]]:
+    """Moves a random prompt of each of `validation` equal stretches of the data to validation.
 
-    Stretches make it like the rest in sorted data, random choice in data that goes in cycles.
+    Stretches make it like the rest in sorted data, random choice in data that goes in cycles. Other
+    examples with a prompt that is moved are left out.
     """
-    size = len(source)
-    count = min(validation, size // SHARE)
-    if count < 1:
+    places: dict[str, list[int]] = {}
+    for i in range(len(source)):
+        places.setdefault(prompt(i), []).append(i)
+    each = [*places.values()]
+    if len(source) < SHARE or len(each) < 2:
         raise UserError(
-            f"the training data has {size} examples: at least {SHARE} are needed, to set one aside for validation"
+            f"the training data has {len(source)} examples of {len(each)} different prompts: at least {SHARE} are "
+            "needed, of two prompts, to set one aside for validation"
         )
-    stretches = itertools.pairwise(i * size // count for i in range(count + 1))
+    count = max(1, min(validation, len(each) // SHARE))
+    stretches = itertools.pairwise(i * len(each) // count for i in range(count + 1))
     rng = np.random.default_rng(0)
-    aside = {int(rng.integers(*stretch)) for stretch in stretches}
-    rest = [i for i in range(size) if i not in aside]
+    aside = [each[rng.integers(*stretch)] for stretch in stretches]
+    rest = sorted({*range(len(source))}.difference(*aside))
     get = source.__getitem__
-    return Mapped(rest, get), Mapped(sorted(aside), get)
+    return Mapped(rest, get), Mapped([first for first, *_ in aside], get)
 
 
 def overlap(task: Task[Any], divided: Splits) -> str:
@@ -214,11 +221,10 @@ def overlap(task: Task[Any], divided: Splits) -> str:
             f"the prompts of all {seen} test examples are in the training data: give the task a test set "
             "of its own"
         )
-    chosen_by = set(validation) - known
+    chosen_by = set(validation)
     counts = (
         (seen, "test prompts are in the training data"),
         (sum(p in chosen_by for p in test), "test prompts are in the validation data"),
-        (sum(p in known for p in validation), "validation prompts are in the training data"),
     )
     said = [f"{count} {what}" for count, what in counts if count]
     return f"warning: {'; '.join(said)}" if said else ""
@@ -241,15 +247,20 @@ class Readable(Generic[E]):
 
 def readable(made: Parts, source: Source[E], config: Config, name: str) -> Readable[E]:
     """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
-    limit, kept, skipped = config.collate.prompt_length, [], 0
+    responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
+    limit = max(0, min(config.collate.prompt_length, made.shape.max_length - max(responses)))
+    raised = (
+        "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
+    )
+    kept, skipped = [], 0
     for i in range(len(source)):
         length = _prompt_length(made, source, i, name)
         if 0 < length <= limit:
             kept.append(i)
         elif config.long_prompts == "refuse":
             raise UserError(
-                f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: "
-                "raise prompt_length, or set long_prompts to 'skip'"
+                f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: {raised}, or set "
+                "long_prompts to 'skip'"
             )
         else:
             skipped += 1

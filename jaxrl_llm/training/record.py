@@ -1,5 +1,7 @@
 """run.json: id, config, flags and sessions of a run; a session is a start or a resume.
 
+A run that goes on, is opened again, or is run by several processes has to be the one that was
+started: `differences` says where two records are of different runs, and nothing else does.
 A resumed run keeps its flags. Only those in `LENGTHS`, which do not change what a step computes,
 may be given anew; each session records its own.
 """
@@ -7,9 +9,11 @@ may be given anew; each session records its own.
 import contextlib
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import platform
 import socket
@@ -17,19 +21,21 @@ import subprocess
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import jax
 
 import jaxrl_llm
-from jaxrl_llm import storage
+from jaxrl_llm import distributed, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.fingerprint import checksum
 
 NAME, CONFIG, VERSION = "run.json", "config.py", 4
+MODULE = "module "  # how the names of modules begin
 LENGTHS = {
     "steps",
     "evaluate_every",
@@ -42,6 +48,7 @@ LENGTHS = {
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 Run = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,22 +68,26 @@ def new(
     `given` are checksums of what its numbers depend on beside the config, by name. Without a source
     the config was made by a program, and only that can resume the run.
     """
+    flags = plain(source.flags if source else {})
     run: Run = {
         "version": VERSION,
         "id": uuid.uuid4().hex,
         "config": None,
-        "flags": {},
+        "flags": flags,
         "files": {},
+        "sums": {},
+        "folder": str(Path.cwd()),
         "from": origin and storage.spoken(origin),
         "from_id": origin and identity(origin),
         "given": dict(given or {}),
-        "sessions": [_session({})],
+        "sessions": [_session(flags)],
     }
     if source is not None:
-        flags = plain(source.flags)
-        copies = {str(path): f"files/{i}-{path.name}" for i, path in enumerate(source.files)}
-        run |= {"config": str(source.path.absolute()), "flags": flags, "files": copies}
-        run["sessions"] = [_session(flags)]
+        copies = [f"files/{i}-{path.name}" for i, path in enumerate(source.files)]
+        sums = map(storage.sha256, (source.path, *source.files))
+        run["config"] = str(userfile.absolute(source.path))
+        run["files"] = dict(zip(map(str, source.files), copies, strict=True))
+        run["sums"] = dict(zip((CONFIG, *copies), sums, strict=True))
     return run
 
 
@@ -115,24 +126,91 @@ def write(folder: Path, run: Run) -> None:
     storage.write(folder / NAME, json.dumps(checked, indent=2) + "\n")
 
 
+class Difference(NamedTuple):
+    """What differs between two records, or is None in one: a kind of fact and its name."""
+
+    kind: str
+    name: str
+    was: Any
+    now: Any
+
+
+def differences(was: Run, now: Run) -> Iterator[Difference]:
+    """Where two records are of different runs: the list of all that makes a run the one it is.
+
+    Files are compared wherever they lie. Of what is "given" and of "code" only what both know is
+    compared: a module may not be loaded yet.
+    """
+    same = was["from_id"] and was["from_id"] == now["from_id"]  # it may have moved
+    if not same and was["from"] != now["from"]:
+        yield Difference("from", "--from", was["from"], now["from"])
+    one, other = _facts(was), _facts(now)
+    for kind, name in one | other:
+        a, b = one.get((kind, name)), other.get((kind, name))
+        if a != b and (kind in ("file", "flag") or None not in (a, b)):
+            yield Difference(kind, f"--{name.replace('_', '-')}" if kind == "flag" else name, a, b)
+
+
+def _facts(run: Run) -> dict[tuple[str, str], Any]:
+    """What makes the run the one it is, by kind and name."""
+    session = run["sessions"][-1]
+    package = f"{session['code']['version']} ({session['code'].get('sha256', '')[:12]})"
+    code = {jaxrl_llm.__name__: package} | session["versions"]
+    parts = {"given": run["given"], "file": run["sums"], "flag": run["flags"], "code": code}
+    return {(kind, name): x for kind, part in parts.items() for name, x in part.items()}
+
+
 def require_sources(folder: Path, run: Run) -> None:
     """A UserError if a file to be executed again has changed since the run was started."""
-    for name, was in run["sums"].items():
-        copy = folder / name
-        if not copy.is_file() or storage.sha256(copy) != was:
-            raise UserError(
-                f"{copy} is not as it was when the run was started: take it from a copy of the run; nothing "
-                "was changed"
-            )
+    there = {name: folder / name for name in run["sums"] if (folder / name).is_file()}
+    sums = {name: storage.sha256(path) for name, path in there.items()}
+    for _, name, *_ in differences(run, run | {"sums": sums}):
+        raise UserError(
+            f"{folder / name} is not as it was when the run was started: take it from a copy of the run; nothing "
+            "was changed"
+        )
 
 
 def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
     """The first original file that differs from the run's copy, and the copy; None if none does."""
-    for original, name in {str(made_by): CONFIG, **run["files"]}.items():
-        there, copy = Path(original), folder / name
-        if there.exists() and copy.exists() and there.read_bytes() != copy.read_bytes():
-            return there, copy
+    originals = {name: Path(path) for path, name in {str(made_by): CONFIG, **run["files"]}.items()}
+    sums = {name: storage.sha256(path) for name, path in originals.items() if path.exists()}
+    for _, name, *_ in differences(run, run | {"sums": run["sums"] | sums}):
+        return originals[name], folder / name
     return None
+
+
+def require_given(folder: Path, given: Mapping[str, Any]) -> None:
+    """A UserError if one of these is not as it was when the run was started; modules are warned of."""
+    run = read(folder)
+    for _, name, was, now in differences(run, run | {"given": given}):
+        said = f"{name} is not as it was when {folder} was started ({was}; now {now})"
+        if not name.startswith(MODULE):
+            raise UserError(f"{said}: put it back, or start anew with another --out")
+        logger.warning("%s", said)
+
+
+def require_alike(run: Run, resume: bool | int | str) -> None:
+    """A UserError, in all processes, unless each of them would record this run, resumed alike."""
+    word = json.dumps(run | {"flags": run["flags"] | {"resume": resume}})
+    first, *others = map(json.loads, distributed.agree(word))
+    for i, one in enumerate(others, 1):
+        for _, name, theirs, ours in differences(one, first):
+            raise UserError(
+                f"process {i} on {one['sessions'][-1]['host']} was started with {name} {theirs}, process 0 with "
+                f"{ours}: start all with the same files, flags and versions"
+            )
+
+
+_REFUSED = {
+    "from": "{folder} was started {how}: resume it so",
+    "flag": "{folder} was started with {name} {was}, not {now}: leave {name} out to go on, or start anew with "
+    "another --out",
+    "given": "{name} is not as it was when {folder} was started ({was}; now {now}): put it back, or start anew "
+    "with another --out",
+    "file": "{path} has changed since {folder} was started: resume with the run's own copy, {folder}/{name}, or "
+    "start anew with another --out",
+}
 
 
 def continued(
@@ -142,33 +220,25 @@ def continued(
     origin: Path | None,
     given: Mapping[str, Any] | None = None,
 ) -> Run:
-    """The record with one more session; a UserError for whatever would make it another run."""
-    for name, was in run["given"].items():
-        now = (given or {}).get(name, was)  # a module may not be loaded yet
-        if now != was:
-            raise UserError(
-                f"{folder}: {name} is not as it was when the run was started ({was}; now {now}): put it back, or "
-                "start anew with another --out"
-            )
+    """The record with one more session; a UserError for whatever would make it another run.
+
+    Another version of the package or a library is a warning.
+    """
     require_sources(folder, run)
-    if source is not None and (other := changed(folder, run, source.path)):
-        raise UserError(
-            f"{other[0]} has changed since {folder} was started: resume with the run's own copy, {other[1]}, "
-            "or start anew with another --out"
-        )
-    moved = origin is not None and run["from_id"] and identity(origin) == run["from_id"]
-    if not moved and (origin and storage.spoken(origin)) != run["from"]:
-        how = f"with --from {run['from']}" if run["from"] else "without --from"
-        raise UserError(f"{folder} was started {how}: resume it so")
-    stored, flags = run["flags"], plain({} if source is None else source.flags)
-    for name in sorted(stored.keys() | flags.keys()):
-        if name not in LENGTHS and stored.get(name) != flags.get(name):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{folder} was started with {flag} {stored.get(name)}, not {flags.get(name)}: "
-                f"leave {flag} out to go on, or start anew with another --out"
-            )
-    return run | {"flags": flags, "sessions": [*run["sessions"], _session(flags)]}
+    now, versions = new(source, origin, given), list[str]()
+    paths = dict(zip(now["sums"], [now["config"], *now["files"]], strict=False))
+    flags = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
+    flags |= {name: value for name, value in now["flags"].items() if name in LENGTHS}
+    for other in differences(run | {"flags": flags}, now):
+        if other.kind != "code":
+            how = f"with --from {other.was}" if other.was else "without --from"
+            facts = {"folder": folder, "how": how, "path": paths.get(other.name, other.name)}
+            raise UserError(_REFUSED[other.kind].format(**facts, **other._asdict()))
+        versions.append(f"{other.name} {other.was} then, {other.now} now")
+    if versions:
+        what = "%s goes on with other code than before, which may compute something else: %s"
+        logger.warning(what, folder, "; ".join(versions))
+    return run | {"flags": now["flags"], "sessions": [*run["sessions"], *now["sessions"]]}
 
 
 def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
@@ -190,17 +260,39 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags read from JSON, as `make` annotates them: paths and tuples are restored."""
+    """Flags read from JSON, as `make` annotates them: paths, keys, tuples and lists are restored."""
     hints = get_type_hints(make)
+    return {name: _restored(hints.get(name), value) for name, value in flags.items()}
 
-    def restored(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(restored(name, one) for one in value)
-        kinds = (hints.get(name), *get_args(hints.get(name)))
-        as_path = isinstance(value, str) and Path in kinds and str not in kinds
-        return Path(value) if as_path else value
 
-    return {name: restored(name, value) for name, value in flags.items()}
+def _restored(kind: Any, value: Any) -> Any:
+    """What JSON has made `value` of, by its annotation."""
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if outer in (Union, UnionType):
+        made = [_restored(one, value) for one in inner if one is not NoneType]
+        return value if value in made else made[0]
+    if isinstance(value, dict):
+        key, of = inner or (str, Any)
+        as_key = key if key in (int, float, Path) else str
+        return {as_key(name): _restored(of, one) for name, one in value.items()}
+    if isinstance(value, list):
+        each = inner if outer is tuple and ... not in inner else inner[:1] * len(value)
+        kinds = [*each, *[Any] * len(value)]
+        made = [_restored(of, one) for of, one in zip(kinds, value, strict=False)]
+        return made if outer in (list, Sequence) else tuple(made)
+    return Path(value) if outer is Path and isinstance(value, str) else value
+
+
+def require_kept(make: Callable[..., Any], flags: Mapping[str, Any]) -> None:
+    """A UserError for the first flag that run.json would give back as another."""
+    back, hints = flags_for(make, plain(flags)), get_type_hints(make)
+    for name, value in flags.items():
+        known = [*value] if get_origin(hints.get(name)) is Sequence else value
+        if repr(back[name]) != repr(known):
+            raise UserError(
+                f"the flag {name} of config() is {value!r}, and would come back as {back[name]!r} when the run "
+                "goes on: annotate it as what it is, such as tuple[int, ...], list[int] or dict[str, Path]"
+            )
 
 
 def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,11 +315,6 @@ def plain(flags: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def files_of(run: Run) -> Iterable[str]:
-    """Names of the copies in the run's folder that are executed again."""
-    return [*([CONFIG] if run["config"] else []), *run["files"].values()]
-
-
 def modules() -> dict[str, str]:
     """The checksums of modules that are loaded from outside the installed packages, by name.
 
@@ -240,16 +327,21 @@ def modules() -> dict[str, str]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
-        own = path.suffix == ".py" and not name.startswith(("user_", "__"))
+        own = path.suffix == ".py" and not userfile.is_kept(module) and not name.startswith("__")
         if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
-            found[f"module {name}"] = storage.sha256(path)
+            found[f"{MODULE}{name}"] = storage.sha256(path)
     return found
 
 
 def code() -> dict[str, Any]:
-    """The package's version and, in a checkout, its commit and whether files differ from it."""
-    found: dict[str, Any] = {"version": jaxrl_llm.__version__}
-    root = Path(jaxrl_llm.__file__).parent.parent
+    """The package's version, a checksum of its files and, in a checkout, its commit and whether it
+    differs from that.
+    """
+    package = Path(jaxrl_llm.__file__).parent
+    files = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    sha256 = hashlib.sha256(files).hexdigest()
+    found: dict[str, Any] = {"version": jaxrl_llm.__version__, "sha256": sha256}
+    root = package.parent
     if not (root / ".git").exists():
         return found
     git = functools.partial(

@@ -31,7 +31,7 @@ from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, sco
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
-from jaxrl_llm.training.record import Source, identity, modules
+from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
 from jaxrl_llm.training.stream import Cursor
 
 
@@ -76,6 +76,9 @@ def train(
             lambda: folders.resumable(folder) if resume == "auto" else resume is not False
         )
         begun = folders.origin(folder, origin, resuming)
+        given = {"the data of the task": divided.checksum, **made.given, **modules()}
+        if distributed.count() > 1:
+            require_alike(new(source, begun, given), resume)
         earlier = None if isinstance(resume, (bool, str)) else resume
         if resuming:
             folders.require_at_most(folder, first, config.steps, earlier)
@@ -86,7 +89,6 @@ def train(
             stop.stacks = folder / f"stacks-{distributed.index()}.txt"
         with _told(folder, console), ExitStack() as stack:
             if distributed.first():
-                given = {"the data of the task": divided.checksum, **made.given, **modules()}
                 stack.enter_context(
                     folders.opened(folder, made, source, given, resume=resuming, origin=begun)
                 )
@@ -186,6 +188,8 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
         console.print(saved if known else "stopped before there was anything to save")
         raise
     except OSError as error:
+        if error.filename and not Path(str(error.filename)).is_relative_to(folder):
+            raise
         raise UserError(
             f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
             "--resume"
@@ -244,10 +248,12 @@ def _resumed(
 
 def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
-    warm, own = config.warm_start, getattr(made.task, "demonstration", None)
     what, response = "an empty response", ""
-    if made_by := warm and (warm.demonstration or own):
-        what, response = "a demonstration", made_by(example)
+    if config.warm_start:
+        what, response = (
+            "a demonstration",
+            loop.demonstration(config.warm_start, made.task)(example),
+        )
     task = made.token_task(config, asked=lambda: stop.asked)
     with suppress(Leaving):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
@@ -383,7 +389,8 @@ def _show(
 
     The samples are the first responses to the first four prompts.
     """
-    text = lambda row: as_text(made.task.prompt(answers.examples[row // config.group_size]))
+    ask = userfile.answering_for("a prompt cannot be made")(made.task.prompt)
+    text = lambda row: as_text(ask(answers.examples[row // config.group_size]))
     if config.keep_tokens:
         kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))
         numbers = look(kept)  # a program of all processes

@@ -1,10 +1,10 @@
 """`python -m tests.chaos.several --processes 2 --count 24`: jobs of several processes, one of which is lost.
 
 At a random moment one process, each in its turn, is killed, told to leave, stands still, hangs while its heart
-beats, or finds its disk full or blocked; with --bucket the run lies in a bucket, whose network may be cut for half
-a minute, and may go back to its first checkpoint. All must end within the bound, with a line that says why, and
-a restart must end bit for bit as the undisturbed job; nothing may be left. The number of a fault decides its kind
-and its victim.
+beats, finds its disk full or blocked, or is started with another config; with --bucket the run lies in a bucket,
+whose network may be cut for half a minute, and may go back to its first checkpoint. All must end within the bound,
+with a line that says why, and a restart must end bit for bit as the undisturbed job; nothing may be left. The
+number of a fault decides its kind and its victim.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from tests.chaos.scene import (
     difference,
     recorded,
 )
+from tests.chaos.small import STEPS
 from tests.chaos.trial import RESUMES, Trial, report
 from tests.training import s3
 from tests.training.conftest import forget
@@ -59,15 +60,19 @@ class Job:
     def start(
         self, victim: int = 0, arm: tuple[int, ...] = (), *, stall: bool = False,
         hang: tuple[str, int] | tuple[()] = (), flags: tuple[str, ...] = (),
+        other: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Starts all, or resumes them; `arm` is what shim.c is to do to one, or where it is to `hang`."""
+        """Starts all, or resumes them; `arm` is what shim.c is to do to one, or where it is to `hang`.
+
+        That one has `other` flags too.
+        """
         where = f"127.0.0.1:{port()}"
         for i, one in enumerate(self.members):
             one.told = ()
             one.flags = ["--process", f"{i}/{len(self.members)}@{where}", "--lost", f"{LOST:g}"]
             mine = i == victim
-            flags += STALL * stall
-            one.start(*(arm if mine else ()), flags=flags, hang=hang if mine else ())
+            own = flags + STALL * stall + (other if mine else ())
+            one.start(*(arm if mine else ()), flags=own, hang=hang if mine else ())
 
     def missed(self) -> float:
         """Seconds in which a process that is gone is missed by the others; it is later where they have not met."""
@@ -186,6 +191,19 @@ def hung(job: Job, victim: int, seconds: float) -> list[str]:
     return ends
 
 
+def otherwise(job: Job, victim: int) -> list[str]:
+    """All are killed, and one comes back with another config: the line that says so is the end of all."""
+    for i in range(len(job.members)):
+        job.members[i].told = (signal.SIGKILL,)
+        job.members[i].signal(signal.SIGKILL)
+    job.ends(SLACK)
+    job.start(victim, other=("--steps", str(STEPS + 1)))
+    ends = job.ends(MEETING)
+    if {*ends} != {"a line"} or "start all with the same" not in job.line():
+        raise Finding(f"another config is not refused: {ends}: {job.line()}")
+    return ends
+
+
 def offline(job: Job, victim: int) -> list[str]:
     """Nobody reaches the bucket for a while."""
     del victim
@@ -210,14 +228,14 @@ def gone_back(job: Job, victim: int) -> list[str]:
 
 ACTS: dict[str, Callable[[Job, int], list[str]]] = {
     "kill -9": killed, "SIGTERM": told, "stands still": still, "stops for good": stopped, "network cut": offline,
-    "goes back": gone_back,
+    "goes back": gone_back, "other configs": otherwise,
 }  # fmt: skip
 # operations on files for which there is no room, from a random one on
 FULL = {"disk full": FOREVER, "disk full once": 0}
 HANGS = ("hangs", "disk blocks")
 FOLDER = (
     "kill -9", "SIGTERM", "disk full", "hangs", "kill -9", "disk blocks", "SIGTERM", "stands still", "hangs",
-    "disk full once", "stops for good",
+    "disk full once", "stops for good", "other configs",
 )  # fmt: skip
 BUCKET = ("kill -9", "SIGTERM", "network cut", "hangs", "goes back")
 

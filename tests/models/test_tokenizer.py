@@ -1,5 +1,6 @@
 """What grades a response sees all of it but the token that ends it."""
 
+import datetime
 import json
 from dataclasses import replace
 
@@ -194,6 +195,22 @@ def test_a_folder_says_which_tokens_end_a_response(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1]}')
     assert load(tmp_path).stops == (1, 4)
+
+
+def test_a_template_writes_the_day_that_it_is_given(tmp_path):
+    """Not today's: the prompts of a run would be others after midnight."""
+    inner = of_bytes()._inner
+    inner.chat_template = (
+        "\n{% set d = strftime_now('%d %b %Y') %}{{ d }}, {{ messages[0].content }}"
+    )
+    Tokenizer(inner).save(tmp_path)
+    for day, said in (
+        (datetime.date(2024, 7, 26), "26 Jul 2024"),
+        (datetime.date(2025, 1, 1), "01 Jan 2025"),
+    ):
+        made = load(tmp_path, chat=True, day=day)
+        assert (made.day, made.prompt("a")) == (day, made.encode(f"\n{said}, a"))
+    assert load(tmp_path, chat=True).day in {datetime.date.today(), made.day}
 
 
 def test_messages_and_chats_go_by_the_template():

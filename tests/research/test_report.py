@@ -237,6 +237,23 @@ def test_records_without_their_figures_have_a_report(whole, tmp_path):
     assert "Test accuracy: 50.0 at step 2." in made(whole, tmp_path)[0]
 
 
+def test_a_run_that_goes_on_after_its_test_is_not_finished(whole, lines, tmp_path):
+    assert "10 steps of reinforcement, finished." in made(whole, tmp_path)[0]
+    last = max(r["step"] for r in lines)
+    more = next(r for r in lines if r["step"] == last and "reward" in r) | {"step": last + 1}
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*lines, more]))
+    assert "11 steps of reinforcement, not finished." in made(whole, tmp_path)[0]
+
+
+@pytest.mark.parametrize("of", ["eval", "test"])
+def test_an_evaluation_without_all_its_figures_is_left_out(whole, lines, of, tmp_path):
+    odd = {"step": 9, "phase": "reinforce", f"{of}/accuracy": 0.5}
+    odd |= {f"{of}/accuracy_low": 0.4, f"{of}/accuracy_high": 0.6}
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [odd, *lines, odd]))
+    _, read = made(whole, tmp_path)
+    assert len(read.tables["Accuracy on examples not learned from"]) == 7
+
+
 def test_a_run_that_has_just_begun_has_a_report(whole, tmp_path):
     (whole / "metrics.jsonl").write_text("")
     shutil.rmtree(whole / "tokens")

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import hf
-from jaxrl_llm.training import folder, run
+from jaxrl_llm.training import folder, record, run
 from jaxrl_llm.training.parts import parts
 from tests.training import quick
 from tests.training.process import QUICK, fails, metrics
@@ -66,6 +66,19 @@ def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch)
     assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
 
 
+def test_a_run_is_opened_with_what_it_was_trained_with(whole, tmp_path, capsys, monkeypatch):
+    out = shutil.copytree(whole, tmp_path / "run")
+    monkeypatch.setattr(record, "modules", lambda: {"module tests.tiny": "other", "module x": "y"})
+    main(["sample", str(out), "--example", "0", "--max-tokens", "2"])
+    said = capsys.readouterr().err
+    assert f"warning: module tests.tiny is not as it was when {out} was started" in said
+    assert "module x" not in said
+    with (out / "model" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    for command in (("sample", out, "--example", "0"), ("eval", out)):
+        assert "its tokenizer is another" in fails(capsys, *command)
+
+
 def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole, tmp_path, capsys):
     out = shutil.copytree(whole, tmp_path / "whole")
     (out / "config.py").write_text("raise SystemExit('executed')")
@@ -90,7 +103,7 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
     with (exported / "config.json").open("a") as file:
         file.write(" ")
     said = fails(capsys, "train", path, "--out", tmp_path / "run", "--resume")
-    assert "the pretrained model is not as it was when the run was started" in said
+    assert f"the pretrained model is not as it was when {tmp_path / 'run'} was started" in said
 
 
 TASK = """
@@ -147,7 +160,7 @@ def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path
     assert "WARNING" not in err
     tried = out.index("warning: so the reward, tried on an empty response for the first example")
     assert tried < out.index("reinforce: the first step")
-    assert "validation accuracy unknown: all 2 responses are unchecked" in out
+    assert "validation accuracy unknown: all 1 responses are unchecked" in out
     assert "all unchecked" in out
     assert "unchecked responses, which count nowhere: 6" in " ".join(out.split())
     assert "0.0" not in "".join(line for line in out.splitlines() if "accuracy" in line)

@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Scratch
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.training import run, terminal
 from tests.training import quick
 from tests.training.process import QUICK, fails
 
@@ -94,6 +95,10 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "    return json.loads('{')", "line 10: JSONDecodeError"),
         (TASK.replace("Mine()", "Mine"), "config: task is a class: an instance is wanted, as Mine()"),
         ("def config(): return 1 / 0", "line 3: ZeroDivisionError"),
+        ("def config(): exit()", "line 3: SystemExit: "),
+        ("exit(0)", "line 3: SystemExit: 0"),
+        (REPLACE + "task=lambda folder: exit())", "the task cannot be made: "),
+        (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): exit(0)", "line 8: SystemExit: 0"),
         ("def config(x: 'jax.numpi' = 1): pass", "an annotation of config() cannot be resolved"),
         ("def config() -> 'Cnfig': return made", "an annotation of config() cannot be resolved: name 'Cnfig'"),
         ("def confi(): pass\ndel config", "defines no 'config'; did you mean 'confi'?"),
@@ -138,6 +143,26 @@ def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     assert f"cannot write to {out}" in fails(
         capsys, "train", "tests/training/quick.py", "--out", out
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "cannot write to .*run: .*No space left"),
+        (OSError(28, "No space left", "{}/metrics.jsonl"), "cannot write to .*run: .*No space"),
+        (FileNotFoundError(2, "No such file", "{}-elsewhere/data.jsonl"), None),
+    ],
+    ids=str,
+)
+def test_only_what_lies_in_its_folder_is_written_by_a_run(error, said, tmp_path):
+    out = tmp_path / "run"
+    if error.filename:
+        error.filename = error.filename.format(out)
+    with (
+        pytest.raises(UserError if said else FileNotFoundError, match=said),
+        run._told(out, terminal.console(quiet=True)),
+    ):
+        raise error
 
 
 def test_nothing_to_resume_and_no_run(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
 
 import contextlib
+import datetime
 import importlib
 import json
 import os
@@ -9,21 +10,21 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import config, storage, userfile
+from jaxrl_llm import config, distributed, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import sharding, tokenizer
+from jaxrl_llm.models import hf, sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.parts import parts
+from jaxrl_llm.training.parts import DAY, parts
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
 from tests.training.conftest import forget
@@ -44,7 +45,7 @@ def opening(made, tmp_path):
 
     def opened(out=None, source: Source | None = SOURCE, *, resume=True, origin=None, parts=made):
         out = tmp_path / "run" if out is None else out
-        with folder.opened(out, parts, source, resume=resume, origin=origin):
+        with folder.opened(out, parts, source, parts.given, resume=resume, origin=origin):
             pass
         return out
 
@@ -102,24 +103,51 @@ def test_only_lengths_may_be_given_anew(begun, opening, flags, said):
         assert folder.reopen(begun).steps == 9
 
 
-def test_flags_go_through_json(tmp_path):
-    def config(
-        size: tuple[int, int],
-        where: Path,
-        how: Literal["a", "b"] = "a",
-        maybe: Path | None = None,
-        several: tuple[Path, ...] = (),
-        name: str | None = None,
-    ):
-        return size, where, how, maybe, several, name
+FLAGS: list[tuple[Any, Any]] = [
+    (tuple[int, int], (1, 2)),
+    (Path, Path("/x")),
+    (Literal["a", "b"], "b"),
+    (Path | None, Path("y")),
+    (Path | None, None),
+    (str | None, "c"),
+    (Annotated[float, "a note"], 1),
+    (tuple[Path, ...], (Path("a"), Path("b"))),
+    (tuple[Path, ...] | None, (Path("a"),)),
+    (tuple[tuple[str, Path], ...], (("a", Path("b")),)),
+    (list[int], [1, 2]),
+    (list[Path] | None, [Path("a")]),
+    (dict[int, float], {1: 12.5}),
+    (dict[str, Path], {"1": Path("b")}),
+    (dict[str, list[float]], {"a": [0.5]}),
+]
 
-    flags = {"size": (1, 2), "where": Path("/x"), "how": "b", "maybe": Path("y"), "name": "c"}
-    flags |= {"several": (Path("a"), Path("b"))}
-    run = record.new(Source(Path("c.py"), flags)) | {"sums": {}}
+
+@pytest.mark.parametrize(("kind", "value"), FLAGS)
+def test_flags_come_back_as_they_were_given(kind, value, tmp_path):
+    def config(flag: kind): ...
+
+    run = record.new(Source(Path(__file__), {"flag": value})) | {"sums": {}}
     record.write(tmp_path, run)
-    assert record.flags_for(config, record.read(tmp_path)["flags"]) == flags
-    with pytest.raises(UserError, match="the flag x of config"):
-        record.new(Source(Path("c.py"), {"x": object()}))
+    back = record.flags_for(config, record.read(tmp_path)["flags"])["flag"]
+    assert repr(back) == repr(value)
+    record.require_kept(config, {"flag": value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (Any, object(), "a object, which cannot be kept"),
+        (set[int], {1}, "a set, which cannot be kept"),
+        (dict[bool, int], {True: 1}, r"\{True: 1\}, and would come back as \{'true': 1\}"),
+        (str | Path, Path("a"), "would come back as 'a'"),
+        (Any, [1], r"would come back as \(1,\)"),
+    ],
+)
+def test_a_flag_that_would_come_back_as_another_is_refused_at_the_start(kind, value, said):
+    def config(flag: kind): ...
+
+    with pytest.raises(UserError, match=f"the flag flag of config.*{said}"):
+        record.require_kept(config, {"flag": value})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +178,8 @@ def test_an_altered_record_is_refused(begun, opening):
 def test_a_checkout_tells_its_commit_and_whether_files_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxrl_llm, "__file__", str(tmp_path / "package" / "__init__.py"))
     (tmp_path / "package").mkdir()
-    assert record.code() == {"version": jaxrl_llm.__version__}
+    code = record.code
+    assert {**code(), "sha256": ""} == {"version": jaxrl_llm.__version__, "sha256": ""}
 
     def git(*words):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -163,10 +192,28 @@ def test_a_checkout_tells_its_commit_and_whether_files_differ(tmp_path, monkeypa
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "first")
-    known = {"version": jaxrl_llm.__version__, "commit": git("rev-parse", "HEAD")}
-    assert record.code() == {**known, "dirty": False}
+    known = code() | {"commit": git("rev-parse", "HEAD")}
+    assert code() == {**known, "dirty": False}
     (tmp_path / "file").write_text("another")
-    assert record.code() == {**known, "dirty": True}
+    assert code() == {**known, "dirty": True}
+    (tmp_path / "package" / "loss.py").write_text("-1")
+    assert code()["sha256"] != known["sha256"]
+
+
+def test_another_version_of_the_package_or_a_library_is_said(begun, opening, caplog):
+    opening()
+    assert not caplog.records
+    run = record.read(begun)
+    run["sessions"][-1]["versions"]["jax"] = "0.1"
+    run["sessions"][-1]["code"]["sha256"] = "abc"
+    record.write(begun, run)
+    opening()
+    (said,) = caplog.messages
+    assert f"jax 0.1 then, {jax.__version__} now" in said
+    assert f"jaxrl_llm {jaxrl_llm.__version__} (abc) then" in said
+    caplog.clear()
+    opening()
+    assert not caplog.records
 
 
 def test_a_run_of_an_older_version_is_refused(begun, opening):
@@ -194,17 +241,55 @@ def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
     assert folder.pinned(tmp_path, quick.config()).model == quick.config().model
 
 
+def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
+    """Some chat templates write it."""
+    of_base = replace(made, source=tmp_path)
+    assert of_base.given[DAY] == made.tokenizer.day.isoformat()
+    record.write(tmp_path, record.new(None, given={DAY: "2024-07-26"}))
+    day = datetime.date(2024, 7, 26)
+    model, other = config.Pretrained("x"), config.Pretrained("x", day=datetime.date(2024, 1, 1))
+    pinned = lambda model: folder.pinned(tmp_path, replace(quick.config(), model=model)).model
+    assert pinned(model) == replace(model, day=day)
+    assert pinned(other) == other
+
+
 def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "a_helper.py").write_text("factor = 2")
     importlib.import_module("a_helper")
-    (tmp_path / "user_config.py").write_text("")  # as files are called that a run keeps
-    importlib.import_module("user_config")
+    (tmp_path / "user_rewards.py").write_text("factor = 2")  # called as files that a run keeps
+    importlib.import_module("user_rewards")
+    userfile.run(tmp_path / "a_helper.py", "kept")
     before = record.modules()
-    (tmp_path / "a_helper.py").write_text("factor = 3")
+    for name in ("a_helper.py", "user_rewards.py"):
+        (tmp_path / name).write_text("factor = 3")
     after = record.modules()
-    assert {name for name in before if before[name] != after[name]} == {"module a_helper"}
-    assert not any(x in name for name in before for x in ("numpy", "jaxrl_llm.", "user_config"))
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"module a_helper", "module user_rewards"}
+    assert not any(x in name for name in before for x in ("numpy", "jaxrl_llm.", "user_kept"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"eta": 0.5, "steps": 6}, None),
+        ({"eta": 0.5, "steps": 7}, "--steps 7, process 0 with 6"),
+        ({"eta": 0.4, "steps": 6}, "--eta 0.4, process 0 with 0.5"),
+    ],
+)
+def test_processes_that_were_started_otherwise_are_told(theirs, said, monkeypatch):
+    words = []
+    monkeypatch.setattr(distributed, "agree", lambda word: words.append(word) or words)
+    record.require_alike(record.new(SOURCE, given={"module a": "x"}), "auto")
+    other = record.new(replace(SOURCE, flags=theirs), given={"module b": "x"})
+    if said is None:
+        record.require_alike(other, "auto")
+    else:
+        with pytest.raises(UserError, match=rf"process 1 on .* was started with {said}: start all"):
+            record.require_alike(other, "auto")
+    words.pop()
+    with pytest.raises(UserError, match=r"process 1 on .* --resume False, process 0 with auto"):
+        record.require_alike(record.new(SOURCE), False)
 
 
 def test_two_runs_are_told_apart():
@@ -497,6 +582,70 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     assert len(folder.reopen(run).task(tmp_path).train) == 64
 
 
+TASK = """
+class Task:
+    name, train, test = "a", [0] * 4, [1]
+    def prompt(self, example): return WORD
+    def reward(self, example, response): raise NotImplementedError
+WORD = "first"
+task = Task()
+"""
+RELATIVE = """from dataclasses import replace
+from tests.training.quick import config as quick
+from jaxrl_llm.tasks.task import load_task
+def config(): return replace(quick(), task=lambda folder: load_task("task.py:task"))
+"""
+
+
+@pytest.fixture
+def relative(opening, tmp_path, monkeypatch):
+    """A run that was started in a folder whose task its config names by a relative path."""
+    here = tmp_path / "here"
+    written(here / "mine.py", RELATIVE)
+    written(here / "task.py", TASK)
+    monkeypatch.chdir(here)
+    opening(source=_started(here), resume=False)
+    return here
+
+
+def _started(here):
+    """The source of a run of the config there, from the working folder."""
+    userfile.forget()
+    made = parts(config.load(here / "mine.py")(), ".")
+    source = Source(here / "mine.py", {}, tuple(userfile.ran(but=here / "mine.py")))
+    assert made.task.name == "a"
+    return source
+
+
+def test_files_that_have_moved_are_compared_all_the_same(relative, opening, tmp_path, monkeypatch):
+    there = relative.rename(tmp_path / "there")
+    monkeypatch.chdir(there)
+    opening(source=_started(there))
+    refused(opening, r"0-task\.py has changed since", source=replace(_started(there), files=()))
+    (there / "task.py").write_text(TASK.replace("first", "other"))
+    refused(opening, r"there/task\.py has changed since", source=_started(there))
+
+
+def test_a_run_has_the_task_it_was_started_with_wherever_it_is_opened(
+    relative, tmp_path, monkeypatch
+):
+    elsewhere = tmp_path / "elsewhere"
+    written(elsewhere / "task.py", TASK.replace("first", "other"))
+    monkeypatch.chdir(elsewhere)
+    for _ in range(2):
+        assert folder.reopen(tmp_path / "run").task(tmp_path).prompt(0) == "first"
+        shutil.rmtree(relative, ignore_errors=True)
+
+
+def test_a_run_opened_again_executes_no_file_that_it_does_not_keep(opening, tmp_path, monkeypatch):
+    written(tmp_path / "mine.py", RELATIVE)
+    run = opening(source=Source(tmp_path / "mine.py"), resume=False)
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "task.py", TASK)
+    with pytest.raises(UserError, match=r"task file 'task\.py' is none that the run keeps"):
+        folder.reopen(run).task(tmp_path)
+
+
 def test_an_edit_of_the_same_length_in_the_same_second_counts(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     path = tmp_path / "config.py"
@@ -532,6 +681,61 @@ def test_a_run_with_other_adapters_or_without_is_refused(begun, opening, made, t
     opening(out, parts=adapted(2))
     refused(opening, "is a run of adapters, unlike the config", out)
     refused(opening, "another model: r is 2 there and 3 in the config", out, parts=adapted(3))
+
+
+@pytest.fixture
+def based(made, tmp_path):
+    """Parts of a run on a pretrained model, with these adapters or none."""
+    base = tmp_path / "base"
+    hf.export(made.fresh(0), made.shape, base)
+    made.tokenizer.save(base)
+
+    def on_it(lora):
+        return replace(
+            made, shape=replace(made.shape, lora=lora), source=base, base=(str(base), None)
+        )
+
+    return on_it
+
+
+def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, based, tmp_path):
+    """All weights belong to none."""
+    adapted, whole = based(Lora(2, 4.0)), based(None)
+    run, other = (
+        opening(tmp_path / n, resume=False, parts=p) for n, p in (("a", adapted), ("b", whole))
+    )
+    with Checkpoints(run / folder.INITIAL) as there:
+        there.save(0, {"a": jnp.zeros(1)}, {})
+    acts = (
+        lambda: opening(run, parts=adapted),
+        lambda: folder.require_model(run, adapted),  # to evaluate it
+        lambda: folder.require_warm_start(run, adapted, 0),
+        lambda: folder.base(run),  # to merge it
+    )
+    for act in acts:
+        act()
+    with (adapted.source / "config.json").open("a") as file:
+        file.write(" ")
+    for act in acts:
+        with pytest.raises(UserError, match="the pretrained model is not as it was when"):
+            act()
+    folder.require_model(other, whole)
+
+
+def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
+    opening, based, tmp_path, monkeypatch
+):
+    """A relative name is one in the working folder that the run was started in."""
+    adapted, asked = based(Lora(2, 4.0)), []
+    monkeypatch.setattr(hf, "resolve", lambda *what: asked.append(what) or tmp_path)
+    monkeypatch.setattr(hf, "version", lambda _: "commit abc")
+    for name, found in (("Qwen/x", "Qwen/x"), ("base", tmp_path / "base")):
+        monkeypatch.chdir(tmp_path)
+        parts = replace(adapted, base=(name, "main"))
+        run = opening(tmp_path / f"of-{name.replace('/', '-')}", resume=False, parts=parts)
+        monkeypatch.chdir(ROOT)
+        assert folder.base(run) == tmp_path
+        assert asked[-1] == (found, "abc")
 
 
 def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):

@@ -58,7 +58,7 @@ class Trial:
 
     def __init__(self, folder, *, scores=(), at=None, task=Echo, reply=None, **changes):
         self.log, self.saved, self.stop, self.at, self.task = [], {}, Stop(), at or {}, task
-        self.scores = dict(scores)
+        self.scores, self.demonstrate = dict(scores), str
         self.journal = Journal(folder, rich.console.Console(quiet=True))
         inner = self.journal.record
         self.journal.record = lambda step, *rest: (self.note(f"record {step}"), inner(step, *rest))
@@ -73,7 +73,7 @@ class Trial:
         self.parts = SimpleNamespace(
             token_task=lambda *_: TokenTask(task(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
             policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
-            frozen=None, whole=lambda params: params,
+            frozen=None, whole=lambda params: params, task=None,
             programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
         self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
@@ -116,8 +116,8 @@ class Trial:
     def imitate(self, start=None):
         collate = SimpleNamespace(response_length=5)
         warm = SimpleNamespace(
-            steps=5, evaluate_every=3, batch=2, optimizer=None, collate=collate, demonstration=str
-        )
+            steps=5, evaluate_every=3, batch=2, optimizer=None, collate=collate, demonstration=self.demonstrate
+        )  # fmt: skip
         with self.journal:
             self.journal.start(after=start.step if start else -1)
             return loop.warm_start(
@@ -358,6 +358,37 @@ def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
     config: Any = SimpleNamespace(warm_start=None)
     run._try_reward(config, made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
     assert stop.asked
+
+
+ERRORS = [FileNotFoundError(2, "gone", "data.jsonl"), ZeroDivisionError("by zero"), SystemExit(0)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_what_a_task_raises_where_no_reward_is_due_costs_no_step(trial, error):
+    class Raises(Echo):
+        def prompt(self, example):
+            if "record 4" in made.log:
+                raise error
+            return super().prompt(example)
+
+    made = trial(task=Raises, saves=lambda step: step == 6)
+    with pytest.raises(UserError, match=f"a prompt cannot be made: {type(error).__name__}"):
+        made.reinforce()
+    assert [*made.saved] == [0, 3, 5]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_what_a_demonstration_raises_costs_no_step(trial, error):
+    def demonstrate(example):
+        if "record 3" in made.log:
+            raise error
+        return str(example)
+
+    made = trial(saves=lambda step: step == 6)
+    made.demonstrate = demonstrate
+    with pytest.raises(UserError, match=f"a demonstration cannot be made: {type(error).__name__}"):
+        made.imitate()
+    assert [*made.saved] == [4]
 
 
 def test_a_state_that_another_step_has_consumed_is_not_saved(trial):

@@ -1,19 +1,24 @@
 """What is learned from, what chooses the best checkpoint, and what is read once at the end."""
 
+import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import storage
 from jaxrl_llm.config import Evaluation
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
+from jaxrl_llm.training.fingerprint import written_out
 from jaxrl_llm.training.parts import askable, overlap, parts, readable, splits
 from tests.training import quick
 from tests.training.conftest import forget
@@ -56,6 +61,93 @@ def test_other_data_of_the_same_length_have_another_checksum():
     assert checksum(*known) != checksum(known[0], range(31, 41))
 
 
+@dataclass
+class Puzzle:
+    words: Any
+
+
+class Named(NamedTuple):
+    words: Any
+
+
+class Image(int):
+    def __repr__(self):
+        return f"<Image of 2 x 2 at 0x{int(self):X}>"
+
+
+EQUAL = [
+    ({0, 8}, {8, 0}),
+    (frozenset([0, 8]), frozenset([8, 0])),
+    *(
+        (hold({0, 8}), hold({8, 0}))
+        for hold in (
+            lambda x: [x],
+            lambda x: (x,),
+            lambda x: {"a": {1: x}},
+            lambda x: SimpleNamespace(a=x),
+            Puzzle,
+            Named,
+        )
+    ),
+    (Image(0x7F1B), Image(0xA)),
+    (object(), object()),
+]
+OTHER = [
+    ({0, 8}, {0, 9}),
+    ([0, 8], [8, 0]),
+    ([0, 8], (0, 8)),
+    ("ab", "ba"),
+    (1, 1.0),
+    ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+    (Puzzle({1}), Puzzle({2})),
+    (np.zeros(2000), np.arange(2000) == 1000),
+    (SimpleNamespace(a=1), SimpleNamespace(a=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [*((*pair, True) for pair in EQUAL), *((*pair, False) for pair in OTHER)],
+    ids=str,
+)
+def test_a_checksum_of_data_is_that_of_their_content(one, other, same):
+    """Neither the order of sets nor addresses are the same in any two processes."""
+    known = []
+    for thing in (one, other):
+        made = made_of([(i, thing) for i in range(4)], [(4, thing)])
+        made.task.prompt = lambda example: str(example[0])
+        known.append(splits(made, CONFIG).checksum)  # pyright: ignore[reportArgumentType]
+    assert (known[0] == known[1]) == same
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["a'b", ["a", 1.0], ("a",), (1, None), {"a": [True, b"{"]}, Puzzle({1}), 1e-7],
+    ids=str,
+)
+def test_plain_data_have_the_checksum_of_their_repr(example):
+    assert written_out(example) == repr(example)
+
+
+def test_an_example_that_holds_itself_has_a_checksum():
+    loop = Puzzle([])
+    loop.words.append(loop)
+    made = made_of([loop] * 4, [0])
+    count = itertools.count()
+    made.task.prompt = lambda example: str(next(count))
+    assert splits(made, CONFIG).checksum  # pyright: ignore[reportArgumentType]
+
+
+def test_no_prompt_of_validation_is_trained_on():
+    """However often it is in the data; none is asked twice."""
+    numbers = [n % 20 if n < 50 else n for n in range(100)]
+    train, validation, _ = divided(numbers, 10)
+    assert len({*validation}) == len(validation) == 10
+    assert {*train} | {*validation} == {*numbers}
+    assert not {*train} & {*validation}
+    assert Counter(train) == Counter(n for n in numbers if n not in validation)
+
+
 def test_an_example_is_read_once():
     """Reading may take longer than all else that a run begins with."""
     count = Counter()
@@ -66,10 +158,21 @@ def test_an_example_is_read_once():
     assert count == Counter(range(50))
 
 
+def test_an_example_that_cannot_be_read_is_one_line():
+    def read(i):
+        raise OSError(5, "Input/output error", "data.jsonl")
+
+    made = made_of(Mapped(range(40), read), range(3))
+    with pytest.raises(UserError, match=r"an example cannot be read: OSError: .*data\.jsonl"):
+        splits(made, CONFIG)  # pyright: ignore[reportArgumentType]
+
+
 def test_small_training_data_keep_three_quarters():
     assert [len(source) for source in divided(range(10), 500, range(3))] == [8, 2, 3]
-    with pytest.raises(UserError, match="at least 4 are needed"):
-        divided(range(3), 500)
+    assert divided([1, 2] * 4, 500)[0] in ([1] * 4, [2] * 4)
+    for few in (range(3), [1] * 9):
+        with pytest.raises(UserError, match="at least 4 are needed, of two prompts"):
+            divided(few, 500)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +181,6 @@ def test_small_training_data_keep_three_quarters():
         ([1, 2, 3], [4], [5, 6], ""),
         ([1, 2, 3], [4], [1, 6], "warning: 1 test prompts are in the training data"),
         ([1, 2, 3], [4], [4, 6], "warning: 1 test prompts are in the validation data"),
-        ([1, 2, 3], [3], [4], "warning: 1 validation prompts are in the training data"),
     ],
 )
 def test_overlap_is_said(train, validation, test, said):
@@ -103,6 +205,20 @@ def test_prompts_that_are_too_long_to_learn_from():
     ):
         with pytest.raises(UserError, match=said):
             readable(made, source, config, "training")
+
+
+def test_prompts_leave_the_room_of_the_model_to_responses():
+    """Those of the warm start too, which may be longer."""
+    numbers, warm = [10**n for n in range(60)], CONFIG.warm_start
+    assert warm is not None
+    longer = replace(CONFIG, warm_start=replace(warm, collate=Collator(40, 52)))
+    for config, limit in ((CONFIG, 12), (longer, 8)):
+        assert len(readable(made_of(numbers, longest=60), numbers, config, "training")) == limit
+        strict = replace(config, long_prompts="refuse")
+        with pytest.raises(UserError, match=f"the limit is 1 to {limit}: lower response_length"):
+            readable(made_of(numbers, longest=60), numbers, strict, "training")
+    with pytest.raises(UserError, match="skipped for prompts of more than 0 tokens"):
+        readable(made_of(numbers, longest=48), numbers, CONFIG, "training")
 
 
 def test_no_test_example_is_dropped_for_its_length():

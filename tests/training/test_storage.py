@@ -279,6 +279,15 @@ def test_the_temporary_folder_stands_in_for_memory(tmp_path, monkeypatch):
     assert storage.memory() == Path(tempfile.gettempdir())
 
 
+def test_a_path_from_home_is_in_it(tmp_path, monkeypatch):
+    """As of `--out=~/run`, in which no shell has written it out."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert storage.local("~/run") == tmp_path / "run"
+    assert storage.local("a/~") == Path("a/~")
+    with pytest.raises(UserError, match="~nobody-here/run: there is no such home"):
+        storage.local("~nobody-here/run")
+
+
 # Buckets.
 
 

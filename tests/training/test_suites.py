@@ -6,13 +6,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import rich.console
 
+from jaxrl_llm.cli import eval as suites
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.tasks.math import records
 from jaxrl_llm.training import tables
 from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
@@ -90,6 +94,20 @@ def test_suites_over_the_last_checkpoints(environment, run, tmp_path):
     done = evaluated(environment, run, "--last", "3")
     assert cells(done.stdout)[""] == ["examples", "step 1", "step 2", "step 3", "mean of 3"]
     assert [*cells(done.stdout)] == ["", "test greedy"]
+
+
+def test_a_problem_is_known_from_training_with_an_instruction_around_it():
+    question = "How many primes are there between one hundred and one hundred and twenty?"
+    told = lambda text: records.Problem(text, ("1",))
+    learned = [
+        told(f"Solve this. {question} Think first."),
+        told(f"Again: {question}"),
+        told("1+1?"),
+    ]
+    there = [told(question), told("1+1"), told("2+2"), told(f"No. {question} Or are there none?")]
+    parts: Any = SimpleNamespace(task=SimpleNamespace(train=learned))
+    (said,) = suites._overlaps(parts, {"amc": (records.suite("amc"), there)})
+    assert said == "warning: 2 of 4 problems of amc are in the run's training data"
 
 
 @pytest.mark.parametrize(
