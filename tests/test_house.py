@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # So the command line alone knows research.
 LAYERS = (
     ("errors",),
-    ("storage", "distributed", "userfile"),
+    ("storage", "distributed", "userfile", "accelerators"),
     ("objectives",),
     ("models",),
     ("rollouts", "tasks"),

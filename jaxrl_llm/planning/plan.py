@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl_llm.accelerators import share_of_a_gpu
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.models import families, hf, qwen2, sharding
-from jaxrl_llm.planning import hlo, machines, share_of_a_gpu
+from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import rich.console
 
-from jaxrl_llm import distributed, storage, userfile
+from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError, first_line
 from jaxrl_llm.learning import update
@@ -189,7 +189,8 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
 
 
 def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:
-    """Prints the sizes of the splits, and warnings."""
+    """Prints the devices, the sizes of the splits, and warnings."""
+    console.print(accelerators.described([*made.mesh.devices.flat]))
     if divided.skipped:
         console.print(
             f"{divided.skipped} examples are left out: their prompts are too long to learn from"
