@@ -6,7 +6,6 @@ so many, itself included. With `segments` None each row is one right-padded sequ
 
 import logging
 import math
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -89,10 +88,8 @@ def cudnn(q: Queries, k: Keys, v: Keys, window: int | None = None) -> Queries:
 
 def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
     """Pallas' flash attention for GPUs, shard by shard; `interpret` runs it on any platform."""
-    with warnings.catch_warnings():
-        # JAX 0.12 says that tokamax, another package, is to replace it: that needs Python 3.12
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
+    # imported here because newer JAX warns on import: tokamax, another package, is to replace it
+    from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 
     length, size = q.shape[1], q.shape[3]
     q, k, v = (_padded(x, 128) for x in (q, k, v))
