@@ -32,6 +32,17 @@ def share_of_a_gpu() -> float:
     return float(next(filter(None, map(os.environ.get, FRACTIONS)), OF_A_GPU))
 
 
+def leave(share: float) -> None:
+    """Has JAX leave this share of each GPU to others, unless the environment said how much it takes.
+
+    In time only before JAX has started.
+    """
+    if os.environ.get(FRACTIONS[0]) in (None, "", str(OF_A_GPU)) and not os.environ.get(
+        FRACTIONS[1]
+    ):
+        os.environ[FRACTIONS[0]] = f"{OF_A_GPU - share:.2f}"
+
+
 def prepare() -> None:
     """Sets what JAX reads as it starts, as far as the environment does not say it.
 

@@ -19,6 +19,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Reward, as_text
 from jaxrl_llm.tasks.task import Source as Examples
@@ -64,6 +65,8 @@ def train(
         folder = folders.at(out)
         if resume is not False and folders.resumable(folder):
             config = folders.pinned(folder, config)
+        if isinstance(config.engine, Vllm) and config.engine.share:
+            accelerators.leave(config.engine.share)
         made = parts(config, data)
         if source is not None:  # making the task ran its file
             ran = userfile.ran(but=source.path)
