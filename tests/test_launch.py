@@ -446,7 +446,7 @@ def test_the_trainer_leaves_the_servers_their_devices(capsys):
     pathlib.Path("mine.py").write_text(WITH_SERVERS)
     for kind in ("gpu", "slurm"):
         script = printed(kind, "mine.py")
-        assert "export CUDA_VISIBLE_DEVICES=0,1,2,3 " in script
+        assert "env CUDA_VISIBLE_DEVICES=0,1,2,3 " in script
         shellcheck(script)
     _, job = job_set(printed("jobset", "mine.py", "--image", "i", "--out", "s3://b/x"))
     [trainer] = job["template"]["spec"]["containers"]

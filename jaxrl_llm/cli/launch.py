@@ -101,11 +101,11 @@ class Gpu(Kind):
     def values(self, run: Run, process: str = "") -> Mapping[str, str]:
         start = [self.python, "-P", "-m", "jaxrl_llm.cli", *run.arguments(str(run.file), process)]
         devices = run.devices(self.gpus)
-        others = f"export CUDA_VISIBLE_DEVICES={devices} # the others are vLLM's\n"
+        # the others are vLLM's; by `env`, for srun sets the variable anew for each task
+        own = ["env", f"CUDA_VISIBLE_DEVICES={devices}"] if devices else []
         return {
             "folder": self.quote(self.folder or Path.cwd()),
-            "devices": others if devices else "",
-            "command": shlex.join(start),
+            "command": shlex.join([*own, *start]),
         }
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from jaxrl_llm import planning, storage
+from jaxrl_llm import accelerators, storage
 from jaxrl_llm.errors import UserError, causes, first_line, printable
 
 COMMANDS = {
@@ -68,8 +68,7 @@ def _heard_again(dropped: "sys.UnraisableHookArgs") -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Runs a command line (None: that of the process); SystemExit(2) on a UserError or OSError."""
-    if not any(map(os.environ.get, planning.FRACTIONS)):
-        os.environ[planning.FRACTIONS[0]] = str(planning.OF_A_GPU)
+    accelerators.prepare()
     with _closed_output(), _own_warnings():
         try:
             _run(sys.argv[1:] if words is None else words)
@@ -89,11 +88,14 @@ def main(words: list[str] | None = None) -> None:
             full = re.compile("RESOURCE_EXHAUSTED|Out of memory")
             if not any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error)):
                 raise
-            print(
-                f"jaxrl-llm: out of memory ({first_line(error)}): more micro-batches, or fewer slots of the "
-                "engine, need less; jaxrl-llm plan tells how much",
-                file=sys.stderr,
+            remedy = (
+                "the host has too little memory for what is offloaded, or XLA may not pin it: "
+                f"{accelerators.PINNED} is how many GB it may for a GPU"
+                if "host memory" in str(error)
+                else "more micro-batches, or fewer slots of the engine, need less; jaxrl-llm plan tells how "
+                "much. Beside a run on the same GPU, JAX_PLATFORMS=cpu keeps off it"
             )
+            print(f"jaxrl-llm: out of memory ({first_line(error)}): {remedy}", file=sys.stderr)
             raise SystemExit(2) from error
 
 

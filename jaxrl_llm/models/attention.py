@@ -4,9 +4,10 @@ A token sees itself and the earlier tokens of its segment, with `window` only th
 so many, itself included. With `segments` None each row is one right-padded sequence.
 """
 
+import logging
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,19 +16,27 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.primitives import einsum
-from jaxrl_llm.models.sharding import BATCH, current_mesh, fit, platform
+from jaxrl_llm.models.sharding import BATCH, capability, current_mesh, fit, platform
 
 Queries = Float[Array, "R L H D"]
 Keys = Float[Array, "R L K D"]
 Segments = Int[Array, "R L"] | None
 WIDEST = 128  # head width of the kernels for GPUs
+OLDEST = 8.0  # compute capability that they need
+logger = logging.getLogger(__name__)
 
 
 def for_platform(
     q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None
 ) -> Queries:
-    """Attention by the fused kernel for the current mesh's devices, or the default ones."""
+    """Attention by the fused kernel for the current mesh's devices, or the default ones.
+
+    GPUs before Ampere, such as a T4, have none: neither Triton nor cuDNN takes them.
+    """
     kernel = {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform(), xla)
+    if kernel is gpu and (known := capability()) < OLDEST:
+        _say_plain(known)
+        kernel = xla
     return kernel(q, k, v, segments, window=window)
 
 
@@ -79,7 +88,7 @@ def cudnn(q: Queries, k: Keys, v: Keys, window: int | None = None) -> Queries:
 
 def triton(q: Queries, k: Keys, v: Keys, segments: Segments, *, interpret: bool = False) -> Queries:
     """Pallas' flash attention for GPUs, shard by shard; `interpret` runs it on any platform."""
-    # imported here because newer JAX warns on import: tokamax, another package, replaces it
+    # imported here because newer JAX warns on import: tokamax, another package, is to replace it
     from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 
     length, size = q.shape[1], q.shape[3]
@@ -135,6 +144,15 @@ def splash(
         return jax.vmap(kernel)(*heads_first, segment_ids=ids).swapaxes(1, 2)
 
     return _by_shard(local, q, k, v, segments)[:, :length, :, :size]
+
+
+@cache
+def _say_plain(known: float) -> None:
+    """Says once that there is no fused attention, which is slower and takes more memory."""
+    logger.warning(
+        "attention goes by plain XLA: fused kernels need compute capability %s, this GPU has %s",
+        OLDEST, known,
+    )  # fmt: skip
 
 
 def _by_shard(kernel: Callable[..., Queries], q, k, v, segments) -> Queries:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm import accelerators
 from jaxrl_llm.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -19,6 +21,8 @@ BATCH = ("data", "fsdp")
 HOST = "pinned_host"  # JAX's name for host memory
 PIECE = 2**28  # bytes of an array that are gathered to a host at a time
 VOCAB = ("tensor", "fsdp")  # tables of the vocabulary; `primitives.moved` says who travels
+# a device that programs are compiled for though it is not here
+ELSEWHERE: ContextVar[Any] = ContextVar("a device that is not here", default=None)
 
 # Name and specs: the first spec whose axes all divide; else the first, less those that do not.
 RULES = (
@@ -42,7 +46,9 @@ RULES = (
 
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> Mesh:
     """A mesh over all devices; one size may be -1 (the rest). A UserError if they do not fit."""
-    devices = jax.devices() if devices is None else list(devices)
+    if devices is None:
+        accelerators.require_used(devices := jax.devices())
+    devices = list(devices)
     devices.sort(key=lambda device: device.process_index)  # so that those of a host are neighbours
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
@@ -93,12 +99,12 @@ def to_hosts(tree):
 def on_devices(tree):
     """Inside jit: moves arrays from host memory to the devices; others stay as they are."""
     device = jax.memory.Space.Device
-    return jax.tree.map(lambda x: jax.device_put(x, device) if _waits(x) else x, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, device) if waits(x) else x, tree)
 
 
 def brought(tree, after):
     """`on_devices(tree)`, no sooner than `after` is there: else the compiler starts with it."""
-    if any(map(_waits, jax.tree.leaves(tree))):
+    if any(map(waits, jax.tree.leaves(tree))):
         tree, after = jax.lax.optimization_barrier((tree, after))
     return on_devices(tree), after
 
@@ -249,6 +255,17 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def capability() -> float:
+    """CUDA's compute capability of the current mesh's GPUs, such as 7.5; infinity if unknown."""
+    mesh = current_mesh()
+    kind = (
+        None if mesh is None or mesh.abstract_device is None else mesh.abstract_device.device_kind
+    )
+    known = (device for device in (*jax.devices(), ELSEWHERE.get()) if device is not None)
+    device = next((d for d in known if kind in (None, d.device_kind)), None)
+    return float(getattr(device, "compute_capability", math.inf))
+
+
 def split_over(*axes: str) -> tuple[str, ...]:
     """Those of the axes with more than one device, less those of a `shard_map` around the call."""
     mesh = current_mesh()
@@ -287,7 +304,8 @@ def constrain(x, *spec):
     return jax.lax.with_sharding_constraint(x, fit(P(*spec), x.shape, mesh))
 
 
-def _waits(x) -> bool:
+def waits(x) -> bool:
+    """Whether an array waits in the memory of the hosts."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

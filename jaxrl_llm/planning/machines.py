@@ -18,6 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.models import sharding
 
 GB, GIB = 10**9, 2**30
 
@@ -26,8 +27,10 @@ GB, GIB = 10**9, 2**30
 class Chip:
     """One device by its data sheet: bytes of memory, FLOP/s in bfloat16, bytes/s; 0 is unknown.
 
-    `bandwidth` is that of the memory, `link` to the other devices of its slice or node, `network`
-    to devices beyond, `host` to the memory of its host (not published for TPUs: a guess).
+    `memory` is what its driver gives to programs. `bandwidth` is that of the memory, `link` to the
+    other devices of its slice or node, `network` to devices beyond, `host` to the memory of its
+    host (not published for TPUs: a guess). Drivers and compilers call it `kind`; of GPUs they ask
+    the compute capability too, and the numbers of cores and bytes of their cache.
     """
 
     platform: Literal["tpu", "cuda", "here"]
@@ -37,48 +40,76 @@ class Chip:
     link: float
     network: float
     host: float = 0.0
+    kind: str = ""
+    capability: float = 0.0
+    cores: int = 0
+    cache: int = 0
+
+
+def _gpu(kind: str, capability: float, cores: int, cache: int, memory: float, flops: float,
+         bandwidth: float, link: float, host: float, network: float = 6e9) -> Chip:  # fmt: skip
+    """Cache in MiB, memory in GiB, FLOP/s in T, bytes/s in G."""
+    whole = int(memory * GIB)
+    rates = (flops * 1e12, bandwidth * GB, link * GB, network, host * GB)
+    return Chip("cuda", whole, *rates, kind, capability, cores, cache * 2**20)
 
 
 CHIPS = {
-    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9, 16e9),
-    "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9, 16e9),
-    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9, 16e9),
-    "h100": Chip("cuda", 80 * GIB, 989e12, 3.35e12, 450e9, 50e9, 64e9),
-    "h200": Chip("cuda", 141 * GB, 989e12, 4.8e12, 450e9, 50e9, 64e9),
+    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9, 16e9, "TPU v5 lite"),
+    "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9, 16e9, "TPU v5"),
+    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9, 16e9, "TPU v6 lite"),
+    "t4": _gpu("Tesla T4", 7.5, 40, 4, 14.6, 65, 320, 16, 16),
+    "a10": _gpu("NVIDIA A10", 8.6, 72, 6, 22.0, 125, 600, 32, 32),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 8.0, 108, 40, 39.4, 312, 1555, 300, 32, 25e9),
+    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 8.0, 108, 40, 79.1, 312, 2039, 300, 32, 25e9),
+    "l4": _gpu("NVIDIA L4", 8.9, 58, 48, 22.0, 121, 300, 32, 32),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 8.9, 128, 72, 23.5, 165, 1008, 32, 32),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 12.0, 170, 96, 31.3, 209, 1792, 64, 64),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 9.0, 132, 50, 79.1, 989, 3350, 450, 64, 50e9),
+    "h200": _gpu("NVIDIA H200", 9.0, 132, 50, 139.8, 989, 4800, 450, 64, 50e9),
+    "gh200": _gpu("NVIDIA GH200 480GB", 9.0, 132, 50, 94.5, 989, 4000, 450, 450, 50e9),
+    "b200": _gpu("NVIDIA B200", 10.0, 148, 126, 178.3, 2250, 7700, 900, 64, 50e9),
 }
+# shared memory in KiB and threads of a core, by compute capability
+CORE = {7.5: (64, 1024), 8.0: (164, 2048), 8.6: (100, 1536), 8.9: (100, 1536), 9.0: (228, 2048),
+        10.0: (228, 2048), 12.0: (100, 1536)}  # fmt: skip
 SLICES = {  # the topologies that slices of a kind come in
     "v5e": "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16",
     "v5p": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8",
 }
 SLICES["v6e"] = SLICES["v5e"]
 CORES = {"v5p": 2}  # cores a chip, where names count cores: v5p-8 has four chips
-NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, h200x1, 4xh100x8, or here"
+NAMES = "v5e-16, v5p-8, v6e-8, v5p:2x2x2, h100x8, 4xh100x8, or here; GPUs are " + ", ".join(
+    name for name, chip in CHIPS.items() if chip.platform == "cuda"
+)
 
-HOPPER = """
+TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {optin}
+  threads_per_core_limit: {threads}
+  core_count: {cores}
+  fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  l2_cache_size: 52428800
+  l2_cache_size: {cache}
   clock_rate_ghz: 1.98
   memory_bandwidth: {bandwidth}
   device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
-device_description_str: "{name}"
+device_description_str: "{kind}"
 """
+# Pallas knows GPUs that are not here by name: this one only by that of another of its generation
+ALIAS = {"NVIDIA GeForce RTX 5090": "NVIDIA RTX PRO 6000"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +134,7 @@ def machine(name: str) -> Machine:
     elif match := re.fullmatch(r"(v\d\w):(\d+x\d+(?:x\d+)?)", name):
         if match[1] in SLICES:
             return _slice(name, match[1], match[2])
-    elif (match := re.fullmatch(r"(?:([1-9]\d*)x)?(h\d00)x([1-9]\d*)", name)) and match[2] in CHIPS:
+    elif match := re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(CHIPS)})x([1-9]\d*)", name):
         return _nodes(name, match[2], int(match[1] or 1), int(match[3]))
     raise UserError(f"--on {name}: no such machine is known: name one like {NAMES}")
 
@@ -120,10 +151,20 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
             for check, answer in answers.items():
                 patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
                 stack.enter_context(patch)
+        elsewhere = sharding.ELSEWHERE.set(None if here else device)
+        stack.callback(sharding.ELSEWHERE.reset, elsewhere)
         # with `set_mesh`, JAX would place eager constants on devices that do not exist
         meshes = jax.set_mesh(mesh) if here else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         stack.enter_context(meshes)
         yield
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The data sheet of a device that is here; None where there is none, as for an H100 PCIe."""
+    kind = device.device_kind
+    for other, same in (("PCIE", "SXM4"), ("v5p", "v5"), ("v5e", "v5 lite"), ("v6e", "v6 lite")):
+        kind = kind.replace(other, same)  # an A100 but for its links; names in newer JAX
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
 def _here() -> Machine:
@@ -152,11 +193,30 @@ def _slice(name: str, kind: str, layout: str) -> Machine:
 def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
     _installed("jax_plugins.xla_cuda13", "plan-gpu")
     chip = CHIPS[kind]
-    config = HOPPER.format(name=kind.upper(), bandwidth=int(chip.bandwidth), memory=chip.memory)
     found = topologies.get_topology_desc(
-        f"{nodes}x1x{each}", "cuda", target_config=config, topology=f"{nodes}x1x{each}"
+        f"{nodes}x1x{each}", "cuda", target_config=_target(chip), topology=f"{nodes}x1x{each}"
     )
     return Machine(name, tuple(found.devices), each, chip)
+
+
+def _target(chip: Chip) -> str:
+    """What XLA's compiler for GPUs asks of a device, as text."""
+    shared, threads = CORE[chip.capability]
+    major, _, minor = str(chip.capability).partition(".")
+    return TARGET.format(
+        shared=shared * 1024,
+        optin=(shared - (major != "7")) * 1024,  # since Ampere a block leaves 1 KiB to the system
+        threads=threads,
+        cores=chip.cores,
+        fpus=64 if chip.capability <= 8.0 else 128,
+        cache=chip.cache,
+        bandwidth=int(chip.bandwidth),
+        memory=chip.memory,
+        major=major,
+        minor=minor,
+        features="feature_extension: ACCELERATED_FEATURES" * (chip.capability >= 9.0),
+        kind=ALIAS.get(chip.kind, chip.kind),
+    )
 
 
 def _installed(module: str, extra: str) -> None:

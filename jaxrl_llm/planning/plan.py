@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl_llm.accelerators import share_of_a_gpu
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.models import families, hf, qwen2, sharding
-from jaxrl_llm.planning import hlo, machines, share_of_a_gpu
+from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step
+from jaxrl_llm.rollouts.engines import Vllm
 
 WAITS = ("arithmetic", "memory", "links", "network", "host")  # resources that may limit a device
 
@@ -104,7 +106,9 @@ def plan(
     `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
     sizes, chip = config.mesh, machine.chip
-    memory = int(chip.memory * (share_of_a_gpu() if chip.platform == "cuda" else 1))
+    others = config.engine.share if isinstance(config.engine, Vllm) else None
+    taken = share_of_a_gpu() - (others or 0)
+    memory = int(chip.memory * (taken if chip.platform == "cuda" else 1))
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
     step = Step(config, shape or shape_of(config), mesh, memory)
     compiled = []

@@ -166,7 +166,7 @@ def training(
     )
     work = flops.update(shape, tokens=count * length, scored=scored, length=length)
     yield Line(f"{name}: update, tokens/s", f"{count * length / seconds:,.0f}")
-    if chip := _chip(device):
+    if chip := machines.chip_of(device):
         used = f"{work / seconds / chip.flops:.1%}"
         yield Line(f"{name}: update, model FLOPs utilisation", used)
     if real := (device.memory_stats() or {}).get("peak_bytes_in_use"):
@@ -184,14 +184,8 @@ def decoding(
         run = partial(generate, Sampling(max_tokens=tokens))
         [seconds] = in_turn({name: run}, 1, console)[name]
     yield Line(f"{name}: decoding, tokens/s", f"{slots * tokens / seconds:,.0f}")
-    if chip := _chip(mesh.devices.flat[0]):
+    if chip := machines.chip_of(mesh.devices.flat[0]):
         cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
         read = (local_bytes(subject.params) + cache * (prompt + tokens / 2)) * tokens
         share = f"{read / seconds / chip.bandwidth:.1%}"
         yield Line(f"{name}: decoding, share of bandwidth", share)
-
-
-def _chip(device: Any) -> machines.Chip | None:
-    """The data sheet of a device; None if there is none."""
-    kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
-    return next((chip for name, chip in machines.CHIPS.items() if name in kind), None)

@@ -6,7 +6,6 @@ It has no script. All text goes through `tag`, which writes out what is no plain
 import base64
 import heapq
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources

@@ -1,5 +1,7 @@
 """Engines: records of settings whose `start` gives a sampler, alive as long as the `with` block."""
 
+import os
+import re
 import secrets
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import forks, storage
+from jaxrl_llm.accelerators import OF_A_GPU, share_of_a_gpu
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -23,6 +26,8 @@ if TYPE_CHECKING:  # the client of servers is read by whoever has some
     from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
+UTILIZATION = 0.92  # of a GPU's memory, by vLLM's own default
+FULL = 0.95  # of it, for JAX and a server together: their own contexts take the rest
 KEY_FILE = "key"  # in the folder of the servers' sockets
 
 
@@ -94,8 +99,10 @@ class Vllm:
     through a folder in `memory`, and over the network to a server whose host does not see it. The
     servers' key is in `key_file`, or in VLLM_API_KEY; over http it may leave this machine only with
     `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync
-    (None: by dtype). In seconds: `patience` for a server that starts or does not answer, `timeout`
-    for one answer, to which time per token is added.
+    (None: by dtype). A server has `concurrency` requests at a time (0: as many as it batches). With
+    `share` it takes that part of GPUs on which the trainer is too, and JAX the rest. In seconds:
+    `patience` for a server that starts or does not answer, `timeout` for one answer, to which time
+    per token is added.
 
     >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
     'bfloat16'
@@ -111,7 +118,8 @@ class Vllm:
     arguments: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     memory: Path | None = None
-    concurrency: int = 64
+    concurrency: int = 0
+    share: float | None = None
     timeout: float = 600.0
     patience: float = 900.0
     tolerance: float | None = None
@@ -123,6 +131,11 @@ class Vllm:
 
         if self.dtype not in TOLERANCE:
             raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
+        if self.share is not None and not 0 < self.share < OF_A_GPU:
+            raise UserError(
+                f"engine: share = {self.share}: a part of a GPU, between 0 and {OF_A_GPU}"
+            )
+        at_least(0, "engine", self, "concurrency")
         for url in self.servers:
             if not (is_private(url) or self.plain_http):
                 raise UserError(
@@ -184,15 +197,38 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
+            arguments = (*_for_adapters(adapter), *self._beside_jax(), *self.arguments)
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
-            own = replace(self, arguments=(*_for_adapters(adapter), *self.arguments))
+            own = replace(self, arguments=arguments)
             launches = own._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
             pool = stack.enter_context(ThreadPoolExecutor(len(sidecars) or 1))
             for sidecar in sidecars:  # at once: a trainer that is told to end has little time
                 stack.callback(pool.submit, sidecar.stop)
             yield sidecars
+
+    def _beside_jax(self) -> tuple[str, ...]:
+        """vLLM's arguments for GPUs that JAX uses too; a UserError where both want all of one."""
+        gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
+        taken = share_of_a_gpu()
+        for named in self.devices:
+            both = {*(named or visible).split(",")} & {*visible.split(",")}
+            wanted = self._utilization()
+            if gpus and both and taken + wanted > FULL:
+                raise UserError(
+                    f"engine: a vLLM server is to take {wanted:.0%} of GPU {', '.join(sorted(both))}, of which "
+                    f"JAX has {taken:.0%}: let them share it (share=0.4), or give vLLM others (devices) and name "
+                    "the trainer's own in CUDA_VISIBLE_DEVICES"
+                )
+        return ("--gpu-memory-utilization", str(self.share)) if gpus and self.share else ()
+
+    def _utilization(self) -> float:
+        """The part of a GPU's memory that a server takes: by vLLM's argument, `share`, or its default."""
+        words = " ".join(self.arguments).replace("_", "-")
+        given = re.findall(r"--gpu-memory-utilization[ =](\S+)", words)
+        return float(given[-1]) if given else self.share or UTILIZATION
 
     def _own_servers(self) -> tuple[str, ...]:
         """This process's share of the running servers, since a server has one trainer."""

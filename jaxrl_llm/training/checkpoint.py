@@ -144,6 +144,9 @@ class Checkpoints:
             self._writer.save(where.absolute(), args=ocp.args.Composite(**items))
         except (OSError, ValueError, RuntimeError) as error:
             raise self._cannot_write(error) from error
+        if any(map(sharding.waits, jax.tree.leaves(state))):
+            # what lies in host memory is written as it lies there, and the next step gives it away
+            self._writer.wait_until_finished()
         self._under_way = in_background(lambda: self._finish(where))
 
     def replace(self, step: int, state: Any) -> None:
@@ -326,7 +329,10 @@ def _checkpointer(kind: Callable[..., T], processes: Iterable[int], **options: A
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=who),
         **{
-            ARRAYS: ocp.PyTreeCheckpointHandler(multiprocessing_options=who),
+            # or on GPUs all of the state is copied to pinned memory, which is never given back
+            ARRAYS: ocp.PyTreeCheckpointHandler(
+                multiprocessing_options=who, enable_pinned_host_transfer=False
+            ),
             NOTE: ocp.JsonCheckpointHandler(multiprocessing_options=who),
         },
     )

@@ -82,7 +82,16 @@ def _finite(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.isfinite(x).all() for x in sharding.on_devices(arrays)]
 
 
-@jax.jit
 def _numbers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Checksums of the bits of each element."""
+    """Checksums of the bits of each element.
+
+    What waits in the memory of the hosts comes to the devices an array at a time: they may have no
+    room for all.
+    """
+    together = iter(_checksums([x for x in arrays if not sharding.waits(x)]))
+    return [_checksums([x])[0] if sharding.waits(x) else next(together) for x in arrays]
+
+
+@jax.jit
+def _checksums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [hf.checksum(hf.bits_of(x)) for x in sharding.on_devices(arrays)]

@@ -22,8 +22,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxrl_llm import config as configs
 from jaxrl_llm import distributed, storage, userfile
 from jaxrl_llm.config import Config, Pretrained
@@ -346,7 +344,7 @@ def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, An
     shape = hf.load_shape(folder / MODEL)
     if (folder / MODEL / lora.CONFIG).exists():
         shape = replace(shape, lora=lora.read_config(folder / MODEL)[0])
-    mesh = sharding.make_mesh(1, -1, 1, jax.devices())
+    mesh = sharding.make_mesh(1, -1, 1)
     like = sharding.params_like(lora.trained(shape), mesh)
     chosen, found = _restored(folder, step, lambda there, s: there.restore(s, like, part="params"))
     return chosen, shape, found

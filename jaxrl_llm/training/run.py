@@ -12,13 +12,14 @@ from typing import Any, Literal
 import jax
 import rich.console
 
-from jaxrl_llm import distributed, storage, userfile
+from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError, first_line
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, in_words
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.task import Reward, as_text
 from jaxrl_llm.tasks.task import Source as Examples
@@ -64,6 +65,8 @@ def train(
         folder = folders.at(out)
         if resume is not False and folders.resumable(folder):
             config = folders.pinned(folder, config)
+        if isinstance(config.engine, Vllm) and config.engine.share:
+            accelerators.leave(config.engine.share)
         distributed.require_joined()
         made = parts(config, data)
         if source is not None:  # making the task ran its file
@@ -197,7 +200,8 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
 
 
 def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:
-    """Prints the sizes of the splits, and warnings."""
+    """Prints the devices, the sizes of the splits, and warnings."""
+    console.print(accelerators.described([*made.mesh.devices.flat]))
     if divided.skipped:
         console.print(
             f"{divided.skipped} examples are left out: their prompts are too long to learn from"

@@ -2,6 +2,9 @@
 
 import re
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +94,32 @@ def test_the_devices_of_the_mesh_choose(platform, expected, default, monkeypatch
     assert taken == [expected, {"cpu": "xla", "gpu": "gpu"}[default]]
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("7.5", "xla"), ("8.0", "gpu"), ("12.0", "gpu")]
+)
+def test_gpus_without_kernels_go_by_xla(capability, expected, monkeypatch, caplog):
+    """Before Ampere neither Triton nor cuDNN takes them; it is said once, by a device that is there or is not."""
+    taken = []
+    for name in ("gpu", "xla"):
+        kernel = lambda q, k, v, segments, window, name=name: taken.append(name) or q
+        monkeypatch.setattr(attention, name, kernel)
+    attention._say_plain.cache_clear()
+    kind = jax.sharding.AbstractDevice(device_kind="Some GPU", num_cores=1, platform="gpu")
+    mesh = AbstractMesh((1, 1, 1), sharding.AXES, abstract_device=kind)
+    device = SimpleNamespace(device_kind="Some GPU", platform="gpu", compute_capability=capability)
+    q, k, v = map(jnp.asarray, inputs(8)[:3])
+    with jax.sharding.use_abstract_mesh(mesh):
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        attention.for_platform(q, k, v, None)
+        monkeypatch.setattr(jax, "devices", list)
+        token = sharding.ELSEWHERE.set(device)
+        attention.for_platform(q, k, v, None)
+        sharding.ELSEWHERE.reset(token)
+        attention.for_platform(q, k, v, None)  # of which nothing is known
+    assert taken == [expected, expected, "gpu"]
+    assert len(caplog.records) == (expected == "xla")
+
+
 def squares(text, length):
     """Types with two dimensions of that length, as it is or padded."""
     lengths = {length, length + length % 2, -(-length // 128) * 128}
@@ -119,6 +148,16 @@ def test_a_square_is_seen():
     assert squares(text, 64)
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """Newer JAX asks which GPU it lowers for: an H100, where the devices are a CPU's."""
+    if find_spec("jax._src.pallas.triton.gpu_info"):
+        info = import_module("jax._src.pallas.triton.gpu_info")
+        h100 = info.get_gpu_info_from_version(info.GpuVersion.H100)
+        monkeypatch.setitem(info.registry, "cpu", lambda: h100)
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("length", [383, 384])
@@ -136,7 +175,7 @@ def test_it_is_lowered_for_nvidia(length, packed, tensor):
 
 @pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", ["h100x8", "v5e-8"])
+@pytest.mark.parametrize("name", ["h100x8", "rtx5090x8", "v5e-8"])
 def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
     """Its own kernels, no length x length, nothing travels for attention but keys' gradients."""
     try:
@@ -149,9 +188,9 @@ def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
     text = str(compiled.as_text())
     expected = {
         "v5e-8": "tpu_custom_call",
-        "h100x8": "__gpu$xla.gpu.triton" if packed else "__cudnn$fmha",
     }
-    assert f'custom_call_target="{expected[name]}' in text
+    nvidia = "__gpu$xla.gpu.triton" if packed else "__cudnn$fmha"
+    assert f'custom_call_target="{expected.get(name, nvidia)}' in text
     assert not squares(text, 601)
     if tensor == 1:
         assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)

@@ -12,12 +12,13 @@ import jax
 import pytest
 import rich.console
 
+from jaxrl_llm.accelerators import share_of_a_gpu
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import qwen2, sharding
-from jaxrl_llm.planning import machines, report, search, share_of_a_gpu
+from jaxrl_llm.planning import machines, report, search
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
 from jaxrl_llm.planning.programs import Step

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -222,6 +223,15 @@ def test_a_server_is_told_only_what_it_needs(root, python, monkeypatch):
     assert "s3cret" not in variables.values()
     given = {**needed, "HF_TOKEN": "given to it", "VLLM_API_KEY": launch.key}
     assert variables.items() >= given.items()
+
+
+@pytest.mark.parametrize(("dtype", "default"), [("float32", "ieee"), ("bfloat16", None)])
+def test_float32_is_not_multiplied_in_less(root, python, dtype, default):
+    """Triton multiplies float32 in TF32 on a GPU unless told otherwise; the user has the last word."""
+    launch = partial(Launch, python, root / "log", root / "s", dtype)
+    assert launch().variables(root).get("TRITON_F32_DEFAULT") == default
+    mine = launch(environment={"TRITON_F32_DEFAULT": "tf32"})
+    assert mine.variables(root)["TRITON_F32_DEFAULT"] == "tf32"
 
 
 def test_a_server_that_accepts_and_never_answers_is_restarted(root, python, tmp_path, monkeypatch):

@@ -17,10 +17,12 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import client, sync
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server
 from jaxrl_llm.rollouts.vllm.sampler import Request, VllmSampler, answer_all, make_requests
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from tests.rollouts.fake_vllm import LOGP, Fake, completion, tokens_of
 
 SAMPLING = Sampling(max_tokens=4)
@@ -447,6 +449,7 @@ class Stub(Server):
 
     async def prepare(self):
         self.prepared += 1
+        return self.width
 
 
 def answered_by(*servers, requests=REQUESTS, width=16, patience=30.0):
@@ -454,11 +457,13 @@ def answered_by(*servers, requests=REQUESTS, width=16, patience=30.0):
     limits = Patience(servers, patience)
     prepare = lambda server: server.prepare()
     answers: dict[int, Any] = {}
+    for server in servers:
+        server.width = width
 
     async def nothing_more(request, response):
         answers[request.index] = response.tokens
 
-    work: Any = answer_all(requests, limits, width, Stub.ask, prepare, nothing_more)  # pyright: ignore[reportArgumentType]
+    work: Any = answer_all(requests, limits, Stub.ask, prepare, nothing_more)  # pyright: ignore[reportArgumentType]
     asyncio.run(work)
     assert [answers[x.index] for x in requests] == [[x.seed] for x in requests]
     assert all(server.most <= width and not server.flying for server in servers)
@@ -522,7 +527,7 @@ def test_many_failures_of_one_cause_are_one():
     class Returning(Stub):
         async def prepare(self):
             gone.clear()  # it is back by the time that somebody looks
-            await super().prepare()
+            return await super().prepare()
 
     server = Returning("a", fault, seconds=0.005)
     assert answered_by(server) == 1
@@ -535,3 +540,90 @@ def test_preparing_a_server_that_hangs_keeps_no_other_waiting():
             await asyncio.sleep(1000)
 
     answered_by(Hung("hung"), Stub("well"))
+
+
+class Batching(Fake):
+    """A server with our extension that batches `batch` requests; it counts those at work."""
+
+    batch: Any = 3
+
+    def __init__(self):
+        super().__init__()
+        self.at_work, self.most, self.counting = 0, 0, threading.Lock()
+
+    def received(self, path, query, body):
+        if path == EXTENSION and json.loads(body)["method"] == "jaxrl_batched":
+            return 200, json.dumps({"results": self.batch}).encode()
+        return super().received(path, query, body)
+
+    def route(self, path, body):
+        if path != "/v1/completions":
+            return super().route(path, body)
+        with self.counting:
+            self.at_work += 1
+            self.most = max(self.most, self.at_work)
+        made = super().route(path, body)
+        with self.counting:
+            self.at_work -= 1
+        return made
+
+
+@pytest.mark.parametrize(("own", "batch", "most"), [(0, [3, 3], 3), (2, [3, 3], 2), (0, [1], 1)])
+def test_a_server_has_as_many_requests_as_it_batches(own, batch, most, tmp_path):
+    """Unless the engine says how many."""
+    with Batching() as fake:
+        fake.batch, fake.seconds = batch, 0.05
+        made = ready(fake, root=tmp_path / "w", concurrency=own)
+        made.generate(PROMPTS, n=6, sampling=SAMPLING)
+        assert fake.most == most
+
+
+def test_a_server_that_tells_nonsense_of_its_batch_is_asked_again(tmp_path):
+    with Batching() as fake:
+        fake.batch = ["many"]
+        made = ready(fake, root=tmp_path / "w", concurrency=0, patience=0.2)
+        with pytest.raises(UserError, match="how many requests it batches"):
+            made.generate(PROMPTS, n=1, sampling=SAMPLING)
+
+
+def gpus(monkeypatch, count, visible=None, fraction="0.94"):
+    """The trainer sees so many GPUs, of which JAX takes a fraction."""
+    device = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(engines.jax, "local_devices", lambda: [device] * count)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "settings", "fraction", "wrong"),
+    [
+        (1, None, {}, "0.94", "92% of GPU 0, of which JAX has 94%"),
+        (8, None, {"devices": ("6", "7")}, "0.94", "of GPU 6"),
+        (2, "2,3", {"devices": ("0,3",)}, "0.94", "of GPU 3"),
+        (2, "2,3", {"devices": ("0", "1")}, "0.94", ""),
+        (1, None, {"arguments": ("--gpu-memory-utilization=0.4",)}, "0.5", ""),
+        (1, None, {"arguments": ("--gpu_memory_utilization", "0.6")}, "0.5", "60% of GPU 0"),
+        (1, None, {"share": 0.4}, "0.54", ""),
+        (1, None, {"share": 0.4}, "0.94", "40% of GPU 0"),
+        (0, None, {}, "0.94", ""),
+    ],
+)
+def test_servers_and_trainer_do_not_both_want_a_gpu(
+    monkeypatch, count, visible, settings, fraction, wrong
+):
+    gpus(monkeypatch, count, visible, fraction)
+    engine = engines.Vllm(**settings)
+    if wrong:
+        with pytest.raises(UserError, match=wrong):
+            engine._beside_jax()
+    else:
+        given = ("--gpu-memory-utilization", "0.4") if "share" in settings else ()
+        assert engine._beside_jax() == given
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
+def test_a_share_is_a_part_of_a_gpu(share):
+    with pytest.raises(UserError, match="share = "):
+        engines.Vllm(share=share)

@@ -5,7 +5,7 @@
 # comes back) the same script goes on: crontab, "@reboot bash THIS_FILE". Told to stop, it has the trainer save.
 set -u
 cd -- @folder@ || exit
-@devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 told=
 trap 'told=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP
 for left in $(seq 20 -1 0); do

@@ -16,7 +16,7 @@
 #SBATCH --signal=TERM@@patience@
 set -euo pipefail
 cd -- @folder@
-@devices@export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
 mkdir -p logs
 cancelled=
 trap 'cancelled=1' TERM # from scancel; or from a preemption, after which Slurm queues the job again by itself

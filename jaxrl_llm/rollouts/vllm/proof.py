@@ -5,7 +5,8 @@ every load a server that we started tells a checksum of each tensor that it comp
 one other bit changes. Its log-probs of a few fixed sequences are compared with the trainer's too:
 once after its start, for another config or kernel does not come later; at every load of a server
 that tells no checksums, and there with its own before. In bfloat16 server and trainer differ by far
-more than a step changes, but the server's own answers must have moved.
+more than a step changes, but the server's own answers must have moved. Where the weights are the same to
+the bit, what differs is the arithmetic, and old weights are not to blame.
 """
 
 import time
@@ -19,15 +20,17 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Server
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # bfloat16 reaches 0.4 on a sound 135M model
+# the largest difference in float32; in bfloat16 the mean, 0.06 on a sound 135M model: the largest
+# one grows with depth and with each choice of an expert that rounding turns
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 PROBES = (4, 24)  # sequences, and tokens of each
 SEEN = 1e-5  # share of the weights whose change must alter some bit of the answers
 
 
 class Proved(NamedTuple):
-    """The largest difference of log-probs if compared; whether all bits of the weights are the same.
+    """The difference of log-probs if compared; whether all bits of the weights are the same.
 
-    `seconds` is how long the server took to tell the latter.
+    That is the largest one in float32, else the mean. `seconds` is how long the server took to tell the latter.
     """
 
     difference: float | None
@@ -75,13 +78,14 @@ class Proof:
             return Proved(None, exact, seconds)
         sequences = probe_sequences(self._config["vocab_size"])
         got = np.concatenate([await server.score(x) for x in sequences])
-        difference = float(np.abs(got - self._expected).max())
-        stale = self._stale(server, got)
+        apart = np.abs(got - self._expected)
+        difference = float(apart.max() if self._config["dtype"] == "float32" else apart.mean())
+        stale = not exact and self._stale(server, got)
         if stale or not difference <= self.tolerance:
             raise UserError(
                 f"{server.url} loaded new weights with success, but its log-probs differ from the "
-                f"trainer's by up to {difference:.3g} (tolerance {self.tolerance:g}): "
-                f"{_cause(stale, difference, self._config)}"
+                f"trainer's by {difference:.3g} (tolerance {self.tolerance:g}): "
+                f"{_cause(exact, stale, difference, self._config)}"
             )
         self._answers[server.url] = got
         self._compared.add(server.url)
@@ -140,12 +144,17 @@ def probe_sequences(vocab_size: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(0, vocab_size, PROBES).tolist()
 
 
-def _cause(stale: bool, difference: float, config: Mapping[str, Any]) -> str:
+def _cause(exact: bool, stale: bool, difference: float, config: Mapping[str, Any]) -> str:
     """The likely cause of a failed proof, in words."""
+    if exact:
+        return (
+            "its weights are the trainer's to the bit, so it multiplies in another precision (such as TF32 for "
+            "float32), or by another config; look into its log, or raise the engine's tolerance"
+        )
     if stale:
         return "it still computes with the old weights, so this vLLM does not reload; use the Native engine"
     if config["tie_word_embeddings"]:
         return "likely a stale LM head, because the model is served tied; serve it untied"
-    if config["dtype"] != "float32" and difference < 2.0:
+    if config["dtype"] != "float32" and difference < 10 * TOLERANCE["bfloat16"]:
         return f"likely the rounding of {config['dtype']}; serve float32, or raise the tolerance"
     return "likely a part of the old weights is still in use (a stale head), or another dtype or config"

@@ -20,9 +20,12 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
-from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, run, tasks
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
+from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
+
+BATCHED = 256  # requests, of a server that cannot tell: vLLM's limit on most GPUs
 
 
 @runtime_checkable
@@ -53,7 +56,7 @@ class Served(ServedTensors, Protocol):
 
 
 class VllmSampler:
-    """A sampler on `servers`, each with at most `concurrency` requests at a time.
+    """A sampler on `servers`, each with at most `concurrency` requests at a time (0: its own limit).
 
     `weights` brings those of `served` over, also to a server that has restarted. The weights of
     every push get a label of their own, and responses of other weights are refused. `check` is
@@ -81,6 +84,7 @@ class VllmSampler:
         self._vocabulary = 0
         self._label = ""
         self._base: dict[str, int] = {}  # checksums of the model beside adapters
+        self._batches: dict[str, int] = {}  # how many requests servers batch
         rank = served.adapter.rank if served.adapter else 0
         self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance, rank)
 
@@ -149,7 +153,7 @@ class VllmSampler:
             return Request(prompt, request_seed(request.seed, prompt, 0), request.index)
 
         requests = make_requests(prompts, n, sampling.seed)
-        work = answer_all(requests, patience, self._concurrency, ask, self._prepare, following)
+        work = answer_all(requests, patience, ask, self._prepare, following)
         run(work, self._look)
         self.counters = {"retries": patience.retries}
         known = {"version": self.version, "tolerance": self._proof.tolerance}
@@ -181,8 +185,11 @@ class VllmSampler:
             return await load(server, folder, self._label, self._proof)
         return await load_adapters(server, folder, self._label, self._proof)
 
-    async def _prepare(self, server: Server) -> None:
-        """Gives a server that has restarted the newest weights; a UserError if it has others."""
+    async def _prepare(self, server: Server) -> int:
+        """Gives a server that has restarted the newest weights; a UserError if it has others.
+
+        Returns how many requests it is to have at a time.
+        """
         found = await server.label()
         if found in (None, loading(self._label)):  # it has restarted, or our load was cut off
             await self._load(server)
@@ -191,6 +198,9 @@ class VllmSampler:
                 f"{server.url} serves the weights {found}, and not {self._label}, the newest of this run: "
                 "somebody else has synced it; one trainer a server"
             )
+        if not self._concurrency and server.url not in self._batches:
+            self._batches[server.url] = await batched(server)
+        return self._concurrency or self._batches[server.url]
 
     def _refuse(self, prompts, n: int, sampling: Sampling) -> None:
         """A UserError for requests that a server would answer wrongly or crash on."""
@@ -208,6 +218,17 @@ class VllmSampler:
             )
         if sampling.temperature > 0:
             refuse_truncation(sampling)
+
+
+async def batched(server: Server) -> int:
+    """How many requests a server batches."""
+    try:
+        answer = await server.post(EXTENSION, {"method": "jaxrl_batched"})
+        return min(map(int, answer["results"]))
+    except NoRoute:
+        return BATCHED
+    except (KeyError, TypeError, ValueError) as error:
+        raise NoAnswer(f"told not how many requests it batches ({error!r:.200})") from error
 
 
 def refuse_truncation(sampling: Sampling, where: str = "") -> None:
@@ -247,16 +268,15 @@ def request_seed(seed: int, prompt: tuple[int, ...], number: int) -> int:
 async def answer_all(
     requests: Sequence[Request],
     patience: Patience,
-    concurrency: int,
     ask: Callable[[Server, Request], Awaitable[Response]],
-    prepare: Callable[[Server], Awaitable[None]],
+    prepare: Callable[[Server], Awaitable[int]],
     following: Callable[[Request, Response], Awaitable[Request | None]],
 ) -> None:
     """Answers all requests, and those `following` from their responses, by servers that may fail.
 
     Many requests fail of one cause, so the first failure of a server calls off its other requests.
-    Then it is prepared anew, gets one request, and after that `concurrency` at a time. What a
-    server has failed waits at the end of the queue, for any server.
+    Then it is prepared anew, gets one request, and after that as many at a time as `prepare` says.
+    What a server has failed waits at the end of the queue, for any server.
     """
     waiting: asyncio.Queue[Request] = asyncio.Queue()
     for request in requests:
@@ -285,7 +305,7 @@ async def answer_all(
             await answer_one(server)
 
     async def serve(server: Server) -> None:
-        await prepare(server)
+        concurrency = await prepare(server)
         if patience.failing(server):
             await answer_one(server)
         async with tasks() as answering:

@@ -206,6 +206,11 @@ class Extension:
                 method.moe_kernel = None
         worker.reload_weights(weights_path=weights_path)
 
+    def jaxrl_batched(self):
+        """How many requests are worked on at a time."""
+        worker: Any = self
+        return worker.vllm_config.scheduler_config.max_num_seqs
+
     def jaxrl_checksums(self, rank=0):
         """Checksums of what this worker computes with, `{name: [[place, number], ...]}`.
 

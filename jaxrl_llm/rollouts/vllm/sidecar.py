@@ -23,7 +23,7 @@ ALLOWED = re.compile(
     r"|LD_(LIBRARY_PATH|PRELOAD)|LIBRARY_PATH|CPATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
     r"|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|(HIP|ROCR)_VISIBLE_DEVICES"
     r"|(CUDA|NCCL|GLOO|UCX|OMP|KMP|MKL|OPENBLAS|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|VLLM)_\w+"
-    r"|HF_HOME|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|HF_HOME|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
 )
 
 
@@ -63,7 +63,9 @@ class Launch:
 
     def variables(self, plugins: Path) -> dict[str, str]:
         """The environment of the server; the key is here and not on the command line."""
-        return {
+        # Triton's kernels, by which float32 attends on a GPU, multiply in TF32 unless they are told
+        precise = {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}
+        return precise | {
             **{name: value for name, value in os.environ.items() if ALLOWED.fullmatch(name)},
             "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of the sync
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

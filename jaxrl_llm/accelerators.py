@@ -1,0 +1,101 @@
+"""The accelerators of this host: what JAX is told before it starts, and what it found."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+
+# The share of a GPU's memory that the command line has JAX take (JAX's own default is 0.75); the
+# rest is for the driver and the communication libraries.
+OF_A_GPU = 0.94
+FRACTIONS = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)  # JAX refuses both at once
+OF_THE_HOST = 0.8  # the share of the host's memory that may be pinned for all of its GPUs together
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of a GPU: 64 unless it is set
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+DRIVER = Path("/proc/driver/nvidia/version")
+DEV = Path("/dev")
+FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
+FOR_TPUS = "install jaxrl-llm[tpu]"
+
+
+def share_of_a_gpu() -> float:
+    """The share of a GPU's memory that JAX takes, by the environment or `OF_A_GPU`."""
+    return float(next(filter(None, map(os.environ.get, FRACTIONS)), OF_A_GPU))
+
+
+def leave(share: float) -> None:
+    """Has JAX leave this share of each GPU to others, unless the environment said how much it takes.
+
+    In time only before JAX has started.
+    """
+    if os.environ.get(FRACTIONS[0]) in (None, "", str(OF_A_GPU)) and not os.environ.get(
+        FRACTIONS[1]
+    ):
+        os.environ[FRACTIONS[0]] = f"{OF_A_GPU - share:.2f}"
+
+
+def prepare() -> None:
+    """Sets what JAX reads as it starts, as far as the environment does not say it.
+
+    Its share of a GPU; beside an accelerator a folder for compiled programs, which take minutes
+    there; beside GPUs how much of the host's memory each may pin.
+    """
+    if not any(map(os.environ.get, FRACTIONS)):
+        os.environ[FRACTIONS[0]] = str(OF_A_GPU)
+    if present():
+        os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
+    if gpus := present("nvidia"):
+        os.environ.setdefault(PINNED, str(int(OF_THE_HOST * host_memory() / gpus / 2**30)))
+
+
+def present(kind: str = "nvidia|accel") -> int:
+    """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
+    files = (*DEV.glob("*"), *DEV.glob("accel/*"))
+    found = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if kind == "nvidia" and visible is not None:
+        return min(len(found), len([name for name in visible.split(",") if name.strip()]))
+    return len(found)
+
+
+def host_memory() -> int:
+    """Bytes of memory of the host, or as many as the container may use."""
+    known = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP.read_text().strip() if CGROUP.exists() else ""
+    return min(known, int(limit)) if limit.isdigit() else known
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver, empty without one."""
+    said = DRIVER.read_text() if DRIVER.exists() else ""
+    return next(iter(re.findall(r"\s(\d+\.\d+(?:\.\d+)?)\s", said)), "")
+
+
+def described(devices: Sequence[Any]) -> str:
+    """Devices in words, as `8 x NVIDIA H100 80GB HBM3 (JAX 0.10.2, driver 580.95.05)`."""
+    kinds = Counter(device.device_kind for device in devices)
+    said = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    beside = f", driver {driver()}" if driver() else ""
+    return f"{said} (JAX {metadata.version('jax')}{beside})"
+
+
+def require_used(devices: Sequence[Any]) -> None:
+    """A UserError where JAX fell back to the CPU, of which it says little, beside an accelerator."""
+    if os.environ.get("JAX_PLATFORMS") or any(device.platform != "cpu" for device in devices):
+        return
+    for kind, name, remedy in (("nvidia", "GPU", FOR_GPUS), ("accel", "TPU", FOR_TPUS)):
+        if count := present(kind):
+            beside = f" (driver {driver()})" if kind == "nvidia" and driver() else ""
+            raise UserError(
+                f"this host has {count} {name}{'s' * (count > 1)}{beside}, but JAX runs on the CPU: {remedy}; "
+                "JAX_PLATFORMS=cpu says that the CPU is meant"
+            )

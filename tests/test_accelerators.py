@@ -1,0 +1,101 @@
+"""What JAX is told before it starts, and what is said of the devices that it found; with files for devices."""
+
+import os
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxrl_llm import accelerators
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import sharding
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+
+
+def device(kind="NVIDIA L4", platform="gpu"):
+    return SimpleNamespace(device_kind=kind, platform=platform, process_index=0)
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host without accelerators, whose device files the test makes; nothing is set."""
+    for name in (*accelerators.FRACTIONS, accelerators.PINNED, accelerators.COMPILED):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(accelerators, "DEV", tmp_path)
+    monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(accelerators, "CGROUP", tmp_path / "memory.max")
+    return tmp_path
+
+
+def test_nothing_is_set_for_devices_that_are_not_here(host):
+    accelerators.prepare()
+    assert accelerators.COMPILED not in os.environ
+    assert accelerators.PINNED not in os.environ
+
+
+@pytest.mark.parametrize(("visible", "each"), [(None, 20), ("2", 80), ("", None)])
+def test_what_is_set_beside_gpus(host, monkeypatch, visible, each):
+    """Four GPUs share 80% of a container's 100 GiB, of which the process may see some; what is set stays."""
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (host / name).touch()
+    (host / "memory.max").write_text(f"{100 * 2**30}\n")
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**30, "SC_PAGE_SIZE": 4096}.__getitem__)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv(accelerators.COMPILED, "/mine")
+    accelerators.prepare()
+    assert os.environ.get(accelerators.PINNED) == (each and str(each))
+    assert os.environ[accelerators.COMPILED] == "/mine"
+    assert os.environ[accelerators.FRACTIONS[0]] == "0.94"
+
+
+def test_compiled_programs_are_kept_beside_an_accelerator(host):
+    (host / "accel0").touch()
+    accelerators.prepare()
+    assert os.environ[accelerators.COMPILED].endswith("/.cache/jaxrl_llm/compiled")
+    assert accelerators.PINNED not in os.environ
+
+
+def test_a_host_without_a_limit_of_the_container(host):
+    known = accelerators.host_memory()
+    (host / "memory.max").write_text("max\n")
+    assert accelerators.host_memory() == known > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (("nvidia0",), r"1 GPU \(driver 535.183.01\), but JAX.*jaxrl-llm\[cuda12\], which needs 525"),
+        (("nvidia0", "nvidia1"), "2 GPUs"),
+        (("accel0", "accel1"), r"2 TPUs, but.*jaxrl-llm\[tpu\]"),
+    ],
+)  # fmt: skip
+def test_a_cpu_beside_an_accelerator_is_refused(host, monkeypatch, files, says):
+    """JAX itself goes on, at a hundredth of the speed, where a driver is too old; unless the CPU is meant."""
+    for name in files:
+        (host / name).touch()
+    (host / "version").write_text(NVRM)
+    [cpu, *_] = jax.devices("cpu")
+    monkeypatch.setattr(jax, "devices", lambda: [cpu])
+    with pytest.raises(UserError, match=says):
+        sharding.make_mesh()
+    accelerators.require_used([device()])
+    sharding.make_mesh(devices=[cpu])  # a machine that is only compiled for
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    sharding.make_mesh()
+
+
+def test_a_cpu_alone_is_used(host):
+    accelerators.require_used([device("cpu", "cpu")])
+
+
+def test_devices_in_words(host):
+    assert accelerators.described([device("cpu")]).startswith("1 x cpu (JAX 0.")
+    (host / "version").write_text(NVRM)
+    said = accelerators.described([device("NVIDIA L4")] * 8)
+    assert said.startswith("8 x NVIDIA L4 (JAX ")
+    assert said.endswith(", driver 535.183.01)")
