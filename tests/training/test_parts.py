@@ -108,7 +108,6 @@ OTHER = [
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [*((*pair, True) for pair in EQUAL), *((*pair, False) for pair in OTHER)],
-    ids=str,
 )
 def test_a_checksum_of_data_is_that_of_their_content(one, other, same):
     """Neither the order of sets nor addresses are the same in any two processes."""
