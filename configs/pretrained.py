@@ -23,7 +23,7 @@ from jaxrl_llm.objectives import partition, recipes
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.tasks.task import Reward
 
-PROMPT, RESPONSE = 64, 48  # tokens
+PROMPT, RESPONSE = 200, 48  # tokens; a prompt has 52: so three sequences share a bin
 SHOWN = ("5 + 8 - 4", "5 + 8 = 13, 13 - 4 = 9")
 STAGES = {"lopti": partition.lopti, "random_matched": partition.random_matched}
 
@@ -100,7 +100,7 @@ def config(
         model=Pretrained(model, lora=Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=objective,
         optimizer=optimizers.adamw(learning_rate),
-        collate=Collator(PROMPT, RESPONSE, minibatches=2, microbatches=prompts // 2, pack=True),
+        collate=Collator(PROMPT, RESPONSE, minibatches=2, microbatches=prompts, pack=True),
         steps=steps,
         prompts=prompts,
         group_size=8,
