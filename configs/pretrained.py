@@ -4,8 +4,8 @@
     jaxrl-llm train configs/pretrained.py --model smollm2
 
 An example in the prompt shows how a sum is worked out, `5 + 8 = 13, 13 - 4 = 9`; only the last number of a
-response counts. The model reads and writes ChatML, as SmolLM2 and Qwen2.5 do. Before reinforcement 14% of SmolLM2's sampled
-responses and 20% of its likeliest ones are right, and 40% of its tokens have p < 0.5.
+response counts. The model reads and writes ChatML, as SmolLM2 and Qwen2.5 do. Before reinforcement 14% of
+SmolLM2's sampled responses and 20% of its likeliest ones are right, and 40% of its tokens have p < 0.5.
 """
 
 import itertools
