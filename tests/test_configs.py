@@ -48,7 +48,7 @@ def test_a_warm_start_of_no_steps_is_none(name):
     assert load(name).config(warm_steps=1).warm_start.steps == 1
 
 
-@pytest.mark.parametrize("name", ["kk", "math", "kk_tiny"])
+@pytest.mark.parametrize("name", ["kk", "math", "kk_tiny", "pretrained"])
 @pytest.mark.parametrize("algo", ["grpo", "reinforce_plus_plus"])
 def test_the_grid_of_the_paper(name, algo):
     for alpha, eta in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.5), (0.3, 0.5)):
@@ -242,6 +242,30 @@ def test_the_people_of_calculator_are_what_the_config_says():
     )
     assert not known.tried((37, 85), "3 1 4 6").correct
     assert max(map(len, known.prompts(pairs))) == 6
+
+
+def test_the_last_number_of_a_sum_counts():
+    """Worked out or not; the sum that is shown is none of the others, and no sum is there twice."""
+    sums = load("pretrained").Sums()
+    every = [*sums.train, *sums.test]
+    assert len({*every, load("pretrained").SHOWN[0]}) == len(every) + 1 == 9**3 * 4
+    for asked in every[::100]:
+        right = sum(int(term) for term in asked.replace("- ", "+ -").split(" + "))
+        for said, correct in ((f"so = 3, = {right}.", True), (f"{right} or {right + 1}", False)):
+            assert sums.reward(asked, said).correct == correct
+    assert sums.reward("1 - 2 - 3", "1 - 2 = -1, -1 - 3 = -4").fields == {"worked": 1.0}
+    assert not sums.reward("1 - 2 - 3", "4").correct
+    assert sums.prompt("1 + 2 + 3").endswith("1 + 2 + 3<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_controls_of_pretrained():
+    config, old_logp = load("pretrained").config, jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]]))
+    seen = Seen(mask=jnp.ones((1, 4), bool), old_logp=old_logp)
+    twice = config(stages="twice").objective
+    assert twice.partition(seen).tolist() == [[[True] * 4]] * 2
+    split = config(stages="random_matched").objective.partition
+    assert getattr(split, "func", split) is partition.random_matched
+    assert config(lora=8).model.lora.rank == 8
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])

@@ -1,0 +1,114 @@
+"""Reinforcement of a pretrained model, which has rare tokens by itself: sums of three digits, worked out in steps.
+
+    python tests/reference/real_model.py smollm2         # SmolLM2-135M-Instruct; it says what it needs
+    jaxrl-llm train configs/pretrained.py --model smollm2
+
+An example in the prompt shows how a sum is worked out, `5 + 8 = 13, 13 - 4 = 9`; only the last number of a
+response counts. The model reads and writes ChatML, as SmolLM2 and Qwen2.5 do. Before reinforcement 14% of
+SmolLM2's sampled responses and 20% of its likeliest ones are right, and 40% of its tokens have p < 0.5.
+"""
+
+import itertools
+import re
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Literal
+
+from jaxrl_llm.config import Config, Evaluation, Pretrained
+from jaxrl_llm.learning import optimizers
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import attention, qwen2
+from jaxrl_llm.models.qwen2 import Lora
+from jaxrl_llm.objectives import partition, recipes
+from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.tasks.task import Reward
+
+PROMPT, RESPONSE = 200, 48  # tokens; a prompt has 52: so three sequences share a bin
+SHOWN = ("5 + 8 - 4", "5 + 8 = 13, 13 - 4 = 9")
+STAGES = {"lopti": partition.lopti, "random_matched": partition.random_matched}
+
+
+def turn(asked: str) -> str:
+    """What the user says, and how the answer begins."""
+    return f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Sums:
+    """All sums and differences of three digits from 1 on, in random order; 256 of them to test."""
+
+    name = "sums"
+
+    def __init__(self):
+        digits = range(1, 10)
+        sums = [
+            f"{a} {x} {b} {y} {c}"
+            for a, x, b, y, c in itertools.product(digits, "+-", digits, "+-", digits)
+        ]
+        Random(0).shuffle(sums)  # noqa: S311 (not for secrets)
+        sums.remove(SHOWN[0])
+        self.test, self.train = sums[:256], sums[256:]
+
+    def prompt(self, asked):
+        return f"{turn(SHOWN[0])}{SHOWN[1]}<|im_end|>\n{turn(asked)}"
+
+    def reward(self, asked, response):
+        found = re.findall(r"-?\d+", response)
+        right = found[-1:] == [str(value(asked))]
+        return Reward(float(right), right, {"worked": float(response.count("=") == 2)})
+
+
+def value(asked: str) -> int:
+    """What a sum comes to."""
+    return sum(map(int, asked.replace("+ ", "+").replace("- ", "-").split()))
+
+
+def config(
+    algo: recipes.Name = "grpo",
+    *,
+    alpha: float = 0.3,
+    eta: float = 0.5,
+    stages: Literal["lopti", "random_matched", "twice"] = "lopti",
+    learning_rate: float = 1e-5,
+    steps: int = 40,
+    prompts: int = 8,
+    model: str = "HuggingFaceTB/SmolLM2-135M-Instruct",
+    lora: int = 0,
+    seed: int = 0,
+) -> Config:
+    """A run on two cores.
+
+    Args:
+        algo: any recipe of jaxrl_llm/objectives/recipes.py.
+        alpha: strength of Advantage Reweighting; 0 switches it off.
+        eta: probability that separates Lopti's two stages; 0 switches it off.
+        stages: Lopti, a random split of the same share, or two steps on all tokens (`twice`).
+        learning_rate: of AdamW; adapters want about ten times as much.
+        steps: batches of prompts x 8 responses.
+        prompts: of a step.
+        model: a chat model in ChatML: a folder, or a name of the hub.
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        seed: of the order of the data and of sampling.
+    """
+    recipe = recipes.BY_NAME[algo](RESPONSE)
+    objective = recipes.with_rare_tokens_tamed(recipe, alpha=alpha, eta=eta)
+    if stages == "twice":
+        objective = replace(objective, partition=partial(partition.together, steps=2))
+    elif eta:
+        objective = replace(objective, partition=partial(STAGES[stages], eta=eta))
+    return Config(
+        task=lambda _: Sums(),
+        model=Pretrained(model, lora=Lora(rank=lora, alpha=2.0 * lora) if lora else None),
+        objective=objective,
+        optimizer=optimizers.adamw(learning_rate),
+        collate=Collator(PROMPT, RESPONSE, minibatches=2, microbatches=prompts, pack=True),
+        steps=steps,
+        prompts=prompts,
+        group_size=8,
+        engine=Native(slots=64, prefill_prompts=8, block=32),
+        evaluation=Evaluation(every=20, validation=128),
+        compute=qwen2.Compute(attend=attention.xla),
+        save_every=20,
+        keep_checkpoints=1,
+        seed=seed,
+    )
