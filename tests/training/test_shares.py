@@ -77,7 +77,7 @@ def test_what_a_note_keeps_of_responses_comes_back(episodes):
     )  # fmt: skip
     rewards = [Reward(0.5 * i, i % 2 > 0, {"a": 1.0}, i > 3) for i in ROWS]
     back = from_note(json.loads(json.dumps(noted(whole, rewards))))
-    assert vars(back.rollout) == vars(whole)
+    assert vars(back.rollout) == json.loads(json.dumps(vars(whole)))
     assert back.rewards == rewards
 
 
