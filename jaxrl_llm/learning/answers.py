@@ -1,5 +1,6 @@
 """Prompts answered by a sampler and scored by a task; each process takes a share of them."""
 
+import base64
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -225,6 +226,18 @@ def _merged(
         **{name: pick([getattr(one, name) for one in rollouts]) for name in BY_RESPONSE},
     )
     return whole, pick([share.rewards for share in shares])
+
+
+def noted(rollout: Rollout, rewards: Sequence[Reward] = ()) -> dict[str, Any]:
+    """Responses, and their rewards if there are any, as JSON for `from_note`; numbers as bytes."""
+    packed = _packed(Answers((), rollout, rewards))
+    return {"prompts": rollout.prompts, "packed": base64.b64encode(packed).decode()}
+
+
+def from_note(found: dict[str, Any]) -> Answers:
+    """What was `noted`."""
+    made = _unpacked(base64.b64decode(found["packed"]))
+    return made._replace(rollout=replace(made.rollout, prompts=found["prompts"]))
 
 
 def _packed(share: Answers) -> bytes:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError, first_line
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.answers import Answers, in_words
+from jaxrl_llm.learning.answers import Answers, from_note, in_words, noted
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.sampler import Rollout, Sampler
-from jaxrl_llm.tasks.task import Reward, as_text
+from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.task import Source as Examples
+from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
@@ -228,11 +228,11 @@ def _resumed(
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(made.like, optimizer, offload=config.offloads("optimizer"))
-        ahead = tuple((position, Rollout(**made)) for position, made in note.get("ahead", ()))
+        ahead = tuple((at, from_note(kept).rollout) for at, kept in note.get("ahead", ()))
         surplus = None
         if known := note.get("surplus"):
-            rewards = [Reward(*one) for one in known["rewards"]]
-            surplus = known["places"], Rollout(**known["rollout"]), rewards
+            kept = from_note(known)
+            surplus = known["places"], kept.rollout, kept.rewards
         cursor = Cursor(note["data"], ahead, surplus)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
@@ -290,14 +290,13 @@ def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> No
 
 def _noted(cursor: Cursor) -> dict[str, Any]:
     """The cursor for the note of a checkpoint."""
-    noted: dict[str, Any] = {"data": cursor.data}
+    note: dict[str, Any] = {"data": cursor.data}
     if cursor.ahead:
-        noted["ahead"] = [[position, dict(vars(made))] for position, made in cursor.ahead]
+        note["ahead"] = [[position, noted(made)] for position, made in cursor.ahead]
     if cursor.surplus:
-        places, rollout, rewards = cursor.surplus
-        rewards = [astuple(reward) for reward in rewards]
-        noted["surplus"] = {"places": places, "rollout": dict(vars(rollout)), "rewards": rewards}
-    return noted
+        places, *made = cursor.surplus
+        note["surplus"] = {"places": places, **noted(*made)}
+    return note
 
 
 def _measure(

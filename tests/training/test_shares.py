@@ -1,14 +1,17 @@
 """The shares of the processes in a batch of prompts, without processes."""
 
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import Leaving
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.answers import TokenTask, from_note, noted
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training.stream import Stream
 
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
@@ -63,3 +66,24 @@ def test_a_batch_that_one_process_dropped_is_dropped_by_all():
     stream.settle()
     assert stream.cursor() == before
     assert met == [None]
+
+
+@pytest.mark.parametrize("episodes", [(), EPISODES], ids=["one turn", "episodes"])
+def test_what_a_note_keeps_of_responses_comes_back(episodes):
+    """Through JSON; log-probs in float32, as they are learned from."""
+    whole = Rollout(
+        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in ROWS],
+        [[-0.5 * i] * (1 + i % 3) for i in ROWS], [i % 2 > 0 for i in ROWS], 3, 0.25, *episodes,
+    )  # fmt: skip
+    rewards = [Reward(0.5 * i, i % 2 > 0, {"a": 1.0}, i > 3) for i in ROWS]
+    back = from_note(json.loads(json.dumps(noted(whole, rewards))))
+    assert vars(back.rollout) == json.loads(json.dumps(vars(whole)))
+    assert back.rewards == rewards
+
+
+def test_a_note_takes_a_few_bytes_a_token():
+    """Digits of numbers would take thirty: a checkpoint has millions of tokens that were sampled ahead."""
+    rng, size = np.random.default_rng(0), 1000
+    tokens, logps = rng.integers(0, 150_000, size), rng.normal(size=size).astype(np.float32)
+    made = Rollout([[1]], [tokens.tolist()], [logps.tolist()], [True])
+    assert len(json.dumps(noted(made))) < 13 * size
