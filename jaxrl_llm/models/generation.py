@@ -64,7 +64,9 @@ class Decoder:
 
         def move(x, to):
             if x.dtype == wide == narrow and x.sharding.is_equivalent_to(to, x.ndim):
-                return jax.device_put(x, to)  # on the copies' mesh, which may be another
+                # where the copies have a mesh of their own it has to be on that
+                here = getattr(x.sharding, "mesh", to.mesh) == to.mesh
+                return x if here else jax.device_put(x, to)
             return _moving(narrow, wide, to)(x)
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))

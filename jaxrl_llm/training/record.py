@@ -153,9 +153,10 @@ def differences(was: Run, now: Run) -> Iterator[Difference]:
 
 def _facts(run: Run) -> dict[tuple[str, str], Any]:
     """What makes the run the one it is, by kind and name."""
-    session = run["sessions"][-1]
-    package = f"{session['code']['version']} ({session['code'].get('sha256', '')[:12]})"
-    code = {jaxrl_llm.__name__: package} | session["versions"]
+    code: dict[str, str] = {}
+    for session in run["sessions"][-1:]:
+        package = f"{session['code']['version']} ({session['code'].get('sha256', '')[:12]})"
+        code = {jaxrl_llm.__name__: package} | session["versions"]
     parts = {"given": run["given"], "file": run["sums"], "flag": run["flags"], "code": code}
     return {(kind, name): x for kind, part in parts.items() for name, x in part.items()}
 

@@ -126,7 +126,15 @@ def refused(planned, capsys):
 
 def made(where, **known):
     """Says that a run was started there."""
-    nothing = {"flags": {}, "files": {}, "sums": {}, "sessions": [], "config": None, "from": None}
+    nothing = {
+        "flags": {},
+        "files": {},
+        "sums": {},
+        "given": {},
+        "sessions": [],
+        "config": None,
+        "from": None,
+    }
     record.write(where, {"version": record.VERSION, "id": "a", "from_id": None, **nothing, **known})
 
 

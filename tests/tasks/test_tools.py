@@ -459,6 +459,7 @@ def test_an_added_character_is_no_mark():
     """As DeepSeek's tokenizers have them: letters that the vocabulary lacks."""
     made = templates.of_bytes(templates.QWEN25)
     made._inner.add_tokens(["\u4e2d"])
+    made = tokenizer.Tokenizer(made._inner, made.stops, chat=made.chats)
     assert "\na\u4e2db\n" in made.decode(TOOLS.replied(made, ["a\u4e2db"]))
 
 
@@ -466,6 +467,7 @@ def test_spaces_of_a_result_are_kept():
     """Some vocabularies have tokens of several spaces."""
     made = templates.of_bytes(templates.QWEN25)
     made._inner.add_tokens(["    ", "<b>"])
+    made = tokenizer.Tokenizer(made._inner, made.stops, chat=made.chats)
     assert "\n    return < b>\n" in made.decode(TOOLS.replied(made, ["    return <b>"]))
 
 

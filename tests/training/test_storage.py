@@ -164,8 +164,11 @@ from jaxrl_llm import storage
 
 out, memory = map(Path, sys.argv[1:])
 with storage.locked(out), storage.temporary_folder(memory):
+    read, write = os.pipe()
     if not (child := os.fork()):
+        os.write(write, b".")
         time.sleep(600)
+    os.read(read, 1)  # it has come to its first line
     print(child, flush=True)
     time.sleep(600)
 """
