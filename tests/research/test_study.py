@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxrl_llm import config, userfile
+from jaxrl_llm import config, storage, userfile
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import pool, runner, study_report
@@ -216,15 +216,14 @@ def test_runs_of_other_flags_or_cores_are_not_mixed_in(small, out, refused, plan
 
 def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out, planned, refused):
     loaded, where = tmp_path / "loaded.py", fake(out, "plain-seed0", [0.1, 0.2, 0.3])
-    (where / "files").mkdir()
-    for file in (loaded, where / "files" / "0-loaded.py"):
-        file.write_text("RATE = 1")
-    made(where, files={str(loaded): "files/0-loaded.py"})
-    shutil.copy(QUICK, where / "config.py")
+    loaded.write_text("RATE = 1")
+    copies = {"config.py": QUICK, "files/0-loaded.py": loaded}
+    sums = {name: storage.sha256(file) for name, file in copies.items()}
+    made(where, files={str(loaded): "files/0-loaded.py"}, sums=sums)
     assert "plain-seed0" not in planned(small, "--out", out)
     loaded.write_text("RATE = 2")
     assert f"{loaded} has changed since {where} was made" in refused(small, "--out", out)
-    (where / "config.py").write_text(QUICK.read_text().replace("1e-3", "1e-4"))
+    made(where, sums=sums | {"config.py": "that of another version"})
     said = refused(small, "--out", out)
     assert "quick.py has changed since" in said
     assert f"put it back as it was ({where}/config.py)" in said
