@@ -294,8 +294,8 @@ def _noted(cursor: Cursor) -> dict[str, Any]:
     if cursor.ahead:
         note["ahead"] = [[position, noted(made)] for position, made in cursor.ahead]
     if cursor.surplus:
-        places, *made = cursor.surplus
-        note["surplus"] = {"places": places, **noted(*made)}
+        places, rollout, rewards = cursor.surplus
+        note["surplus"] = {"places": places, **noted(rollout, rewards)}
     return note
 
 
