@@ -515,3 +515,57 @@ def test_what_was_given_up_after_an_error_is_no_news(tmp_path, monkeypatch):
     reading.close()
     own.close()
     assert [str(report.exc_value) for report in heard] == ["other"]
+
+
+def on_host(tree):
+    """The tree in the memory of the host, as `offload` has it."""
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    return sharding.to_hosts(jax.device_put(tree, NamedSharding(mesh, P())))
+
+
+def test_a_save_pins_no_memory(tmp_path, monkeypatch):
+    """By itself orbax copies all of a GPU's arrays to pinned memory, which XLA never gives back."""
+    kinds, inner = [], jax.device_put
+
+    def put(x, device=None, **how):
+        kinds.append(getattr(device, "memory_kind", None))
+        return inner(x, device, **how)
+
+    there, tree = Checkpoints(tmp_path), {"a": jnp.arange(5.0)}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    _ = there._writer
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(jax, "device_put", put)
+    with there:
+        there.save(1, tree, {})
+    assert "pinned_host" not in kinds
+
+
+@pytest.mark.parametrize("place", [on_host, lambda tree: tree], ids=["host", "device"])
+def test_what_lies_on_the_host_is_written_before_the_next_step_takes_it(
+    tmp_path, monkeypatch, place
+):
+    """Its memory is read as it lies there; what is on devices is copied first, and written meanwhile."""
+    there, waited = Checkpoints(tmp_path), []
+    writer = there._writer
+    inner = writer.wait_until_finished
+    with there:
+        there.save(1, {"a": jnp.arange(5.0)}, {})
+        there.wait()
+        monkeypatch.setattr(writer, "wait_until_finished", lambda: (waited.append(1), inner()))
+        monkeypatch.setattr(checkpoint, "in_background", lambda work: None)
+        there.save(2, place({"a": jnp.arange(5.0)}), {})
+        assert len(waited) == 1 + (place is on_host)  # orbax waits for the save before, too
+        inner()
+
+
+def test_fingerprints_bring_one_array_of_the_host_at_a_time(monkeypatch):
+    """All at once they may not fit beside what is on the devices; they are those of the same arrays there."""
+    tree, calls = {"a": jnp.arange(5.0), "b": jnp.ones((2, 3)), "c": jnp.zeros(4)}, []
+    placed = {"a": tree["a"], **on_host({name: tree[name] for name in "bc"})}
+    expected, inner = fingerprint.describe(tree), fingerprint._checksums
+    monkeypatch.setattr(
+        fingerprint, "_checksums", lambda arrays: (calls.append(len(arrays)), inner(arrays))[1]
+    )
+    assert fingerprint.describe(placed) == expected
+    assert calls == [1, 1, 1]
