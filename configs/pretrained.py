@@ -3,9 +3,9 @@
     python tests/reference/real_model.py smollm2         # SmolLM2-135M-Instruct; it says what it needs
     jaxrl-llm train configs/pretrained.py --model smollm2
 
-An example in the prompt shows how a sum is worked out, `5 + 8 = 13, 13 - 4 = 9`; only the last number of a
-response counts. The model reads and writes ChatML, as SmolLM2 and Qwen2.5 do. Before reinforcement 14% of
-SmolLM2's sampled responses and 20% of its likeliest ones are right, and 40% of its tokens have p < 0.5.
+Two examples in the prompt show how a sum is worked out, `5 + 8 = 13, 13 - 4 = 9`; only the last number of a
+response counts. The model reads and writes ChatML, as SmolLM2 and Qwen2.5 do. Before reinforcement 14.5% of
+SmolLM2's responses at temperature 1 are right, and 18% of their tokens have p < 0.5.
 """
 
 import itertools
@@ -24,8 +24,9 @@ from jaxrl_llm.objectives import partition, recipes
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.tasks.task import Reward
 
-PROMPT, RESPONSE = 200, 48  # tokens; a prompt has 52: so three sequences share a bin
-SHOWN = ("5 + 8 - 4", "5 + 8 = 13, 13 - 4 = 9")
+PROMPT, RESPONSE = 280, 48  # tokens; a prompt has 86: so three sequences share a bin
+SHOWN = (("5 + 8 - 4", "5 + 8 = 13, 13 - 4 = 9"), ("2 - 6 + 7", "2 - 6 = -4, -4 + 7 = 3"))
+DIGITS, SIGNS = range(1, 7), "+-"
 STAGES = {"lopti": partition.lopti, "random_matched": partition.random_matched}
 
 
@@ -35,22 +36,19 @@ def turn(asked: str) -> str:
 
 
 class Sums:
-    """All sums and differences of three digits from 1 on, in random order; 256 of them to test."""
+    """All sums and differences of three digits from 1 to 6, in random order; 128 of them to test."""
 
     name = "sums"
 
     def __init__(self):
-        digits = range(1, 10)
-        sums = [
-            f"{a} {x} {b} {y} {c}"
-            for a, x, b, y, c in itertools.product(digits, "+-", digits, "+-", digits)
-        ]
+        every = itertools.product(DIGITS, SIGNS, DIGITS, SIGNS, DIGITS)
+        sums = [" ".join(map(str, terms)) for terms in every]
         Random(0).shuffle(sums)  # noqa: S311 (not for secrets)
-        sums.remove(SHOWN[0])
-        self.test, self.train = sums[:256], sums[256:]
+        self.test, self.train = sums[:128], sums[128:]
 
     def prompt(self, asked):
-        return f"{turn(SHOWN[0])}{SHOWN[1]}<|im_end|>\n{turn(asked)}"
+        shown = "".join(f"{turn(one)}{answer}<|im_end|>\n" for one, answer in SHOWN)
+        return shown + turn(asked)
 
     def reward(self, asked, response):
         found = re.findall(r"-?\d+", response)

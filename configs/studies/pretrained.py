@@ -6,7 +6,7 @@ the rules of this study, which were written before its first run.
 
 from jaxrl_llm.research.study import Study
 
-RATE = 3e-5  # to be chosen by pretrained_rate.py
+RATE = 1e-5  # to be chosen by pretrained_rate.py
 
 study = Study(
     config="../pretrained.py",

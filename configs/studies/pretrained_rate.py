@@ -7,8 +7,8 @@ from jaxrl_llm.research.study import Study
 
 study = Study(
     config="../pretrained.py",
-    variants={f"rate {rate:g}": {"learning_rate": rate} for rate in (3e-5, 1e-5, 1e-4)},
-    baseline="rate 3e-05",
+    variants={f"rate {rate:g}": {"learning_rate": rate} for rate in (1e-5, 3e-6, 3e-5)},
+    baseline="rate 1e-05",
     flags={"model": "smollm2", "alpha": 0.0, "eta": 0.0},
     seeds=(0, 1),
 )

@@ -24,10 +24,12 @@ from typing import Any
 import jaxrl_llm as jl
 from jaxrl_llm.adapters.reasoning_gym import ReasoningGym, tagged
 from jaxrl_llm.cli import parse
+from jaxrl_llm.config import load
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
 
+CONFIG = Path(__file__).parents[2] / "pretrained.py"
 RESPONSES = 4  # to a prompt
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"
 BRIEFLY = " Answer in one sentence."
@@ -115,6 +117,7 @@ COUNTED = (
 )
 SMALL = {"min_words": 2, "max_words": 4}
 TASKS: dict[str, tuple[Callable[[], Any], int]] = {  # and the most tokens of a response
+    "configs/pretrained.py": (lambda: load(CONFIG)().task(Path()), 48),
     "sum of 3 digits, worked once": (
         gym("chain_sum", number, *TERSE, cut=".*: | =", **sums(3)),
         48,
