@@ -37,9 +37,8 @@ def leave(share: float) -> None:
 
     In time only before JAX has started.
     """
-    if os.environ.get(FRACTIONS[0]) in (None, "", str(OF_A_GPU)) and not os.environ.get(
-        FRACTIONS[1]
-    ):
+    own, other = map(os.environ.get, FRACTIONS)
+    if not other and own in (None, "", str(OF_A_GPU)):  # the last is what `prepare` sets
         os.environ[FRACTIONS[0]] = f"{OF_A_GPU - share:.2f}"
 
 

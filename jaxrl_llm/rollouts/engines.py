@@ -212,10 +212,9 @@ class Vllm:
         """vLLM's arguments for GPUs that JAX uses too; a UserError where both want all of one."""
         gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
-        taken = share_of_a_gpu()
+        taken, wanted = share_of_a_gpu(), self._utilization()
         for named in self.devices:
             both = {*(named or visible).split(",")} & {*visible.split(",")}
-            wanted = self._utilization()
             if gpus and both and taken + wanted > FULL:
                 raise UserError(
                     f"engine: a vLLM server is to take {wanted:.0%} of GPU {', '.join(sorted(both))}, of which "
