@@ -13,7 +13,7 @@ from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
-from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, Task, score_responses
+from jaxrl_llm.tasks.task import Episodes, Interactive, Prompt, Reward, Task, score_responses
 
 BY_RESPONSE = (
     "responses",
@@ -79,8 +79,14 @@ class TokenTask:
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        ask = userfile.answering_for("a prompt cannot be made")(self.task.prompt)
-        return [self.tokenizer.prompt(ask(example)) for example in examples]
+        return [self.tokenizer.prompt(self._ask(example)) for example in examples]
+
+    def turn(self, example: Any, text: str) -> list[int]:
+        """The token ids of a turn of the policy after an example's prompt, and of what ends it."""
+        return [*self.tokenizer.encode(text), self.tokenizer.end(self._ask(example))]
+
+    def _ask(self, example: Any) -> Prompt:
+        return userfile.answering_for("a prompt cannot be made")(self.task.prompt)(example)
 
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
@@ -98,13 +104,13 @@ class TokenTask:
         return replace(made, rewards=list(map(astuple, reply.rewards)))
 
     def played(self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]) -> Rollout:
-        """Episodes in which the policy says these turns, or this one, with `eos` after each."""
+        """Episodes in which the policy says these turns, or this one, each with its end."""
         endless = Sampling(max_tokens=2**31, max_turns=2**31)
         made = [Episode(endless, 0) for _ in said]
         with self._episodes(examples) as reply:
             for i, turns in enumerate(said):
                 for turn in [turns] if isinstance(turns, str) else turns:
-                    tokens = [*self.tokenizer.encode(turn), self.tokenizer.eos]
+                    tokens = self.turn(examples[i], turn)
                     logps = [0.0] * len(tokens)
                     made[i].sampled(tokens, logps, stopped=True)
                     if not made[i].goes_on(reply(i, tokens, logps).result()):

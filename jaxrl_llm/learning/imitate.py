@@ -41,12 +41,12 @@ def demonstrations(
 
     One over `longest` tokens is cut and not `finished`.
     """
-    encode, eos, said = task.tokenizer.encode, task.tokenizer.eos, map(demonstration, examples)
+    said = map(demonstration, examples)
     if isinstance(task.task, Interactive):
         played = task.played(examples, list(said))
         whole, spans, again = played.responses, played.turns, played.restarts
     else:
-        whole, spans, again = [[*encode(one), eos] for one in said], (), ()
+        whole, spans, again = [*map(task.turn, examples, said)], (), ()
     fits = [len(response) <= longest for response in whole]
     if not any(fits):
         raise UserError(

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ class Tokenizer:
                 f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
             ) from error
         return self._of_model(found)
+
+    def end(self, given: str | Sequence[Mapping[str, str]]) -> int:
+        """The token that ends a response to this prompt: a turn's, where it goes by the template."""
+        return self.eos if isinstance(given, str) and not self.chats else self._end_of_turn
+
+    @cached_property
+    def _end_of_turn(self) -> int:
+        """The first token that stops after what an assistant says; `eos` without a template."""
+        asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+        try:
+            before = self.turns([asked], add_generation_prompt=True)
+            after = self.turns([asked, said])
+        except UserError:
+            return self.eos
+        before, after = ([t for t in tokens if t in self.stops] for tokens in (before, after))
+        return [*after[len(before) :], self.eos][0]
 
     def _dated(self, template: str) -> str:
         """The template with `day` in place of today, for which the library lets nobody set another."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.training.loggers import Loggers
 
 METRICS = "metrics.jsonl"
+PART = 1000  # records of a file in a bucket, where a file that has grown goes up whole
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -27,12 +28,26 @@ Record = dict[str, Any]
 
 def read(folder: Path) -> list[Record]:
     """The records of a run, one a step or evaluation; leaves out damaged lines with a warning."""
-    path = folder / METRICS
-    lines = (path.read_bytes() if path.exists() else b"").split(b"\n")
-    found = [_parsed(line) for line in lines[:-1]]  # a kill may have cut the last line
+    lines: dict[bytes, None] = {}  # once each: a kill may leave a part beside the file of the whole
+    for path in _parts(folder):
+        whole, _, _ = path.read_bytes().rpartition(b"\n")  # a kill may have cut the last line
+        lines |= dict.fromkeys(whole.split(b"\n") if whole else ())
+    found = [*map(_parsed, lines)]
     if damaged := found.count(None):
-        logger.warning("%d damaged lines of %s are left out", damaged, path)
+        logger.warning("%d damaged lines of %s are left out", damaged, folder / METRICS)
     return [record for record in found if record is not None]
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The files of records that there are, in their order: one, but of a run in a bucket."""
+    others = sorted(folder.glob("metrics-[0-9]*.jsonl"), key=lambda path: (len(path.name), path))
+    return [path for path in (folder / METRICS, *others) if path.exists()]
+
+
+def _part(folder: Path, before: int) -> Path:
+    """The file of a record after `before` others."""
+    part = 0 if storage.shared(folder) else before // PART
+    return folder / (f"metrics-{part}.jsonl" if part else METRICS)
 
 
 def scores(records: list[Record]) -> dict[int, float]:
@@ -95,7 +110,13 @@ class Journal:
         there = {r["step"] for r in self.records}
         if lost := [n for n in range(min(there, default=1), after + 1) if n not in there]:
             self.say(f"{len(lost)} steps have no record in {METRICS}, the first is step {lost[0]}")
-        storage.write(self.folder / METRICS, b"".join(map(_line, self.records)))
+        files: dict[Path, list[bytes]] = {_part(self.folder, 0): []}
+        for i, record in enumerate(self.records):
+            files.setdefault(_part(self.folder, i), []).append(_line(record))
+        for path in reversed(files):  # the first one last: until then it may be the whole
+            storage.write(path, b"".join(files[path]))
+        for path in {*_parts(self.folder)} - {*files}:
+            storage.remove(path)
         from jaxrl_llm.training.loggers import Loggers  # which no other command needs
 
         self._loggers = Loggers(self.folder, after + 1 if known else None)
@@ -105,7 +126,7 @@ class Journal:
         values = {n: v if isinstance(v, int) else float(v) for n, v in values.items()}
         record = {"step": step, "phase": phase, **values}
         if self._loggers:
-            with (self.folder / METRICS).open("ab") as file:
+            with _part(self.folder, len(self.records)).open("ab") as file:
                 file.write(_line(record))
             self._loggers.log(step, {f"{phase}/{name}": value for name, value in values.items()})
             if self._told:

@@ -22,6 +22,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.training import journal
 from jaxrl_llm.training.leaving import in_background
 
 ASKED = "JAXRL_LOGGERS"  # the environment variable that names loggers, with commas between
@@ -94,20 +95,25 @@ class Loggers:
 
 
 class _Board:
-    """TensorBoard event files, written at once.
+    """TensorBoard event files, written at once, a new one after each `journal.PART` steps.
 
     tensorboardX's own writer has a thread, which would wait for ever on a full disk.
     """
 
     def __init__(self, folder: Path, purge: int | None):
         (folder / "tensorboard").mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "tensorboard" / "events"))
+        self._files, self._steps = str(folder / "tensorboard" / "events"), 0
+        self._writer = EventsWriter(self._files)
         if purge is not None:  # makes TensorBoard drop later steps
             start = _event.SessionLog(status=_event.SessionLog.START)
             self._write(step=purge, session_log=start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         made: Any = summary.Summary
+        self._steps += 1
+        if self._steps % journal.PART == 0:
+            self._writer.close()
+            self._writer = EventsWriter(self._files)
         points = [made.Value(tag=name, simple_value=x) for name, x in values.items()]
         self._write(step=step, summary=made(value=points))
 

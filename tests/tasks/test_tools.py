@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import imitate
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks.python import python
@@ -475,6 +476,28 @@ def test_a_template_whose_turns_do_not_end_is_refused():
     made = templates.of_bytes(templates.PLAIN.replace("<|im_end|>", "</s>"))
     with pytest.raises(UserError, match="ends a turn with no token that ends a response"):
         TOOLS.replied(made, ["2"])
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends", "want"),
+    [
+        (templates.QWEN25, "<|endoftext|>", ("<|im_end|>",), "<|im_end|>"),
+        (templates.QWEN25, "<|im_end|>", (), "<|im_end|>"),
+        (templates.QWEN25, "<|endoftext|>", (), "<|endoftext|>"),  # what ends is no stop
+        (templates.LLAMA31, "<|eom_id|>", ("<|eot_id|>",), "<|eot_id|>"),
+        (templates.PHI3, "<|endoftext|>", ("<|end|>",), "<|end|>"),
+    ],
+)
+def test_a_demonstrated_turn_ends_as_the_template_ends_it(template, eos, ends, want):
+    inner = templates.of_bytes(template)._inner
+    inner.eos_token = eos
+    made = tokenizer.Tokenizer(inner, [inner.get_vocab()[end] for end in ends], chat=True)
+    task, want = TOOLS.for_task(Sums()), inner.get_vocab()[want]
+    assert TokenTask(task, made).played([(1, 2)], ["3"]).responses == [[*made.encode("3"), want]]
+    shown = imitate.demonstrations(TokenTask(Sums(), made), lambda _: "3", 9, [(1, 2)])
+    assert shown.responses == [[*made.encode("3"), want]]
+    plain = TokenTask(Sums(), tokenizer.Tokenizer(inner, made.stops))
+    assert plain.turn((1, 2), "3") == [*made.encode("3"), made.eos]
 
 
 def test_a_real_tokenizer_without_tools_in_its_template():

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import rich.console
 from tensorboardX.proto import event_pb2
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training import journal, loggers
 from jaxrl_llm.training.journal import METRICS, REINFORCE, Journal, Recorder
@@ -438,3 +440,57 @@ def test_each_step_is_a_line_of_80_columns_under_its_titles(opened, count):
     ]
     assert ends[0][1:] == ends[1][1:]
     assert steps[0].endswith(f"{duration(900.0 * (count - 1))}")
+
+
+def test_what_a_run_in_a_bucket_uploads_grows_with_its_steps(url, monkeypatch):
+    """A file that grows goes up whole at each save: it is many, of which one grows."""
+    monkeypatch.setattr(journal, "PART", 5)
+    clock = iter(range(10**9, 10**10))  # the names of event files have the second in them
+    monkeypatch.setattr(loggers.time, "time", lambda: float(next(clock)))
+    here, bucket, sent = storage.local(url), storage._file_system("s3"), []
+    inner = bucket.put_file
+
+    def put(file, to):
+        sent.append(Path(file).stat().st_size)
+        inner(file, to)
+
+    monkeypatch.setattr(bucket, "put_file", put)
+    console, by_save = rich.console.Console(file=io.StringIO()), []
+    with Journal(here, console) as made:
+        made.start(-1)
+        for step in range(1, 61):
+            made.record(step, "x", {"loss": step / 7})
+            sent.clear()
+            storage.push(here)
+            by_save.append(sum(sent))
+    assert max(by_save[-10:]) < 1.5 * max(by_save[:10])
+    storage._MIRRORS.clear()  # as another process
+    there = storage.local(url)
+    assert journal.read(there) == made.records
+    assert len(made.records) == 60
+    assert len([*there.glob("tensorboard/*")]) > 10
+    with Journal(there, console) as again:  # goes back, and its parts too
+        again.start(12)
+    storage.push(there)
+    names = {path.rpartition("/")[2] for path in bucket.find(url)}
+    assert {name for name in names if name.startswith("metrics")} == {
+        "metrics.jsonl",
+        "metrics-1.jsonl",
+        "metrics-2.jsonl",
+    }
+    assert journal.read(there) == made.records[:12]
+
+
+def test_parts_of_records_are_one_file_in_a_folder(tmp_path, opened, monkeypatch):
+    """Copied from a bucket; a kill may leave a part beside the file that has its records."""
+    lines = [json.dumps({"step": n, "phase": "x"}) + "\n" for n in range(1, 31)]
+    monkeypatch.setattr(journal, "PART", 2)
+    for part in range(15):
+        name = f"metrics-{part}.jsonl" if part else METRICS
+        (tmp_path / name).write_text("".join(lines[2 * part : 2 * part + 2]))
+    assert steps(tmp_path) == [*range(1, 31)]
+    (tmp_path / METRICS).write_text("".join(lines))
+    assert steps(tmp_path) == [*range(1, 31)]
+    opened(29)
+    assert steps(tmp_path) == [*range(1, 30)]
+    assert [path.name for path in tmp_path.glob("metrics*")] == [METRICS]
