@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import operator
 import math
 import os
 import re
@@ -342,7 +343,7 @@ class _Mirror:
         self._pushing = threading.Lock()
         self._me = f"{_process()}\n{uuid.uuid4().hex}\n".encode()
         self._lease = 0  # the number of this process's lease; 0 while it is not the writer
-        self._sure = -STALE  # when the lease was last seen to hold
+        self._sure = (-STALE, -STALE)  # when the lease was last seen to hold, by two clocks
 
     def name(self, path: Path) -> str:
         """The name of a file's object below the URL; empty for the folder itself."""
@@ -446,10 +447,11 @@ class _Mirror:
     def _require_lease(self) -> None:
         """A UserError if another process took the lease; unchecked where none is taken (data).
 
-        Asks at most every `STALE` / 2 seconds: nobody takes it sooner than `STALE` after a sign.
+        Asks at most every `STALE` / 2 seconds: nobody takes it sooner than `STALE` after a sign. The
+        monotonic clock stands still with a machine that is suspended, the other may be set back.
         """
-        now = time.monotonic()
-        if self._lease and now - self._sure > STALE / 2:
+        now = time.monotonic(), time.time()
+        if self._lease and max(map(operator.sub, now, self._sure)) > STALE / 2:
             self._try(lambda: self._sign(self._me + str(now).encode()))
             if self._writer()[0] != self._lease:
                 raise UserError(

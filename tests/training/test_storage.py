@@ -565,14 +565,18 @@ def test_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url):
         assert "writers/000003" in objects(url)
 
 
+@pytest.mark.parametrize("stood", ["the process", "the machine, and one of its clocks"])
 @pytest.mark.usefixtures("hasty")
-def test_who_stood_still_stores_and_removes_nothing_more(url):
-    here = storage.local(url)
+def test_who_stood_still_stores_and_removes_nothing_more(stood, url, monkeypatch):
+    here, now = storage.local(url), time.time
     fill(here, "a")
     with storage.locked(here):
         storage.push(here)
         elsewhere(url, number=2)
-        time.sleep(1.1)
+        if stood == "the process":
+            time.sleep(1.1)
+        else:
+            monkeypatch.setattr(time, "time", lambda: now() + 60)
         (here / "a").write_text("other")
         for act in (storage.push, storage.remove):
             with pytest.raises(UserError, match="another writer now"):
