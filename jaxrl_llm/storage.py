@@ -10,8 +10,8 @@ import errno
 import fcntl
 import hashlib
 import logging
-import operator
 import math
+import operator
 import os
 import re
 import shutil
