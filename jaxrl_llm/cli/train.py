@@ -119,7 +119,7 @@ def main(options: Options, config: Config, source: Source) -> None:
             plan.dry_run(config, source.flags, options.data, console)
             return
         from jaxrl_llm.training.journal import printed
-        from jaxrl_llm.training.run import train  # not needed to plan, to launch, or for help
+        from jaxrl_llm.training.run import train  # not needed to plan, or for help
 
         try:
             train(
