@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import jaxrl_llm as jl
+from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.research import bench
 
@@ -137,3 +138,41 @@ def test_the_version_can_be_asked_for(capsys):
     main(["--version"])
     said = capsys.readouterr().out
     assert re.fullmatch(rf"jaxrl_llm {jl.__version__} jax [\d.]+ flax [\d.]+ optax [\d.]+\n", said)
+
+
+# The configs that come with the package.
+
+
+def test_a_config_of_the_package_has_a_name(capsys, tmp_path, monkeypatch):
+    main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    names = [path.stem for path in sorted((ROOT / "configs").glob("*.py"))]
+    assert [line.split()[0] for line in lines] == names
+    assert all(len(line.split()) > 5 for line in lines)
+    main(["configs", "show", "kk_tiny"])
+    assert capsys.readouterr().out == (ROOT / "configs/kk_tiny.py").read_text()
+    monkeypatch.chdir(tmp_path)
+    for command in ("train", "plan"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "kk_tiny", "--help"])
+        assert stop.value.code == 0
+        assert "--learning-rate" in capsys.readouterr().out
+    assert parse.named("kk_tiny") == ROOT / "configs/kk_tiny.py"
+    assert parse.named("studies/dose") == ROOT / "configs/studies/dose.py"
+    (tmp_path / "kk_tiny.py").touch()
+    assert parse.named("kk_tiny.py") == pathlib.Path("kk_tiny.py")  # a path is one
+
+
+@pytest.mark.parametrize("words", [["train", "kk_tny"], ["configs", "show", "kk_tny"]])
+def test_a_name_that_is_none_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    said = capsys.readouterr().err
+    assert (stop.value.code, said.count("\n")) == (2, 1)
+    assert "there is no config 'kk_tny'; did you mean 'kk_tiny'?" in said
+
+
+def test_an_installed_package_has_its_configs_in_it(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(jl, "__file__", str(tmp_path / "__init__.py"))
+    assert parse.shipped() == tmp_path / "configs"

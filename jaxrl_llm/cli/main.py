@@ -29,6 +29,7 @@ COMMANDS = {
     "view": "a page on which every token of runs can be looked at",
     "report": "a page about a run or a study: what was run, curves, evaluations, responses",
     "plan": "memory, traffic and time of a config on a machine that is not here",
+    "configs": "the configs that come with this package, by name",
     "data": "build the data sets of a config and show what is in them",
     "serve": "keep the vLLM servers of a config running",
     "study": "a grid of variants and seeds: means, paired differences, pictures",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import io
@@ -12,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm import userfile
 from jaxrl_llm.config import Config
@@ -45,8 +47,10 @@ def with_config(
             its_flags = f"(its flags: jaxrl-llm {name} CONFIG --help)"
             print(f"usage: jaxrl-llm {name} CONFIG ...   {its_flags}\n\n{described}")
             raise SystemExit(0)
-        raise UserError(f"{name} wants a config file: jaxrl-llm {name} configs/kk_tiny.py")
-    path, words = Path(words[0]), words[1:]
+        raise UserError(
+            f"{name} wants a config, a file or a name: jaxrl-llm {name} kk_tiny (jaxrl-llm configs lists names)"
+        )
+    path, words = named(words[0]), words[1:]
     userfile.forget()
     make, prog = configs.load(path), f"jaxrl-llm {name} {path}"
     twice = {*inspect.signature(make).parameters} & {x.name for x in dataclasses.fields(options)}  # pyright: ignore[reportArgumentType]
@@ -70,6 +74,26 @@ def with_config(
     config = configs.build(make, path, *given.args, **given.kwargs)
     record.require_kept(make, given.arguments)
     return chosen, config, Source(path, given.arguments, tuple(userfile.ran(but=path)))
+
+
+def shipped() -> Path:
+    """The folder of the configs that come with the package: in it, or beside it in a checkout."""
+    package = Path(jaxrl_llm.__file__).parent
+    return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+
+
+def named(word: str) -> Path:
+    """The config file of a path, or of the name of one that is `shipped`; a UserError for neither."""
+    path, ours = Path(word), shipped() / f"{word}.py"
+    if path.suffix or path.exists():
+        return path
+    if not ours.is_file():
+        near = difflib.get_close_matches(word, [one.stem for one in shipped().glob("*.py")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"
+        )
+    return ours
 
 
 def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:

@@ -111,7 +111,7 @@ def test_a_wrong_config(text, message, written, capsys):
 
 def test_a_missing_config(capsys):
     assert "config file 'nowhere.py' does not exist" in fails(capsys, "train", "nowhere.py")
-    assert "train wants a config file" in fails(capsys, "train")
+    assert "train wants a config, a file or a name" in fails(capsys, "train")
 
 
 @pytest.mark.parametrize(
