@@ -50,7 +50,9 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 350,
     tensor: int = 1,
-    microbatches: int = 32,
+    lora: int = 0,
+    slots: int = 0,
+    microbatches: int = 0,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -63,7 +65,10 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 64 x 8 responses.
         tensor: devices that share a layer; the others share the parameters (fsdp).
-        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        slots: responses that are sampled at a time; 0 for as many as fit into the devices' memory.
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory, 0 for
+            as few as fit.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -72,7 +77,7 @@ def config(
     }
     return Config(
         task=task,
-        model=Pretrained(model),
+        model=Pretrained(model, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=Objective(
             advantage=advantage[algo],
             factors=(partial(factors.linear_in_probability, alpha=alpha),) if alpha else (),
@@ -86,7 +91,7 @@ def config(
         prompts=64,
         group_size=8,
         sampling=Sampling(temperature=0.7),
-        engine=Native(slots=256),
+        engine=Native(slots=slots),
         evaluation=Evaluation(every=20, validation=500, by="people"),
         compute=qwen2.Compute(dtype=jnp.bfloat16, remat=jax.checkpoint),
         mesh=Mesh(tensor=tensor),

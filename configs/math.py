@@ -53,7 +53,9 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 0,
     tensor: int = 1,
-    microbatches: int = 64,
+    lora: int = 0,
+    slots: int = 0,
+    microbatches: int = 0,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -70,7 +72,10 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 128 x 8 responses (default: the paper's epochs).
         tensor: devices that share a layer; the others share the parameters (fsdp).
-        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        slots: responses that are sampled at a time; 0 for as many as fit into the devices' memory.
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory, 0 for
+            as few as fit.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -79,7 +84,7 @@ def config(
     }
     return Config(
         task=partial(task, collection=collection, problems=problems, test=test),
-        model=Pretrained(model),
+        model=Pretrained(model, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=Objective(
             advantage=advantage[algo],
             factors=(partial(factors.linear_in_probability, alpha=alpha),) if alpha else (),
@@ -93,7 +98,7 @@ def config(
         prompts=128,
         group_size=8,
         sampling=Sampling(temperature=1.0),
-        engine=Native(slots=256),
+        engine=Native(slots=slots),
         evaluation=Evaluation(every=20, validation=500),
         compute=qwen2.Compute(dtype=jnp.bfloat16, remat=jax.checkpoint),
         mesh=Mesh(tensor=tensor),

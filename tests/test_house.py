@@ -23,8 +23,8 @@ LAYERS = (
     ("rollouts", "tasks"),
     ("learning", "adapters"),
     ("config",),
-    ("model", "training"),
     ("planning",),
+    ("model", "training"),
     ("research",),
     ("cli",),
 )
