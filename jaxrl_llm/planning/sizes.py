@@ -118,11 +118,11 @@ def _rows(config: Config) -> int:
 
 def _most(what: str, step: Step, held: float, passing: float, each: float, most: int) -> int:
     """How many of `each` bytes fit beside what is held and passing, from 1 to `most`."""
-    if held + each > step.memory:
+    if held > step.memory:
         parts = sorted(step.on_device.items(), key=lambda part: -part[1])[:3]
         said = ", ".join(f"{name} {report.in_gib(size)}" for name, size in parts)
         raise UserError(
-            f"with the least slots and micro-batches {what} needs {report.in_gib(held + each)} of "
+            f"with the least slots and micro-batches {what} holds {report.in_gib(held)} of "
             f"{report.in_gib(step.memory)} a device ({said}): take a smaller model, lora, offload, shorter "
             "responses or more devices"
         )

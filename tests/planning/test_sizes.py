@@ -141,7 +141,7 @@ def test_arrays_that_leave_no_room_are_named_without_compiling(monkeypatch):
     asked = planned(monkeypatch, lambda config: {})
     with pytest.raises(
         UserError,
-        match=r"sampling needs .* of 0\.2 MiB a device \(optimizer .*: take a smaller model",
+        match=r"sampling holds .* of 0\.2 MiB a device \(optimizer .*: take a smaller model",
     ):
         sizes.fitted(opened(), machine(MIB // 4), SHAPE)
     assert asked == []
