@@ -3,13 +3,14 @@
     jaxrl-llm train configs/kk.py
     jaxrl-llm train configs/kk.py --algo reinforce_plus_plus --alpha 0 --eta 0 --out runs/plain
     jaxrl-llm train configs/kk.py --model Qwen/Qwen2.5-7B-Instruct-1M --out runs/kk-7b
+    jaxrl-llm train configs/kk.py --lora 16 --learning-rate 1e-5 --out runs/kk-lora   # fits 24 GB
     jaxrl-llm eval runs/kk --last 3
 
 64 prompts x 8 responses a step in 2 mini-batches, temperature 0.7, up to 400 + 4096 tokens; AdamW at 1e-6; five
 epochs. The paper reports, on 8 GPUs, 0.39 for GRPO and 0.57 for GRPO with both methods (3B), each the mean of
-the last three checkpoints, one every 20 steps. By its plans (`jaxrl-llm plan`: compiled, not run) the worst
-moment of a step holds 25.8 GiB on each of four H100, 15.8 on each of eight, 85.9 on one H200, 14.0 on each chip of
-v5e-16, 26.1 of v5p-8; with 7B 34.4 on each of eight H100 and 34.3 on each chip of v5p:2x2x2.
+the last three checkpoints, one every 20 steps. How many responses are sampled and learned from at a time follows
+from the memory of the devices: by its plans (`jaxrl-llm plan`: compiled, not run) it fits one H100 or eight and
+v5e-16; docs/planning.md has what is chosen there.
 
 The puzzles here are our own (the published ones: `knights_knaves.read_published`). Of 5,000 to train on 500 are
 set aside for validation.
@@ -50,7 +51,9 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 350,
     tensor: int = 1,
-    microbatches: int = 32,
+    lora: int = 0,
+    slots: int = 0,
+    microbatches: int = 0,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -63,7 +66,10 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 64 x 8 responses.
         tensor: devices that share a layer; the others share the parameters (fsdp).
-        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        slots: responses that are sampled at a time; 0 for as many as fit into the devices' memory.
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory, 0 for
+            as few as fit.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -72,7 +78,7 @@ def config(
     }
     return Config(
         task=task,
-        model=Pretrained(model),
+        model=Pretrained(model, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=Objective(
             advantage=advantage[algo],
             factors=(partial(factors.linear_in_probability, alpha=alpha),) if alpha else (),
@@ -86,7 +92,7 @@ def config(
         prompts=64,
         group_size=8,
         sampling=Sampling(temperature=0.7),
-        engine=Native(slots=256),
+        engine=Native(slots=slots),
         evaluation=Evaluation(every=20, validation=500, by="people"),
         compute=qwen2.Compute(dtype=jnp.bfloat16, remat=jax.checkpoint),
         mesh=Mesh(tensor=tensor),

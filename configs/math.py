@@ -6,8 +6,9 @@
 
 128 prompts x 8 responses a step in 2 mini-batches, temperature 1, up to 400 + 4096 tokens; AdamW at 1e-6; five
 epochs of DSR-Uniform, one of ORZ. The paper reports the mean of the last three checkpoints, one every 20 steps.
-`--algo`, `--alpha` and `--eta` are its eight variants. By its plan (`jaxrl-llm plan`: compiled, not run) the worst
-moment of a step holds 34.4 GiB on each of eight H100, and a step of responses of full length takes 3 to 4 minutes.
+`--algo`, `--alpha` and `--eta` are its eight variants. How many responses are sampled and learned from at a time
+follows from the memory of the devices: by its plans (`jaxrl-llm plan`: compiled, not run) it fits eight H100,
+where a step of responses of full length takes 2 to 3 minutes, and with `--lora 16 --learning-rate 1e-5` one.
 
 500 problems are set aside for validation; those of MATH-500 are not learned from, and are the test at the end.
 """
@@ -53,7 +54,9 @@ def config(
     learning_rate: float = 1e-6,
     steps: int = 0,
     tensor: int = 1,
-    microbatches: int = 64,
+    lora: int = 0,
+    slots: int = 0,
+    microbatches: int = 0,
     seed: int = 0,
 ) -> Config:
     """The paper's run on an accelerator.
@@ -70,7 +73,10 @@ def config(
         learning_rate: of AdamW.
         steps: batches of 128 x 8 responses (default: the paper's epochs).
         tensor: devices that share a layer; the others share the parameters (fsdp).
-        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory.
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        slots: responses that are sampled at a time; 0 for as many as fit into the devices' memory.
+        microbatches: pieces of a mini-batch, one after the other; fewer send less and take more memory, 0 for
+            as few as fit.
         seed: of the order of the data and of sampling.
     """
     advantage = {
@@ -79,7 +85,7 @@ def config(
     }
     return Config(
         task=partial(task, collection=collection, problems=problems, test=test),
-        model=Pretrained(model),
+        model=Pretrained(model, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=Objective(
             advantage=advantage[algo],
             factors=(partial(factors.linear_in_probability, alpha=alpha),) if alpha else (),
@@ -93,7 +99,7 @@ def config(
         prompts=128,
         group_size=8,
         sampling=Sampling(temperature=1.0),
-        engine=Native(slots=256),
+        engine=Native(slots=slots),
         evaluation=Evaluation(every=20, validation=500),
         compute=qwen2.Compute(dtype=jnp.bfloat16, remat=jax.checkpoint),
         mesh=Mesh(tensor=tensor),

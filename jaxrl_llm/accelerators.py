@@ -2,17 +2,19 @@
 
 import os
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.errors import UserError
 
-# The share of a GPU's memory that the command line has JAX take (JAX's own default is 0.75); the
-# rest is for the driver and the communication libraries.
-OF_A_GPU = 0.94
+# Of a GPU's memory the command line has JAX take this share (JAX's own default is 0.75), and leaves
+# at least so many bytes: what is left is for the driver and the communication libraries.
+OF_A_GPU, LEFT = 0.94, 2 * 2**30
 FRACTIONS = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -27,9 +29,31 @@ FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-l
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
 
-def share_of_a_gpu() -> float:
-    """The share of a GPU's memory that JAX takes, by the environment or `OF_A_GPU`."""
-    return float(next(filter(None, map(os.environ.get, FRACTIONS)), OF_A_GPU))
+def share_of_a_gpu(memory: int | None = None) -> float:
+    """The share that JAX takes of a GPU of so many bytes (None: of those here).
+
+    As the environment says, else `OF_A_GPU`, or less to leave `LEFT`.
+    """
+    said = next(filter(None, map(os.environ.get, FRACTIONS)), None)
+    own = _by_rule(gpu_memory())
+    return _by_rule(memory or gpu_memory()) if said in (None, str(own)) else float(said)
+
+
+def _by_rule(memory: int) -> float:
+    return round(min(OF_A_GPU, 1 - LEFT / memory), 3) if memory else OF_A_GPU
+
+
+@cache
+def gpu_memory() -> int:
+    """Bytes of the smallest of this host's GPUs by their driver's program; 0 where that is unknown."""
+    if not present("nvidia"):
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return min((int(n) * 2**20 for n in done.stdout.split() if n.isdecimal()), default=0)
 
 
 def leave(share: float) -> None:
@@ -38,8 +62,9 @@ def leave(share: float) -> None:
     In time only before JAX has started.
     """
     own, other = map(os.environ.get, FRACTIONS)
-    if not other and own in (None, "", str(OF_A_GPU)):  # the last is what `prepare` sets
-        os.environ[FRACTIONS[0]] = f"{OF_A_GPU - share:.2f}"
+    whole = _by_rule(gpu_memory())
+    if not other and own in (None, "", str(whole)):  # the last is what `prepare` sets
+        os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
 
 
 def prepare() -> None:
@@ -49,7 +74,7 @@ def prepare() -> None:
     there; beside GPUs how much of the host's memory each may pin.
     """
     if not any(map(os.environ.get, FRACTIONS)):
-        os.environ[FRACTIONS[0]] = str(OF_A_GPU)
+        os.environ[FRACTIONS[0]] = str(share_of_a_gpu())
     if present():
         os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
     if gpus := present("nvidia"):

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -113,6 +113,7 @@ class WarmStart:
     def __post_init__(self):
         at_least(0, "warm_start", self, "steps", "evaluate_every")
         at_least(1, "warm_start", self, "batch")
+        at_least(1, "warm_start: collate", self.collate, "microbatches")
         if self.batch % self.collate.minibatches:
             raise UserError(
                 f"warm_start: batch = {self.batch} does not divide into {self.collate.minibatches} mini-batches"
@@ -155,6 +156,8 @@ class Config:
 
     `task(data_folder)` makes the task. A step draws `prompts` prompts and `group_size` responses to
     each; `max_tokens` and `stop` of `sampling` are set from `collate` and the tokenizer.
+    `slots` of the embedded engine and `microbatches` of `collate` may be 0: a new run chooses what fits
+    into the memory of its devices, and keeps to that.
     `reference` keeps the policy from before reinforcement (None: if the objective reads
     `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
     sampler's, and then no factor or select may correct for the sampler. With `max_lag`
@@ -311,6 +314,20 @@ class Config:
         """Whether `step` has a regular checkpoint: every `save_every` steps, and the last."""
         last = self.steps + (self.warm_start.steps if self.warm_start else 0)
         return step % self.save_every == 0 or step == last
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """`slots` of the embedded engine and `microbatches`; 0 where a run is to choose what fits."""
+        slots = {"slots": self.engine.slots} if isinstance(self.engine, engines.Native) else {}
+        return slots | {"microbatches": self.collate.microbatches}
+
+    def sized(self, sizes: Mapping[str, int]) -> "Config":
+        """The config with these sizes where its own are 0."""
+        new = {name: own or sizes.get(name, 0) for name, own in self.sizes.items()}
+        collate, engine = replace(self.collate, microbatches=new["microbatches"]), self.engine
+        if isinstance(engine, engines.Native):
+            engine = replace(engine, slots=new["slots"])
+        return replace(self, collate=collate, engine=engine)
 
     @property
     def draws_more(self) -> bool:

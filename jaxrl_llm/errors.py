@@ -34,6 +34,12 @@ def first_line(error: BaseException) -> str:
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:200])
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it was raised, or what it was raised from, because memory ran out."""
+    full = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+    return any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error))
+
+
 def printable(text: str) -> str:
     r"""The text with control characters written out, as \x1b: for text of tasks, models, servers.
 

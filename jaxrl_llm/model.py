@@ -19,7 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import Tokenizer
-from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.rollouts.engines import SLOTS, Native
 from jaxrl_llm.rollouts.native import NativeSampler, by_padded_length, padded
 from jaxrl_llm.rollouts.sampler import Sampling
 
@@ -183,7 +183,7 @@ def generate(
             f"model has room for {model.shape.max_length}: lower max_tokens"
         )
     sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
-    slots = min(engine.slots, padded(len(rows) * n))
+    slots = min(engine.slots or SLOTS, padded(len(rows) * n))
     with _ALONE:
         sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
         sampler.push(model.params, 0)

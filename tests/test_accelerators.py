@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm import accelerators
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import sharding
+from jaxrl_llm.planning import machines
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
 
@@ -28,7 +29,9 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(accelerators, "CGROUP", tmp_path / "memory.max")
-    return tmp_path
+    accelerators.gpu_memory.cache_clear()
+    yield tmp_path
+    accelerators.gpu_memory.cache_clear()
 
 
 def test_nothing_is_set_for_devices_that_are_not_here(host):
@@ -51,6 +54,33 @@ def test_what_is_set_beside_gpus(host, monkeypatch, visible, each):
     assert os.environ.get(accelerators.PINNED) == (each and str(each))
     assert os.environ[accelerators.COMPILED] == "/mine"
     assert os.environ[accelerators.FRACTIONS[0]] == "0.94"
+
+
+SMI = """#!/bin/sh
+[ "$1" = --query-gpu=memory.total ] && printf '%s\\n' {} N/A
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "share"),
+    [((81559,), 0.94), ((23034, 81559), 0.911), ((15360,), 0.867), ((), 0.94), (None, 0.94)],
+)
+def test_a_small_card_keeps_2_gib_for_the_driver(host, monkeypatch, driver, share):
+    """The smallest of the host's, in MiB by the driver's program, if there is one; plans count the same."""
+    (host / "nvidia0").touch()
+    if driver is not None:
+        (host / "nvidia-smi").write_text(SMI.format(" ".join(map(str, driver))))
+        (host / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{host}:/bin:/usr/bin")
+    accelerators.prepare()
+    assert os.environ[accelerators.FRACTIONS[0]] == str(share)
+    for chip in machines.CHIPS.values():  # whichever card is here
+        left = 1 - accelerators.share_of_a_gpu(chip.memory)
+        assert left == pytest.approx(max(0.06, 2 * 2**30 / chip.memory), abs=1e-3)
+    accelerators.leave(0.4)
+    assert float(os.environ[accelerators.FRACTIONS[0]]) == pytest.approx(share - 0.4)
+    accelerators.leave(0.4)  # once is enough
+    assert accelerators.share_of_a_gpu() == pytest.approx(share - 0.4)
 
 
 def test_compiled_programs_are_kept_beside_an_accelerator(host):

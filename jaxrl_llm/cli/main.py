@@ -9,7 +9,6 @@ import difflib
 import importlib
 import logging
 import os
-import re
 import select
 import sys
 import threading
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from jaxrl_llm import accelerators, storage
-from jaxrl_llm.errors import UserError, causes, first_line, printable
+from jaxrl_llm.errors import UserError, first_line, out_of_memory, printable
 
 COMMANDS = {
     "train": "a whole run of a config: data, warm start, reinforcement, a test and a picture",
@@ -85,15 +84,16 @@ def main(words: list[str] | None = None) -> None:
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
         except Exception as error:
-            full = re.compile("RESOURCE_EXHAUSTED|Out of memory")
-            if not any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error)):
+            if not out_of_memory(error):
                 raise
+            fits = "; ".join(getattr(error, "__notes__", ()))  # a run adds what would fit
+            less = fits or "more micro-batches, or fewer slots of the engine, need less"
             remedy = (
                 "the host has too little memory for what is offloaded, or XLA may not pin it: "
                 f"{accelerators.PINNED} is how many GB it may for a GPU"
                 if "host memory" in str(error)
-                else "more micro-batches, or fewer slots of the engine, need less; jaxrl-llm plan tells how "
-                "much. Beside a run on the same GPU, JAX_PLATFORMS=cpu keeps off it"
+                else f"{less}; jaxrl-llm plan tells how much. Beside a run on the same GPU, "
+                "JAX_PLATFORMS=cpu keeps off it"
             )
             print(f"jaxrl-llm: out of memory ({first_line(error)}): {remedy}", file=sys.stderr)
             raise SystemExit(2) from error

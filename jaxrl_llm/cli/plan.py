@@ -13,7 +13,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning import machines, report
-from jaxrl_llm.planning.plan import plan
+from jaxrl_llm.planning.plan import Plan, plan, shape_of
 from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.parts import parts, splits
@@ -53,12 +53,23 @@ def main(options: Options, config: Config) -> None:
 
             made = search.fastest(config, machine, options.tokens, say=console.print)
         else:
-            made = plan(config, machine, tokens=options.tokens, say=status.update)
+            made = _planned(config, machine, options.tokens, say=status.update)
     if options.json:
         print(json.dumps(report.as_json(made), indent=1))
         return
     for part in report.tables(made, config.steps):
         console.print(part)
+
+
+def _planned(config: Config, machine: machines.Machine, tokens: int = 0, **settings: Any) -> Plan:
+    """The plan of a config, whose open sizes are chosen first."""
+    made = None
+    if not all(config.sizes.values()):
+        from jaxrl_llm.planning import sizes  # most configs leave none open
+
+        settings = {"shape": shape_of(config)} | settings
+        config, made = sizes.fitted(config, machine, tokens=tokens, **settings)
+    return made or plan(config, machine, tokens=tokens, **settings)
 
 
 def dry_run(
@@ -77,6 +88,7 @@ def dry_run(
     prompt = as_text(made.task.prompt(divided.train[0]))
     console.print("the first prompt:", prompt, sep="\n")
     with console.status("compiling") as status:
-        planned = plan(config, machines.machine("here"), shape=made.shape, say=status.update)
+        here = machines.machine("here")
+        planned = _planned(config, here, shape=made.shape, say=status.update)
     for part in report.tables(planned, config.steps):
         console.print(part)

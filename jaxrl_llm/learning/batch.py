@@ -69,7 +69,8 @@ class Collator:
 
     With `pack`, sequences share bins of `prompt_length + response_length` tokens. Shapes then
     depend on the limits alone, so there is one compilation: slices are filled in turn, and empty
-    ones cost nothing. Choose `microbatches` for the case that every sequence has full length.
+    ones cost nothing. Choose `microbatches` for the case that every sequence has full length, or
+    have a run choose what fits, by 0 (elsewhere that is 1).
 
     >>> jl.Collator(prompt_length=400, response_length=1024, minibatches=2, pack=True).pack
     True
@@ -84,7 +85,9 @@ class Collator:
     round_to: int = 64
 
     def __post_init__(self):
-        at_least(1, "collate", self, *(one.name for one in fields(self) if one.type is int))
+        at_least(0, "collate", self, "microbatches")
+        counts = (one.name for one in fields(self) if one.type is int)
+        at_least(1, "collate", self, *(name for name in counts if name != "microbatches"))
 
     def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
         """The batch as NumPy arrays, 0 where there is no token; a UserError for too long rows.
@@ -165,7 +168,7 @@ class Collator:
         flat = [b for bins in filled for b in bins]
         while most < max(map(len, filled)):
             most *= 2
-        bins = _round_up(-(-most // self.microbatches), self.shards)
+        bins = _round_up(-(-most // max(1, self.microbatches)), self.shards)
         slices = self.minibatches, -(-most // bins), bins
         if self.pack:
             return *slices, self._capacity, self._capacity

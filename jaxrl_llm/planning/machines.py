@@ -17,6 +17,7 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
+from jaxrl_llm.accelerators import host_memory
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
 
@@ -169,9 +170,10 @@ def chip_of(device: Any) -> Chip | None:
 
 def _here() -> Machine:
     devices = tuple(jax.devices())
-    stats = devices[0].memory_stats() or {}
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    chip = Chip("here", stats.get("bytes_limit", everything), 0.0, 0.0, 0.0, 0.0)
+    own = jax.local_devices()  # others tell nothing of their memory
+    everything = host_memory() // len(own)
+    memory = (own[0].memory_stats() or {}).get("bytes_limit", everything)
+    chip = Chip("here", memory, 0.0, 0.0, 0.0, 0.0)
     return Machine("here", devices, jax.local_device_count(), chip)
 
 

@@ -58,6 +58,7 @@ class Plan:
     timed: bool = True  # whether there is a data sheet to estimate seconds by
     on_hosts: Mapping[str, int] = field(default_factory=dict)
     left_whole: Sequence[str] = ()  # a sentence for each weight not divided over a mesh axis
+    sizes: Mapping[str, int] = field(default_factory=dict)  # slots, and micro-batches
 
     @property
     def worst(self) -> Compiled:
@@ -105,13 +106,8 @@ def plan(
 
     `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
-    sizes, chip = config.mesh, machine.chip
-    others = config.engine.share if isinstance(config.engine, Vllm) else None
-    taken = share_of_a_gpu() - (others or 0)
-    memory = int(chip.memory * (taken if chip.platform == "cuda" else 1))
-    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
-    step = Step(config, shape or shape_of(config), mesh, memory)
-    compiled = []
+    step = step_of(config, machine, shape or shape_of(config))
+    mesh, compiled = step.mesh, []
     with machines.compiling_for(mesh):
         for program in step.programs(tokens):
             if not only or program.name in only:
@@ -121,13 +117,24 @@ def plan(
             machine.name,
             dict(mesh.shape),
             mesh.size,
-            memory,
+            step.memory,
             step.on_device,
             compiled,
-            timed=chip.flops > 0,
+            timed=machine.chip.flops > 0,
             on_hosts=step.on_hosts,
             left_whole=sharding.left_whole(step.state.params, mesh),
+            sizes=config.sizes,
         )
+
+
+def step_of(config: Config, machine: Machine, shape: qwen2.Shape) -> Step:
+    """The arrays and programs of a step on the machine, and the memory that JAX has there."""
+    sizes, chip = config.mesh, machine.chip
+    others = config.engine.share if isinstance(config.engine, Vllm) else None
+    taken = share_of_a_gpu(chip.memory) - (others or 0)
+    memory = int(chip.memory * (taken if chip.platform == "cuda" else 1))
+    mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
+    return Step(config, shape, mesh, memory)
 
 
 def _compiled(program: Program, machine: Machine) -> Compiled:

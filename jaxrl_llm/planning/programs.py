@@ -139,6 +139,12 @@ class Step:
         same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
         return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))
 
+    @property
+    def beside_sampler(self) -> int:
+        """Bytes of the trainer's arrays on a device while the engine reads its weights."""
+        held = self._bytes("parameters", "frozen") if self.copies_weights else 0
+        return self._bytes("optimizer", "reference") + held
+
     @cached_property
     def cache(self) -> Any:
         """Keys and values of all slots for the longest prompts and responses."""
@@ -188,9 +194,7 @@ class Step:
     def _sampling(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit, engine = self.config, self.config.collate, self.engine
         weights, cache = local_bytes(self.weights), local_bytes(self.cache)
-        others = self._bytes("optimizer", "reference")
-        held = self._bytes("parameters", "frozen")
-        learned = others + (held if self.copies_weights else 0)
+        others, learned = self._bytes("optimizer", "reference"), self.beside_sampler
         stride = native.STRIDE if self.decoder.static else 1  # tokens a run
         turns = -(-config.prompts * config.group_size // engine.slots)
         filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)

@@ -1,6 +1,6 @@
 """A plan as tables for people and as JSON for programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import rich.table
@@ -23,7 +23,7 @@ REMEDIES = {
 def tables(plan: Plan, steps: int) -> Iterator[Any]:
     """Tables and lines for rich: memory, whether it fits, traffic, and time for `steps` steps."""
     yield _memory(plan)
-    yield verdict(plan)
+    yield f"{sized(plan.sizes)}; {verdict(plan)}"
     yield from plan.left_whole
     if plan.devices > 1:
         yield _traffic(plan)
@@ -44,10 +44,16 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
         )
 
 
+def sized(sizes: Mapping[str, int]) -> str:
+    """Slots and micro-batches in words."""
+    words = {"slots": ("slot", "slots"), "microbatches": ("micro-batch", "micro-batches")}
+    return ", ".join(f"{size} {words[name][size != 1]}" for name, size in sizes.items())
+
+
 def verdict(plan: Plan) -> str:
     """A line that says whether the plan fits, and what would help if not."""
     worst = plan.worst.name
-    said = f"the worst moment is {worst}: {_size(plan.peak)} of {_size(plan.memory)} a device"
+    said = f"the worst moment is {worst}: {in_gib(plan.peak)} of {in_gib(plan.memory)} a device"
     if plan.fits:
         return f"{said}; it fits"
     search = "; or let --search find it" if plan.timed else ""  # a search needs a data sheet
@@ -63,6 +69,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory,
         "peak": plan.peak,
         "fits": plan.fits,
+        "sizes": dict(plan.sizes),
         "parts": dict(plan.on_device),
         "waiting": dict(plan.on_hosts),
         "left_whole": list(plan.left_whole),
@@ -83,13 +90,13 @@ def _memory(plan: Plan) -> rich.table.Table:
     table = rich.table.Table("", "", title=title, box=SIMPLE, show_header=False)
     table.columns[1].justify = "right"
     for name, size in plan.on_device.items():
-        table.add_row(name, _size(size))
+        table.add_row(name, in_gib(size))
     for name, size in plan.on_hosts.items():
-        table.add_row(f"{name}, in the memory of the host", _size(size))
+        table.add_row(f"{name}, in the memory of the host", in_gib(size))
     table.add_section()
     for program in plan.programs:
-        note = f" ({_size(program.beside)} of it held beside)" if program.beside else ""
-        table.add_row(f"peak of {program.name}{note}", _size(program.needed))
+        note = f" ({in_gib(program.beside)} of it held beside)" if program.beside else ""
+        table.add_row(f"peak of {program.name}{note}", in_gib(program.needed))
     return table
 
 
@@ -119,7 +126,8 @@ def _time(plan: Plan) -> rich.table.Table:
     return table
 
 
-def _size(size: float) -> str:
+def in_gib(size: float) -> str:
+    """So many bytes in words."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 

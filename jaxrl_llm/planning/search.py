@@ -13,6 +13,7 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
+from jaxrl_llm.planning.sizes import estimated
 
 TRIALS = 12  # layouts to compile before giving up
 MOMENTS = 8  # bytes a parameter of Adam's moments in float32
@@ -33,7 +34,12 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
     shape = shape_of(config)
     layouts = [x for x in candidates(config, shape, machine) if _may_fit(x, shape, machine)]
     tried = sorted(layouts, key=lambda layout: estimate(layout, shape, machine))[:TRIALS]
-    for layout in tried:
+    for tight in tried:
+        try:
+            layout = tight.sized(estimated(tight, machine, shape))
+        except UserError as error:
+            say(f"{_said(tight)}: {error}")
+            continue
         for only in (("update",), ()):
             made = plan(layout, machine, tokens=tokens, only=only)
             needed, there = made.peak / 2**30, made.memory / 2**30

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the client of servers is read by whoever has some
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
 UTILIZATION = 0.92  # of a GPU's memory, by vLLM's own default
 FULL = 0.95  # of it, for JAX and a server together: their own contexts take the rest
+SLOTS = 64  # of the embedded engine where nothing else is known
 KEY_FILE = "key"  # in the folder of the servers' sockets
 
 
@@ -53,7 +54,8 @@ class Engine(Protocol):
 class Native:
     """The embedded engine: `slots` sequences decode at a time, spread over the trainer's devices.
 
-    Prompts are prefilled `prefill_prompts` at a time. `devices_a_copy` devices share a copy of the
+    With 0 slots a run chooses as many as fit (elsewhere: 64). Prompts are prefilled `prefill_prompts`
+    at a time. `devices_a_copy` devices share a copy of the
     weights (None: as few as have room for it), which exists from a push until the responses are in.
     On a CPU the cache has blocks of `block` columns: a step reads only those the longest needs.
 
@@ -61,14 +63,15 @@ class Native:
     False
     """
 
-    slots: int = 64
+    slots: int = SLOTS
     prefill_prompts: int = 16
     block: int = 128
     devices_a_copy: int | None = None
     own_weights: ClassVar[bool] = False
 
     def __post_init__(self):
-        at_least(1, "engine", self, "slots", "prefill_prompts", "block")
+        at_least(0, "engine", self, "slots")
+        at_least(1, "engine", self, "prefill_prompts", "block")
 
     def start(
         self,
@@ -84,7 +87,7 @@ class Native:
         del folder
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
         sampler = NativeSampler(
-            decoder, slots=self.slots, prefill_prompts=self.prefill_prompts, check=check
+            decoder, slots=self.slots or SLOTS, prefill_prompts=self.prefill_prompts, check=check
         )
         return nullcontext(sampler)
 

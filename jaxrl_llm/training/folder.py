@@ -229,8 +229,9 @@ def require_at_most(folder: Path, first: int, steps: int, earlier: int | None = 
 
 
 def pinned(folder: Path, config: Config) -> Config:
-    """The config, with the hub's commit and the day that the run in the folder began with."""
-    model, run = config.model, record.read(folder)
+    """The config, with the sizes, the hub's commit and the day that the run in the folder began with."""
+    run = record.read(folder)
+    config, model = config.sized(run["given"]), config.model
     if not isinstance(model, Pretrained):
         return config
     day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None

@@ -14,7 +14,7 @@ import rich.console
 
 from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.errors import Leaving, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, from_note, in_words, noted
 from jaxrl_llm.learning.evaluate import Result, evaluate
@@ -74,12 +74,21 @@ def train(
             source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
         divided = splits(made, config)
         _describe(made, divided, console)
+        chosen = {}
+        if opened := [name for name, size in config.sizes.items() if not size]:
+            from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
+
+            here = machines.machine("here")
+            config, planned = sizes.fitted(config, here, made.shape, only=("update",))
+            chosen = {name: config.sizes[name] for name in opened}
+            verdict = f": {report.verdict(planned)}" if planned else ""
+            console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
         first = config.warm_start.steps if config.warm_start else 0
         resuming = distributed.from_first(
             lambda: folders.resumable(folder) if resume == "auto" else resume is not False
         )
         begun = folders.origin(folder, origin, resuming)
-        given = {"the data of the task": divided.checksum, **made.given, **modules()}
+        given = {"the data of the task": divided.checksum, **made.given, **chosen, **modules()}
         if distributed.count() > 1:
             require_alike(new(source, begun, given), resume)
         earlier = None if isinstance(resume, (bool, str)) else resume
@@ -160,6 +169,7 @@ def train(
                         initial.replace(first, params)
 
             reference = folders.reference(folder, made, config) if config.keeps_reference else None
+            stack.enter_context(_saying_what_fits(config, made))
             loop.reinforcement(
                 config, made, divided.train, sampler, journal, stop, start or first, params, reference,
                 clock=clock,
@@ -197,6 +207,20 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
             f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
             "--resume"
         ) from error
+
+
+@contextmanager
+def _saying_what_fits(config: Config, made: Parts) -> Iterator[None]:
+    """For the block, adds to an error for want of memory the sizes that would fit."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            from jaxrl_llm.planning import machines, sizes
+
+            with suppress(Exception):  # compiling may want memory too: the error is what is said
+                error.add_note(sizes.smaller(config, machines.machine("here"), made.shape))
+        raise
 
 
 def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:

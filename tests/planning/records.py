@@ -76,7 +76,8 @@ def preset(name: str) -> tuple[Config, str]:
     words = name.replace(" x ", " ").split()
     file, model, on, *sizes = words
     made: Any = configs.load(CONFIGS / f"{file}.py")
-    config = made(model=model if "-" in model else f"Qwen2.5-{model}")
+    sizes = {"slots": 256, "microbatches": {"kk": 32, "math": 64}[file]}
+    config = made(model=model if "-" in model else f"Qwen2.5-{model}", **sizes)
     if "offload" in sizes:
         return replace(config, offload=sizes[-1]), on
     return replace(config, mesh=Mesh(*map(int, sizes))), on

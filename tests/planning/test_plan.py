@@ -12,7 +12,7 @@ import jax
 import pytest
 import rich.console
 
-from jaxrl_llm.accelerators import share_of_a_gpu
+from jaxrl_llm.accelerators import host_memory, share_of_a_gpu
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
@@ -148,6 +148,7 @@ def test_published_models_are_known_by_name():
 def test_jax_takes_as_much_of_a_gpu_as_a_plan_counts_on(monkeypatch):
     """Unless the environment says how much; JAX refuses both of its names at a time."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert machines.machine("here").chip.memory == host_memory() // len(jax.local_devices())
     for given in ((), *((name,) for name in names)):
         for name in names:
             monkeypatch.setenv(name, "0.5" if name in given else "")

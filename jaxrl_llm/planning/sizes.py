@@ -1,0 +1,129 @@
+"""The sizes that a config leaves open, chosen by the memory of devices: slots and micro-batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl_llm import distributed
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.planning import machines, report
+from jaxrl_llm.planning.machines import Machine
+from jaxrl_llm.planning.plan import Plan, plan, step_of
+from jaxrl_llm.planning.programs import Step, host_bytes, local_bytes
+from jaxrl_llm.rollouts.engines import SLOTS, Native
+from jaxrl_llm.rollouts.native import padded
+
+ROOM = 0.95  # of a device's memory that is filled by choice: a plan does not see fragmentation
+COARSEST = 16  # packed micro-batches at least: the last one used is computed whole, however empty
+ON_A_CPU = 4096  # tokens of a micro-batch there: more make it no faster
+LIMITED = {"prefill": "slots", "decode": "slots", "score": "microbatches", "update": "microbatches"}
+
+
+def fitted(
+    config: Config, machine: Machine, shape: qwen2.Shape, only: Sequence[str] = (), **settings: Any
+) -> tuple[Config, Plan | None]:
+    """The config with the most slots, and the fewest micro-batches, that fit where it leaves them open.
+
+    They are estimated, then the plan (of the programs `only`, see there) confirms them, or they are
+    halved and doubled until it does. A CPU gets a fixed choice without a plan. All processes of a
+    run come to the same. A UserError if the least does not fit.
+    """
+    memory = min(map(int, distributed.agree(str(machine.chip.memory))))
+    machine = replace(machine, chip=replace(machine.chip, memory=memory))
+    sizes = estimated(config, machine, shape)
+    while not _on_a_cpu(machine):
+        sized = config.sized(sizes)
+        made = plan(sized, machine, shape=shape, only=only, **settings)
+        if made.fits:
+            return sized, made
+        name = LIMITED.get(made.worst.name, "")
+        less = _less(config, sizes)
+        if config.sizes.get(name, 1) or less[name] == sizes[name]:
+            raise UserError(
+                f"{report.sized(sized.sizes)} on {machine.name}: {report.verdict(made)}"
+            )
+        sizes[name] = less[name]
+    return config.sized(sizes), None
+
+
+def smaller(config: Config, machine: Machine, shape: qwen2.Shape) -> str:
+    """In words: the sizes to take after those of the config ran out of memory."""
+    engine, collate = config.engine, replace(config.collate, microbatches=0)
+    engine = replace(engine, slots=0) if isinstance(engine, Native) else engine
+    fit = estimated(replace(config, engine=engine, collate=collate), machine, shape)
+    less = _less(config, config.sizes)  # at least: the estimate may have been what ran out
+    least = {"slots": min, "microbatches": max}
+    said = (f"{name}={least[name](fit[name], less[name])}" for name in config.sizes)
+    return f"by an estimate {', '.join(said)} would fit"
+
+
+def _less(config: Config, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Half the slots, twice the micro-batches."""
+    slots = max(1, sizes.get("slots", 0) // 2)
+    return {"slots": slots, "microbatches": min(_rows(config), 2 * sizes["microbatches"])}
+
+
+def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str, int]:
+    """What fits by an estimate; a UserError if the arrays alone that there must be do not."""
+    if all(config.sizes.values()):
+        return config.sizes
+    limit, rows = config.collate, _rows(config)
+    columns, devices = limit.prompt_length + limit.response_length, len(machine.devices)
+    if _on_a_cpu(machine):  # which has more memory than speed
+        each = max(1, ON_A_CPU // columns) * devices
+        slots = min(SLOTS, config.prompts * config.group_size)
+        return config.sizes | {"slots": slots, "microbatches": -(-rows // each)}
+    step = step_of(config.sized({"slots": devices, "microbatches": rows}), machine, shape)
+    sizes, shards = dict[str, int](), step.mesh.shape["data"] * step.mesh.shape["fsdp"]
+    width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
+    inner = shape.mixture.chosen * shape.mixture.size if shape.mixture else shape.intermediate_size
+    # bytes a token within a layer: states, and what is between products, more of it with adapters
+    layer = (4 * shape.hidden_size + (5 if shape.lora else 3) * inner) * width
+    with machines.compiling_for(step.mesh):
+        if isinstance(config.engine, Native):
+            cache, together = local_bytes(step.cache), step.decoder.mesh.shape["tensor"]
+            prompts = -(-step.engine.prefill_prompts // devices) * together
+            tokens = prompts * padded(limit.prompt_length)
+            passing = tokens * (cache / columns + layer / together)
+            held = step.beside_sampler + local_bytes(step.weights)
+            most = -(-config.prompts * config.group_size // devices)
+            # while a cache grows one of its layers is there twice
+            each = cache * (1 + 1 / shape.num_layers)
+            sizes["slots"] = devices * _most("sampling", step, held, passing, each, most)
+        names = ("parameters", "frozen", "optimizer", "reference", "gradients")
+        held = sum(step.on_device.get(name, 0) for name in names)
+        held += host_bytes(step.state.opt_state)  # which comes over
+        logits = min(logprobs.logit_bytes(), 4 * rows * columns * shape.vocab_size)
+        passing = 2 * (local_bytes(step.batch) + logits)
+        remat, layers = config.compute.remat, shape.num_layers
+        kept = layers * shape.hidden_size * width if remat else 0
+        each = columns * (kept + layer / tensor * (1 if remat else layers))
+        most = rows // (COARSEST if limit.pack else 1) // shards
+        most = _most("the update", step, held, passing, each, most)
+    return sizes | {"microbatches": -(-rows // (shards * most))}
+
+
+def _on_a_cpu(machine: Machine) -> bool:
+    return machine.chip.platform == "here" and machine.devices[0].platform == "cpu"
+
+
+def _rows(config: Config) -> int:
+    """Rows of a mini-batch."""
+    return config.prompts * config.group_size // config.collate.minibatches
+
+
+def _most(what: str, step: Step, held: float, passing: float, each: float, most: int) -> int:
+    """How many of `each` bytes fit beside what is held and passing, from 1 to `most`."""
+    if held > step.memory:
+        parts = sorted(step.on_device.items(), key=lambda part: -part[1])[:3]
+        said = ", ".join(f"{name} {report.in_gib(size)}" for name, size in parts)
+        raise UserError(
+            f"with the least slots and micro-batches {what} holds {report.in_gib(held)} of "
+            f"{report.in_gib(step.memory)} a device ({said}): take a smaller model, lora, offload, shorter "
+            "responses or more devices"
+        )
+    return max(1, min(most, int((ROOM * step.memory - held - passing) / each)))
