@@ -45,8 +45,8 @@ class Cache(NamedTuple):
 class Decoder:
     """Generation on CPUs, with a cache in blocks of `block` columns.
 
-    `rounded` is the dtype of the policy that is sampled. `definition` computes with weights rounded
-    to it in float32: XLA widens narrower ones on CPUs at every use (docs/benchmarks.md).
+    `rounded` is the dtype of the policy that is sampled: `definition` may compute in a wider one,
+    with weights rounded to it.
     """
 
     definition: Any

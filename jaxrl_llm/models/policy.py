@@ -164,7 +164,9 @@ class Policy:
         shape, compute = qwen2.settings(self.definition)
         base = replace(shape, lora=None)
         if mesh.devices.flat[0].platform == "cpu":
-            definition, _ = qwen2.graph(base, replace(compute, dtype=jnp.float32))
+            # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
+            dtype = compute.dtype if jax.__version_info__ >= (0, 12) else jnp.float32
+            definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
             return Decoder(definition, block, there, shape.lora, compute.dtype)
         return Unrolled(qwen2.graph(base, compute)[0], there, shape.lora)
 

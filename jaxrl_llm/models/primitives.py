@@ -100,8 +100,15 @@ def _product_backward(contracted, saved, gradient):
     gradient = _matrix(gradient, len(into) - contracted)
     d_x = _contract(gradient, w, (1,), (0,)).reshape(into)
     if len(w) < w.shape[1]:
-        return d_x, _contract(gradient, x, (0,), (0,)).reshape(of)
-    return d_x, _contract(x, gradient, (0,), (0,)).T.reshape(of)
+        return d_x, _summed(gradient, x).reshape(of)
+    return d_x, _summed(x, gradient).T.reshape(of)
+
+
+def _summed(a, b):
+    """`a`'s transpose times `b`. Where CPUs multiply bfloat16, they do so faster along rows."""
+    if a.dtype == jnp.float32:
+        return _contract(a, b, (0,), (0,))
+    return _contract(jax.lax.optimization_barrier(a.T), b, (1,), (0,))
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)

@@ -292,17 +292,23 @@ class Subject(NamedTuple):
 
 
 class Trainer:
-    """Train steps on one batch of random tokens; they share a state, which each donates."""
+    """Train steps on one batch, of random tokens if not given; they share a state, which each donates."""
 
     def __init__(
-        self, subject: Subject, mesh: Any, collate: Collator, rows: int, rate: float = 1e-6
+        self,
+        subject: Subject,
+        mesh: Any,
+        collate: Collator,
+        rows: int,
+        rate: float = 1e-6,
+        rollout: Rollout | None = None,
     ):
         sizes = (rows, collate.prompt_length, collate.response_length)
         self.definition, self.optimizer = subject.definition, optimizers.adamw(rate)
         self.policy = partial(logprobs.of_responses, subject.definition)
         self.score = updates.make_score(self.policy)
         self.place = lambda rollout: updates.place(collate(rollout), mesh)
-        self.batch = self.place(random_rollout(subject.shape.vocab_size, *sizes))
+        self.batch = self.place(rollout or random_rollout(subject.shape.vocab_size, *sizes))
         self.old_logp = self.score(subject.params, self.batch.inputs)
         reward = np.random.default_rng(0).normal(size=(1, rows)).astype(np.float32)
         self.reward = sharding.replicated(reward, mesh)

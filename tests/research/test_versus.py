@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.research import peers, pool
+from jaxrl_llm.research import peers, pool, versus
 
 SIZES = shlex.split(
     "--rows 4 --prompt-length 16 --response-length 16 --microbatches 2 --sequences 16 --new-tokens 8 "
@@ -45,17 +45,41 @@ def test_peers_that_do_not_run_or_compute_something_else_are_left_out_by_name(tm
     assert b"<svg" in (out / "against.svg").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("bfloat16", "odd", "all_by", "norm", "same"),
+    [
+        (False, 4.0, 0.0, 1.0, False),
+        (True, 4.0, 0.03, 1.05, True),  # as far as each is from its own float32
+        (True, 0.0, 0.3, 1.0, False),
+        (True, 0.0, 0.0, 1.5, False),
+        (False, 0.0, 1e-4, 1.0, True),
+        (True, 0.0, np.nan, 1.0, False),
+    ],
+)
+def test_in_bfloat16_single_tokens_may_be_far_apart(bfloat16, odd, all_by, norm, same):
+    ours = {"logp": np.full((4, 32), -2.0), "grad_norm": np.float32(3)}
+    theirs = {"logp": ours["logp"] + all_by, "grad_norm": 3.0 * norm}
+    theirs["logp"][0, 0] -= odd
+    if same:
+        assert versus.alike(ours, theirs, bfloat16=bfloat16).startswith("log-probs as here to")
+    else:
+        with pytest.raises(peers.Absent, match="computes something else"):
+            versus.alike(ours, theirs, bfloat16=bfloat16)
+
+
 @pytest.mark.slow
-def test_torch_computes_what_is_timed(tmp_path):
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_torch_computes_what_is_timed(bfloat16, tmp_path):
     python = os.environ.get("JAXRL_TORCH_PYTHON")
     if not python:
         pytest.skip("JAXRL_TORCH_PYTHON (an interpreter with torch and transformers) is not set")
     flags = ["--kinds", "update", "rollout", "--out", str(tmp_path), *SIZES]
-    main(["bench", "against", f"torch={python}", *flags])
+    main(["bench", "against", f"torch={python}", *flags, *["--bfloat16"] * bfloat16])
     kinds = json.loads((tmp_path / "against.json").read_text())["kinds"]
     assert not kinds["update"]["absent"]
     assert not kinds["rollout"]["absent"]
-    assert kinds["rollout"]["difference"]["torch"] == "100.0% of its tokens are ours"
+    if not bfloat16:
+        assert kinds["rollout"]["difference"]["torch"] == "100.0% of its tokens are ours"
 
 
 @pytest.mark.parametrize(
