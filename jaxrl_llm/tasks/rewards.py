@@ -1,4 +1,4 @@
-"""Rewards by name, and functions that were written for other trainers, as functions of a question and a response."""
+"""Rewards by name, and functions written for other trainers, as functions of a question and a response."""
 
 import asyncio
 import inspect
@@ -116,11 +116,8 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    needed = {
-        n
-        for n, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds}
 
     def named(values: Mapping[str, Any]) -> dict[str, Any]:
         if missing := needed - {*values}:
@@ -137,14 +134,14 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         return function(**named(columns | {"prompts": [prompt], "completions": [completion]}))
 
     def for_verl(question: Question, response: str) -> Any:
+        row, truth = question.row, next(iter(question.truths), None)
         known = {
-            "data_source": question.row.get("data_source", ""),
-            "ground_truth": (question.row.get("reward_model") or {}).get(
-                "ground_truth", question.truths[:1] and question.truths[0]
-            ),
-            "extra_info": question.row.get("extra_info"),
+            "data_source": row.get("data_source", ""),
+            "solution_str": response,
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
+            "extra_info": row.get("extra_info"),
         }
-        return function(**named(known | {"solution_str": response}))
+        return function(**named(known))
 
     if "completions" in parameters:
         call = for_trl
@@ -154,8 +151,8 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         call = lambda question, response: function(question.row, response)
     else:
         raise UserError(
-            f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), TRL's "
-            "reward(completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth, extra_info)"
+            f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as TRL's "
+            "(completions, **columns), or as verl's (data_source, solution_str, ground_truth, extra_info)"
         )
 
     def scored(question: Question, response: str) -> Reward:
