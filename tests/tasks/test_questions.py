@@ -1,4 +1,4 @@
-"""Tables of questions as others publish them: what is asked, what is right; rewards by name and of other trainers."""
+"""Tables of questions as others publish them: what is asked, what is right; rewards by name and by others."""
 
 import json
 import logging
