@@ -173,10 +173,10 @@ def test_of_several_folders_of_a_data_set_one_is_named(tmp_path, monkeypatch):
             folder = tmp_path / config / split if config == "main" else tmp_path / config
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{split}-0.jsonl").write_text(json.dumps(PLAIN_ROW | {"answer": answer}))
-    with pytest.raises(UserError, match=r"several folders.*main, socratic"):
+    with pytest.raises(UserError, match=r"several configs \(main, socratic\): name one"):
         from_hub("us/math", "test")
-    assert from_hub("us/math/main", "test") == [Problem("q", ("1",))]
-    assert from_hub("us/math/socratic", "test") == [Problem("q", ("2",))]
+    assert from_hub("us/math:main", "test") == [Problem("q", ("1",))]
+    assert from_hub("us/math:socratic", "test") == [Problem("q", ("2",))]
     assert set(asked) == {"us/math"}
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxrl_llm.tasks.math.records import Problem, boxed
+from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
+from jaxrl_llm.tasks.tables import boxed
 from jaxrl_llm.tasks.task import Reward, Source
 
 _PROMPT = (

@@ -1,0 +1,190 @@
+"""A table of questions as a task: prompts for a chat model, a weighted sum of rewards."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import rewards, tables
+from jaxrl_llm.tasks.tables import Question
+from jaxrl_llm.tasks.task import Prompt, Reward
+
+logger = logging.getLogger(__name__)
+
+INSTRUCTIONS = {  # by the first reward that has one
+    "math": "Reason step by step, and put your final answer within \\boxed{}.",
+    "choice": "Think about each choice, and end with the letter of the right one within \\boxed{}.",
+    "tagged": "Think between <think> and </think>, then give the answer between <answer> and </answer>.",
+    "exact": "Say nothing but the answer.",
+}
+HELD_OUT = (
+    200  # questions to test on where there is no test split, or a tenth of them if that is less
+)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first."""
+
+    train: Sequence[Question]
+    test: Sequence[Question]
+    rewards: Mapping[str, tuple[rewards.Scored, float]]
+    system: str = ""
+    instruction: str = ""
+    name: str = "questions"
+
+    def prompt(self, example: Question) -> Prompt:
+        asked = example.prompt
+        said = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        if self.instruction and self.instruction not in said[-1]["content"]:
+            said[-1] = {**said[-1], "content": f"{said[-1]['content']}\n\n{self.instruction}"}
+        if self.system and said[0]["role"] != "system":
+            said = [{"role": "system", "content": self.system}, *said]
+        return said[0]["content"] if isinstance(asked, str) and not self.system else said
+
+    def reward(self, example: Question, response: str) -> Reward:
+        parts = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        score = sum(self.rewards[name][1] * part.score for name, part in parts.items())
+        fields = {key: x for part in parts.values() for key, x in part.fields.items()}
+        if len(parts) > 1:
+            fields |= {name: part.score for name, part in parts.items()}
+        checked = all(part.checked for part in parts.values())
+        return Reward(score, next(iter(parts.values())).correct, fields, checked)
+
+
+def task(
+    source: str,
+    specs: Sequence[str] = ("math",),
+    *,
+    weights: Sequence[float] = (),
+    test: str = "",
+    held_out: int = HELD_OUT,
+    prompt_column: str = "",
+    answer_column: str = "",
+    system: str = "",
+    instruction: str | None = None,
+    seed: int = 0,
+) -> Questions:
+    """Questions of a file or a data set at the hub, with rewards; a UserError that says what is wrong.
+
+    `source` is `mine.jsonl`, or `owner/name[:config[:split]]`. Without a `test` source the hub's test
+    or validation split is the test, else `held_out` questions that `seed` chooses.
+    """
+    if weights and len(weights) != len(specs):
+        raise UserError(f"--weights: {len(weights)} for {len(specs)} rewards: give one each")
+    calls = {_short(spec): (rewards.reward(spec), weight) for spec, weight in
+             zip(specs, weights or (1.0,) * len(specs), strict=True)}  # fmt: skip
+    if len(calls) < len(specs):
+        raise UserError("--reward: two have one name, and would be one field of the metrics")
+    by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
+    columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
+    columns |= {"needs": by_name[:1], "choice": "choice" in specs}
+    train = questions(source, ("train",), **columns)
+    held = _held_out(source, test, columns)
+    if held is None:
+        order = [*range(len(train))]
+        Random(seed).shuffle(order)  # noqa: S311 (not for secrets)
+        count = min(held_out, max(1, len(train) // 10))
+        held, train = [train[i] for i in order[:count]], [train[i] for i in sorted(order[count:])]
+    if not train:
+        raise UserError(f"{source} has one question, and it is held out to test on: give more")
+    if instruction is None:
+        instruction = next((INSTRUCTIONS[one] for one in specs if one in INSTRUCTIONS), "")
+    return Questions(train, held, calls, system, instruction)
+
+
+def questions(
+    source: str,
+    splits: Sequence[str],
+    *,
+    prompt_column: str = "",
+    answer_column: str = "",
+    needs: Sequence[str] = (),
+    choice: bool = False,
+) -> list[Question]:
+    """The questions of a source; `needs` are rewards for which each has to have an answer."""
+    found = []
+    for path in paths(source, splits):
+        for number, row in enumerate(tables.rows(path)):
+            where = f"{path}, row {number}"
+            try:
+                found.append((where, _question(row, prompt_column, answer_column, needs, choice)))
+            except (UserError, TypeError, KeyError, IndexError) as error:
+                raise UserError(f"{where}: {error}") from error
+    if not found:
+        raise UserError(f"{source} holds no questions")
+    lost = [where for where, one in found if needs and not _can_be_met(one, needs[0])]
+    if lost:
+        truth = dict(found)[lost[0]].truths
+        text = "%s: no answer could ever be right there, the truth being %.80r; rows like this one: %d of %d"
+        logger.warning(text, lost[0], truth, len(lost), len(found))
+    return [one for _, one in found]
+
+
+def paths(source: str, splits: Sequence[str]) -> list[Path]:
+    """The files of a source: itself, or those of a data set at the hub."""
+    if Path(source).suffix in tables.READERS or Path(source).is_file():
+        return [Path(source)]
+    name, *rest = source.split(":")
+    return tables.of_hub(":".join([name, *rest[:1]]), *(rest[1:] or splits))
+
+
+def _held_out(source: str, test: str, columns: Mapping[str, Any]) -> list[Question] | None:
+    """The questions of `test`, or those that come with a data set at the hub; None if there are none."""
+    if test:
+        return questions(test, ("test", "validation", "train"), **columns)
+    if Path(source).suffix in tables.READERS or Path(source).is_file():
+        return None
+    name = ":".join(source.split(":")[:2])
+    try:
+        paths(name, ("test", "validation"))
+    except UserError:
+        return None
+    return questions(name, ("test", "validation"), **columns)
+
+
+def _question(
+    row: Any, prompt_column: str, answer_column: str, needs: Sequence[str], choice: bool
+) -> Question:
+    if not isinstance(row, Mapping):
+        raise UserError(f"a {type(row).__name__}, not a row with columns")
+    asked = tables.prompt_of(row, prompt_column)
+    try:
+        answer = tables.answer_of(row, answer_column)
+    except UserError:
+        if needs:
+            raise
+        answer = None
+    choices = tables.choices_of(row)
+    if choice and choices:
+        listed = "\n".join(
+            f"{letter}. {text}" for letter, text in zip(tables.LETTERS, choices, strict=False)
+        )
+        if not isinstance(asked, str):
+            raise UserError(
+                "a prompt of messages and a column of choices: write the choices into the prompt"
+            )
+        return Question(f"{asked}\n{listed}", (tables.letter_of(answer, choices),), row)
+    truths = () if answer is None else tables.truths(answer)
+    if needs and not truths:
+        raise UserError(f"the answer is empty, and --reward {needs[0]} needs one")
+    return Question(asked, truths, row)
+
+
+def _can_be_met(question: Question, spec: str) -> bool:
+    """Whether any answer could be right by the reward of this name."""
+    if spec == "choice":
+        return question.truths[0] in (*tables.LETTERS,)
+    if spec == "math":
+        from jaxrl_llm.tasks.math.records import is_read
+
+        return any(map(is_read, question.truths))
+    return True
+
+
+def _short(spec: str) -> str:
+    """What a reward is called in the metrics."""
+    return spec.rpartition(":")[2] if ".py:" in spec else spec.partition(":")[0]

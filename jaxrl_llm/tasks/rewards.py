@@ -1,0 +1,183 @@
+"""Rewards by name, and functions written for other trainers, as functions of a question and a response."""
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import userfile
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
+from jaxrl_llm.tasks.task import UNCHECKED, Reward
+
+Scored = Callable[[Question, str], Reward]
+_LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
+
+
+def reward(spec: str) -> Scored:
+    """The reward of a name, `regex:PATTERN`, or `FILE.py:FUNCTION`; a UserError for anything else."""
+    kind, _, rest = spec.rpartition(":") if ".py:" in spec else spec.partition(":")
+    if kind.endswith(".py"):
+        module = userfile.run(Path(kind), "reward")
+        return adapted(userfile.member(module, rest, f"reward file {kind}"), spec)
+    if kind == "regex":
+        try:
+            pattern = re.compile(rest)
+        except re.error as error:
+            raise UserError(f"--reward {spec}: no regular expression: {error}") from error
+        if pattern.groups != 1:
+            raise UserError(f"--reward {spec}: one group (...) has to say what the answer is")
+        return partial(by_pattern, pattern=pattern)
+    if spec not in BY_NAME:
+        raise UserError(
+            f"--reward {spec}: there are {', '.join(BY_NAME)}, regex:PATTERN, and FILE.py:FUNCTION"
+        )
+    return BY_NAME[spec]()
+
+
+def said(response: str) -> str:
+    """What a response says after it has thought."""
+    return response.rpartition("</think>")[2].strip()
+
+
+def _judged(question: Question, answer: str | None, **fields: float) -> Reward:
+    right = answer is not None and answer.strip() in question.truths
+    return Reward(float(right), right, fields)
+
+
+def exact(question: Question, response: str) -> Reward:
+    """1 for a response that is one of the answers, but for space around it."""
+    return _judged(question, said(response))
+
+
+def tagged(question: Question, response: str) -> Reward:
+    """1 for an answer between <answer> and </answer>, after thoughts between <think> and </think>."""
+    before, there, rest = response.rpartition("<answer>")
+    answer, closed, _ = rest.partition("</answer>")
+    formed = bool(there and closed and "</think>" in before)
+    return _judged(question, answer if formed else None, format=float(formed))
+
+
+def choice(question: Question, response: str) -> Reward:
+    """1 for the letter of the right choice: in a box, behind "answer", or alone."""
+    text = said(response)
+    inside = boxed(text)
+    behind = _LETTER.findall(text)
+    letter = (inside or "".join(behind[-1:]) or text).strip().strip("().:*").upper()
+    there = letter in (*LETTERS,)
+    return _judged(question, letter if there else None, format=float(there))
+
+
+def by_pattern(question: Question, response: str, *, pattern: re.Pattern[str]) -> Reward:
+    """1 if the group of the last match of a regular expression is one of the answers."""
+    found = pattern.findall(said(response))
+    return _judged(question, found[-1] if found else None, format=float(bool(found)))
+
+
+def math() -> Scored:
+    r"""1 for an answer in `\boxed{}`, or behind `####`, that equals the truth as mathematics."""
+    from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
+
+    checker = AnswerChecker()
+
+    def checked(question: Question, response: str) -> Reward:
+        text = said(response)
+        answer = final(text) if boxed(text) is not None or "####" in text else None
+        if answer is None:
+            return Reward(0.0, False, {"format": 0.0})
+        asked = (
+            question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
+        )
+        verdicts = {checker.check(truth, answer, asked) for truth in question.truths}
+        right = Verdict.EQUAL in verdicts
+        known = right or Verdict.UNDECIDED not in verdicts
+        return Reward(float(right), right, {"format": 1.0}, known)
+
+    return checked
+
+
+BY_NAME: dict[str, Callable[[], Scored]] = {
+    "math": math,
+    "exact": lambda: exact,
+    "choice": lambda: choice,
+    "tagged": lambda: tagged,
+}
+NEEDS_TRUTH = (*BY_NAME, "regex")
+
+
+def adapted(function: Callable[..., Any], name: str) -> Scored:
+    """A function of somebody as a reward, called by the names of its parameters.
+
+    `(example, response)`, with the row as the example, is this package's; `(completions, **columns)`
+    TRL's, called with lists of one; `(data_source, solution_str, ground_truth, extra_info)` verl's.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind in kinds}
+
+    def named(values: Mapping[str, Any]) -> dict[str, Any]:
+        if missing := needed - {*values}:
+            raise UserError(
+                f"--reward {name} takes {', '.join(sorted(missing))}, of which the data have no column"
+            )
+        return {n: x for n, x in values.items() if takes_all or n in parameters}
+
+    def for_trl(question: Question, response: str) -> Any:
+        chat = not isinstance(question.prompt, str)
+        completion = [{"role": "assistant", "content": response}] if chat else response
+        prompt = list(question.prompt) if chat else question.prompt
+        columns = {n: [x] for n, x in question.row.items() if n not in ("prompt", "completion")}
+        return function(**named(columns | {"prompts": [prompt], "completions": [completion]}))
+
+    def for_verl(question: Question, response: str) -> Any:
+        row, truth = question.row, next(iter(question.truths), None)
+        known = {
+            "data_source": row.get("data_source", ""),
+            "solution_str": response,
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
+            "extra_info": row.get("extra_info"),
+        }
+        return function(**named(known))
+
+    if "completions" in parameters:
+        call = for_trl
+    elif "solution_str" in parameters:
+        call = for_verl
+    elif len(needed) == 2:
+        call = lambda question, response: function(question.row, response)
+    else:
+        raise UserError(
+            f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as TRL's "
+            "(completions, **columns), or as verl's (data_source, solution_str, ground_truth, extra_info)"
+        )
+
+    def scored(question: Question, response: str) -> Reward:
+        made = call(question, response)
+        made = asyncio.run(made) if inspect.iscoroutine(made) else made
+        if isinstance(made, list | tuple) and len(made) == 1:
+            made = made[0]
+        return as_reward(made, name)
+
+    return scored
+
+
+def as_reward(made: Any, name: str) -> Reward:
+    """What a function returned as a Reward: a number, verl's dict with a score, None for no verdict."""
+    if isinstance(made, Reward):
+        return made
+    if made is None:
+        return UNCHECKED
+    fields: dict[str, float] = {}
+    if isinstance(made, Mapping):
+        numbers = {n: float(x) for n, x in made.items() if isinstance(x, int | float)}
+        fields = {n: x for n, x in numbers.items() if n != "score"}
+        made = numbers.get("score")
+    try:
+        score = float(made)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} returned {made!r:.60}, which is no number") from error
+    return Reward(score, fields.get("acc", score) >= 1, fields)

@@ -1,0 +1,233 @@
+"""Rows of data in files (parquet, JSONL, JSON, CSV) and on the Hugging Face hub, and the questions in them."""
+
+import csv
+import json
+import re
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.tasks.task import Prompt
+
+Row = Mapping[str, Any]
+
+# In the order in which they are looked for. A prompt may hold an instruction of its own, a question does not.
+PROMPTS = ("problem", "question", "prompt", "messages", "query", "instruction")
+ANSWERS = (
+    *("answer", "final_answer", "expected_answer", "ground_truth", "target", "solution"),
+    *("answerKey", "label"),
+)
+CHOICES = ("choices", "options")
+LETTERS = "ABCDEFGHIJ"
+_EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
+_BOX = "\\boxed{"
+
+
+def rows(path: Path) -> list[Any]:
+    """The rows of a file, read by its suffix; a UserError if it cannot be read."""
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise UserError(f"cannot read {path}: its name ends in none of {', '.join(READERS)}")
+    try:
+        return reader(path)
+    except (OSError, UnicodeDecodeError, csv.Error, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _json_lines(path: Path) -> list[Any]:
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 ends no line
+    return [_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _json_list(path: Path) -> list[Any]:
+    found = _json(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(found, list):
+        raise UserError(f"{path} holds a {type(found).__name__}, not a list of rows")
+    return found
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error}") from error
+
+
+def _csv(path: Path) -> list[Any]:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # as spreadsheets write it
+        return [
+            {name: x or None for name, x in row.items() if name} for row in csv.DictReader(file)
+        ]
+
+
+READERS: dict[str, Callable[[Path], list[Any]]] = {
+    ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
+    ".jsonl": _json_lines,
+    ".json": _json_list,
+    ".csv": _csv,
+}
+
+
+def of_hub(name: str, *splits: str) -> list[Path]:
+    """The files of a data set `owner/name[:config]` at the hub, of the first of `splits` that it has.
+
+    They are parquet, JSONL or CSV; none of its code runs. A UserError without any.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    name, _, config = name.partition(":")
+    kinds = ["*.parquet", "*.jsonl", "*.csv"]
+    try:
+        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=kinds))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
+        reason = first_line(error)
+        raise UserError(f"cannot download the data set {name!r}: {reason}") from error
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in READERS]
+    there = {path: str(path.relative_to(folder)) for path in files}
+    words = {path: re.split(r"[^A-Za-z0-9]+", text) for path, text in there.items()}
+    of_config = re.split(r"[^A-Za-z0-9]+", config) if config else []
+    known = [path for path in files if {*of_config} <= {*words[path]}]
+    split = next((one for one in splits if any(one in words[path] for path in known)), None)
+    chosen = [path for path in known if split in words[path]]
+    if not chosen:
+        listed = ", ".join(there.values()) or "none at all"
+        which = f" and the config {config!r}" * bool(config)
+        raise UserError(
+            f"the data set {name!r} has no files of the split {' or '.join(map(repr, splits))}{which}: {listed}"
+        )
+    places = {"/".join(p for p in there[path].split("/")[:-1] if p != split) for path in chosen}
+    if len(places) > 1:
+        several = ", ".join(filter(None, sorted(places)))
+        raise UserError(
+            f"the data set {name!r} has {split!r} for several configs ({several}): name one, as {name}:CONFIG"
+        )
+    return chosen
+
+
+def truths(stored: Any) -> tuple[str, ...]:
+    r"""The accepted answers in a cell: a text (`72` of `#### 72`, `\boxed{72}`), number or list."""
+    if isinstance(stored, str):
+        both = _EITHER.fullmatch(stored.strip())
+        stored = both.groups() if both else _printed_list(stored)
+    items = stored if isinstance(stored, list | tuple) else [stored]
+    for item in items:
+        if not isinstance(item, str | int | float) or item != item:
+            raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
+    texts = [final(str(item)).strip() for item in items]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
+def final(text: str) -> str:
+    r"""What is in the last `\boxed{}` of a solution, or behind its last `####`; else all of it."""
+    inside = boxed(text)
+    return text.rpartition("####")[2] if inside is None else inside
+
+
+def boxed(text: str) -> str | None:
+    r"""The text in the last `\boxed{}`; None without one.
+
+    A box around another one is returned with it, and cannot be read as an answer.
+    """
+    inside, start = None, text.find(_BOX)
+    while start >= 0:
+        inside = _braced(text, start + len(_BOX))
+        if inside is None:
+            return None
+        start = text.find(_BOX, start + len(_BOX) + len(inside))
+    return inside
+
+
+def _braced(text: str, start: int) -> str | None:
+    """The text from `start`, behind an open brace, up to the brace that closes it; None if none."""
+    depth, place = 1, start
+    while place < len(text):
+        if text[place] == "\\":
+            place += 1
+        elif text[place] in "{}":
+            depth += 1 if text[place] == "{" else -1
+            if depth == 0:
+                return text[start:place]
+        place += 1
+    return None
+
+
+def _printed_list(text: str) -> list[str] | str:
+    """The list that a text like `['9.6\\n']` shows; else the text, as for an interval `[-2,4]`."""
+    if not text.strip().startswith("["):
+        return text
+    try:
+        listed = literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    texts = isinstance(listed, list) and listed and all(isinstance(t, str) for t in listed)
+    return listed if texts else text
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked (a text, or messages), the answers that are right, and the row it comes from."""
+
+    prompt: str | tuple[Mapping[str, str], ...]
+    truths: tuple[str, ...]
+    row: Row = field(compare=False, repr=False)
+
+
+def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
+    """The name of the column `wanted`, or of the first of `names` that the row has; or a UserError."""
+    for name in [wanted] if wanted else names:
+        if row.get(name) is not None:
+            return name
+    there = ", ".join(row) or "no columns"
+    raise UserError(f"no {wanted or ' or '.join(names)} among {there}: name the column by {flag}")
+
+
+def prompt_of(row: Row, wanted: str = "") -> Prompt:
+    """What a row asks: a text, or messages up to the last that is not the assistant's."""
+    given = row[column(row, wanted, PROMPTS, "--prompt-column")]
+    if isinstance(given, str) and given.strip():
+        return given
+    try:
+        said = [{"role": one["role"], "content": one["content"]} for one in given]
+    except (TypeError, KeyError) as error:
+        raise UserError(
+            f"a prompt is a text or messages with role and content, not {given!r:.60}"
+        ) from error
+    while said and said[-1]["role"] == "assistant":
+        said.pop()
+    if not said or not all(isinstance(one["content"], str) for one in said):
+        raise UserError(f"a prompt with no text in it: {given!r:.60}")
+    return tuple(said)
+
+
+def answer_of(row: Row, wanted: str = "") -> Any:
+    """What a row says is right: a column, verl's `reward_model`, or the assistant's last message."""
+    if not wanted and isinstance(row.get("reward_model"), Mapping):
+        return row["reward_model"].get("ground_truth")
+    said = row.get("messages")
+    told = any(row.get(name) is not None for name in ANSWERS)
+    if not wanted and not told and said and said[-1]["role"] == "assistant":
+        return said[-1]["content"]
+    return row[column(row, wanted, ANSWERS, "--answer-column")]
+
+
+def choices_of(row: Row) -> list[str]:
+    """The texts that a row gives to choose from; none if it is no such question."""
+    given = next((row[name] for name in CHOICES if row.get(name) is not None), [])
+    if isinstance(given, Mapping):  # {"label": ["A", ...], "text": [...]}, or {"A": text, ...}
+        given = given.get("text") or list(given.values())
+    return [str(one) for one in given][: len(LETTERS)]
+
+
+def letter_of(answer: Any, choices: Sequence[str]) -> str:
+    """The letter of a right choice, given as a number from 0, as its text, or as the letter."""
+    if isinstance(answer, int) and 0 <= answer < len(choices):
+        return LETTERS[answer]
+    text = str(answer).strip()
+    return LETTERS[choices.index(text)] if text in choices else text.upper()

@@ -1,0 +1,319 @@
+"""Tables of questions as others publish them: what is asked, what is right; rewards by name and by others."""
+
+import json
+import logging
+
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks import questions, rewards
+from jaxrl_llm.tasks.tables import Question
+from jaxrl_llm.tasks.task import Reward
+
+USER = [{"role": "user", "content": "6 * 7?"}]
+SOLUTION = "6 * 7 = <<6*7=42>>42\n#### 42"
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": USER,
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"index": 0},
+}
+CHAT = [
+    {"role": "system", "content": "s"},
+    *USER,
+    {"role": "assistant", "content": "It is \\boxed{42}."},
+]
+LETTERS = {"question": "6 * 7?", "choices": ["41", "42", "43", "44"]}
+ARC = {"text": ["41", "42", "43", "44"], "label": ["A", "B", "C", "D"]}
+PICK = "6 * 7?\nA. 41\nB. 42\nC. 43\nD. 44"
+
+
+def written(folder, rows, name="mine.jsonl"):
+    path = folder / name
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "spec", "prompt", "truth"),
+    [
+        ({"question": "6 * 7?", "answer": SOLUTION}, "math", "6 * 7?", "42"),  # GSM8K
+        ({"problem": "6 * 7?", "solution": "so $\\boxed{42}$.", "answer": "42"}, "math", "6 * 7?", "42"),
+        ({"prompt": USER, "solution": "$42$"}, "math", tuple(USER), "$42$"),  # DeepMath for TRL
+        (
+            {"problem": "6 * 7?", "generated_solution": "no", "expected_answer": "42"},  # OpenMath
+            *("math", "6 * 7?", "42"),
+        ),
+        (VERL, "math", tuple(USER), "42"),
+        ({"messages": CHAT}, "math", tuple(CHAT[:2]), "42"),
+        (LETTERS | {"answer": 1}, "choice", PICK, "B"),  # MMLU
+        (LETTERS | {"answer": "B"}, "choice", PICK, "B"),
+        (LETTERS | {"answer": "42"}, "choice", PICK, "B"),
+        ({"question": "6 * 7?", "choices": ARC, "answerKey": "B"}, "choice", PICK, "B"),
+        ({"query": "6 * 7?", "target": 42}, "exact", "6 * 7?", "42"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.parquet"])
+def test_what_others_publish_is_understood(tmp_path, caplog, row, spec, prompt, truth, name):
+    made = questions.task(written(tmp_path, [row] * 4, name), [spec])
+    assert [len(made.train), len(made.test)] == [3, 1]
+    assert made.train == [Question(prompt, (truth,), {})] * 3
+    assert caplog.messages == []
+
+
+def test_a_spreadsheet_is_read(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text('\ufeffquestion,answer,note\n"6 * 7,\nby head?",42,\n"1 + 1?",2,easy\n')
+    [first, second] = questions.questions(str(path), ("train",), needs=["math"])
+    assert (first.prompt, first.truths) == ("6 * 7,\nby head?", ("42",))
+    assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        ({"text": "q", "answer": "1"}, {}, "row 0: no problem or .* among text, answer: .*--prompt-column"),
+        ({"question": "q"}, {}, "row 0: no answer or .* among question: name the column by --answer-column"),
+        ({"question": "q", "answer": "1"}, {"answer_column": "truth"}, "row 0: no truth among question, answer"),
+        ({"question": "q", "answer": "1"}, {"prompt_column": "x"}, "row 0: no x among question"),
+        ({"question": 7, "answer": "1"}, {}, "row 0: a prompt is a text or messages with role and content, not 7"),
+        ({"question": [], "answer": "1"}, {}, "row 0: a prompt with no text"),
+        ({"question": "q", "answer": " "}, {}, "row 0: the answer is empty"),
+        (["q", "1"], {}, "row 0: a list, not a row with columns"),
+        ({"prompt": USER, "choices": ["a"], "answer": 0}, {"specs": ["choice"]}, "choices into the prompt"),
+        (None, {}, "holds no questions"),
+        ({"question": "q", "answer": "1"}, {"weights": (1, 2)}, "2 for 1 rewards"),
+        ({"question": "q", "answer": "1"}, {"specs": ["exact", "exact"]}, "one name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_learned_from_is_refused_with_its_row(tmp_path, row, settings, said):
+    source = written(tmp_path, [] if row is None else [row])
+    with pytest.raises(UserError, match=said) as error:
+        questions.task(source, **({"specs": ["math"]} | settings))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "spec"),
+    [({"question": "q", "answer": "She has 48/2 = 24 clips, so many."}, "math"),
+     (LETTERS | {"answer": "Z"}, "choice")],
+)  # fmt: skip
+def test_a_truth_that_nothing_can_match_is_a_warning_with_its_row(tmp_path, caplog, lost, spec):
+    fine = LETTERS | {"answer": "B"}
+    source = written(tmp_path, [fine, lost, fine, lost])
+    with caplog.at_level(logging.WARNING):
+        questions.task(source, [spec])
+    [said] = caplog.messages
+    assert f"{source}, row 1: no answer could ever be right there" in said
+    assert said.endswith("2 of 4")
+
+
+def hub(monkeypatch, folder, files):
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        written(folder, rows, name)
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folder)
+    )
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "sizes"),
+    [
+        (["train.jsonl", "test.jsonl"], "us/set", [3, 3]),
+        (["data/train-0.parquet", "data/train-1.parquet", "data/validation-0.parquet"], "us/set", [6, 3]),
+        (["train.jsonl"], "us/set", [2, 1]),
+        (["main/train.jsonl", "socratic/train.jsonl"], "us/set:main", [2, 1]),
+        (["main/train.jsonl", "main/hard.jsonl"], "us/set:main:hard", [2, 1]),
+    ],
+)  # fmt: skip
+def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
+    monkeypatch, tmp_path, files, source, sizes
+):
+    asked = hub(monkeypatch, tmp_path, files)
+    made = questions.task(source)
+    assert [len(made.train), len(made.test)] == sizes
+    assert {*asked} == {"us/set"}
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "said"),
+    [
+        (["main/train.jsonl", "socratic/train.jsonl"], "us/set", r"several configs \(main, socratic\): .*:CONFIG"),
+        (["main/train.jsonl"], "us/set:other", "no files of the split 'train' and the config 'other': main/train"),
+        (["main/test.jsonl"], "us/set", "no files of the split 'train': main/test"),
+    ],
+)  # fmt: skip
+def test_a_set_at_the_hub_that_is_not_clear_is_asked_about(
+    monkeypatch, tmp_path, files, source, said
+):
+    hub(monkeypatch, tmp_path, files)
+    with pytest.raises(UserError, match=said):
+        questions.task(source)
+
+
+def test_a_prompt_has_the_instruction_of_its_reward_and_the_system_message(tmp_path):
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
+    made = questions.task(source, ["math"])
+    box = questions.INSTRUCTIONS["math"]
+    assert made.prompt(made.train[0]) == f"6 * 7?\n\n{box}"
+    made = questions.task(source, ["math"], system="Be brief.", instruction="")
+    assert made.prompt(made.train[0]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "6 * 7?"},
+    ]
+    source = written(
+        tmp_path, [VERL | {"prompt": [{"role": "user", "content": f"6 * 7? {box}"}]}] * 2
+    )
+    made = questions.task(source, ["math"])
+    assert made.prompt(made.train[0]) == list(made.train[0].prompt)  # it is there
+
+
+# Rewards by name.
+
+
+def asked(*truths, **row):
+    return Question("6 * 7?", truths, row)
+
+
+@pytest.mark.parametrize(
+    ("spec", "truth", "response", "score", "fields"),
+    [
+        ("math", "42", "It is \\boxed{42}.", 1, {"format": 1}),
+        ("math", "0.5", "<think>\\boxed{9}</think>\\boxed{\\frac12}", 1, {"format": 1}),
+        ("math", "42", "6 * 7 = 42\n#### 42", 1, {"format": 1}),
+        ("math", "42", "It is 42.", 0, {"format": 0}),
+        ("math", "42", "\\boxed{41}", 0, {"format": 1}),
+        ("exact", "42", " 42\n", 1, {}),
+        ("exact", "42", "<think>41</think>42", 1, {}),
+        ("exact", "42", "It is 42", 0, {}),
+        ("tagged", "42", "<think>6 * 7</think>\n<answer> 42 </answer>", 1, {"format": 1}),
+        ("tagged", "42", "<answer>42</answer>", 0, {"format": 0}),
+        ("tagged", "42", "<think></think><answer>41</answer>", 0, {"format": 1}),
+        ("choice", "B", "So the answer is \\boxed{B}.", 1, {"format": 1}),
+        ("choice", "B", "A is wrong. The answer is (B)", 1, {"format": 1}),
+        ("choice", "B", "Answer: **B**", 1, {"format": 1}),
+        ("choice", "B", "b", 1, {"format": 1}),
+        ("choice", "B", "\\boxed{(C)}", 0, {"format": 1}),
+        ("choice", "B", "I do not know", 0, {"format": 0}),
+        ("regex:x = (\\d+)", "42", "x = 41, no, x = 42", 1, {"format": 1}),
+        ("regex:x = (\\d+)", "42", "42", 0, {"format": 0}),
+    ],
+)
+def test_a_reward_has_a_name(spec, truth, response, score, fields):
+    assert rewards.reward(spec)(asked(truth), response) == Reward(score, score == 1, fields)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("maths", "there are math, exact, choice, tagged, regex:PATTERN, and FILE.py:FUNCTION"),
+        ("regex:(", "no regular expression"),
+        ("regex:x", "one group"),
+        ("none.py:reward", "reward file 'none.py' does not exist"),
+    ],
+)
+def test_a_reward_that_is_none_is_refused(spec, said):
+    with pytest.raises(UserError, match=said.replace("(", r"\(")):
+        rewards.reward(spec)
+
+
+# Functions that were written for this package, for TRL and for verl.
+
+FUNCTIONS = '''
+import re
+from jaxrl_llm.tasks.task import Reward
+
+def ours(example, response):
+    return Reward(0.5, False, {"length": len(response)}) if response == example["answer"] else 0
+
+def brevity(example, response):
+    return 1 - len(response) / 100
+
+def trl_length(completions, **kwargs):
+    return [float(len(set(completion))) for completion in completions]
+
+def trl_format(completions, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^<think>.*?</think><answer>.*?</answer>$", c) else 0.0 for c in contents]
+
+def trl_column(prompts, completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+def trl_none(completions, **kwargs):
+    return [None for _ in completions]
+
+async def trl_waits(completions, **kwargs):
+    return [0.25 for _ in completions]
+
+def trl_missing(completions, level):
+    return [0.0]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "openai/gsm8k" and extra_info == {"index": 0}
+    return {"score": 0.75, "acc": solution_str == ground_truth, "pred": "x"}
+
+def odd(a, b, c):
+    return 0
+
+def text(example, response):
+    return "good"
+'''  # fmt: skip
+
+
+@pytest.fixture
+def functions(tmp_path):
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+    return lambda name: rewards.reward(f"{tmp_path / 'my.py'}:{name}")
+
+
+def test_functions_are_taken_as_they_are_written(functions):
+    plain = Question("6 * 7?", ("42",), {"question": "6 * 7?", "answer": "42"})
+    chat = Question(tuple(USER), ("42",), VERL)
+    for name, question, response, reward in [
+        ("ours", plain, "42", Reward(0.5, False, {"length": 2})),
+        ("ours", plain, "4", Reward(0.0, False)),
+        ("brevity", plain, "42", Reward(0.98, False)),
+        ("trl_length", plain, "abca", Reward(3.0, True)),
+        ("trl_format", chat, "<think>a</think><answer>b</answer>", Reward(1.0, True)),
+        ("trl_format", chat, "b", Reward(0.0, False)),
+        ("trl_column", plain, "42", Reward(1.0, True)),
+        ("trl_waits", plain, "", Reward(0.25, False)),
+        ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
+    ]:
+        assert functions(name)(question, response) == reward
+    assert not functions("trl_none")(plain, "").checked
+    with pytest.raises(UserError, match="takes level, of which the data have no column"):
+        functions("trl_missing")(plain, "")
+    with pytest.raises(TypeError, match="returned 'good', which is no number"):
+        functions("text")(plain, "")
+    with pytest.raises(
+        UserError, match=r"takes \(a, b, c\): write it as reward\(example, response\)"
+    ):
+        functions("odd")
+    with pytest.raises(UserError, match="did you mean 'brevity'"):
+        functions("brevty")
+
+
+def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
+    made = questions.task(source, ["exact", f"{tmp_path / 'my.py'}:brevity"], weights=(1.0, 0.1))
+    got = made.reward(made.train[0], "42")
+    assert got.score == pytest.approx(1 + 0.1 * 0.98)
+    assert (got.correct, got.fields) == (True, {"exact": 1.0, "brevity": 0.98})
+    free = questions.task(
+        written(tmp_path, [{"question": "Sing."}] * 2), [f"{tmp_path / 'my.py'}:brevity"]
+    )
+    assert free.reward(free.train[0], "la").score == 0.98  # which needs no answer
