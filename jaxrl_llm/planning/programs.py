@@ -281,7 +281,8 @@ class Step:
     @cached_property
     def _credit(self) -> jax.stages.Compiled:
         config, objective, batch = self.config, self.config.objective, self.batch
-        names = [n for n in ("ref_logp", "entropy", "proxy_logp") if objective.reads(n)]
+        names = ["entropy"] + ["ref_logp"] * config.keeps_reference  # as a run scores them
+        names += ["proxy_logp"] * objective.reads("proxy_logp")
         scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
         shape = (config.prompts, config.group_size)
         reward = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self.mesh, P()))
