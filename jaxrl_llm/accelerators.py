@@ -23,6 +23,8 @@ COMPILED = "JAX_COMPILATION_CACHE_DIR"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
+IOMMU = Path("/sys/kernel/iommu_groups")
+GOOGLE = "0x1ae0"  # its number as a maker of devices
 FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
@@ -60,10 +62,19 @@ def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
     files = (*DEV.glob("*"), *DEV.glob("accel/*"))
     found = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
+    if "accel" in kind:  # newer TPUs are groups of vfio, as may be any device
+        groups = DEV.glob("vfio/[0-9]*")
+        found += [
+            x for x in groups if any(map(_is_google, IOMMU.glob(f"{x.name}/devices/*/vendor")))
+        ]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "nvidia" and visible is not None:
         return min(len(found), len([name for name in visible.split(",") if name.strip()]))
     return len(found)
+
+
+def _is_google(vendor: Path) -> bool:
+    return vendor.read_text().strip() == GOOGLE
 
 
 def host_memory() -> int:

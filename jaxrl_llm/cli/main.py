@@ -85,7 +85,7 @@ def main(words: list[str] | None = None) -> None:
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
         except Exception as error:
-            full = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+            full = re.compile("RESOURCE_EXHAUSTED|out.of.memory", re.IGNORECASE)
             if not any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error)):
                 raise
             remedy = (
