@@ -130,7 +130,7 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     "said",
     [
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.",
-        "INTERNAL: failed to allocate 2.00GiB (2147483648 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+        "INTERNAL: failed to allocate 2.00GiB from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
     ],
 )  # fmt: skip
 def test_a_full_gpu_is_one_line_that_names_a_way_beside_it(said, monkeypatch, capsys):
