@@ -31,31 +31,30 @@ TOLD = 4000  # characters of what a check that failed has written
 
 
 class Check(NamedTuple):
-    """A check: its number, by which it is asked for, the most seconds it may take, more settings."""
+    """A check: its number, by which it is asked for, the most seconds it may take, what it is of."""
 
     number: int
     name: str
     run: Callable[[Settings], Iterator[Line]]
     seconds: float
-    given: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    model: str = ""
+    dtype: str = ""
 
 
 def every(models: tuple[str, ...]) -> list[Check]:
     """All checks, the cheapest first."""
     return [
         Check(0, "environment", work.environment, 60),
-        Check(1, "attention kernels", work.kernels, 180),
-        Check(2, "numbers against the CPU", work.against_cpu, 180),
-        Check(3, "the engine's log-probs", work.decoded, 120),
-        Check(4, "offload and a checkpoint", work.offload, 120),
-        *(Check(5, f"update of {x}", work.training, 150, {"model": x}) for x in models),
-        *(Check(5, f"decoding of {x}", work.decoding, 120, {"model": x}) for x in models),
-        *(
-            Check(6, f"vLLM in {x}", work.served, 300, {"dtype": x})
-            for x in ("bfloat16", "float32")
-        ),
-        Check(LAST, "several devices", work.together, 120),
-        Check(LAST, "several processes", work.meeting, 120),
+        Check(1, "attention kernels", work.kernels, 240),
+        Check(2, "numbers against the CPU", work.against_cpu, 240),
+        Check(3, "the engine's log-probs", work.decoded, 180),
+        Check(4, "offload and a checkpoint", work.offload, 180),
+        *(Check(5, f"update of {x}", work.training, 180, model=x) for x in models),
+        *(Check(5, f"decoding of {x}", work.decoding, 180, model=x) for x in models),
+        Check(6, "vLLM in bfloat16", work.served, 300, dtype="bfloat16"),
+        Check(6, "vLLM in float32", work.served, 300, dtype="float32"),
+        Check(LAST, "several devices", work.together, 180),
+        Check(LAST, "several processes", work.meeting, 180),
     ]
 
 
@@ -137,7 +136,7 @@ def _said(line: Line) -> str:
 def _run(check: Check, settings: Settings, limit: float, entry: dict[str, Any]) -> Iterator[Line]:
     """The lines of a check, and one more if it dies or exceeds its limit; the rest goes to `entry`."""
     where, begun = (check.run.__module__, check.run.__name__), time.monotonic()
-    given = json.dumps([*where, settings._replace(**check.given)])
+    given = json.dumps([*where, settings._replace(model=check.model, dtype=check.dtype)])
     command = [sys.executable, "-c", f"from {__name__} import child; child()", given]
     how: dict[str, Any] = {"stdout": subprocess.PIPE, "start_new_session": True}
     with (

@@ -8,14 +8,15 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -51,6 +52,7 @@ SHAPES = {
 }
 STEPS = 20
 AFTER_STEPS = 6  # times the limit: Adam makes a full step even of a gradient that is rounding error
+A_PARAMETER = 20  # bytes of an update: it, two moments, two sums of gradients
 MEMORY = 0.1  # largest error of a plan, as a share of the memory used
 SHARE = 0.4  # of a GPU that a vLLM server takes
 LOPTI = replace(GRPO, partition=partial(partition.lopti, eta=1 / 1024))
@@ -109,8 +111,8 @@ def environment(settings: Settings) -> Iterator[Line]:
     if device.platform == "gpu":
         yield Line("plugins for CUDA", str(len(plugins)), "1", len(plugins) == 1)
         least, driver = 580 if "jax-cuda13-plugin" in plugins else 525, accelerators.driver()
-        new_enough = int(driver.partition(".")[0] or 0) >= least
-        yield Line("driver", driver, f"at least {least}", new_enough)
+        enough = int(driver.partition(".")[0]) >= least if driver else None  # some hosts hide it
+        yield Line("driver", driver or "unknown", f"at least {least}", enough)
         yield Line("compute capability", str(device.compute_capability))
     for taken, whole in used:
         most = (1 - accelerators.OF_A_GPU) * whole
@@ -267,6 +269,8 @@ def offload(settings: Settings) -> Iterator[Line]:
     mesh, moved = sharding.make_mesh(devices=jax.devices()[:1]), []
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
         for beside in (False, True):
+            trainer: Any = None  # the one before makes room
+            step: Any = None
             subject = random_subject(SHAPES[settings.real], mesh, jnp.bfloat16)
             start, collate = _on_host(subject.params), Collator(32, 96, microbatches=2)
             trainer = Trainer(subject, mesh, collate, 8, rate=1e-4, offload=beside)
@@ -300,20 +304,17 @@ def training(settings: Settings) -> Iterator[Line]:
     name, shape = settings.model, SHAPES[settings.model]
     mesh, device = sharding.make_mesh(devices=jax.devices()[:1]), jax.devices()[0]
     rows, prompt, response = (4, 16, 48) if settings.rehearse else (16, 128, 896)
-    needed, room = 16 * qwen2.parameter_count(shape), _room(device)
-    if needed <= room:
-        with jax.set_mesh(mesh):
-            collate = Collator(prompt, response, microbatches=2, pack=True)
-            trainer = Trainer(random_subject(shape, mesh, jnp.bfloat16), mesh, collate, rows)
-            credited, began = trainer.credited(GRPO), time.monotonic()
-            compiled = trainer.compiled(GRPO, credited)
-            yield Line(f"{name}: compiling an update, s", f"{time.monotonic() - began:.1f}")
-            needed = compiled.memory_analysis().temp_size_in_bytes
-            needed += local_bytes((trainer.state, trainer.batch, credited))
-    if needed > room:
+    if (needed := A_PARAMETER * qwen2.parameter_count(shape)) > (room := _room(device)):
         yield Line(f"{name}: update", why=f"{needed / GIB:.0f} GiB of {room / GIB:.0f} are needed")
         return
     with jax.set_mesh(mesh):
+        collate = Collator(prompt, response, microbatches=2, pack=True)
+        trainer = Trainer(random_subject(shape, mesh, jnp.bfloat16), mesh, collate, rows)
+        credited, began = trainer.credited(GRPO), time.monotonic()
+        compiled = trainer.compiled(GRPO, credited)
+        yield Line(f"{name}: compiling an update, s", f"{time.monotonic() - began:.1f}")
+        planned = compiled.memory_analysis().temp_size_in_bytes
+        planned += local_bytes((trainer.state, trainer.batch, credited))
         seconds = timed(partial(trainer.step, compiled, credited))
     length = prompt + response
     work = flops.update(shape, tokens=rows * length, scored=rows * response, length=length)
@@ -321,7 +322,7 @@ def training(settings: Settings) -> Iterator[Line]:
     if chip := machines.chip_of(device):
         used = f"{work / seconds / chip.flops:.1%}"
         yield Line(f"{name}: update, model FLOPs utilisation", used)
-    yield peak(f"{name}: update, memory, GiB", device, needed)
+    yield peak(f"{name}: update, memory, GiB", device, planned)
 
 
 def decoding(settings: Settings) -> Iterator[Line]:
@@ -426,31 +427,22 @@ def together(settings: Settings) -> Iterator[Line]:
 
 def meeting(settings: Settings) -> Iterator[Line]:
     """Two processes of this host, each with a device, join and gather; this one leaves JAX alone."""
-    if (settings.devices == 1 and settings.platform == "gpu") or settings.platform == "tpu":
+    if settings.platform == "tpu" or (settings.platform == "gpu" and settings.devices == 1):
         yield Line("two processes", why="they need a GPU each")
         return
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"
-    visible, began = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(","), time.monotonic()
-    command = [sys.executable, "-c", f"from {__name__} import member; member()"]
-    running = [
-        subprocess.Popen(  # noqa: S603
-            [*command, f"{i}/2@{where}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": visible[i % len(visible)]},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    heard = [process.communicate()[0].split()[-2:] for process in running]
-    seconds, right = f"{time.monotonic() - began:.1f}", heard == [["0", "1"]] * 2
+    began, anew = time.monotonic(), get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=anew) as pool:
+        heard = [*pool.map(_member, range(2), [where] * 2)]
+    seconds, right = f"{time.monotonic() - began:.1f}", heard == [[b"0", b"1"]] * 2
     yield Line("two processes meet and gather, s", seconds, "", right)
 
 
-def member() -> None:
-    """One of them: prints what it gathers."""
-    [process] = sys.argv[1:]
+def _member(i: int, where: str) -> list[bytes]:
+    """What one of them gathers."""
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[i % len(visible)]
     stop: Any = SimpleNamespace(asked=False, save=False, due=False)
-    with distributed.joined(process, stop):
-        gathered = distributed.gather(process[:1].encode())
-    print(*(x.decode() for x in gathered))
+    with distributed.joined(f"{i}/2@{where}", stop):
+        return distributed.gather(str(i).encode())
