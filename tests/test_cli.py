@@ -69,7 +69,8 @@ def test_bench_compile_prints_the_table(capsys):
         ([*SMALL, "--microbatches", "3"], "2 rows do not divide into 3 micro-batches"),
         (["bench", "update", "/nowhere"], "no model folder /nowhere"),
         (["plot", "/nothing/here"], "there is no folder /nothing/here"),
-        (["bench", "accelerator", "--models", "nothing"], "known are small, Qwen2.5-0.5B"),
+        (["bench", "accelerator", "--models", "nothing"], "known are tiny, small, Qwen2.5-0.5B"),
+        (["bench", "accelerator", "--checks", "1", "8"], "--checks 1 8: their numbers are 0 to 7"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, message, capsys):

@@ -88,6 +88,8 @@ def accelerator(
     models = ("tiny",) if rehearse else models[:1] if quick else models
     if unknown := [name for name in models if name not in SHAPES]:
         raise UserError(f"--models {unknown[0]}: known are {', '.join(SHAPES)}")
+    if {*checks} - {*range(LAST + 1)}:
+        raise UserError(f"--checks {' '.join(map(str, checks))}: their numbers are 0 to {LAST}")
     small, real = ("tiny", "tiny") if rehearse else ("small", "small" if quick else "Qwen2.5-0.5B")
     settings = Settings(rehearse, quick, str(vllm or ""), small, real)
     slower, begun, console = SLOWER if rehearse else 1, time.monotonic(), terminal.plain()
@@ -120,7 +122,7 @@ def _found(entry: dict[str, Any], settings: Settings) -> Settings:
         raise UserError(f"JAX has no devices: {entry['lines'][-1]['why']}")
     if platform == "cpu" and not settings.rehearse:
         raise UserError(
-            f"JAX runs on the CPU, and this checks GPUs and TPUs: {accelerators.FOR_GPUS}, or "
+            f"JAX runs on {known['devices']}, and this checks GPUs and TPUs: {accelerators.FOR_GPUS}, or "
             f"{accelerators.FOR_TPUS}; --rehearse tries the checks themselves out on a CPU"
         )
     return settings._replace(platform=platform, devices=int(known["number of devices"]))

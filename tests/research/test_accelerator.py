@@ -81,7 +81,7 @@ def test_a_cpu_is_refused(tmp_path, capsys):
         main(["bench", "accelerator", "--out", str(out)])
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("jaxrl-llm: JAX runs on the CPU")
+    assert said.startswith("jaxrl-llm: JAX runs on 8 x cpu (JAX ")
     assert "--rehearse" in said
     assert said.count("\n") == 1
 
