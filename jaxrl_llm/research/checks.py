@@ -403,6 +403,8 @@ def served(settings: Settings) -> Iterator[Line]:
 
 def together(settings: Settings) -> Iterator[Line]:
     """A sum over all devices, and steps on all of them against steps on one."""
+    if settings.rehearse:  # programs that queue up starve each other's sums where cores are few
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     devices, shape = jax.devices(), SHAPES[settings.small]
     if (count := len(devices)) == 1:
         yield Line("several devices", why="there is one")

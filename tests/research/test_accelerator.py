@@ -4,11 +4,16 @@ import json
 import os
 import shlex
 import signal
+import sys
 import time
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from jaxrl_llm import accelerators
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.models import attention
 from jaxrl_llm.research import accelerator, checks
 from jaxrl_llm.research.accelerator import Check
 from jaxrl_llm.research.checks import Line
@@ -37,6 +42,7 @@ def hangs(settings):
 
 
 def dies(settings):
+    print("F0000 00:00 rendezvous.cc] a sum\n    @ 0x7f (unknown)", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGABRT)
     yield Line("never")
 
@@ -61,9 +67,10 @@ def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
     assert "FloatingPointError: of this check" in failed.why
     assert "in raises\n    raise FloatingPointError" in found["raises"]["error"]
     [late] = lines["hangs"]
-    assert (late.fine, late.why.strip()) == (False, "not done in 0.5 s")
+    assert (late.fine, late.why) == (False, "not done in 0.5 s; it said: nothing")
     [dead] = lines["dies"]
     assert (dead.fine, found["dies"]["status"]) == (False, -signal.SIGABRT)
+    assert dead.why.endswith("at last said: F0000 00:00 rendezvous.cc] a sum")
     known = {line.name: line.value for line in lines["environment"]}
     assert known["platform"] == "cpu"
     assert {"jaxlib", "jaxrl-llm", "devices", "JAX_PLATFORMS"} <= {*known}
@@ -84,6 +91,44 @@ def test_a_cpu_is_refused(tmp_path, capsys):
     assert said.startswith("jaxrl-llm: JAX runs on 8 x cpu (JAX ")
     assert "--rehearse" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("plugins", "driver", "used", "wrong"),
+    [
+        (["jax-cuda13-plugin"], "580.95.05", 4, set()),
+        (["jax-cuda12-plugin"], "535.183.01", 4, set()),
+        (["jax-cuda13-plugin"], "570.124.06", 4, {"driver"}),
+        (["jax-cuda12-plugin", "jax-cuda13-plugin"], "580.95.05", 4, {"plugins for CUDA"}),
+        (["jax-cuda13-plugin"], "580.95.05", 40_000, {"MiB used by others"}),
+    ],
+)
+def test_what_is_said_of_a_gpu(plugins, driver, used, wrong, tmp_path, monkeypatch):
+    """With a stand-in for the GPU, its driver and nvidia-smi."""
+    stats = {"bytes_limit": int(0.94 * 79.1 * 2**30)}
+    gpu = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0"}
+    device = SimpleNamespace(**gpu, memory_stats=lambda: stats)
+    packages = [SimpleNamespace(name=x, version="0.10.2") for x in [*plugins, "jaxlib"]]
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA x86_64 Kernel Module  {driver}  Sun\n")
+    (smi := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{used}, 81559'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: packages)
+    lines = {line.name: line for line in checks.environment(checks.Settings())}
+    assert {line.name for line in lines.values() if line.fine is False} == wrong
+    assert lines["devices"].value.startswith("1 x NVIDIA H100 80GB HBM3 (JAX ")
+    assert lines["memory for JAX, GiB"].value == "74.4"
+
+
+def test_a_kernel_that_sees_other_sequences_is_wrong(monkeypatch):
+    """Here one that knows neither segments nor windows: right for padded rows alone."""
+    blind = lambda q, k, v, segments, window: attention.xla(q, k, v, None)
+    monkeypatch.setattr(attention, "for_platform", blind)
+    lines = checks.kernels(checks.Settings(rehearse=True))
+    judged = {line.name.partition(",")[0]: line.fine for line in lines if line.fine is not None}
+    assert judged == {"packed": False, "padded": True, "window": False}
 
 
 @pytest.mark.slow
