@@ -62,19 +62,13 @@ def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
     files = (*DEV.glob("*"), *DEV.glob("accel/*"))
     found = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
-    if "accel" in kind:  # newer TPUs are groups of vfio, as may be any device
-        groups = DEV.glob("vfio/[0-9]*")
-        found += [
-            x for x in groups if any(map(_is_google, IOMMU.glob(f"{x.name}/devices/*/vendor")))
-        ]
+    if "accel" in kind:  # newer TPUs are groups of vfio, as devices of other makers may be
+        maker = lambda group: {x.read_text() for x in IOMMU.glob(f"{group}/devices/*/vendor")}
+        found += [x for x in DEV.glob("vfio/[0-9]*") if f"{GOOGLE}\n" in maker(x.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "nvidia" and visible is not None:
         return min(len(found), len([name for name in visible.split(",") if name.strip()]))
     return len(found)
-
-
-def _is_google(vendor: Path) -> bool:
-    return vendor.read_text().strip() == GOOGLE
 
 
 def host_memory() -> int:

@@ -249,10 +249,9 @@ def _join(process: str) -> None:
         _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
         hosts = agree(socket.gethostname())
     except (RuntimeError, ValueError) as error:
-        pods = process == AUTO and "KUBERNETES_SERVICE_HOST" in os.environ
-        said = first_line(error)
-        said += (
-            "; in pods auto needs the package kubernetes, and leave to read them" if pods else ""
+        pods = "; in pods auto needs the package kubernetes, and leave to read them"
+        said = first_line(error) + pods * (
+            process == AUTO and "KUBERNETES_SERVICE_HOST" in os.environ
         )
         raise UserError(alone.format(process, said)) from error
     finally:

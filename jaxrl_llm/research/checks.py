@@ -382,7 +382,7 @@ def served(settings: Settings) -> Iterator[Line]:
         subject = random_subject(shape, mesh, jnp.dtype(dtype), **_exact(dtype))
         with engine.start(Policy(subject.definition), mesh, Path(logs)) as sampler:
             for i, what in enumerate(("start and sync", "sync 2", "sync 3")):
-                params = jax.tree.map(lambda x, i=i: x * (1 + i / 16), subject.params)
+                params = jax.tree.map(lambda x, i=i: x * (1 + i / 64), subject.params)
                 subject, began = subject._replace(params=params), time.monotonic()
                 sampler.push(params, i)
                 seconds, sync = time.monotonic() - began, sampler.sync
