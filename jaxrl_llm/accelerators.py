@@ -25,6 +25,8 @@ COMPILED = "JAX_COMPILATION_CACHE_DIR"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
+IOMMU = Path("/sys/kernel/iommu_groups")
+GOOGLE = "0x1ae0"  # its number as a maker of devices
 FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
@@ -85,6 +87,9 @@ def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
     files = (*DEV.glob("*"), *DEV.glob("accel/*"))
     found = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
+    if "accel" in kind:  # newer TPUs are groups of vfio, as devices of other makers may be
+        maker = lambda group: {x.read_text() for x in IOMMU.glob(f"{group}/devices/*/vendor")}
+        found += [x for x in DEV.glob("vfio/[0-9]*") if f"{GOOGLE}\n" in maker(x.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "nvidia" and visible is not None:
         return min(len(found), len([name for name in visible.split(",") if name.strip()]))

@@ -249,7 +249,11 @@ def _join(process: str) -> None:
         _JOB.index, _JOB.count, _JOB.store = state.process_id, state.num_processes, state.client
         hosts = agree(socket.gethostname())
     except (RuntimeError, ValueError) as error:
-        raise UserError(alone.format(process, first_line(error))) from error
+        pods = "; in pods auto needs the package kubernetes, and leave to read them"
+        said = first_line(error) + pods * (
+            process == AUTO and "KUBERNETES_SERVICE_HOST" in os.environ
+        )
+        raise UserError(alone.format(process, said)) from error
     finally:
         timer.cancel()
     _JOB.names = [f"process {i} on {host}" for i, host in enumerate(hosts)]

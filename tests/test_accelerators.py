@@ -29,6 +29,7 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(accelerators, "CGROUP", tmp_path / "memory.max")
+    monkeypatch.setattr(accelerators, "IOMMU", tmp_path / "iommu")
     accelerators.gpu_memory.cache_clear()
     yield tmp_path
     accelerators.gpu_memory.cache_clear()
@@ -90,6 +91,18 @@ def test_compiled_programs_are_kept_beside_an_accelerator(host):
     assert accelerators.PINNED not in os.environ
 
 
+@pytest.mark.parametrize(("vendor", "count"), [("0x1ae0", 1), ("0x10de", 0)])
+def test_a_tpu_may_be_given_to_programs_by_vfio(host, vendor, count):
+    """Newer ones are; hosts without any have the folder too, and may pass other devices on."""
+    (device := host / "iommu" / "7" / "devices" / "0000:00:05.0").mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    (host / "vfio").mkdir()
+    for name in ("vfio", "7"):
+        (host / "vfio" / name).touch()
+    assert accelerators.present() == count
+    assert accelerators.present("nvidia") == 0
+
+
 def test_a_host_without_a_limit_of_the_container(host):
     known = accelerators.host_memory()
     (host / "memory.max").write_text("max\n")
@@ -129,3 +142,21 @@ def test_devices_in_words(host):
     said = accelerators.described([device("NVIDIA L4")] * 8)
     assert said.startswith("8 x NVIDIA L4 (JAX ")
     assert said.endswith(", driver 535.183.01)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),  # slower than its data sheet
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v6e", "v6e"),
+        ("cpu", None),
+    ],
+)
+def test_a_device_has_its_own_data_sheet(kind, chip):
+    assert machines.chip_of(device(kind)) == machines.CHIPS.get(chip)

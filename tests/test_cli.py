@@ -70,7 +70,8 @@ def test_bench_compile_prints_the_table(capsys):
         ([*SMALL, "--microbatches", "3"], "2 rows do not divide into 3 micro-batches"),
         (["bench", "update", "/nowhere"], "no model folder /nowhere"),
         (["plot", "/nothing/here"], "there is no folder /nothing/here"),
-        (["bench", "accelerator", "--models", "nothing"], "known are small, Qwen2.5-0.5B"),
+        (["bench", "accelerator", "--models", "nothing"], "known are tiny, small, Qwen2.5-0.5B"),
+        (["bench", "accelerator", "--checks", "1", "8"], "--checks 1 8: their numbers are 0 to 7"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, message, capsys):
@@ -125,6 +126,28 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     else:
         assert re.sub(r"\x1b\[[\d;]*m", "", out) == said
         assert ("\x1b" in out) == (terminal and said != "")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.",
+        "INTERNAL: failed to allocate 2.00GiB from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ],
+)  # fmt: skip
+def test_a_full_gpu_is_one_line_that_names_a_way_beside_it(said, monkeypatch, capsys):
+    """As to an export, a sample or an evaluation while a run has nearly all of the memory."""
+
+    def full(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("jaxrl_llm.cli.bench.run", full)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "JAX_PLATFORMS=cpu" in error
+    assert error.count("\n") == 1
 
 
 def test_a_warning_does_not_act_on_the_terminal(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """README and docs are true: their snippets run, their commands are known, their links lead somewhere."""
 
+import fnmatch
 import functools
 import importlib
 import json
@@ -10,6 +11,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +213,45 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert "&lt;script&gt;" in frame.removeprefix('<div><iframe srcdoc="').partition('"')[0]
     sampled = [r["accuracy"] for r in journal.read(tmp_path / "runs/larger") if "reward" in r]
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.15
+
+
+@pytest.mark.parametrize(
+    ("driver", "files", "extra", "found"),
+    [
+        ("550.54.15", [], "[cuda12]", "gpu"),  # a T4 or an L4, by its host
+        ("580.95.05", [], "[cuda]", "gpu"),
+        ("580.95.05", [], "[cuda]", "cpu"),
+        (None, ["/dev/accel0"], "[tpu]", "tpu"),
+        (None, ["/dev/vfio/0"], "[tpu]", "tpu"),
+        (None, ["/dev/vfio/vfio"], "", "cpu"),
+        ("NVIDIA-SMI has failed", [], "", "cpu"),
+    ],
+)
+def test_the_notebook_installs_what_fits_the_machine(driver, files, extra, found, monkeypatch):
+    """Of an older JAX no plugin stays; where JAX runs on something else it says so."""
+    cells = json.loads((DOCS / "first-run.ipynb").read_text())["cells"]
+    [code] = ["".join(cell["source"]) for cell in cells if cell["id"] == "install"]
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return types.SimpleNamespace(stdout=f"{driver}\n")
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("shutil.which", lambda name: driver and name)
+    monkeypatch.setattr("glob.glob", lambda pattern: fnmatch.filter(files, pattern))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("jax.default_backend", lambda: found)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    if extra and found == "cpu":
+        with pytest.raises(RuntimeError, match="has a GPU, but JAX runs on the CPU: restart"):
+            exec(code, {})
+    else:
+        exec(code, {})
+    *before, [*_, wheel] = commands
+    assert wheel.startswith(f"jaxrl-llm{extra} @ file://")
+    gone = [command for command in before if "uninstall" in command]
+    assert bool(gone) == extra.startswith("[cuda")
 
 
 @pytest.mark.long

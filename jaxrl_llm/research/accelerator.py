@@ -1,191 +1,192 @@
-"""Checks an accelerator in minutes: numbers against a CPU's, speed, memory against the plan's."""
+"""`bench accelerator`: judges the devices that are here by checks (checks.py), each a process of its own.
 
+JAX gives no memory back, and a fault of a kernel or driver ends its process. So this one leaves
+devices alone, and a check that dies, hangs or runs out of memory costs only itself.
+"""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import rich.console
-
-from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.models import attention, families, qwen2, sharding
-from jaxrl_llm.objectives import partition
-from jaxrl_llm.planning import flops, machines
-from jaxrl_llm.planning.programs import local_bytes
-from jaxrl_llm.research.bench import (
-    GRPO,
-    Subject,
-    Trainer,
-    at_least_one,
-    generating,
-    in_turn,
-    random_subject,
-)
-from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm import accelerators, storage
+from jaxrl_llm.errors import UserError, printable
+from jaxrl_llm.research import checks as work
+from jaxrl_llm.research.checks import SHAPES, Line, Settings
 from jaxrl_llm.training import terminal
 
-SMALL = qwen2.Shape(1024, 256, 704, 2, 4, 2, tied=True)
-SHAPES = {"small": SMALL, **families.PRESETS}
-STEPS = 20
-AFTER_STEPS = 6  # times the limit: Adam makes a full step even of a gradient that is rounding error
-MEMORY = 0.1  # largest error of a plan, as a share of the memory used
-LOPTI = replace(GRPO, partition=partial(partition.lopti, eta=1 / 1024))
+SLOWER = 5  # times the limits, on a CPU
+VIRTUAL = 2  # devices that a CPU is cut into for the last checks
+LAST = 7
+TOLD = 4000  # characters of what a check that failed has written
 
 
-class Line(NamedTuple):
-    """A measured value; `fine`: whether it is within its limit, None if it has none."""
+class Check(NamedTuple):
+    """A check: its number, by which it is asked for, the most seconds it may take, what it is of."""
 
+    number: int
     name: str
-    value: str
-    limit: str = ""
-    fine: bool | None = None
+    run: Callable[[Settings], Iterator[Line]]
+    seconds: float
+    model: str = ""
+    dtype: str = ""
+
+
+def every(models: tuple[str, ...]) -> list[Check]:
+    """All checks, the cheapest first."""
+    return [
+        Check(0, "environment", work.environment, 60),
+        Check(1, "attention kernels", work.kernels, 240),
+        Check(2, "numbers against the CPU", work.against_cpu, 240),
+        Check(3, "the engine's log-probs", work.decoded, 180),
+        Check(4, "offload and a checkpoint", work.offload, 180),
+        *(Check(5, f"update of {x}", work.training, 180, model=x) for x in models),
+        *(Check(5, f"decoding of {x}", work.decoding, 180, model=x) for x in models),
+        Check(6, "vLLM in bfloat16", work.served, 300, dtype="bfloat16"),
+        Check(6, "vLLM in float32", work.served, 300, dtype="float32"),
+        Check(LAST, "several devices", work.together, 180),
+        Check(LAST, "several processes", work.meeting, 180),
+    ]
 
 
 def accelerator(
     *,
+    vllm: Path | None = None,
+    quick: bool = False,
+    rehearse: bool = False,
+    checks: tuple[int, ...] = tuple(range(LAST + 1)),
     models: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"),
-    rows: int = 8,
-    prompt_length: int = 128,
-    response_length: int = 896,
-    slots: int = 256,
-    new_tokens: int = 256,
-    minutes: float = 8.0,
+    minutes: float = 10.0,
+    out: Path = Path("accelerator.json"),
 ) -> None:
-    """Check and time the first device: numbers against a CPU's, updates, decoding, memory.
+    """Check the GPUs or TPUs that are here: numbers, kernels, memory, speed, vLLM.
+
+    A line a figure: name, value, limit, and right, WRONG or skipped; exit code 2 if any is WRONG.
+    Each check is a process with a time limit: 0 the environment, 1 attention kernels against plain
+    attention, 2 a small model against the CPU, 3 the engine's log-probs against the trainer's, 4
+    offload and a checkpoint, 5 speed and memory of updates and decoding, 6 a vLLM server that
+    shares the GPU, 7 several devices and processes. What each line means: docs/first-gpu.md.
 
     Args:
-        models: names of the shapes to time, with random weights, smallest first.
-        rows: sequences of a micro-batch.
-        prompt_length: tokens of each prompt.
-        response_length: tokens of each response.
-        slots: sequences that decode at a time.
-        new_tokens: tokens that each of them decodes.
-        minutes: after this many, nothing new is started.
+        vllm: the Python of an environment with vLLM (launch/sidecar.sh makes one), for check 6.
+        quick: two minutes instead of ten: fewer kernels, small models.
+        rehearse: small and on this CPU, which shows that the checks run, and nothing of accelerators.
+        checks: which, by number; 0 is always made.
+        models: those of check 5, with random weights, smallest first.
+        minutes: after so many no check is begun.
+        out: a file for figures, versions and errors, to attach to a report of a fault.
     """
+    models = ("tiny",) if rehearse else models[:1] if quick else models
     if unknown := [name for name in models if name not in SHAPES]:
         raise UserError(f"--models {unknown[0]}: known are {', '.join(SHAPES)}")
-    at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
-                 slots=slots, new_tokens=new_tokens)  # fmt: skip
-    console, begun, wrong = terminal.plain(), time.monotonic(), 0
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    collate = Collator(prompt_length, response_length, microbatches=2, pack=True)
-
-    def lines() -> Iterator[Line]:
-        yield from correctness(jax.devices()[0])
-        with jax.set_mesh(mesh):
-            for name in models:
-                yield from training(name, mesh, collate, rows, console)
-                yield from decoding(name, mesh, slots, prompt_length, new_tokens, console)
-
-    console.print(jax.devices()[0].device_kind)
-    for line in lines():
-        verdict = {None: "", True: "right", False: "WRONG"}[line.fine]
-        console.print(f"{line.name:45} {line.value:>10} {line.limit:15} {verdict}".rstrip())
-        wrong += line.fine is False
-        if time.monotonic() - begun > 60 * minutes:
-            console.print(f"{minutes:g} minutes are over: what is not above was not begun")
-            break
-    if wrong:
-        raise UserError(f"{wrong} figures are not what they must be: they are marked above")
-
-
-def correctness(device: Any) -> Iterator[Line]:
-    """Relative errors of a small model's log-probs, gradient and steps against a CPU's float32."""
-    cpu = jax.devices("cpu")[0]
-    with jax.default_device(cpu):
-        start = jax.device_get(qwen2.init(SMALL))
-    truth = numbers(cpu, start)
-    half: dict[str, Any] = {"dtype": jnp.bfloat16, "attend": attention.for_platform}
-    settings: dict[str, tuple[float, dict[str, Any]]] = {
-        "float32": (2e-4, {}),
-        "bfloat16, plain attention": (5e-2, {"dtype": jnp.bfloat16}),
-        "bfloat16, fused attention": (5e-2, half),
-        "bfloat16, fused, padded rows": (5e-2, {**half, "pack": False}),
-    }
-    for name, (limit, setting) in settings.items():
-        found = numbers(device, start, **setting)
-        for what, most in zip(truth, (limit, limit, AFTER_STEPS * limit), strict=True):
-            apart = difference(found[what], truth[what])
-            yield Line(f"{name}: {what}", f"{apart:.1e}", f"at most {most:.0e}", apart <= most)
+    if {*checks} - {*range(LAST + 1)}:
+        raise UserError(f"--checks {' '.join(map(str, checks))}: their numbers are 0 to {LAST}")
+    small, real = ("tiny", "tiny") if rehearse else ("small", "small" if quick else "Qwen2.5-0.5B")
+    settings = Settings(rehearse, quick, str(vllm or ""), small, real)
+    slower, begun, console = SLOWER if rehearse else 1, time.monotonic(), terminal.plain()
+    report: dict[str, Any] = {"command": sys.argv, "checks": []}
+    for check in every(models):
+        if check.number not in (0, *checks):
+            continue
+        limit = check.seconds * slower
+        console.print(f"{check.number} {check.name} (at most {terminal.duration(limit)})")
+        entry: dict[str, Any] = {"check": check.number, "name": check.name, "lines": []}
+        report["checks"].append(entry)
+        late = time.monotonic() - begun > 60 * minutes * slower
+        skipped = [Line(check.name, why=f"{minutes:g} minutes are over")]
+        for line in skipped if late else _run(check, settings, limit, entry):
+            entry["lines"].append(line._asdict())
+            console.print(f"  {_said(line)}")
+        storage.write(out, json.dumps(report, indent=2) + "\n")
+        if check.number == 0:
+            settings = _found(entry, settings)
+    lines = [line for entry in report["checks"] for line in entry["lines"]]
+    console.print(f"{terminal.duration(time.monotonic() - begun)} in all, written to {out}")
+    if wrong := sum(line["fine"] is False for line in lines):
+        raise UserError(f"{wrong} figures are WRONG: see above, and attach {out} to a report")
 
 
-def numbers(
-    device: Any,
-    start: Any,
-    *,
-    dtype: Any = jnp.float32,
-    attend: Callable[..., Any] = attention.xla,
-    pack: bool = True,
-) -> dict[str, list[np.ndarray]]:
-    """Log-probs, a gradient, and the change of parameters by `STEPS` steps, on fixed inputs."""
-    mesh = sharding.make_mesh(devices=[device])
-    definition, shapes = qwen2.graph(SMALL, qwen2.Compute(dtype=dtype, attend=attend))
-    with jax.set_mesh(mesh):
-        params = jax.device_put(start, sharding.param_shardings(shapes, mesh))
-        collate = Collator(32, 96, minibatches=2, microbatches=2, pack=pack)
-        subject = Subject(SMALL, definition, params, dtype)
-        trainer = Trainer(subject, mesh, collate, rows=16, rate=1e-4)
-        micro = jax.tree.map(lambda x: x[0, 0], trainer.batch.inputs)
-        gradient = jax.jit(jax.grad(lambda p: trainer.policy(p, micro).sum()))(params)
-        step = trainer.steps(LOPTI)
-        for _ in range(STEPS):
-            step()
-        moved = jax.tree.map(lambda a, b: np.asarray(a) - b, trainer.state.params, start)
-        logp = trainer.batch.layout.to_rows(trainer.old_logp)
-    arrays = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
-    found = {"log-probs": logp, "gradient": gradient, f"{STEPS} steps": moved}
-    return {name: arrays(tree) for name, tree in found.items()}
+def _found(entry: dict[str, Any], settings: Settings) -> Settings:
+    """Settings with what the first check has found; a UserError if nothing more can be checked."""
+    known = {line["name"]: line["value"] for line in entry["lines"]}
+    if not (platform := known.get("platform")):
+        raise UserError(f"JAX has no devices: {entry['lines'][-1]['why']}")
+    if platform == "cpu" and not settings.rehearse:
+        raise UserError(
+            f"JAX runs on {known['devices']}, and this checks GPUs and TPUs: {accelerators.FOR_GPUS}, or "
+            f"{accelerators.FOR_TPUS}; --rehearse tries the checks themselves out on a CPU"
+        )
+    return settings._replace(platform=platform, devices=int(known["number of devices"]))
 
 
-def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
-    """The norm of the difference over the norm of the truth."""
-    apart = sum(float(np.sum((a - b) ** 2)) for a, b in zip(found, truth, strict=True))
-    return (apart / sum(float(np.sum(b**2)) for b in truth)) ** 0.5
+def _said(line: Line) -> str:
+    """A line as it is printed."""
+    verdict = {None: "skipped" if line.why else "", True: "right", False: "WRONG"}[line.fine]
+    verdict += f": {line.why}" if line.why else ""
+    return printable(f"{line.name:50} {line.value:>12}  {line.limit:20} {verdict}".rstrip())
 
 
-def training(
-    name: str, mesh: Any, collate: Collator, rows: int, console: rich.console.Console
-) -> Iterator[Line]:
-    """Speed and memory of optimizer steps in bfloat16 with recomputed layers."""
-    shape, count = SHAPES[name], rows * collate.microbatches
-    trainer = Trainer(random_subject(shape, mesh, jnp.bfloat16), mesh, collate, count)
-    credited, device = trainer.credited(GRPO), mesh.devices.flat[0]
-    compiled = trainer.compiled(GRPO, credited)
-    planned = compiled.memory_analysis().temp_size_in_bytes
-    planned += local_bytes((trainer.state, trainer.batch, credited))
-    step = partial(trainer.step, compiled, credited)
-    seconds = float(np.median(in_turn({name: step}, 3, console)[name]))
-    length, scored = (
-        collate.prompt_length + collate.response_length,
-        count * collate.response_length,
-    )
-    work = flops.update(shape, tokens=count * length, scored=scored, length=length)
-    yield Line(f"{name}: update, tokens/s", f"{count * length / seconds:,.0f}")
-    if chip := machines.chip_of(device):
-        used = f"{work / seconds / chip.flops:.1%}"
-        yield Line(f"{name}: update, model FLOPs utilisation", used)
-    if real := (device.memory_stats() or {}).get("peak_bytes_in_use"):
-        near, limit = abs(real - planned) <= MEMORY * real, f"planned {planned / 2**30:.1f}"
-        yield Line(f"{name}: memory, GiB", f"{real / 2**30:.1f}", limit, near)
+def _run(check: Check, settings: Settings, limit: float, entry: dict[str, Any]) -> Iterator[Line]:
+    """The lines of a check, and one more if it dies or exceeds its limit; the rest goes to `entry`."""
+    where, begun = (check.run.__module__, check.run.__name__), time.monotonic()
+    given = json.dumps([*where, settings._replace(model=check.model, dtype=check.dtype)])
+    command = [sys.executable, "-c", f"from {__name__} import child; child()", given]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "start_new_session": True}
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=_variables(check, settings), stderr=log, **how) as child,  # noqa: S603
+    ):
+        assert child.stdout
+        timer = threading.Timer(limit, os.killpg, (child.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            for text in child.stdout:
+                yield Line(*json.loads(text))
+            child.wait()
+        finally:
+            timer.cancel()
+            with suppress(ProcessLookupError):  # what it has started goes with it
+                os.killpg(child.pid, signal.SIGKILL)
+        log.seek(0)
+        written = log.read().decode(errors="replace").strip()
+    seconds = time.monotonic() - begun
+    entry |= {"seconds": round(seconds, 1), "status": child.returncode}
+    if child.returncode:
+        entry["error"] = written[-TOLD:]
+        died = f"it ended with status {child.returncode}, and at last said: "
+        why = f"not done in {limit:g} s; it said: " if seconds >= limit else died
+        lines = written.splitlines() or ["nothing"]
+        named = [x for x in lines if re.search(r"Error\b|^F\d{4}", x)]  # of Python, of XLA
+        yield Line(check.name, fine=False, why=why + (named or lines)[-1].strip()[:300])
 
 
-def decoding(
-    name: str, mesh: Any, slots: int, prompt: int, tokens: int, console: rich.console.Console
-) -> Iterator[Line]:
-    """Speed of the embedded engine with all slots busy, and its share of the memory bandwidth."""
-    shape = SHAPES[name]
-    subject = random_subject(shape, mesh, jnp.bfloat16, stored=jnp.bfloat16)
-    with generating(subject, mesh, slots, slots, prompt) as generate:
-        run = partial(generate, Sampling(max_tokens=tokens))
-        [seconds] = in_turn({name: run}, 1, console)[name]
-    yield Line(f"{name}: decoding, tokens/s", f"{slots * tokens / seconds:,.0f}")
-    if chip := machines.chip_of(mesh.devices.flat[0]):
-        cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * slots
-        read = (local_bytes(subject.params) + cache * (prompt + tokens / 2)) * tokens
-        share = f"{read / seconds / chip.bandwidth:.1%}"
-        yield Line(f"{name}: decoding, share of bandwidth", share)
+def _variables(check: Check, settings: Settings) -> dict[str, str]:
+    """The environment of a check; JAX has the CPU too, to compare with."""
+    variables = dict(os.environ)
+    platforms = variables.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        variables["JAX_PLATFORMS"] = f"{platforms},cpu"
+    if settings.rehearse and check.number == LAST:
+        flag = f"--xla_force_host_platform_device_count={VIRTUAL}"
+        variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {flag}"
+        variables["NPROC"] = "16"  # threads: virtual devices wait for one another
+    return variables
+
+
+def child() -> None:
+    """The process of a check: its lines go out as JSON, what else is printed goes to the log."""
+    module, name, given = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in getattr(importlib.import_module(module), name)(Settings(*given)):
+        print(json.dumps(line), file=out, flush=True)

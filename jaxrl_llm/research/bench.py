@@ -295,14 +295,9 @@ class Trainer:
     """Train steps on one batch, of random tokens if not given; they share a state, which each donates."""
 
     def __init__(
-        self,
-        subject: Subject,
-        mesh: Any,
-        collate: Collator,
-        rows: int,
-        rate: float = 1e-6,
-        rollout: Rollout | None = None,
-    ):
+        self, subject: Subject, mesh: Any, collate: Collator, rows: int, rate: float = 1e-6,
+        rollout: Rollout | None = None, offload: bool = False,
+    ):  # fmt: skip
         sizes = (rows, collate.prompt_length, collate.response_length)
         self.definition, self.optimizer = subject.definition, optimizers.adamw(rate)
         self.policy = partial(logprobs.of_responses, subject.definition)
@@ -312,7 +307,7 @@ class Trainer:
         self.old_logp = self.score(subject.params, self.batch.inputs)
         reward = np.random.default_rng(0).normal(size=(1, rows)).astype(np.float32)
         self.reward = sharding.replicated(reward, mesh)
-        self.state = updates.init_state(subject.params, self.optimizer)
+        self.state = updates.init_state(subject.params, self.optimizer, offload=offload)
 
     def credited(self, objective: Objective) -> updates.Credited:
         """The batch with the credit of an objective; the policy is its own reference."""

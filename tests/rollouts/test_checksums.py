@@ -254,6 +254,22 @@ def test_a_reload_packs_experts_anew_on_a_cpu(device, kernel):
     assert found == [("folder", kernel)]
 
 
+NO_RELOAD = (
+    "Call to collective_rpc method failed: Worker failed with error ''TPUWorker' object has no attribute "
+    "'reload_weights'', please check the stack trace above for the root cause"
+)
+
+
+@pytest.mark.parametrize("route", [serverside.EXTENSION, "/collective_rpc"], ids=["ours", "theirs"])
+def test_a_server_that_cannot_reload_is_refused_at_once(tmp_path, route):
+    """As vLLM 0.32 says it, and ends; it would do the same when it is started again."""
+    answer = 500, json.dumps({"error": {"message": NO_RELOAD, "code": 500}}).encode()
+    with Fake(fault=lambda path, *_: answer if path == route else None) as fake:
+        with pytest.raises(UserError, match=r"cannot reload .*TPUWorker.*use the Native engine"):
+            pushed(fake, tmp_path, weights(1), patience=2.0)
+        assert fake.calls[route] == 1
+
+
 def test_it_may_multiply_by_packed_copies(tmp_path):
     with Workers(started_with("float32"), packed=True) as fake:
         assert pushed(fake, tmp_path, weights(1), "float32")["sync/proof"] == 1.0

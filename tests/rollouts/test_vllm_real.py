@@ -551,6 +551,22 @@ def test_a_tensor_that_is_not_reloaded_is_named(logs, monkeypatch):
             assert made.sync["sync/proof"] == 1.0
 
 
+def test_two_workers_share_the_tensors(logs):
+    """Each has some heads, a copy of the one of keys and values, and its part of an odd vocabulary."""
+    shape = dataclasses.replace(SHAPE, num_kv_heads=1, vocab_size=SHAPE.vocab_size + 1)
+    definition, _ = qwen2.graph(shape)
+    cores = ("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # or vLLM wants a NUMA node for each
+    two = (*ENGINE.arguments, "--tensor-parallel-size=2")
+    engine = dataclasses.replace(ENGINE, arguments=two, environment=(*ON_CPU, cores))
+    with engine.start(Policy(definition), tiny.mesh_of(), logs / "two") as made:
+        for version in (1, 2):
+            weights = tiny.policy(shape, seed=version)[1]
+            made.push(weights, version)
+            assert made.sync["sync/proof"] == 1.0
+        rollout = made.generate(prompts(8), n=2, sampling=SAMPLING)
+        assert worst(weights, rollout, 1.0, definition) <= 1e-4
+
+
 REFUSED = {  # what vLLM cannot serve, and what is said of it
     "qwen2": "ended 3 times .* AssertionError: Sliding window for some but all layers is not supported",
     "qwen3 with biases": "2 of its 33 tensors are not .*: model.layers.0.self_attn.o_proj.bias, ",

@@ -590,3 +590,16 @@ def test_who_does_not_meet_the_others_says_so(monkeypatch):
         distributed._join("1/2@a:1")
     timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer)]
     assert all(one.finished.is_set() for one in timers)
+
+
+@pytest.mark.parametrize("process", ["auto", "1/2@a:1"])
+def test_who_does_not_meet_on_kubernetes_hears_what_auto_wants(monkeypatch, process):
+    def fails(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(UserError, match="coordinator_address should be defined") as failed:
+        distributed._join(process)
+    assert ("needs the package kubernetes" in str(failed.value)) == (process == "auto")

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shutil
 import time
 import urllib.parse
@@ -31,6 +32,7 @@ from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 SHARD_BYTES = 2**28  # of a file of weights
 PIECE_BYTES = 2**18  # of a file, in memory at a time while it is sent
 COMPARED = 2**22  # numbers compared at a time
+UNABLE = "has no attribute '(jaxrl_reload|reload_weights)'"  # of workers, as those of TPUs in 0.32
 # the names of a folder's config and of its files of tensors; adapters fit into one
 MODEL, ADAPTERS = (
     ("config.json", "model-{:05d}.safetensors"),
@@ -125,9 +127,16 @@ async def load(
     await server.post("/update_weight_version", {"new_version": loading(label)})
     where = {"kwargs": {"weights_path": folder}}
     try:
-        await server.post(EXTENSION, {"method": "jaxrl_reload"} | where)
-    except NoRoute:  # not started by us
-        await server.post("/collective_rpc", {"method": "reload_weights"} | where)
+        try:
+            await server.post(EXTENSION, {"method": "jaxrl_reload"} | where)
+        except NoRoute:  # not started by us
+            await server.post("/collective_rpc", {"method": "reload_weights"} | where)
+    except NoAnswer as error:
+        if not re.search(UNABLE, str(error)):
+            raise
+        raise UserError(
+            f"{server.url} cannot reload weights ({error}): use the Native engine"
+        ) from error
     if (await server.post("/reset_prefix_cache")).get("success") is not True:
         raise NoAnswer("its prefix cache was not cleared")
     await server.post("/resume")
