@@ -131,7 +131,7 @@ def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) ->
 
     With `drop_even` none of a group whose rewards are all equal.
     """
-    checked = np.asarray([r.checked for r in rewards]).reshape(-1, group_size)
+    checked = np.asarray([r.checked for r in rewards], bool).reshape(-1, group_size)
     keep = checked & (checked.sum(1, keepdims=True) >= min(group_size, 2))
     if drop_even:
         keep &= ~even(rewards, group_size)[:, None]
@@ -140,7 +140,7 @@ def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) ->
 
 def even(rewards: Sequence[Reward], group_size: int) -> np.ndarray:
     """`[P]`: groups without two checked rewards that differ; none where groups are of one."""
-    checked = np.asarray([r.checked for r in rewards]).reshape(-1, group_size)
+    checked = np.asarray([r.checked for r in rewards], bool).reshape(-1, group_size)
     if group_size == 1:
         return np.zeros(len(checked), bool)
     score = np.asarray([r.score for r in rewards], np.float32).reshape(checked.shape)

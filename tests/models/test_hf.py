@@ -367,13 +367,17 @@ def logits(definition, params, tokens, positions):
 
 
 def test_a_real_model(tmp_path):
-    """A pretrained 135M Llama: log-probs to 1e-4, and load then export gives back every tensor."""
+    """A pretrained 135M Llama: log-probs to rounding, and load then export gives back every tensor.
+
+    transformers is 6e-6 from its own float64 in the mean, 7e-5 at the farthest of six million.
+    """
     source = peer.real_model(tmp_path / "source")
     tokens = np.random.default_rng(0).integers(0, hf.load_shape(source).vocab_size, (2, 64))
     ours, theirs = our_logits(source, tokens), reference_logits(source, tokens)
-    difference = np.abs(jax.nn.log_softmax(ours) - jax.nn.log_softmax(theirs)).max()
-    print(f"max abs difference of log-probs {difference:.2e}")
-    assert difference <= 1e-4
+    difference = np.abs(jax.nn.log_softmax(ours) - jax.nn.log_softmax(theirs))
+    print(f"differences of log-probs: mean {difference.mean():.2e}, largest {difference.max():.2e}")
+    assert difference.mean() <= 2e-5
+    assert difference.max() <= 3e-4
     hf.export(loaded(source, (1, 4, 2)), hf.load_shape(source), tmp_path / "out", source=source)
     one = safetensors.numpy.load_file(source / hf.SINGLE)
     other = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)

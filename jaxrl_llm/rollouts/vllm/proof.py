@@ -136,7 +136,7 @@ class Proof:
         should = np.abs(self._expected - self._expected_before).mean()
         if moved == 0 and self._changed >= SEEN:
             return True
-        return 2 * moved < should and 2 * should > np.abs(got - self._expected).mean()
+        return bool(2 * moved < should and 2 * should > np.abs(got - self._expected).mean())
 
 
 def probe_sequences(vocab_size: int) -> list[list[int]]:
