@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def math() -> Scored:
     r"""1 for an answer in `\boxed{}`, or behind `####`, that equals the truth as mathematics."""
     from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
 
-    checker = AnswerChecker()
+    checker = cache(AnswerChecker)  # its workers start when there is something to check
 
     def checked(question: Question, response: str) -> Reward:
         text = said(response)
@@ -91,7 +91,7 @@ def math() -> Scored:
         asked = (
             question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
         )
-        verdicts = {checker.check(truth, answer, asked) for truth in question.truths}
+        verdicts = {checker().check(truth, answer, asked) for truth in question.truths}
         right = Verdict.EQUAL in verdicts
         known = right or Verdict.UNDECIDED not in verdicts
         return Reward(float(right), right, {"format": 1.0}, known)

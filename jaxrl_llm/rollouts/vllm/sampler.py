@@ -39,6 +39,7 @@ class ServedTensors(Protocol):
     def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
 
 
+@runtime_checkable
 class ServedAdapter(ServedTensors, Protocol):
     """Those of adapters (LoRA)."""
 
@@ -46,6 +47,7 @@ class ServedAdapter(ServedTensors, Protocol):
     def rank(self) -> int: ...
 
 
+@runtime_checkable
 class Served(ServedTensors, Protocol):
     """Those of a model, the trainer's log-probs, and the adapters if they alone are trained."""
 
