@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.tasks.task import Prompt
 
 Row = Mapping[str, Any]
+Asked = str | tuple[Mapping[str, str], ...]
 
 # In the order in which they are looked for. A prompt may hold an instruction of its own, a question does not.
 PROMPTS = ("problem", "question", "prompt", "messages", "query", "instruction")
@@ -174,7 +174,7 @@ def _printed_list(text: str) -> list[str] | str:
 class Question:
     """What is asked (a text, or messages), the answers that are right, and the row it comes from."""
 
-    prompt: str | tuple[Mapping[str, str], ...]
+    prompt: Asked
     truths: tuple[str, ...]
     row: Row = field(compare=False, repr=False)
 
@@ -188,9 +188,9 @@ def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
     raise UserError(f"no {wanted or ' or '.join(names)} among {there}: name the column by {flag}")
 
 
-def prompt_of(row: Row, wanted: str = "") -> Prompt:
+def prompt_of(row: Row, wanted: str = "") -> Asked:
     """What a row asks: a text, or messages up to the last that is not the assistant's."""
-    given = row[column(row, wanted, PROMPTS, "--prompt-column")]
+    given: Any = row[column(row, wanted, PROMPTS, "--prompt-column")]
     if isinstance(given, str) and given.strip():
         return given
     try:
