@@ -7,7 +7,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 import pyarrow.parquet
@@ -190,11 +190,11 @@ def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
 
 def prompt_of(row: Row, wanted: str = "") -> Asked:
     """What a row asks: a text, or messages up to the last that is not the assistant's."""
-    given: Any = row[column(row, wanted, PROMPTS, "--prompt-column")]
+    given = row[column(row, wanted, PROMPTS, "--prompt-column")]
     if isinstance(given, str) and given.strip():
         return given
     try:
-        said = [{"role": one["role"], "content": one["content"]} for one in given]
+        said = [{"role": one["role"], "content": one["content"]} for one in cast(Any, given)]
     except (TypeError, KeyError) as error:
         raise UserError(
             f"a prompt is a text or messages with role and content, not {given!r:.60}"
