@@ -26,7 +26,7 @@ def test_bench_update_prints_the_table(capsys):
     assert "Lopti (2 stages)" in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_growth_times_updates_and_rollouts(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     sizes = "--prompts 2 --group 2 --prompt 8 --response 8"

@@ -126,6 +126,7 @@ def test_which_tokens_one_method_moves_alone_is_worked_out(tmp_path, monkeypatch
     ]
 
 
+@pytest.mark.slow
 def test_your_own_task_is_learned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "larger.py").write_text(snippet("README.md", 1))
@@ -176,7 +177,7 @@ def alone(*words):
     subprocess.run([sys.executable, *words], env=settings, check=True, timeout=900)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tutorial_is_learned_and_its_model_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tutorial(tmp_path)
@@ -199,7 +200,7 @@ sys.modules["IPython.display"] = types.SimpleNamespace(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """All its cells, with what it shows kept instead of shown; its task is the README's."""
     cells = json.loads((DOCS / "first-run.ipynb").read_text())["cells"]
@@ -456,4 +457,5 @@ def test_the_glossary_is_short():
 def test_ci_runs_the_test_command_of_the_readme():
     command = ".venv/bin/python -m pytest"
     assert f"    {command}\n" in PAGES["README.md"]
-    assert f"\n{command} -m 'not long'\n" in (ROOT / ".ci" / "run").read_text()  # slow ones, too
+    for tier in ("\n", " -m slow -n 2 "):
+        assert f"{command}{tier}" in (ROOT / ".ci" / "run").read_text()

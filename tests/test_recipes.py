@@ -131,7 +131,7 @@ def test_with_both_methods(name):
     check(name, "both", "transformer")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_whole_table():
     """Mean loss and gradient norm of three steps; nothing is refused."""
     shown = ["plain", "both"]

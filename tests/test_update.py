@@ -260,7 +260,8 @@ def cut(family, sizes, micro, pack, surrogate, split):
     ("family", "sizes", "micro", "pack", "surrogate", "split"),
     [
         ("qwen2", (1, 1, 1), 2, True, losses.clipped, first_rows),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW[:4]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW[4:]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ELSE),
     ],
 )

@@ -98,6 +98,7 @@ def config(task, *, steps=3, warm=3, forgets=False):
     )
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_its_rewards(task, tmp_path):
     train(config(task), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
@@ -106,6 +107,7 @@ def test_a_run_learns_from_its_rewards(task, tmp_path):
     assert all(r["turns"] >= 1 and "reward/asked" in r for r in steps)
 
 
+@pytest.mark.slow
 def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
     with closing(task_of(forgets=True)) as task:
         words, row = tokenizer.of_words(WORDS), task.train[0]

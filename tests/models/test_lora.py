@@ -169,7 +169,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 @pytest.mark.parametrize(
-    "name", [ADAPTED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in ADAPTED[1:])]
+    "name", [ADAPTED[0], *(pytest.param(one, marks=pytest.mark.long) for one in ADAPTED[1:])]
 )
 def test_log_probs_are_those_of_peft(folders, name, whose):
     adapter = folders / name / {"ours": "adapter", "theirs": "theirs"}[whose]

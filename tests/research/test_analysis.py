@@ -72,7 +72,7 @@ def test_it_measures_the_run_and_draws(run, found, tmp_path):
     assert all(map(same, FIGURES | {analysis_report.NAME}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_optimizer_may_begin_anew(run, found, tmp_path):
     main(["analyze", str(run), *BATCHES, "--tokens", "1", "--fresh", "--out", str(tmp_path)])
     anew = json.loads((tmp_path / analysis_report.NAME).read_text())

@@ -185,7 +185,7 @@ def test_a_study_goes_on_with_what_is_left(small, out, planned):
     assert [*planned(small, "--out", out)] == [*WARM, "lopti-seed0", "plain-seed1"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_is_made_stopped_and_finished(small, tmp_path):
     """By real runs: a signal while the first ones are on, then the same command."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

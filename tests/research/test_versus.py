@@ -67,7 +67,7 @@ def test_in_bfloat16_single_tokens_may_be_far_apart(bfloat16, odd, all_by, norm,
             versus.alike(ours, theirs, bfloat16=bfloat16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_torch_computes_what_is_timed(bfloat16, tmp_path):
     python = os.environ.get("JAXRL_TORCH_PYTHON")

@@ -65,7 +65,7 @@ def jobs(s3_port, tmp_path_factory):
         wire.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [1, 2, 4, 6, 8]
 )  # one killed, one told to leave, the network cut, one hangs, the run goes back

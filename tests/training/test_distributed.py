@@ -109,7 +109,7 @@ def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
     assert samples(pair) == samples(alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_draw_other_prompts_alike(environment, tmp_path):
     flags = ("--redraws", "2", "--warm-steps", "0", "--steps", "1")
     two = Job(environment, tmp_path / "two", 2, 2, *flags, config=QUICK).finished()
@@ -119,7 +119,7 @@ def test_processes_draw_other_prompts_alike(environment, tmp_path):
     assert [r["drawn"] for r in metrics(one) if "drawn" in r] == [12]  # not one of 4 was solved
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_path):
     out = tmp_path / "run"
     Job(environment, out, 1, 4, "--steps", "1").finished()
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_another_number_of_processes(environment, pair, tmp_p
     assert close(steps(out), steps(pair))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environment, pair, tmp_path):
     job = Job(environment, tmp_path / "run", 2, 2)
     job.wait_for(3)
@@ -142,7 +142,7 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
     assert samples(job.out) == samples(pair)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     environment, pair, tmp_path, victim
@@ -162,7 +162,7 @@ def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     assert metrics(job.out) == metrics(pair)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("shown", [3, 4])
 def test_what_one_cannot_write_ends_all_with_its_line(environment, tmp_path, shown):
     """Whether an evaluation comes after it, as after step 4, or a checkpoint, as after step 5."""

@@ -82,7 +82,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     assert folder.checkpoints(tmp_path / "run").steps == [0, 2, 3]  # all of them finite
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_path, capsys):
     """Their checkpoints hold them alone, as do exports; merged they are the policy that was tested."""
     main(["export", str(whole), str(tmp_path / "model")])
@@ -154,7 +154,7 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
     assert found == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
