@@ -4,6 +4,8 @@ A reward may fork, as `multiprocessing` does, and its child may outlive everythi
 """
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,9 +23,24 @@ def undone_in_children(undo: Callable[[], object]) -> Iterator[None]:
             _OURS.remove(undo)
 
 
+# A signal to the child waits until all is undone: it would go to our handlers, through our pipe.
+_before = threading.local()
+
+
+def _hold_signals() -> None:
+    _before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before.mask)
+
+
 def _in_child() -> None:
     while _OURS:
         _OURS.pop()()
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(
+    before=_hold_signals, after_in_parent=_release_signals, after_in_child=_in_child
+)

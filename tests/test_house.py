@@ -94,7 +94,7 @@ DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py -
 @pytest.mark.parametrize(
     ("program", "modules", "lines"),
     [
-        pytest.param(DRY_RUN, 74, 13_110, id="a dry run"),
+        pytest.param(DRY_RUN, 74, 13_130, id="a dry run"),
         pytest.param("import jaxrl_llm.learning.update", 22, 2_760, id="the train step"),
     ],
 )

@@ -167,6 +167,27 @@ if then == "lives on":
 """
 
 
+AT_ONCE = """
+import os, signal
+from jaxrl_llm.training import leaving
+
+with leaving.stoppable(stop := leaving.Stop(), grace=30):
+    for _ in range(300):
+        if not (child := os.fork()):
+            signal.pause()
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    print("asked" if stop.asked else "not asked", flush=True)
+"""
+
+
+def test_a_child_that_is_terminated_at_once_stops_nothing():
+    """Before its first line it has our handlers, and our pipe."""
+    command = [sys.executable, "-c", AT_ONCE]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"not asked\n"
+
+
 @pytest.mark.parametrize("where", ["main", "thread"])
 @pytest.mark.parametrize("then", ["lives on", "is terminated", "is interrupted too"])
 def test_a_forked_child_has_nothing_of_it(where, then):
