@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
@@ -113,10 +113,14 @@ def _place(files: set[str], error: BaseException) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the known name that is most like a wrong one; empty if none is."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def member(module: ModuleType, name: str, where: str) -> Any:
     """The module's attribute `name`; a UserError that suggests the nearest name if it has none."""
     if hasattr(module, name):
         return getattr(module, name)
-    near = difflib.get_close_matches(name, vars(module), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{where} defines no {name!r}{hint}")
+    raise UserError(f"{where} defines no {name!r}{nearest(name, vars(module))}")

@@ -5,7 +5,6 @@ A UserError or OSError of a command ends the program with one line and exit code
 
 import _thread
 import contextlib
-import difflib
 import importlib
 import logging
 import os
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from jaxrl_llm import accelerators, storage
+from jaxrl_llm import accelerators, storage, userfile
 from jaxrl_llm.errors import UserError, first_line, out_of_memory, printable
 
 COMMANDS = {
@@ -110,8 +109,7 @@ def _run(words: list[str]) -> None:
         print(*(f"{one} {metadata.version(one)}" for one in ("jaxrl_llm", "jax", "flax", "optax")))
         return
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = userfile.nearest(name, COMMANDS)
         raise UserError(f"there is no command {name!r}{hint} (jaxrl-llm --help lists them)")
     importlib.import_module(f"jaxrl_llm.cli.{name}").run(rest)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -88,8 +87,7 @@ def named(word: str) -> Path:
     if path.suffix or path.exists():
         return path
     if not ours.is_file():
-        near = difflib.get_close_matches(word, [one.stem for one in shipped().glob("*.py")], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = userfile.nearest(word, [one.stem for one in shipped().glob("*.py")])
         raise UserError(
             f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"
         )

@@ -61,15 +61,20 @@ def main(options: Options, config: Config) -> None:
         console.print(part)
 
 
-def _planned(config: Config, machine: machines.Machine, tokens: int = 0, **settings: Any) -> Plan:
+def _planned(
+    config: Config,
+    machine: machines.Machine,
+    tokens: int = 0,
+    shape: qwen2.Shape | None = None,
+    **settings: Any,
+) -> Plan:
     """The plan of a config, whose open sizes are chosen first."""
-    made = None
+    made, shape = None, shape or shape_of(config)
     if not all(config.sizes.values()):
         from jaxrl_llm.planning import sizes  # most configs leave none open
 
-        settings = {"shape": shape_of(config)} | settings
-        config, made = sizes.fitted(config, machine, tokens=tokens, **settings)
-    return made or plan(config, machine, tokens=tokens, **settings)
+        config, made = sizes.fitted(config, machine, shape, tokens=tokens, **settings)
+    return made or plan(config, machine, tokens=tokens, shape=shape, **settings)
 
 
 def dry_run(

@@ -126,7 +126,7 @@ def questions(
 
 def paths(source: str, splits: Sequence[str]) -> list[Path]:
     """The files of a source: itself, or those of a data set at the hub."""
-    if Path(source).suffix in tables.READERS or Path(source).is_file():
+    if tables.is_local(source):
         return [Path(source)]
     name, *rest = source.split(":")
     return tables.of_hub(":".join([name, *rest[:1]]), *(rest[1:] or splits))
@@ -136,7 +136,7 @@ def _held_out(source: str, test: str, columns: Mapping[str, Any]) -> list[Questi
     """The questions of `test`, or those that come with a data set at the hub; None if there are none."""
     if test:
         return questions(test, ("test", "validation", "train"), **columns)
-    if Path(source).suffix in tables.READERS or Path(source).is_file():
+    if tables.is_local(source):
         return None
     name = ":".join(source.split(":")[:2])
     try:

@@ -79,7 +79,7 @@ def by_pattern(question: Question, response: str, *, pattern: re.Pattern[str]) -
 
 def math() -> Scored:
     r"""1 for an answer in `\boxed{}`, or behind `####`, that equals the truth as mathematics."""
-    from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
+    from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict, equals_any
 
     checker = cache(AnswerChecker)  # its workers start when there is something to check
 
@@ -91,10 +91,9 @@ def math() -> Scored:
         asked = (
             question.prompt if isinstance(question.prompt, str) else question.prompt[-1]["content"]
         )
-        verdicts = {checker().check(truth, answer, asked) for truth in question.truths}
-        right = Verdict.EQUAL in verdicts
-        known = right or Verdict.UNDECIDED not in verdicts
-        return Reward(float(right), right, {"format": 1.0}, known)
+        verdict = equals_any(checker(), question.truths, answer, asked)
+        right = verdict is Verdict.EQUAL
+        return Reward(float(right), right, {"format": 1.0}, verdict is not Verdict.UNDECIDED)
 
     return checked
 

@@ -74,6 +74,11 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
+def is_local(source: str | Path) -> bool:
+    """Whether a source is a file here; any other name, with a dot in it too, is of the hub."""
+    return Path(source).suffix in READERS or Path(source).is_file()
+
+
 def of_hub(name: str, *splits: str) -> list[Path]:
     """The files of a data set `owner/name[:config]` at the hub, of the first of `splits` that it has.
 

@@ -130,9 +130,7 @@ class Suite:
         """The problems of a local parquet, JSONL or JSON file or a hub name, by default `hub`."""
         if not source and not self.hub:
             raise UserError(f"the math suite {self.name} needs a file: parquet, JSONL or JSON")
-        if (
-            Path(source).suffix in tables.READERS or Path(source).is_file()
-        ):  # any other name with a dot may be of the hub
+        if tables.is_local(source):
             return from_file(source)
         return from_hub(str(source or self.hub), self.split)
 

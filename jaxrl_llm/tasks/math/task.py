@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxrl_llm.tasks.math.records import Problem
-from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
+from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict, equals_any
 from jaxrl_llm.tasks.tables import boxed
 from jaxrl_llm.tasks.task import Reward, Source
 
@@ -30,11 +30,11 @@ class MathTask:
     def reward(self, example: Problem, response: str) -> Reward:
         """1 if the answer equals any truth; else 0, unchecked if a comparison was undecided."""
         answer = boxed_answer(response)
-        truths = example.truths if answer is not None else ()
-        verdicts = {self.checker.check(t, answer or "", example.question) for t in truths}
-        correct = Verdict.EQUAL in verdicts
-        checked = correct or Verdict.UNDECIDED not in verdicts
-        return Reward(float(correct), correct, {"boxed": float(answer is not None)}, checked)
+        if answer is None:
+            return Reward(0.0, False, {"boxed": 0.0})
+        verdict = equals_any(self.checker, example.truths, answer, example.question)
+        correct = verdict is Verdict.EQUAL
+        return Reward(float(correct), correct, {"boxed": 1.0}, verdict is not Verdict.UNDECIDED)
 
 
 def boxed_answer(response: str) -> str | None:

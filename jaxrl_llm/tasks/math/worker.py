@@ -5,6 +5,7 @@ A worker is this module. It reads the texts too, and answers equal, different or
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 from enum import Enum
 from fractions import Fraction
 from typing import TYPE_CHECKING, Self
@@ -61,6 +62,15 @@ class AnswerChecker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def equals_any(
+    checker: AnswerChecker, truths: Iterable[str], answer: str, question: str = ""
+) -> Verdict:
+    """Whether the answer is one of the truths; UNDECIDED if that hangs on a comparison that is."""
+    verdicts = {checker.check(truth, answer, question) for truth in truths}
+    known = (v for v in (Verdict.EQUAL, Verdict.UNDECIDED) if v in verdicts)
+    return next(known, Verdict.DIFFERENT)
 
 
 def in_sympy(node: Node) -> "sympy.Expr":
