@@ -47,15 +47,23 @@ def _by_rule(memory: int) -> float:
 
 @cache
 def gpu_memory() -> int:
-    """Bytes of the smallest of this host's GPUs by their driver's program; 0 where that is unknown."""
+    """Bytes of the smallest GPU that this process may use; 0 where that is unknown."""
+    return min((int(total) * 2**20 for [total] in ask_driver("memory.total")), default=0)
+
+
+def ask_driver(*fields: str) -> list[list[float]]:
+    """What NVIDIA's program says of each GPU that this process may use; empty where it says nothing."""
     if not present("nvidia"):
-        return 0
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return min((int(n) * 2**20 for n in done.stdout.split() if n.isdecimal()), default=0)
+        return []
+    rows = [line.split(",") for line in done.stdout.splitlines()]
+    return [[*map(float, row)] for row in rows if all(x.strip().isdecimal() for x in row)]
 
 
 def leave(share: float) -> None:

@@ -34,6 +34,7 @@ COMMANDS = {
     "analyze": "which tokens an update comes from, and which it moves",
     "bench": "time the parts of a step on this machine",
 }
+WITHOUT_JAX = ("plot", "view", "configs")
 LEAVE = 5.0  # seconds that other threads get to end after the main thread
 
 
@@ -66,7 +67,6 @@ def _heard_again(dropped: "sys.UnraisableHookArgs") -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Runs a command line (None: that of the process); SystemExit(2) on a UserError or OSError."""
-    accelerators.prepare()
     with _closed_output(), _own_warnings():
         try:
             _run(sys.argv[1:] if words is None else words)
@@ -111,6 +111,10 @@ def _run(words: list[str]) -> None:
     if name not in COMMANDS:
         hint = userfile.nearest(name, COMMANDS)
         raise UserError(f"there is no command {name!r}{hint} (jaxrl-llm --help lists them)")
+    if name not in WITHOUT_JAX and not {"-h", "--help"} & {
+        *rest
+    }:  # it asks the driver, which takes its time
+        accelerators.prepare()
     importlib.import_module(f"jaxrl_llm.cli.{name}").run(rest)
 
 

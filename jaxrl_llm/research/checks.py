@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -98,7 +97,7 @@ def timed(run: Callable[[], Any], repeats: int = 3) -> float:
 
 def environment(settings: Settings) -> Iterator[Line]:
     """Devices, versions and limits; compiles nothing."""
-    used = _memory_used()  # before JAX takes its share
+    used = accelerators.ask_driver("memory.used", "memory.total")  # before JAX takes its share
     device, *others = jax.devices()
     yield Line("devices", accelerators.described([device, *others]))
     yield Line("platform", device.platform)
@@ -129,17 +128,6 @@ def environment(settings: Settings) -> Iterator[Line]:
     for name in sorted(os.environ):
         if name.startswith(("XLA", "JAX", "CUDA", "NCCL")):
             yield Line(name, os.environ[name])
-
-
-def _memory_used() -> list[list[float]]:
-    """MiB in use and in all, of the GPUs that this process may use."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    asked = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        asked += ["-i", visible]
-    said = subprocess.run(asked, capture_output=True, text=True).stdout  # noqa: S603
-    return [[*map(float, line.split(","))] for line in said.splitlines() if line[:1].isdigit()]
 
 
 def kernels(settings: Settings) -> Iterator[Line]:

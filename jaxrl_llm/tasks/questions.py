@@ -82,9 +82,11 @@ def task(
     by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
     columns |= {"needs": by_name[:1], "choice": "choice" in specs}
-    train = questions(source, ("train",), **columns)
-    held = _held_out(source, test, columns)
-    if held is None:
+    trained, tested = _files(source, test)
+    train = questions(trained, **columns)
+    if tested:
+        held = questions(tested, **columns)
+    else:
         order = [*range(len(train))]
         Random(seed).shuffle(order)  # noqa: S311 (not for secrets)
         count = min(held_out, max(1, len(train) // 10))
@@ -97,17 +99,16 @@ def task(
 
 
 def questions(
-    source: str,
-    splits: Sequence[str],
+    files: Sequence[Path],
     *,
     prompt_column: str = "",
     answer_column: str = "",
     needs: Sequence[str] = (),
     choice: bool = False,
 ) -> list[Question]:
-    """The questions of a source; `needs` are rewards for which each has to have an answer."""
+    """The questions in files; `needs` are rewards for which each has to have an answer."""
     found = []
-    for path in paths(source, splits):
+    for path in files:
         for number, row in enumerate(tables.rows(path)):
             where = f"{path}, row {number}"
             try:
@@ -115,7 +116,7 @@ def questions(
             except (UserError, TypeError, KeyError, IndexError) as error:
                 raise UserError(f"{where}: {error}") from error
     if not found:
-        raise UserError(f"{source} holds no questions")
+        raise UserError(f"{', '.join(map(str, files))} holds no questions")
     lost = [where for where, one in found if needs and not _can_be_met(one, needs[0])]
     if lost:
         truth = dict(found)[lost[0]].truths
@@ -124,26 +125,27 @@ def questions(
     return [one for _, one in found]
 
 
-def paths(source: str, splits: Sequence[str]) -> list[Path]:
-    """The files of a source: itself, or those of a data set at the hub."""
+def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
+    """The files to train on, and those to test on; none of these where there is no such split."""
+    held = []
     if tables.is_local(source):
-        return [Path(source)]
-    name, *rest = source.split(":")
-    return tables.of_hub(":".join([name, *rest[:1]]), *(rest[1:] or splits))
+        trained = [Path(source)]
+    else:
+        data, split = _at_hub(source)
+        trained = data.require(split or "train")
+        held = [] if test else data.find("test", "validation")
+    if test and tables.is_local(test):
+        held = [Path(test)]
+    elif test:
+        data, split = _at_hub(test)
+        held = data.require(*([split] if split else ["test", "validation", "train"]))
+    return trained, held
 
 
-def _held_out(source: str, test: str, columns: Mapping[str, Any]) -> list[Question] | None:
-    """The questions of `test`, or those that come with a data set at the hub; None if there are none."""
-    if test:
-        return questions(test, ("test", "validation", "train"), **columns)
-    if tables.is_local(source):
-        return None
-    name = ":".join(source.split(":")[:2])
-    try:
-        paths(name, ("test", "validation"))
-    except UserError:
-        return None
-    return questions(name, ("test", "validation"), **columns)
+def _at_hub(source: str) -> tuple[tables.HubData, str]:
+    """The data set `owner/name[:config[:split]]`, and that split."""
+    name, config, split = [*source.split(":", 2), "", ""][:3]
+    return tables.of_hub(f"{name}:{config}"), split
 
 
 def _question(

@@ -79,11 +79,44 @@ def is_local(source: str | Path) -> bool:
     return Path(source).suffix in READERS or Path(source).is_file()
 
 
-def of_hub(name: str, *splits: str) -> list[Path]:
-    """The files of a data set `owner/name[:config]` at the hub, of the first of `splits` that it has.
+@dataclass(frozen=True)
+class HubData:
+    """A data set of the hub as it is on disk: its files by their path there, of one config if that is named."""
 
-    They are parquet, JSONL or CSV; none of its code runs. A UserError without any.
-    """
+    name: str
+    config: str
+    files: Mapping[Path, str]
+
+    def find(self, *splits: str) -> list[Path]:
+        """The files of the first of `splits` that there is; empty without one."""
+        words = {path: _words(text) for path, text in self.files.items()}
+        known = [path for path in words if {*_words(self.config)} <= {*words[path]}]
+        split = next((one for one in splits if any(one in words[path] for path in known)), None)
+        chosen = [path for path in known if split in words[path]]
+        parents = [self.files[path].split("/")[:-1] for path in chosen]
+        places = {"/".join(part for part in parent if part != split) for parent in parents}
+        if len(places) > 1:
+            several = ", ".join(filter(None, sorted(places)))
+            raise UserError(
+                f"the data set {self.name!r} has {split!r} for several configs ({several}): "
+                f"name one, as {self.name}:CONFIG"
+            )
+        return chosen
+
+    def require(self, *splits: str) -> list[Path]:
+        """The same; a UserError without one."""
+        if found := self.find(*splits):
+            return found
+        listed = ", ".join(self.files.values()) or "none at all"
+        which = f" and the config {self.config!r}" * bool(self.config)
+        wanted = " or ".join(map(repr, splits))
+        raise UserError(
+            f"the data set {self.name!r} has no files of the split {wanted}{which}: {listed}"
+        )
+
+
+def of_hub(name: str) -> HubData:
+    """The data set `owner/name[:config]` of the hub: parquet, JSONL or CSV; none of its code runs."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -95,25 +128,11 @@ def of_hub(name: str, *splits: str) -> list[Path]:
         reason = first_line(error)
         raise UserError(f"cannot download the data set {name!r}: {reason}") from error
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in READERS]
-    there = {path: str(path.relative_to(folder)) for path in files}
-    words = {path: re.split(r"[^A-Za-z0-9]+", text) for path, text in there.items()}
-    of_config = re.split(r"[^A-Za-z0-9]+", config) if config else []
-    known = [path for path in files if {*of_config} <= {*words[path]}]
-    split = next((one for one in splits if any(one in words[path] for path in known)), None)
-    chosen = [path for path in known if split in words[path]]
-    if not chosen:
-        listed = ", ".join(there.values()) or "none at all"
-        which = f" and the config {config!r}" * bool(config)
-        raise UserError(
-            f"the data set {name!r} has no files of the split {' or '.join(map(repr, splits))}{which}: {listed}"
-        )
-    places = {"/".join(p for p in there[path].split("/")[:-1] if p != split) for path in chosen}
-    if len(places) > 1:
-        several = ", ".join(filter(None, sorted(places)))
-        raise UserError(
-            f"the data set {name!r} has {split!r} for several configs ({several}): name one, as {name}:CONFIG"
-        )
-    return chosen
+    return HubData(name, config, {path: str(path.relative_to(folder)) for path in files})
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z0-9]+", text)
 
 
 def truths(stored: Any) -> tuple[str, ...]:

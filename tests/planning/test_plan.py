@@ -6,12 +6,14 @@ import json
 import os
 import pathlib
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 
 import jax
 import pytest
 import rich.console
 
+from jaxrl_llm import accelerators
 from jaxrl_llm.accelerators import host_memory, share_of_a_gpu
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh, Pretrained
@@ -145,6 +147,17 @@ def test_published_models_are_known_by_name():
         assert plans.shape_of(replace(quick.config(), model=Pretrained(name))).num_layers == layers
 
 
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["configs"]])
+def test_help_does_not_ask_the_driver(words, monkeypatch):
+    monkeypatch.setattr(accelerators, "ask_driver", pytest.fail)
+    monkeypatch.setattr(accelerators, "present", lambda kind="": 1)
+    accelerators.gpu_memory.cache_clear()
+    for name in accelerators.FRACTIONS:
+        monkeypatch.setenv(name, "")
+    with suppress(SystemExit):
+        main(words)
+
+
 def test_jax_takes_as_much_of_a_gpu_as_a_plan_counts_on(monkeypatch):
     """Unless the environment says how much; JAX refuses both of its names at a time."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -153,7 +166,8 @@ def test_jax_takes_as_much_of_a_gpu_as_a_plan_counts_on(monkeypatch):
         for name in names:
             monkeypatch.setenv(name, "0.5" if name in given else "")
         assert share_of_a_gpu() == (0.5 if given else 0.94)
-        main(["--help"])
+        with pytest.raises(SystemExit):
+            main(["train", "nowhere.py"])
         assert os.environ[names[0]] == ("" if names[1] in given else "0.5" if given else "0.94")
         assert os.environ[names[1]] == ("0.5" if names[1] in given else "")
 

@@ -113,6 +113,8 @@ def test_what_is_said_of_a_gpu(plugins, driver, used, wrong, tmp_path, monkeypat
     (smi := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{used}, 81559'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr("importlib.metadata.distributions", lambda: packages)

@@ -72,7 +72,7 @@ def test_what_others_publish_is_understood(tmp_path, caplog, row, spec, prompt, 
 def test_a_spreadsheet_is_read(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text('\ufeffquestion,answer,note\n"6 * 7,\nby head?",42,\n"1 + 1?",2,easy\n')
-    [first, second] = questions.questions(str(path), ("train",), needs=["math"])
+    [first, second] = questions.questions([path], needs=["math"])
     assert (first.prompt, first.truths) == ("6 * 7,\nby head?", ("42",))
     assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
 
@@ -144,7 +144,7 @@ def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
     asked = hub(monkeypatch, tmp_path, files)
     made = questions.task(source)
     assert [len(made.train), len(made.test)] == sizes
-    assert {*asked} == {"us/set"}
+    assert asked == ["us/set"]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,7 @@ def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
         (["main/train.jsonl", "socratic/train.jsonl"], "us/set", r"several configs \(main, socratic\): .*:CONFIG"),
         (["main/train.jsonl"], "us/set:other", "no files of the split 'train' and the config 'other': main/train"),
         (["main/test.jsonl"], "us/set", "no files of the split 'train': main/test"),
+        (["train.jsonl", "a/test.jsonl", "b/test.jsonl"], "us/set", r"'test' for several configs \(a, b\)"),
     ],
 )  # fmt: skip
 def test_a_set_at_the_hub_that_is_not_clear_is_asked_about(

@@ -94,7 +94,11 @@ def from_hub(
     name: str, split: str, convert: Callable[[Row], Problem] = problem_of
 ) -> list[Problem]:
     """The problems of a split of a data set at the hub, `owner/name`, with `:config` if it has several."""
-    return [problem for path in tables.of_hub(name, split) for problem in from_file(path, convert)]
+    return [
+        problem
+        for path in tables.of_hub(name).require(split)
+        for problem in from_file(path, convert)
+    ]
 
 
 def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Problem]:
