@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.qwen2 import Shape as Shape
     from jaxrl_llm.objectives import Objective as Objective
     from jaxrl_llm.objectives import recipes as recipes
+    from jaxrl_llm.reward import Reward as Reward
     from jaxrl_llm.rollouts.engines import Native as Native
     from jaxrl_llm.rollouts.engines import Vllm as Vllm
     from jaxrl_llm.rollouts.sampler import Sampling as Sampling
     from jaxrl_llm.tasks import builders as builders
-    from jaxrl_llm.tasks.task import Reward as Reward
     from jaxrl_llm.training.run import train as train
 
 __version__ = "0.1.0"
@@ -57,7 +57,7 @@ _HOMES = {  # module: the public names it defines
     "jaxrl_llm.objectives": ("Objective",),
     "jaxrl_llm.rollouts.engines": ("Native", "Vllm"),
     "jaxrl_llm.rollouts.sampler": ("Sampling",),
-    "jaxrl_llm.tasks.task": ("Reward",),
+    "jaxrl_llm.reward": ("Reward",),
     "jaxrl_llm.training.run": ("train",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

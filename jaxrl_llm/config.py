@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -253,9 +254,7 @@ class Config:
                 f"config: {self.prompts * self.group_size} responses a step do not divide into "
                 f"{self.collate.minibatches} mini-batches: choose prompts x group_size as a multiple of it"
             )
-        batch = (self.prompts, self.group_size, self.collate.response_length)
-        object.__setattr__(self, "objective", replace(self.objective, tried_on=batch))
-        self.objective.try_out()
+        self.loss.try_out()
         if self.max_lag or self.oversample > 1:
             self._check_old_weights()
         if isinstance(self.engine, engines.Vllm):
@@ -265,12 +264,12 @@ class Config:
                 f"config: prompts of up to {self.collate.prompt_length} tokens are kept, and "
                 f"warm_start.collate has room for {self.warm_start.collate.prompt_length}: make them equal"
             )
-        if self.ratios == "sampler" and self.objective.corrects:
+        if self.ratios == "sampler" and self.loss.corrects:
             raise UserError(
                 "config: with ratios = 'sampler' old_logp is the sampler's, and a factor or select that looks at "
                 "sampler_logp corrects nothing: set ratios = 'trainer', or leave it out"
             )
-        if self.reference is False and self.objective.reads("ref_logp"):
+        if self.reference is False and self.loss.reads("ref_logp"):
             raise UserError(
                 "config: reference = False, but the objective looks at ref_logp: leave reference out, or what "
                 "looks at it, such as penalties"
@@ -294,7 +293,7 @@ class Config:
                 f"config: max_lag = {self.max_lag} needs an engine with weights of its own, as Vllm; "
                 f"{type(self.engine).__name__} generates with the trainer's"
             )
-        if self.ratios == "trainer" and not self.objective.allows_for_staleness:
+        if self.ratios == "trainer" and not self.loss.allows_for_staleness:
             raise UserError(
                 "config: with max_lag, or oversample above 1, the sampler is behind the trainer: set ratios = "
                 "'sampler', or correct for it, as by factors.truncated"
@@ -310,10 +309,25 @@ class Config:
                 f"the run was resumed: set max_lag = {self.max_lag} to 1, or redraws to 0"
             )
 
+    @cached_property
+    def loss(self) -> Objective:
+        """The objective, tried on batches of this config's shapes."""
+        batch = (self.prompts, self.group_size, self.collate.response_length)
+        return replace(self.objective, tried_on=batch)
+
+    @property
+    def warm_steps(self) -> int:
+        """The steps of the warm start: reinforcement counts on from them."""
+        return self.warm_start.steps if self.warm_start else 0
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the run."""
+        return self.warm_steps + self.steps
+
     def saves(self, step: int) -> bool:
         """Whether `step` has a regular checkpoint: every `save_every` steps, and the last."""
-        last = self.steps + (self.warm_start.steps if self.warm_start else 0)
-        return step % self.save_every == 0 or step == last
+        return step % self.save_every == 0 or step == self.last_step
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -337,7 +351,7 @@ class Config:
     @property
     def keeps_reference(self) -> bool:
         """Whether the policy from before reinforcement is kept as the reference."""
-        return self.objective.reads("ref_logp") if self.reference is None else self.reference
+        return self.loss.reads("ref_logp") if self.reference is None else self.reference
 
     def offloads(self, what: Literal["optimizer", "reference"]) -> bool:
         """Whether the optimizer state or the reference policy waits in host memory."""

@@ -340,7 +340,7 @@ def test_a_flag_that_a_command_has_too_is_one_line(tmp_path, capsys):
 def test_objectives_are_tried_on_the_batch_of_their_config():
     made = load("kk_tiny").config()
     batch = (made.prompts, made.group_size, made.collate.response_length)
-    assert made.objective.tried_on == batch
+    assert made.loss.tried_on == batch
     by_place = lambda advantage, seen: jnp.ones((1, batch[2]))
     weighs = replace(made, objective=replace(made.objective, factors=(by_place,)))
     assert weighs.objective.factors == (by_place,)

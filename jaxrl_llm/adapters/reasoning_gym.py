@@ -14,7 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.tasks.task import UNCHECKED, Mapped, Prompt, Reward
+from jaxrl_llm.reward import UNCHECKED, Reward
+from jaxrl_llm.tasks.task import Mapped, Prompt
 from jaxrl_llm.tasks.workers import Workers, serve
 
 _MAKING = 60.0  # seconds a puzzle may take to be made

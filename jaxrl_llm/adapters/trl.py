@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.task import Environment, Prompt, Reward
+from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.task import Environment, Prompt
 from jaxrl_llm.tasks.tools import Toolbox, WithTools
 
 Row = Mapping[str, Any]

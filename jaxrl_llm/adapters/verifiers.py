@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.tasks.task import Anew, Prompt, Reward, Step
+from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.task import Anew, Prompt, Step
 
 _PATIENCE = 300.0  # seconds for an episode's first request
 _GRACE = 20.0  # seconds for what is given up to end

@@ -7,7 +7,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.parts import DATA
+from jaxrl_llm.training.components import DATA
 
 
 def run(words: list[str]) -> None:
@@ -58,21 +58,21 @@ def main(
         )
     folder, console = folders.at(run), terminal.plain()
     target = folder / "analysis" if out is None else storage.local(out)
-    with opened(run, data, step) as (config, parts, sampler, chosen):
-        if parts.shape.lora is not None:
+    with opened(run, data, step) as (components, sampler, chosen):
+        if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)
         with console.status("sampling") as status:
-            state = folders.state(folder, parts, config.optimizer, chosen)
+            state = folders.state(folder, components, chosen)
             if fresh:
-                state = update.init_state(state.params, config.optimizer)
-            reference = folders.initial(folder, parts, config)
+                state = update.init_state(state.params, components.config.optimizer)
+            reference = folders.initial(folder, components)
             found = {"run": run, "step": chosen, "alpha": alpha, "eta": eta}
             found |= {"seed": seed, "batches": batches}
             found |= analysis.measure(
-                analysis.Subject(config, parts, state, reference, alpha, eta),
+                analysis.Subject(components, state, reference, alpha, eta),
                 sampler,
-                prompts=prompts or config.prompts,
+                prompts=prompts or components.config.prompts,
                 batches=batches,
                 tokens=tokens,
                 seed=seed,

@@ -8,7 +8,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.tasks.task import Demonstrator, as_text
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.parts import DATA, askable, parts, readable
+from jaxrl_llm.training.components import DATA, Components, askable, readable
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,21 @@ def main(options: Options, config: Config) -> None:
     console = terminal.plain()
     said = f"data sets, in {options.data}; they are made if they are not there yet"
     with console.status(said):
-        made = parts(config, options.data)
-    train_set = readable(made, made.task.train, config, "training")
-    test_set = askable(made, made.task.test, config)
+        components = Components.make(config, options.data)
+    train_set = readable(components, components.task.train, "training")
+    test_set = askable(components, components.task.test)
     too_long = f", {train_set.skipped} with too long a prompt"
     for name, source, left_out in (("train", train_set, too_long), ("test", test_set, "")):
         console.print(f"{name}: {len(source)} examples{left_out}")
-        encode, step = made.tokenizer.prompt, max(1, len(source) // 1000)
-        lengths = [len(encode(made.task.prompt(source[i]))) for i in range(0, len(source), step)]
+        encode, step = components.tokenizer.prompt, max(1, len(source) // 1000)
+        lengths = [
+            len(encode(components.task.prompt(source[i]))) for i in range(0, len(source), step)
+        ]
         console.print(
             f"  tokens a prompt: {min(lengths)} to {max(lengths)}, median {np.median(lengths):.0f}"
         )
         for i in range(min(options.show, len(source)) if name == "train" else 0):
             console.rule(f"train {i}")
-            console.print(as_text(made.task.prompt(source[i])))
-            if isinstance(made.task, Demonstrator):
-                console.print(made.task.demonstration(source[i]), style="dim")
+            console.print(as_text(components.task.prompt(source[i])))
+            if isinstance(components.task, Demonstrator):
+                console.print(components.task.demonstration(source[i]), style="dim")

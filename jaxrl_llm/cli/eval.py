@@ -5,7 +5,6 @@ from typing import Any
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
-from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
@@ -14,8 +13,8 @@ from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import tables, terminal
+from jaxrl_llm.training.components import DATA, Components, askable
 from jaxrl_llm.training.leaving import Stop
-from jaxrl_llm.training.parts import DATA, Parts, askable
 
 TEST = "test"  # names the run's own test examples in the table
 
@@ -62,23 +61,23 @@ def main(
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
     steps = _last(folder, last) if last else [step]
     suites = {name: _suite(name, source) for name, source in sources}
-    with opened(run, data, steps[0]) as (config, parts, sampler, chosen):
-        asked = _asked(config, parts, suites, samples)
-        for said in _overlaps(parts, suites):
+    with opened(run, data, steps[0]) as (components, sampler, chosen):
+        config, asked = components.config, _asked(components, suites, samples)
+        for said in _overlaps(components, suites):
             console.print(said)
         table: dict[int, dict[str, Result]] = {}
         for number in steps:
             if table:
-                chosen, params = folders.params(folder, parts, number)
+                chosen, params = folders.params(folder, components, number)
                 sampler.push(params, chosen)
                 del params
             with console.status(f"step {chosen}"):
                 table[chosen] = {
                     name: evaluate.evaluate(
                         sampler,
-                        parts.token_task(config),
+                        components.token_task(),
                         examples,
-                        parts.sampling(config, temperature=temperature, seed=config.seed),
+                        components.sampling(temperature=temperature, seed=config.seed),
                         samples=k,
                         by=config.evaluation.by,
                         stop=Stop(),
@@ -110,27 +109,28 @@ def _last(folder: Path, count: int) -> list[int]:
 
 
 def _asked(
-    config: Config,
-    parts: Parts,
+    components: Components,
     suites: dict[str, tuple[Suite, list[Problem]]],
     samples: int | None,
 ) -> dict[str, tuple[Source[Any], int]]:
     """Examples by the name of the test or suite, with the responses drawn besides the greedy one."""
     if not suites:
-        return {TEST: (askable(parts, parts.task.test, config), samples or 0)}
-    if not isinstance(parts.task, MathTask):
+        return {TEST: (askable(components, components.task.test), samples or 0)}
+    if not isinstance(components.task, MathTask):
         raise UserError(
-            f"--suite asks math problems in the way of the run's task, and that is {parts.task.name}"
+            f"--suite asks math problems in the way of the run's task, and that is {components.task.name}"
         )
     return {
-        name: (askable(parts, problems, config), published.samples if samples is None else samples)
+        name: (askable(components, problems), published.samples if samples is None else samples)
         for name, (published, problems) in suites.items()
     }
 
 
-def _overlaps(parts: Parts, suites: dict[str, tuple[Suite, list[Problem]]]) -> list[str]:
+def _overlaps(components: Components, suites: dict[str, tuple[Suite, list[Problem]]]) -> list[str]:
     """A warning for each suite that has problems in common with the training examples."""
-    learned = [parts.task.train[i] for i in range(len(parts.task.train))] if suites else []
+    learned = (
+        [components.task.train[i] for i in range(len(components.task.train))] if suites else []
+    )
     seen = {name: _known(there, learned) for name, (_, there) in suites.items()}
     return [
         f"warning: {count} of {len(suites[name][1])} problems of {name} are in the run's training data"

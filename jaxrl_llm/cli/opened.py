@@ -7,27 +7,25 @@ from typing import Annotated
 import jax
 import tyro
 
-from jaxrl_llm.config import Config
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import record
-from jaxrl_llm.training.parts import Parts, parts
+from jaxrl_llm.training.components import Components
 
 DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 
 @contextmanager
-def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Config, Parts, Sampler, int]]:
-    """A run's config, parts, sampler with the weights of `step` (None: the best), and that step."""
+def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
+    """A run's components, a sampler with the weights of `step` (None: the best), and that step."""
     here = folders.at(where)
-    config = folders.reopen(here)
-    made = parts(config, data)
-    folders.require_model(here, made)
+    components = Components.make(folders.reopen(here), data)
+    folders.require_model(here, components)
     record.require_given(here, record.modules())
     with (
-        jax.set_mesh(made.mesh),
-        config.engine.start(made.policy, made.mesh, here) as sampler,
+        jax.set_mesh(components.mesh),
+        components.config.engine.start(components.policy, components.mesh, here) as sampler,
     ):
-        chosen, params = folders.params(here, made, step)
+        chosen, params = folders.params(here, components, step)
         sampler.push(params, chosen)
-        yield config, made, sampler, chosen
+        yield components, sampler, chosen

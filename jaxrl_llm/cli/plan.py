@@ -16,7 +16,7 @@ from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
 from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.parts import parts, splits
+from jaxrl_llm.training.components import Components
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ def dry_run(
     config: Config, flags: Mapping[str, Any], data: str, console: rich.console.Console
 ) -> None:
     """Prints config, its flags, a prompt and the plan on the devices here; allocates nothing."""
-    made = parts(config, data)
-    divided = splits(made, config)
+    components = Components.make(config, data)
+    splits = components.splits
     rich.pretty.pprint(config, console=console, expand_all=True)
     console.print("made by", *(f"--{name.replace('_', '-')} {x!r}" for name, x in flags.items()))
-    count = qwen2.parameter_count(made.shape)
-    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(made.mesh.shape)}")
-    known = len(divided.train) + len(divided.validation)
-    console.print(f"{known:,} training examples, {divided.skipped} left out as too long")
-    console.print(f"{len(divided.test):,} test examples")
-    prompt = as_text(made.task.prompt(divided.train[0]))
+    count = qwen2.parameter_count(components.shape)
+    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(components.mesh.shape)}")
+    known = len(splits.train) + len(splits.validation)
+    console.print(f"{known:,} training examples, {splits.skipped} left out as too long")
+    console.print(f"{len(splits.test):,} test examples")
+    prompt = as_text(components.task.prompt(splits.train[0]))
     console.print("the first prompt:", prompt, sep="\n")
     with console.status("compiling") as status:
         here = machines.machine("here")
-        planned = _planned(config, here, shape=made.shape, say=status.update)
+        planned = _planned(config, here, shape=components.shape, say=status.update)
     for part in report.tables(planned, config.steps):
         console.print(part)

@@ -6,11 +6,10 @@ from dataclasses import replace
 from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.answers import in_words
 from jaxrl_llm.tasks.task import Prompt, as_text
 from jaxrl_llm.training import terminal
+from jaxrl_llm.training.components import DATA
 from jaxrl_llm.training.leaving import Stop
-from jaxrl_llm.training.parts import DATA
 
 
 def run(words: list[str]) -> None:
@@ -49,34 +48,34 @@ def main(
     if prompt is not None and example is not None:
         raise UserError("a prompt and --example were given: choose one")
     console = terminal.plain()
-    with opened(run, data, step) as (config, parts, sampler, _):
-        if example is not None and not 0 <= example < len(parts.task.test):
+    with opened(run, data, step) as (components, sampler, _):
+        if example is not None and not 0 <= example < len(components.task.test):
             raise UserError(
-                f"--example {example}: the test set has {len(parts.task.test)} examples"
+                f"--example {example}: the test set has {len(components.task.test)} examples"
             )
-        chosen = None if example is None else parts.task.test[example]
-        sampling = parts.sampling(config, temperature=temperature, seed=seed)
+        chosen = None if example is None else components.task.test[example]
+        sampling = components.sampling(temperature=temperature, seed=seed)
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=max_tokens)
 
         def answer(given: Prompt) -> None:
-            rollout = sampler.generate([parts.tokenizer.prompt(given)], n=n, sampling=sampling)
+            rollout = sampler.generate([components.tokenizer.prompt(given)], n=n, sampling=sampling)
             for response in rollout.responses:
-                console.print(parts.tokenizer.decode(response))
+                console.print(components.tokenizer.decode(response))
 
         if chosen is not None:
-            console.print(as_text(parts.task.prompt(chosen)), style="dim")
-            task = parts.token_task(config)
+            console.print(as_text(components.task.prompt(chosen)), style="dim")
+            task = components.token_task()
             answers = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
             for response, reward in zip(answers.rollout.responses, answers.rewards, strict=True):
-                console.print(parts.tokenizer.decode(response))
-                console.print(in_words(reward))
+                console.print(components.tokenizer.decode(response))
+                console.print(str(reward))
             return
         if prompt is not None:
             answer(prompt)
             return
         console.print(
-            "one prompt a line, as in: " + as_text(parts.task.prompt(parts.task.test[0])),
+            "one prompt a line, as in: " + as_text(components.task.prompt(components.task.test[0])),
             style="dim",
         )
         for line in sys.stdin:

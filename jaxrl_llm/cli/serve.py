@@ -17,9 +17,9 @@ from jaxrl_llm.rollouts.vllm.client import Patience
 from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 from jaxrl_llm.rollouts.vllm.sync import write_folder
 from jaxrl_llm.training import folder as folders
-from jaxrl_llm.training import parts, terminal
+from jaxrl_llm.training import terminal
+from jaxrl_llm.training.components import DATA, Components
 from jaxrl_llm.training.leaving import Stop, stoppable
-from jaxrl_llm.training.parts import DATA, Parts
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,27 @@ def main(options: Options, config: Config) -> None:
         raise UserError(f"--out {options.out}: the servers' logs lie in a file system")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the servers
     stop = Stop()
-    made = parts.parts(replace(config, mesh=Mesh()), options.data)
+    components = Components.make(replace(config, mesh=Mesh()), options.data)
     with (
         stoppable(stop),
         storage.temporary_folder(engine.memory or storage.memory()) as root,
-        engine.sidecars(root, Path(options.out), made.policy.served(1).adapter) as sidecars,
+        engine.sidecars(root, Path(options.out), components.policy.served(1).adapter) as sidecars,
     ):
-        weights = _first_weights(options, config, made, engine.dtype, root / "first")
+        weights = _first_weights(options, components, engine.dtype, root / "first")
         for sidecar in sidecars:
             sidecar.serve(weights)
         with contextlib.suppress(Leaving):
             _watch(engine, sidecars, Path(options.out), stop)
 
 
-def _first_weights(options: Options, config: Config, made: Parts, dtype: str, target: Path) -> Path:
+def _first_weights(options: Options, components: Components, dtype: str, target: Path) -> Path:
     """Writes the weights that the servers start with; the folder."""
-    with jax.set_mesh(made.mesh):
+    with jax.set_mesh(components.mesh):
         if options.run is None:
-            params = made.whole(made.fresh(config.seed))
+            params = components.merged(components.initial_params())
         else:
-            _, params = folders.params(folders.at(options.run), made)
-        model = made.policy.served(1)
+            _, params = folders.params(folders.at(options.run), components)
+        model = components.policy.served(1)
         write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
     return target
 

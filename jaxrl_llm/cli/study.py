@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxrl_llm.cli import parse
-from jaxrl_llm.training.parts import DATA
+from jaxrl_llm.training.components import DATA
 
 
 def run(words: list[str]) -> None:

@@ -12,8 +12,8 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.training import terminal
+from jaxrl_llm.training.components import DATA
 from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
-from jaxrl_llm.training.parts import DATA
 from jaxrl_llm.training.record import Source
 
 # the least of what each flag may be, and the most of all: a wait of the system has a limit

@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
-from jaxrl_llm.tasks.task import Episodes, Interactive, Prompt, Reward, Task, score_responses
+from jaxrl_llm.tasks.task import Episodes, Interactive, Prompt, Task, score_responses
 
 BY_RESPONSE = (
     "responses",
@@ -53,12 +54,6 @@ class Answers(NamedTuple):
     def checked(self) -> list[Reward]:
         """The rewards that could be computed."""
         return [reward for reward in self.rewards if reward.checked]
-
-
-def in_words(reward: Reward) -> str:
-    """A reward as text."""
-    known = f"reward {reward.score:g}, {'correct' if reward.correct else 'wrong'}"
-    return known if reward.checked else "unchecked"
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ class TokenTask:
         mine = [examples[i] for i in _own(prompts) for _ in range(n)]
         with self._episodes(mine) as reply:
             made = sampler.generate(own, n=n, sampling=sampling, reply=reply)
-        return replace(made, rewards=list(map(astuple, reply.rewards)))
+        return replace(made, rewards=reply.rewards)
 
     def played(self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]) -> Rollout:
         """Episodes in which the policy says these turns, or this one, each with its end."""
@@ -115,13 +110,12 @@ class TokenTask:
                     made[i].sampled(tokens, logps, stopped=True)
                     if not made[i].goes_on(reply(i, tokens, logps).result()):
                         break
-        rewards = list(map(astuple, reply.rewards))
-        return rollout(self.prompts(examples), made, turns=True, rewards=rewards)
+        return rollout(self.prompts(examples), made, turns=True, rewards=reply.rewards)
 
     def tried(self, example: Any, response: str | Sequence[str]) -> Reward:
         """The reward of one response, or of the turns of an episode."""
         if isinstance(self.task, Interactive):
-            return Reward(*self.played([example], [response]).rewards[0])
+            return self.played([example], [response]).rewards[0]
         said = [response] if isinstance(response, str) else response
         return self._scored([example], said)[0]
 
@@ -139,7 +133,7 @@ class TokenTask:
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
         if own.rewards:
-            return Answers(mine, own, [Reward(*one) for one in own.rewards])
+            return Answers(mine, own, own.rewards)
         texts = [self.tokenizer.decode(response) for response in own.responses]
         rewards = self._scored([example for example in mine for _ in range(n)], texts)
         return Answers(mine, own, rewards)
@@ -256,7 +250,7 @@ def _packed(share: Answers) -> bytes:
         "rewards": [astuple(reward) for reward in share.rewards],
         "turns": rollout.turns,
         "restarts": rollout.restarts,
-        "episodes": rollout.rewards,
+        "episodes": [astuple(reward) for reward in rollout.rewards],
     }
     buffer = io.BytesIO()
     np.savez(
@@ -281,6 +275,7 @@ def _unpacked(payload: bytes) -> Answers:
         for name in ("tokens", "logps")
     )
     finished = part["finished"].tolist()
-    known = (rest[name] for name in ("version", "tolerance", "turns", "restarts", "episodes"))
-    rollout = Rollout((), tokens, logps, finished, *known)
-    return Answers((), rollout, [Reward(*one) for one in rest["rewards"]])
+    known = {name: rest[name] for name in ("version", "tolerance", "turns", "restarts")}
+    rewards, episodes = ([Reward(*one) for one in rest[name]] for name in ("rewards", "episodes"))
+    rollout = Rollout((), tokens, logps, finished, **known, rewards=episodes)
+    return Answers((), rollout, rewards)

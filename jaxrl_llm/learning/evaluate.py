@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxrl_llm.distributed import Stop
 from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
-from jaxrl_llm.tasks.task import Reward, Source
+from jaxrl_llm.tasks.task import Source
 
 ALL = "all"
 Z = 1.96  # of a 95% interval

@@ -21,8 +21,8 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.objectives import Objective
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Rollout
-from jaxrl_llm.tasks.task import Reward
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
 

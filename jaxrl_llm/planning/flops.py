@@ -34,6 +34,6 @@ def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
         "prefill": forward(shape, tokens=config.prompts * prompt, scored=0, length=prompt),
         "decode": forward(shape, tokens=rows * tokens, **size),
         "score": (1 + config.keeps_reference) * whole,
-        "update": config.objective.stages * (passes + bool(config.compute.remat)) * whole,
-        "update, nothing twice": config.objective.stages * passes * whole,
+        "update": config.loss.stages * (passes + bool(config.compute.remat)) * whole,
+        "update, nothing twice": config.loss.stages * passes * whole,
     }

@@ -224,7 +224,7 @@ class Step:
         others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
-        steps = limit.minibatches * config.objective.stages
+        steps = limit.minibatches * config.loss.stages
         slices = self.batch.inputs.tokens.shape[1]
         score = Program(
             "score",
@@ -275,12 +275,12 @@ class Step:
 
     def _score(self) -> jax.stages.Compiled:
         config = self.config
-        program: Any = reinforce.scoring(self.policy, config.objective, config.sampling.temperature)
+        program: Any = reinforce.scoring(self.policy, config.loss, config.sampling.temperature)
         return program.lower(self.params, self.batch.inputs).compile()
 
     @cached_property
     def _credit(self) -> jax.stages.Compiled:
-        config, objective, batch = self.config, self.config.objective, self.batch
+        config, objective, batch = self.config, self.config.loss, self.batch
         names = ["entropy"] + ["ref_logp"] * config.keeps_reference  # as a run scores them
         names += ["proxy_logp"] * objective.reads("proxy_logp")
         scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
@@ -293,7 +293,7 @@ class Step:
         config = self.config
         program: Any = update.make_train_step(
             self.policy.logp(config.sampling.temperature),
-            config.objective,
+            config.loss,
             config.optimizer,
             order=config.order,
             shardings=jax.tree.map(lambda x: x.sharding, self.state),

@@ -88,7 +88,7 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Con
 def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
     """Seconds of a step's updates: arithmetic, gathered weights, sums over tensor, offload."""
     chip, limit, mesh = machine.chip, layout.collate, layout.mesh
-    recompute, stages = bool(layout.compute.remat), layout.objective.stages
+    recompute, stages = bool(layout.compute.remat), layout.loss.stages
     rows, length = layout.prompts * layout.group_size, limit.prompt_length + limit.response_length
     parameters = qwen2.parameter_count(shape)
     width = jnp.dtype(layout.compute.dtype).itemsize

@@ -27,7 +27,7 @@ from jaxrl_llm.research import token_gradients, words
 from jaxrl_llm.research.statistics import mean
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.knights_knaves.tiny import FILLERS
-from jaxrl_llm.training.parts import Parts, readable
+from jaxrl_llm.training.components import Components, readable
 
 EDGES = (0.25, 0.5, 0.75)
 BINS = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
@@ -41,12 +41,15 @@ Say = Callable[[str], None]
 class Subject:
     """The policy to analyze, its optimizer state, reference, and the methods' alpha and eta."""
 
-    config: Config
-    parts: Parts
+    components: Components
     state: TrainState
     reference: Any
     alpha: float
     eta: float
+
+    @property
+    def config(self) -> Config:
+        return self.components.config
 
 
 class Tokens(NamedTuple):
@@ -162,13 +165,13 @@ def measure(
 
 def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -> list[Answers]:
     """Judged responses, a batch an item; no two batches share a training example."""
-    config, parts = of.config, of.parts
-    source = parts.task.train
+    components, config = of.components, of.config
+    source = components.task.train
     first = [source[i] for i in range(min(prompts * batches, len(source)))]
-    known = readable(parts, first, config, "train")
+    known = readable(components, first, "train")
     if len(known) < batches:
         raise UserError(f"{len(known)} prompts are too few for {batches} batches: take fewer")
-    task, sampling = parts.token_task(config), parts.sampling(config, seed=seed)
+    task, sampling = components.token_task(), components.sampling(seed=seed)
     samples = []
     for number in range(batches):
         examples = [known[i] for i in range(number, len(known), batches)]
@@ -181,7 +184,7 @@ def compiled(
     of: Subject, responses: int
 ) -> tuple[Trial, Callable[[Answers], tuple[dict[str, Credited], Tokens]]]:
     """What is tried on batches of up to so many responses; and the batch, by variant, of answers."""
-    tried = variants(of.config.objective, alpha=of.alpha, eta=of.eta)
+    tried = variants(of.config.loss, alpha=of.alpha, eta=of.eta)
     plain, collate, params = tried["plain"], of.config.collate, of.state.params
     share = responses / (of.config.prompts * of.config.group_size)
     slices = max(1, round(collate.minibatches * collate.microbatches * share))  # as in training
@@ -189,8 +192,9 @@ def compiled(
     config = replace(of.config, collate=collate, objective=plain)
     reference = params if of.reference is None else of.reference
     reference = reference if plain.reads("ref_logp") else None
-    logp = of.parts.policy.logp(of.config.sampling.temperature)
-    training, score = of.parts.programs(config, of.state, reference), update.make_score(logp)
+    logp = of.components.policy.logp(of.config.sampling.temperature)
+    changed = replace(of.components, config=config)
+    training, score = changed.programs(of.state, reference), update.make_score(logp)
     credit = {name: update.make_credit(one) for name, one in tried.items()}
 
     def credited(sample: Answers) -> tuple[dict[str, Credited], Tokens]:
@@ -391,15 +395,15 @@ def _single_tokens(
     index = token_gradients.spread(there.bins.ravel(), count, seed)
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
     chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
-    definition, temperature = of.parts.policy.definition, of.config.sampling.temperature or 1.0
+    definition, temperature = of.components.policy.definition, of.config.sampling.temperature or 1.0
     logits = partial(token_gradients.next_logits, definition, temperature=temperature)
-    offsets = token_gradients.no_offsets(of.parts.shape, chosen.tokens.shape[1])
+    offsets = token_gradients.no_offsets(of.components.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 
 def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
     """The group of every sampled token; 'chatter' only if the model's own words include all fillers."""
-    model, tokenizer = of.config.model, of.parts.tokenizer
+    model, tokenizer = of.config.model, of.components.tokenizer
     known = isinstance(model, Scratch) and set(FILLERS) <= set(model.words)
     fillers = frozenset(FILLERS if known else ())
     sampled = [[r[t] for t in rollout.sampled(i)] for i, r in enumerate(rollout.responses)]
@@ -410,7 +414,7 @@ def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
 def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[float]]:
     """The texts of responses that could be checked, and their scores."""
     known = [
-        (of.parts.tokenizer.decode(response), reward.score)
+        (of.components.tokenizer.decode(response), reward.score)
         for one in samples
         for response, reward in zip(one.rollout.responses, one.rewards, strict=True)
         if reward.checked

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.reward import Reward
 
 Said: TypeAlias = tuple[Sequence[int], bool] | None
 Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Said]]
@@ -52,7 +53,7 @@ class Rollout:
     Where responses are episodes, `turns` are the spans of each one that were sampled, as (start,
     end), and the environment gave the rest, whose log-probs are 0. `restarts` are the spans, among
     the given ones, that began a new segment: a prompt in place of all before it. `rewards` are the
-    episodes', as tuples of the fields of `Reward`.
+    episodes'.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -63,7 +64,7 @@ class Rollout:
     tolerance: float | None = None
     turns: Sequence[Sequence[Sequence[int]]] = ()
     restarts: Sequence[Sequence[Sequence[int]]] = ()
-    rewards: Sequence[Sequence[Any]] = ()
+    rewards: Sequence[Reward] = ()
 
     def sampled(self, i: int) -> list[int]:
         """Where in response `i` its sampled tokens are."""

@@ -8,9 +8,10 @@ from random import Random
 from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks import rewards, tables
 from jaxrl_llm.tasks.tables import Question
-from jaxrl_llm.tasks.task import Prompt, Reward
+from jaxrl_llm.tasks.task import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.reward import UNCHECKED, Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
-from jaxrl_llm.tasks.task import UNCHECKED, Reward
 
 Scored = Callable[[Question, str], Reward]
 _LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")

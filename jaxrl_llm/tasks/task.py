@@ -14,7 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import dropwhile
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.reward import LARGEST, UNCHECKED, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +48,6 @@ def as_text(prompt: Prompt) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-@dataclass(frozen=True)
-class Reward:
-    """The reward of one response; `fields` are further numbers for the metrics.
-
-    `checked` is False where nobody could decide whether the response is right: it is left out of
-    the batch and its statistics.
-
-    >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).checked
-    True
-    """
-
-    score: float
-    correct: bool
-    fields: Mapping[str, float] = field(default_factory=dict)
-    checked: bool = True
-
-
-LARGEST = 1e15  # of scores: sums of their squares over a batch are learned from in float32
-UNCHECKED = Reward(0.0, False, checked=False)
 SLOW = 15.0  # seconds after which a reward that still runs is named
 LOOK = 1.0  # seconds between two looks at it
 _SIGNAL, _TIMER = signal.SIGPROF, signal.ITIMER_PROF  # of a look, in the main thread
@@ -527,7 +509,7 @@ def _plain(reward: Reward) -> Reward:
     score = float(reward.score)
     if not all(map(math.isfinite, (score, *fields.values()))) or abs(score) > LARGEST:
         raise ValueError(
-            f"reward() returned a number that is not finite, or a score over 1e15: {reward}"
+            f"reward() returned a number that is not finite, or a score over 1e15: {reward!r}"
         )
     return Reward(score, bool(reward.correct), fields, bool(reward.checked))
 

@@ -30,8 +30,8 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
+from jaxrl_llm.training.components import DAY, PRETRAINED, Components
 from jaxrl_llm.training.journal import REINFORCE
-from jaxrl_llm.training.parts import DAY, PRETRAINED, Parts
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
@@ -53,7 +53,7 @@ def resumable(folder: Path) -> bool:
 @contextmanager
 def opened(
     folder: Path,
-    parts: Parts,
+    components: Components,
     source: Source | None,
     given: Mapping[str, Any] | None = None,
     *,
@@ -79,11 +79,11 @@ def opened(
         storage.clear(folder)
         if resume:
             run = record.continued(folder, record.read(folder), source, origin, given)
-            require_model(folder, parts)
+            require_model(folder, components)
             record.write(folder, run)
         else:
             _require_new(folder)
-            _start(folder, parts, source, origin, given)
+            _start(folder, components, source, origin, given)
         storage.push(folder)
         try:
             yield
@@ -122,17 +122,17 @@ def _require_new(folder: Path) -> None:
 
 def _start(
     folder: Path,
-    parts: Parts,
+    components: Components,
     source: Source | None,
     origin: Path | None,
     given: Mapping[str, Any] | None,
 ) -> None:
     """Writes the files of a new run; run.json last, because it marks the folder as a run."""
     run = record.new(source, origin, given)
-    parts.tokenizer.save(folder / MODEL)
+    components.tokenizer.save(folder / MODEL)
     described = {
-        **_described(parts),
-        "generation_config.json": {"eos_token_id": [*parts.tokenizer.stops]},
+        **_described(components),
+        "generation_config.json": {"eos_token_id": [*components.tokenizer.stops]},
     }
     for name, content in described.items():
         storage.write(folder / MODEL / name, json.dumps(content, indent=2) + "\n")
@@ -144,9 +144,9 @@ def _start(
     record.write(folder, run)
 
 
-def require_model(folder: Path, parts: Parts) -> None:
+def require_model(folder: Path, components: Components) -> None:
     """A UserError if the run has another model or tokenizer, or adapters that have another base now."""
-    ours, adapted = _described(parts), (folder / MODEL / lora.CONFIG).exists()
+    ours, adapted = _described(components), (folder / MODEL / lora.CONFIG).exists()
     if adapted != (lora.CONFIG in ours):
         raise UserError(
             f"{folder} is a run {'of' if adapted else 'without'} adapters, unlike the config: use the config and "
@@ -161,12 +161,14 @@ def require_model(folder: Path, parts: Parts) -> None:
                     "config: use the config and flags it was started with"
                 )
     with tempfile.TemporaryDirectory() as ours:
-        parts.tokenizer.save(Path(ours))
+        components.tokenizer.save(Path(ours))
         written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
         if written[0].read_bytes() != written[1].read_bytes():
             raise UserError(f"{folder}: its tokenizer is another than that of the config")
     if adapted:
-        record.require_given(folder, {k: x for k, x in parts.given.items() if k == PRETRAINED})
+        record.require_given(
+            folder, {k: x for k, x in components.identity.items() if k == PRETRAINED}
+        )
 
 
 def base(folder: Path) -> Path:
@@ -186,21 +188,21 @@ def _commit(run: record.Run) -> str | None:
     return version.removeprefix(hf.COMMIT) if version.startswith(hf.COMMIT) else None
 
 
-def _described(parts: Parts) -> dict[str, dict[str, Any]]:
+def _described(components: Components) -> dict[str, dict[str, Any]]:
     """The files that describe the model, by name."""
-    found = {"config.json": families.config_of(parts.shape, "float32")}
-    if parts.shape.lora is None:
+    found = {"config.json": families.config_of(components.shape, "float32")}
+    if components.shape.lora is None:
         return found
-    return found | {lora.CONFIG: lora.config_of(parts.shape.lora, *parts.base)}
+    return found | {lora.CONFIG: lora.config_of(components.shape.lora, *components.base)}
 
 
-def require_warm_start(folder: Path, parts: Parts, steps: int) -> None:
+def require_warm_start(folder: Path, components: Components, steps: int) -> None:
     """A UserError unless the run ended a warm start of `steps` steps, with the same model."""
     record.read(folder)
     if steps not in (found := Checkpoints(folder / INITIAL).steps):
         said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
         raise UserError(f"--from {folder}: {said}, that of the config has {steps}")
-    require_model(folder, parts)
+    require_model(folder, components)
 
 
 def _reinforced(folder: Path) -> bool:
@@ -278,16 +280,17 @@ def checkpoints(
     )
 
 
-def params(folder: Path, parts: Parts, step: int | None = None) -> tuple[int, Any]:
+def params(folder: Path, components: Components, step: int | None = None) -> tuple[int, Any]:
     """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
-    read = lambda there, s: there.restore(s, parts.like, part="params")
+    read = lambda there, s: there.restore(s, components.like, part="params")
     chosen, found = _restored(folder, step, read)
-    return chosen, parts.whole(found)
+    return chosen, components.merged(found)
 
 
-def state(folder: Path, parts: Parts, optimizer: Any, step: int | None = None) -> update.TrainState:
+def state(folder: Path, components: Components, step: int | None = None) -> update.TrainState:
     """The state for reinforcement at a checkpoint; in a warm start with a fresh optimizer state."""
-    like = update.state_like(parts.like, optimizer)
+    optimizer = components.config.optimizer
+    like = update.state_like(components.like, optimizer)
 
     def read(there: Checkpoints, chosen: int) -> update.TrainState:
         if there.note(chosen)["phase"] == REINFORCE:
@@ -312,24 +315,24 @@ def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | Non
     return here.absolute()
 
 
-def reference(folder: Path, parts: Parts, config: Config) -> Any:
+def reference(folder: Path, components: Components) -> Any:
     """The reference policy's parameters, in the model's precision, where they are kept."""
-    params = initial(folder, parts, config)
+    params = initial(folder, components)
     if params is None:
         raise UserError(
             f"{folder / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
         )
-    params = parts.policy.narrowed(params)
-    return sharding.to_hosts(params) if config.offloads("reference") else params
+    params = components.policy.narrowed(params)
+    return sharding.to_hosts(params) if components.config.offloads("reference") else params
 
 
-def initial(folder: Path, parts: Parts, config: Config) -> Any:
+def initial(folder: Path, components: Components) -> Any:
     """The parameters that reinforcement began with; None if none were saved."""
-    step, there = config.warm_start.steps if config.warm_start else 0, Checkpoints(folder / INITIAL)
+    step, there = components.config.warm_steps, Checkpoints(folder / INITIAL)
     if step not in distributed.from_first(lambda: there.steps):
         return None
     try:
-        return there.restore(step, parts.like)
+        return there.restore(step, components.like)
     except DamageError as error:
         raise UserError(
             f"{there.folder / str(step)} is damaged ({reason(error)}): take it from a copy of the run"

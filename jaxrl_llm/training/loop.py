@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import distributed, userfile
-from jaxrl_llm.config import Config, WarmStart
+from jaxrl_llm.config import WarmStart
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.answers import Answers
@@ -25,9 +25,9 @@ from jaxrl_llm.rollouts.sampler import Rollout, Sampler
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Demonstrator, Source
 from jaxrl_llm.training.clock import Clock
+from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, Recorder, scores
 from jaxrl_llm.training.leaving import Stop
-from jaxrl_llm.training.parts import Parts
 from jaxrl_llm.training.stream import Cursor, Stream
 
 Save = Callable[[int, TrainState, Cursor], None]
@@ -46,9 +46,7 @@ class Point:
 
 
 def warm_start(
-    config: Config,
-    warm: WarmStart,
-    parts: Parts,
+    components: Components,
     examples: Source[Any],
     sampler: Sampler,
     journal: Journal,
@@ -63,24 +61,30 @@ def warm_start(
 
     The next step's batch is made on the host while the devices work.
     """
+    config, warm = components.config, components.config.warm_start
+    assert warm is not None
     if start is None:
-        state = update.init_state(
-            parts.fresh(config.seed), warm.optimizer, offload=config.offloads("optimizer")
-        )
+        offload = config.offloads("optimizer")
+        state = update.init_state(components.initial_params(), warm.optimizer, offload=offload)
         start = Point(WARM_START, 0, state)
     step = saved = start.step
     state, every = start.state, warm.evaluate_every or warm.steps
-    task = parts.token_task(config, clock.beat)
+    task = components.token_task(clock.beat)
     data = Batches(examples, warm.batch, seed=config.seed)
     if start.cursor is not None:
         data.set_state(start.cursor.data)
     programs = imitate.compiled(
-        parts.policy, warm.optimizer, parts.collator(warm.collate), parts.mesh, state, parts.frozen
+        components.policy,
+        warm.optimizer,
+        components.collator(warm.collate),
+        components.mesh,
+        state,
+        components.frozen,
     )
     demonstrate = partial(
         imitate.demonstrations,
         task,
-        demonstration(warm, parts.task),
+        demonstration(warm, components.task),
         warm.collate.response_length,
     )
 
@@ -98,7 +102,7 @@ def warm_start(
             credited, too_long = prepare()
         while step < warm.steps:
             if step and step % every == 0 and not _evaluated(journal, step, WARM_START):
-                push(sampler, parts.whole(state.params), step, clock, stop)
+                push(sampler, components.merged(state.params), step, clock, stop)
                 evaluate(step)
                 sampler.release()
             if step != saved and (config.saves(step) or stop.save):
@@ -126,8 +130,7 @@ def warm_start(
 
 
 def reinforcement(
-    config: Config,
-    parts: Parts,
+    components: Components,
     examples: Source[Any],
     sampler: Sampler,
     journal: Journal,
@@ -146,10 +149,10 @@ def reinforcement(
     `start` is the point to resume from, or the step at which the phase begins with `params`, which
     are consumed (donated).
     """
-    first = config.warm_start.steps if config.warm_start else 0
-    last, every = first + config.steps, config.evaluation.every or max(config.steps, 1)
-    task = parts.token_task(config, clock.beat, lambda: stop.asked)
-    sampling = parts.sampling(config)
+    config, first = components.config, components.config.warm_steps
+    last, every = config.last_step, config.evaluation.every or max(config.steps, 1)
+    task = components.token_task(clock.beat, lambda: stop.asked)
+    sampling = components.sampling()
 
     def sample(step: int, prompts: Sequence[Any], *nth: int) -> Rollout:
         seed = int(np.random.SeedSequence([config.seed, step, *nth]).generate_state(1)[0])
@@ -170,7 +173,7 @@ def reinforcement(
         state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
         save(step, state, stream.cursor())
     saved = step
-    programs = parts.programs(config, state, reference)
+    programs = components.programs(state, reference)
 
     def answer(examples: list[Any], nth: int) -> Answers:
         """This process's share of the responses to a draw, scored; a stop may discard it."""
@@ -221,7 +224,7 @@ def reinforcement(
         stream.keep(drawn, [i - older for i in more_than_needed])  # those come first
         return drawn, pool.groups(sorted(order[: config.prompts]))
 
-    push(sampler, parts.whole(state.params), step, clock, stop)
+    push(sampler, components.merged(state.params), step, clock, stop)
     pushed = step
     recorder = Recorder(journal, REINFORCE, range(first, last), step, config.most_unchecked, every)
     recorder.begin()
@@ -233,7 +236,7 @@ def reinforcement(
                 if pushed != step:
                     with clock("rollout"):
                         stream.settle()
-                    push(sampler, parts.whole(state.params), step, clock, stop)
+                    push(sampler, components.merged(state.params), step, clock, stop)
                     pushed = step
                 highest = _highest_score(journal, first)
                 better = evaluate(step) > highest and step > first
@@ -269,7 +272,7 @@ def reinforcement(
                 if stream.ahead < 2:  # the next step samples with the newest weights
                     with clock("rollout"):
                         stream.settle()
-                    push(sampler, parts.whole(state.params), step, clock, stop, "sync")
+                    push(sampler, components.merged(state.params), step, clock, stop, "sync")
                     pushed = step
                     host |= sampler.sync
             finally:

@@ -16,7 +16,7 @@ from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.answers import Answers, from_note, in_words, noted
+from jaxrl_llm.learning.answers import Answers, from_note, noted
 from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.engines import Vllm
@@ -27,11 +27,11 @@ from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
+from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
-from jaxrl_llm.training.parts import DATA, Parts, Splits, overlap, parts, splits
 from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
 from jaxrl_llm.training.stream import Cursor
 
@@ -68,44 +68,50 @@ def train(
         if isinstance(config.engine, Vllm) and config.engine.share:
             accelerators.leave(config.engine.share)
         distributed.require_joined()
-        made = parts(config, data)
+        components = Components.make(config, data)
         if source is not None:  # making the task ran its file
             ran = userfile.ran(but=source.path)
             source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
-        divided = splits(made, config)
-        _describe(made, divided, console)
+        splits = components.splits
+        _describe(components, splits, console)
         chosen = {}
         if opened := [name for name, size in config.sizes.items() if not size]:
             from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
 
             here = machines.machine("here")
-            config, planned = sizes.fitted(config, here, made.shape, only=("update",))
+            config, planned = sizes.fitted(config, here, components.shape, only=("update",))
+            components = replace(components, config=config)
             chosen = {name: config.sizes[name] for name in opened}
             verdict = f": {report.verdict(planned)}" if planned else ""
             console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
-        first = config.warm_start.steps if config.warm_start else 0
+        first = config.warm_steps
         resuming = distributed.from_first(
             lambda: folders.resumable(folder) if resume == "auto" else resume is not False
         )
         begun = folders.origin(folder, origin, resuming)
-        given = {"the data of the task": divided.checksum, **made.given, **chosen, **modules()}
+        given = {
+            "the data of the task": splits.checksum,
+            **components.identity,
+            **chosen,
+            **modules(),
+        }
         if distributed.count() > 1:
             require_alike(new(source, begun, given), resume)
         earlier = None if isinstance(resume, (bool, str)) else resume
         if resuming:
             folders.require_at_most(folder, first, config.steps, earlier)
         if begun is not None and not folders.checkpoints(folder).steps:
-            folders.require_warm_start(begun, made, first)
+            folders.require_warm_start(begun, components, first)
         stop.save_seconds = 60 * config.save_minutes or math.inf
         if storage.shared(folder):  # a mirror goes with its process
             stop.stacks = folder / f"stacks-{distributed.index()}.txt"
         with _told(folder, console), ExitStack() as stack:
             if distributed.first():
                 stack.enter_context(
-                    folders.opened(folder, made, source, given, resume=resuming, origin=begun)
+                    folders.opened(folder, components, source, given, resume=resuming, origin=begun)
                 )
             folders.wait_for(folder, distributed.from_first(lambda: identity(folder)))
-            stack.enter_context(jax.set_mesh(made.mesh))
+            stack.enter_context(jax.set_mesh(components.mesh))
             known = distributed.from_first(lambda: read(folder))
             journal = stack.enter_context(
                 Journal(folder, console, known, writes=distributed.first(), told=told)
@@ -119,7 +125,7 @@ def train(
             if distributed.first():
                 checkpoints.clean()
                 initial.clean()
-            start = _resumed(config, made, checkpoints, earlier) if resuming else None
+            start = _resumed(components, checkpoints, earlier) if resuming else None
             if resuming:
                 journal.say(_goes_on(start, first, config.steps))
             known = journal.records
@@ -129,7 +135,7 @@ def train(
 
             if start is None:
                 if distributed.first():
-                    _try_reward(config, made, divided.train[0], journal, stop)
+                    _try_reward(components, splits.train[0], journal, stop)
                 distributed.check(stop)
 
             def alive() -> None:
@@ -137,9 +143,9 @@ def train(
                 stop.check()
 
             sampler = stack.enter_context(
-                config.engine.start(made.policy, made.mesh, folder, alive)
+                config.engine.start(components.policy, components.mesh, folder, alive)
             )
-            measure = partial(_measure, config, made, sampler, journal, clock, stop)
+            measure = partial(_measure, components, sampler, journal, clock, stop)
 
             def save(phase: str, step: int, state: update.TrainState, cursor: Cursor) -> None:
                 with clock("save"):
@@ -153,37 +159,37 @@ def train(
             params = None
             if start is None or start.phase == WARM_START:
                 if begun is not None:
-                    params = folders.initial(begun, made, config)
+                    params = folders.initial(begun, components)
                 elif config.warm_start:
                     params = loop.warm_start(
-                        config, config.warm_start, made, divided.train, sampler, journal, stop, start,
+                        components, splits.train, sampler, journal, stop, start,
                         clock=clock,
                         save=partial(save, WARM_START),
-                        evaluate=partial(measure, divided.validation, phase=WARM_START),
+                        evaluate=partial(measure, splits.validation, phase=WARM_START),
                     )  # fmt: skip
                 else:
-                    params = made.fresh(config.seed)
+                    params = components.initial_params()
                 start = None
                 if config.keeps_reference or config.warm_start:
                     with clock("save"):
                         initial.replace(first, params)
 
-            reference = folders.reference(folder, made, config) if config.keeps_reference else None
-            stack.enter_context(_saying_what_fits(config, made))
+            reference = folders.reference(folder, components) if config.keeps_reference else None
+            stack.enter_context(_saying_what_fits(components))
             loop.reinforcement(
-                config, made, divided.train, sampler, journal, stop, start or first, params, reference,
+                components, splits.train, sampler, journal, stop, start or first, params, reference,
                 clock=clock,
                 save=partial(save, REINFORCE),
-                evaluate=partial(measure, divided.validation, phase=REINFORCE),
-                show=partial(_show, config, made, journal, first),
+                evaluate=partial(measure, splits.validation, phase=REINFORCE),
+                show=partial(_show, components, journal),
             )  # fmt: skip
 
             with clock("save"):
                 checkpoints.wait()
                 checkpoints.prune()  # the last evaluation may have come after the last save
             tested = None
-            if journal.find("test/accuracy", first + config.steps, REINFORCE) is None:
-                tested = _test(config, made, divided, sampler, journal, clock, checkpoints, stop)
+            if journal.find("test/accuracy", config.last_step, REINFORCE) is None:
+                tested = _test(components, splits, sampler, journal, clock, checkpoints, stop)
             journal.say(clock.in_words())
             if distributed.first():
                 _summarise(config, folder, tested, checkpoints.best, journal)
@@ -210,7 +216,7 @@ def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
 
 
 @contextmanager
-def _saying_what_fits(config: Config, made: Parts) -> Iterator[None]:
+def _saying_what_fits(components: Components) -> Iterator[None]:
     """For the block, adds to an error for want of memory the sizes that would fit."""
     try:
         yield
@@ -219,39 +225,41 @@ def _saying_what_fits(config: Config, made: Parts) -> Iterator[None]:
             from jaxrl_llm.planning import machines, sizes
 
             with suppress(Exception):  # compiling may want memory too: the error is what is said
-                error.add_note(sizes.smaller(config, machines.machine("here"), made.shape))
+                here = machines.machine("here")
+                error.add_note(sizes.smaller(components.config, here, components.shape))
         raise
 
 
-def _describe(made: Parts, divided: Splits, console: rich.console.Console) -> None:
+def _describe(components: Components, splits: Splits, console: rich.console.Console) -> None:
     """Prints the devices, the sizes of the splits, and warnings."""
-    console.print(accelerators.described([*made.mesh.devices.flat]))
-    if divided.skipped:
+    console.print(accelerators.described([*components.mesh.devices.flat]))
+    if splits.skipped:
         console.print(
-            f"{divided.skipped} examples are left out: their prompts are too long to learn from"
+            f"{splits.skipped} examples are left out: their prompts are too long to learn from"
         )
     console.print(
-        f"{len(divided.train)} examples to learn from, {len(divided.validation)} to choose the best "
-        f"checkpoint by, {len(divided.test)} to test on"
+        f"{len(splits.train)} examples to learn from, {len(splits.validation)} to choose the best "
+        f"checkpoint by, {len(splits.test)} to test on"
     )
-    for said in (*sharding.left_whole(made.like, made.mesh), overlap(made.task, divided)):
+    whole = sharding.left_whole(components.like, components.mesh)
+    for said in (*whole, splits.overlap(components.task)):
         if said:
             console.print(said)
 
 
-def _resumed(
-    config: Config, made: Parts, checkpoints: Checkpoints, earlier: int | None
-) -> Point | None:
+def _resumed(components: Components, checkpoints: Checkpoints, earlier: int | None) -> Point | None:
     """Where a resumed run goes on: at the newest readable checkpoint, or that of a step.
 
     None without any. A UserError if that of the step cannot be read.
     """
 
+    config = components.config
+
     def read(step: int) -> Point:
         note = checkpoints.note(step)
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
-        like = update.state_like(made.like, optimizer, offload=config.offloads("optimizer"))
+        like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))
         ahead = tuple((at, from_note(kept).rollout) for at, kept in note.get("ahead", ()))
         surplus = None
         if known := note.get("surplus"):
@@ -274,15 +282,12 @@ def _resumed(
     return found and found[1]
 
 
-def _try_reward(config: Config, made: Parts, example: Any, journal: Journal, stop: Stop) -> None:
+def _try_reward(components: Components, example: Any, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
     what, response = "an empty response", ""
-    if config.warm_start:
-        what, response = (
-            "a demonstration",
-            loop.demonstration(config.warm_start, made.task)(example),
-        )
-    task = made.token_task(config, asked=lambda: stop.asked)
+    if warm := components.config.warm_start:
+        what, response = "a demonstration", loop.demonstration(warm, components.task)(example)
+    task = components.token_task(asked=lambda: stop.asked)
     with suppress(Leaving):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
             journal.say(
@@ -324,8 +329,7 @@ def _noted(cursor: Cursor) -> dict[str, Any]:
 
 
 def _measure(
-    config: Config,
-    made: Parts,
+    components: Components,
     sampler: Sampler,
     journal: Journal,
     clock: Clock,
@@ -336,7 +340,7 @@ def _measure(
     phase: str,
 ) -> float:
     """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
-    result, seconds = _timed(config, made, sampler, examples, clock, stop)
+    result, seconds = _timed(components, sampler, examples, clock, stop)
     values = {f"eval/{name}": value for name, value in result.metrics().items()}
     journal.record(step, phase, values | {"time/evaluation": seconds})
     total = result.total
@@ -351,9 +355,8 @@ def _measure(
 
 
 def _test(
-    config: Config,
-    made: Parts,
-    divided: Splits,
+    components: Components,
+    splits: Splits,
     sampler: Sampler,
     journal: Journal,
     clock: Clock,
@@ -361,41 +364,44 @@ def _test(
     stop: Stop,
 ) -> tuple[int, Result]:
     """Tests the best checkpoint (else the newest) on the test set, which is read only here."""
-    read = lambda step: checkpoints.restore(step, made.like, part="params")
+    read = lambda step: checkpoints.restore(step, components.like, part="params")
     found = checkpoints.first_whole(read, prefer=checkpoints.best)
     assert found is not None  # the last step was saved
     step, params = found
-    loop.push(sampler, made.whole(params), step, clock, stop)
-    count = config.evaluation.examples or len(divided.test)
-    examples = [divided.test[i] for i in range(min(count, len(divided.test)))]
+    loop.push(sampler, components.merged(params), step, clock, stop)
+    count = components.config.evaluation.examples or len(splits.test)
+    examples = [splits.test[i] for i in range(min(count, len(splits.test)))]
     named = {"eval/accuracy", "time/evaluation"}
     measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
-    share = len(examples) / len(divided.validation)
+    share = len(examples) / len(splits.validation)
     expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
     journal.say(f"test of step {step} on {len(examples)} examples{expected}")
-    result, seconds = _timed(config, made, sampler, examples, clock, stop)
+    result, seconds = _timed(components, sampler, examples, clock, stop)
     values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
-    last = (config.warm_start.steps if config.warm_start else 0) + config.steps
-    journal.record(last, REINFORCE, {**values, "test/step": step, "time/evaluation": seconds})
+    journal.record(
+        components.config.last_step,
+        REINFORCE,
+        {**values, "test/step": step, "time/evaluation": seconds},
+    )
     return step, result
 
 
 def _timed(
-    config: Config,
-    made: Parts,
+    components: Components,
     sampler: Sampler,
     examples: Examples[Any],
     clock: Clock,
     stop: Stop,
 ) -> tuple[Result, float]:
     """Evaluates the sampler's policy on the examples; returns the seconds too."""
-    settings, begun = config.evaluation, time.perf_counter()
+    config, begun = components.config, time.perf_counter()
+    settings = config.evaluation
     with clock("evaluation"):
         result = evaluate(
             sampler,
-            made.token_task(config, clock.beat, lambda: stop.asked),
+            components.token_task(clock.beat, lambda: stop.asked),
             examples,
-            made.sampling(config, temperature=settings.temperature, seed=config.seed),
+            components.sampling(temperature=settings.temperature, seed=config.seed),
             samples=settings.samples,
             by=settings.by,
             stop=stop,
@@ -404,10 +410,8 @@ def _timed(
 
 
 def _show(
-    config: Config,
-    made: Parts,
+    components: Components,
     journal: Journal,
-    first: int,
     step: int,
     answers: Answers,
     look: loop.Look,
@@ -416,7 +420,8 @@ def _show(
 
     The samples are the first responses to the first four prompts.
     """
-    ask = userfile.answering_for("a prompt cannot be made")(made.task.prompt)
+    config = components.config
+    ask = userfile.answering_for("a prompt cannot be made")(components.task.prompt)
     text = lambda row: as_text(ask(answers.examples[row // config.group_size]))
     if config.keep_tokens:
         kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))
@@ -427,14 +432,14 @@ def _show(
             prompts = [text(row) for row in kept[:: config.group_size]]
             tokens.write(journal.folder, step, answers, prompts, kept, config.group_size, numbers)
     every = config.show_samples_every
-    if not every or (step - 1 - first) % every:
+    if not every or (step - 1 - config.warm_steps) % every:
         return
     rows = range(0, min(len(answers.rewards), 4 * config.group_size), config.group_size)
     entries = [
         (
             text(i),
-            made.tokenizer.decode(answers.rollout.responses[i]),
-            f"{in_words(answers.rewards[i])}, by the weights of step {answers.rollout.version}",
+            components.tokenizer.decode(answers.rollout.responses[i]),
+            f"{answers.rewards[i]}, by the weights of step {answers.rollout.version}",
         )
         for i in rows
     ]

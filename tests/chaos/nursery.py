@@ -30,7 +30,7 @@ from jaxrl_llm.training import checkpoint, run, stream
 from tests.chaos import small  # noqa: F401
 
 MOMENTS = (
-    (run, "parts", "data"),  # processes have met by then
+    (run.Components, "make", "data"),  # processes have met by then
     (storage, "locked", "start"),
     (run, "_resumed", "resume"),
     (imitate, "demonstrations", "warm_start"),

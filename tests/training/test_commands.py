@@ -13,7 +13,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import hf
 from jaxrl_llm.training import folder, record, run
-from jaxrl_llm.training.parts import parts
+from jaxrl_llm.training.components import Components
 from tests.training import quick
 from tests.training.process import QUICK, fails, metrics
 
@@ -84,7 +84,7 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
     (out / "config.py").write_text("raise SystemExit('executed')")
     exported = tmp_path / "hf"
     main(["export", str(out), str(exported), "--step", "10"])
-    made = parts(quick.config(), tmp_path)
+    made = Components.make(quick.config(), tmp_path)
     _, params = folder.params(whole, made, 10)
     there = hf.load(exported, hf.load_shape(exported), made.mesh)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, there))

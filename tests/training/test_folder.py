@@ -24,7 +24,7 @@ from jaxrl_llm.models import hf, sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import folder, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.parts import DAY, parts
+from jaxrl_llm.training.components import DAY, Components
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
 from tests.training.conftest import forget
@@ -33,7 +33,7 @@ from tests.training.process import QUICK, ROOT, contents, written
 
 @pytest.fixture(scope="module")
 def made():
-    return parts(quick.config(), ".")
+    return Components.make(quick.config(), ".")
 
 
 SOURCE = Source(ROOT / QUICK, {"eta": 0.5, "steps": 6})
@@ -43,9 +43,13 @@ SOURCE = Source(ROOT / QUICK, {"eta": 0.5, "steps": 6})
 def opening(made, tmp_path):
     """Opens a run's folder, and closes it."""
 
-    def opened(out=None, source: Source | None = SOURCE, *, resume=True, origin=None, parts=made):
+    def opened(
+        out=None, source: Source | None = SOURCE, *, resume=True, origin=None, components=made
+    ):
         out = tmp_path / "run" if out is None else out
-        with folder.opened(out, parts, source, parts.given, resume=resume, origin=origin):
+        with folder.opened(
+            out, components, source, components.identity, resume=resume, origin=origin
+        ):
             pass
         return out
 
@@ -244,7 +248,7 @@ def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
 def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
     """Some chat templates write it."""
     of_base = replace(made, source=tmp_path)
-    assert of_base.given[DAY] == made.tokenizer.day.isoformat()
+    assert of_base.identity[DAY] == made.tokenizer.day.isoformat()
     record.write(tmp_path, record.new(None, given={DAY: "2024-07-26"}))
     day = datetime.date(2024, 7, 26)
     model, other = config.Pretrained("x"), config.Pretrained("x", day=datetime.date(2024, 1, 1))
@@ -366,8 +370,7 @@ def test_the_best_policy_is_read_unless_another_is_asked_for(two, made):
 
 
 def test_the_state_of_a_warm_start_has_a_fresh_optimizer(two, made):
-    optimizer = quick.config().optimizer
-    read = lambda step: folder.state(two, made, optimizer, step)
+    read = lambda step: folder.state(two, made, step)
     assert [int(read(step).step) for step in (1, 2)] == [0, 7]
     assert [value(read(step).params) for step in (1, 2)] == [1.0, 2.0]
 
@@ -422,18 +425,19 @@ def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, ma
 
 def test_the_reference_is_the_policy_before_reinforcement(begun, made, monkeypatch):
     with pytest.raises(UserError, match="initial, the policy before reinforcement, is gone"):
-        folder.reference(begun, made, quick.config())
-    assert folder.initial(begun, made, quick.config()) is None
+        folder.reference(begun, made)
+    assert folder.initial(begun, made) is None
     with Checkpoints(begun / folder.INITIAL) as there:
         there.save(4, filled(made.like, 3), {})
         there.save(8, filled(made.like, 5), {})  # of a run that began here before, and was killed
-    assert value(folder.initial(begun, made, quick.config())) == 3.0
-    assert folder.initial(begun, made, quick.config(warm_steps=0)) is None
-    assert value(folder.reference(begun, made, quick.config())) == 3.0
+    assert value(folder.initial(begun, made)) == 3.0
+    assert folder.initial(begun, replace(made, config=quick.config(warm_steps=0))) is None
+    assert value(folder.reference(begun, made)) == 3.0
     monkeypatch.setattr(sharding, "to_hosts", lambda params: "in the hosts' memory")
-    found = folder.reference(begun, made, replace(quick.config(), offload="reference"))
+    offloads = replace(made, config=replace(made.config, offload="reference"))
+    found = folder.reference(begun, offloads)
     assert found == "in the hosts' memory"
-    assert value(folder.reference(begun, made, quick.config())) == 3.0
+    assert value(folder.reference(begun, made)) == 3.0
 
 
 def test_where_a_run_began_is_as_given_or_as_recorded(begun, tmp_path):
@@ -570,12 +574,12 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     mine.write_text(LOADS)
     shutil.copy(ROOT / QUICK, base)
     userfile.forget()
-    made = parts(config.load(mine)(), tmp_path)
+    made = Components.make(config.load(mine)(), tmp_path)
     source = Source(mine, {}, tuple(userfile.ran(but=mine)))
-    run = opening(source=source, resume=False, parts=made)
+    run = opening(source=source, resume=False, components=made)
     base.write_text(base.read_text().replace("1e-3", "1e-4"))
     assert folder.reopen(run).steps == 3
-    refused(opening, r"base\.py has changed since", source=source, parts=made)
+    refused(opening, r"base\.py has changed since", source=source, components=made)
     for path in (base, mine):
         path.unlink()
     assert folder.reopen(run).steps == 3
@@ -611,7 +615,7 @@ def relative(opening, tmp_path, monkeypatch):
 def _started(here):
     """The source of a run of the config there, from the working folder."""
     userfile.forget()
-    made = parts(config.load(here / "mine.py")(), ".")
+    made = Components.make(config.load(here / "mine.py")(), ".")
     source = Source(here / "mine.py", {}, tuple(userfile.ran(but=here / "mine.py")))
     assert made.task.name == "a"
     return source
@@ -667,8 +671,8 @@ def test_a_run_of_a_program_is_opened_by_it_alone(opening):
 
 
 def test_another_model_or_tokenizer_is_refused(begun, opening, made):
-    other = parts(quick.config(hidden=16), ".")
-    refused(opening, "a run of another model: hidden_size is 32 there and 16", parts=other)
+    other = Components.make(quick.config(hidden=16), ".")
+    refused(opening, "a run of another model: hidden_size is 32 there and 16", components=other)
     name = begun / "model" / "tokenizer.json"
     name.write_text(name.read_text() + " ")
     refused(opening, "its tokenizer is another")
@@ -676,18 +680,18 @@ def test_another_model_or_tokenizer_is_refused(begun, opening, made):
 
 def test_a_run_with_other_adapters_or_without_is_refused(begun, opening, made, tmp_path):
     adapted = lambda rank: replace(made, shape=replace(made.shape, lora=Lora(rank, 4.0)))
-    refused(opening, "is a run without adapters, unlike the config", parts=adapted(2))
-    out = opening(tmp_path / "adapted", resume=False, parts=adapted(2))
-    opening(out, parts=adapted(2))
+    refused(opening, "is a run without adapters, unlike the config", components=adapted(2))
+    out = opening(tmp_path / "adapted", resume=False, components=adapted(2))
+    opening(out, components=adapted(2))
     refused(opening, "is a run of adapters, unlike the config", out)
-    refused(opening, "another model: r is 2 there and 3 in the config", out, parts=adapted(3))
+    refused(opening, "another model: r is 2 there and 3 in the config", out, components=adapted(3))
 
 
 @pytest.fixture
 def based(made, tmp_path):
-    """Parts of a run on a pretrained model, with these adapters or none."""
+    """Components of a run on a pretrained model, with these adapters or none."""
     base = tmp_path / "base"
-    hf.export(made.fresh(0), made.shape, base)
+    hf.export(made.initial_params(), made.shape, base)
     made.tokenizer.save(base)
 
     def on_it(lora):
@@ -702,12 +706,12 @@ def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, base
     """All weights belong to none."""
     adapted, whole = based(Lora(2, 4.0)), based(None)
     run, other = (
-        opening(tmp_path / n, resume=False, parts=p) for n, p in (("a", adapted), ("b", whole))
+        opening(tmp_path / n, resume=False, components=p) for n, p in (("a", adapted), ("b", whole))
     )
     with Checkpoints(run / folder.INITIAL) as there:
         there.save(0, {"a": jnp.zeros(1)}, {})
     acts = (
-        lambda: opening(run, parts=adapted),
+        lambda: opening(run, components=adapted),
         lambda: folder.require_model(run, adapted),  # to evaluate it
         lambda: folder.require_warm_start(run, adapted, 0),
         lambda: folder.base(run),  # to merge it
@@ -731,8 +735,10 @@ def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
     monkeypatch.setattr(hf, "version", lambda _: "commit abc")
     for name, found in (("Qwen/x", "Qwen/x"), ("base", tmp_path / "base")):
         monkeypatch.chdir(tmp_path)
-        parts = replace(adapted, base=(name, "main"))
-        run = opening(tmp_path / f"of-{name.replace('/', '-')}", resume=False, parts=parts)
+        components = replace(adapted, base=(name, "main"))
+        run = opening(
+            tmp_path / f"of-{name.replace('/', '-')}", resume=False, components=components
+        )
         monkeypatch.chdir(ROOT)
         assert folder.base(run) == tmp_path
         assert asked[-1] == (found, "abc")
@@ -771,11 +777,11 @@ def test_a_warm_start_has_to_be_there_and_to_fit(begun, made):
         folder.require_warm_start(begun, made, 4)
     with Checkpoints(begun / "initial") as there:
         there.clean()
-        there.save(4, made.fresh(0), {})
+        there.save(4, made.initial_params(), {})
     folder.require_warm_start(begun, made, 4)
     with pytest.raises(UserError, match="its warm start has 4 steps, that of the config has 5"):
         folder.require_warm_start(begun, made, 5)
     with pytest.raises(UserError, match="hidden_size is 32 there and 16"):
-        folder.require_warm_start(begun, parts(quick.config(hidden=16), "."), 4)
+        folder.require_warm_start(begun, Components.make(quick.config(hidden=16), "."), 4)
     with pytest.raises(UserError, match="is not the folder of a run"):
         folder.require_warm_start(begun / "nowhere", made, 4)

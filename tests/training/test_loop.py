@@ -63,17 +63,19 @@ class Trial:
         inner = self.journal.record
         self.journal.record = lambda step, *rest: (self.note(f"record {step}"), inner(step, *rest))
         self.config = SimpleNamespace(
-            steps=6, warm_start=None, evaluation=SimpleNamespace(every=3), prompts=2, group_size=1, seed=0,
+            steps=6, last_step=6, warm_steps=0, warm_start=None, prompts=2, group_size=1, seed=0,
+            evaluation=SimpleNamespace(every=3),
             collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
             drop_even_groups=False, redraws=0, oversample=1.0, max_lag=0, most_unchecked=1.0,
             offloads=lambda what: False, saves=lambda step: step % 2 == 0,
         )  # fmt: skip
         vars(self.config).update(changes)
+        self.config.last_step = self.config.steps
         self.config.draws_more = Config.draws_more.fget(self.config)
-        self.parts = SimpleNamespace(
-            token_task=lambda *_: TokenTask(task(), WORDS), sampling=lambda _: Sampling(stop=(WORDS.eos,)),
-            policy=None, collator=lambda _: None, mesh=None, fresh=lambda _: jnp.int32(0),
-            frozen=None, whole=lambda params: params, task=None,
+        self.components = SimpleNamespace(
+            config=self.config, token_task=lambda *_: TokenTask(task(), WORDS),
+            sampling=lambda: Sampling(stop=(WORDS.eos,)), policy=None, collator=lambda _: None, mesh=None,
+            initial_params=lambda: jnp.int32(0), frozen=None, merged=lambda params: params, task=None,
             programs=lambda *_: reinforce.compiled(),
         )  # fmt: skip
         self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
@@ -107,7 +109,7 @@ class Trial:
         with self.journal:
             self.journal.start(after=start.step if isinstance(start, Point) else -1)
             loop.reinforcement(
-                self.config, self.parts, self.task.train, self.sampler, self.journal, self.stop, start,
+                self.components, self.task.train, self.sampler, self.journal, self.stop, start,
                 jnp.int32(0), None, clock=Clock(), save=self.save, evaluate=partial(self.evaluate, REINFORCE),
                 show=lambda *_: None,
             )  # fmt: skip
@@ -115,13 +117,13 @@ class Trial:
 
     def imitate(self, start=None):
         collate = SimpleNamespace(response_length=5)
-        warm = SimpleNamespace(
+        self.config.warm_start = SimpleNamespace(
             steps=5, evaluate_every=3, batch=2, optimizer=None, collate=collate, demonstration=self.demonstrate
         )  # fmt: skip
         with self.journal:
             self.journal.start(after=start.step if start else -1)
             return loop.warm_start(
-                self.config, warm, self.parts, Echo.train, self.sampler, self.journal, self.stop, start,
+                self.components, Echo.train, self.sampler, self.journal, self.stop, start,
                 clock=Clock(), save=self.save, evaluate=partial(self.evaluate, WARM_START),
             )  # fmt: skip
 
@@ -353,10 +355,10 @@ def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
     """The first process alone tries it: if it left there, the others would go on without it."""
     stop = Stop()
     stop.ask()
-    token_task = lambda config, asked: TokenTask(Echo(), WORDS, asked=asked)
-    made: Any = SimpleNamespace(task=Echo(), token_task=token_task)
-    config: Any = SimpleNamespace(warm_start=None)
-    run._try_reward(config, made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
+    token_task = lambda asked: TokenTask(Echo(), WORDS, asked=asked)
+    config = SimpleNamespace(warm_start=None)
+    made: Any = SimpleNamespace(config=config, task=Echo(), token_task=token_task)
+    run._try_reward(made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
     assert stop.asked
 
 

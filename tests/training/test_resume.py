@@ -113,7 +113,7 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
     config = replace(quick.config(steps=4, warm_steps=0), keep_checkpoints=1, save_every=4)
     scores, asked = {0: 0.1, 3: 0.5, 4: 0.9}, []
 
-    def measure(config, made, sampler, journal, clock, stop, examples, step, *, phase):
+    def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
         if step == 4 and not asked:
             asked.append(step)
             raise Leaving
@@ -141,7 +141,7 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
         heard.wait(2.0)
         inner(there, where)
 
-    def measure(config, made, sampler, journal, clock, stop, examples, step, *, phase):
+    def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
         found.extend(folder.checkpoints(tmp_path / "run").steps)
         heard.set()
         raise KeyError

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.knights_knaves import english as texts
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.knights_knaves.logic import (
@@ -20,7 +21,7 @@ from jaxrl_llm.tasks.knights_knaves.logic import (
     from_nested,
     solutions,
 )
-from jaxrl_llm.tasks.task import Mapped, Reward, Source
+from jaxrl_llm.tasks.task import Mapped, Source
 
 # The instruction of the published runs (arXiv:2505.12929), word for word.
 _PAPER_PROMPT = (

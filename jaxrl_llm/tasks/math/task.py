@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict, equals_any
 from jaxrl_llm.tasks.tables import boxed
-from jaxrl_llm.tasks.task import Reward, Source
+from jaxrl_llm.tasks.task import Source
 
 _PROMPT = (
     "<|im_start|>system\nWork the problem out between <think> and </think>. After that, state the final "

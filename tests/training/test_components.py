@@ -18,26 +18,26 @@ from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
+from jaxrl_llm.training.components import Components, Splits, askable, readable
 from jaxrl_llm.training.fingerprint import written_out
-from jaxrl_llm.training.parts import askable, overlap, parts, readable, splits
 from tests.training import quick
 from tests.training.conftest import forget
 
 CONFIG = quick.config()
 
 
-def made_of(train, test=(0,), *, longest=1000):
-    """Parts whose prompts are as many tokens as they have digits."""
+def made_of(train, test=(0,), *, config=CONFIG, longest=1000) -> Any:
+    """Components whose prompts are as many tokens as they have digits."""
     task = SimpleNamespace(train=train, test=test, prompt=str)
     tokenizer = SimpleNamespace(prompt=lambda text: [0] * len(text))
-    return SimpleNamespace(
-        task=task, tokenizer=tokenizer, shape=SimpleNamespace(max_length=longest)
-    )
+    shape: Any = SimpleNamespace(max_length=longest)
+    nothing: Any = None
+    return Components(config, task, tokenizer, shape, nothing, nothing, None)  # pyright: ignore[reportArgumentType]
 
 
 def divided(train, validation, test=(0,)):
     config = replace(CONFIG, evaluation=Evaluation(validation=validation))
-    found = splits(made_of(train, test), config)  # pyright: ignore[reportArgumentType]
+    found = made_of(train, test, config=config).splits
     return [[source[i] for i in range(len(source))] for source in found[:3]]
 
 
@@ -54,7 +54,7 @@ def test_validation_comes_out_of_the_training_data_evenly():
 
 
 def test_other_data_of_the_same_length_have_another_checksum():
-    checksum = lambda *data: splits(made_of(*data), CONFIG).checksum  # pyright: ignore[reportArgumentType]
+    checksum = lambda *data: made_of(*data).splits.checksum
     known = range(10, 30), range(30, 40)
     assert checksum(*known) == checksum(*known)
     assert checksum(*known) != checksum(range(11, 31), known[1])
@@ -115,7 +115,7 @@ def test_a_checksum_of_data_is_that_of_their_content(one, other, same):
     for thing in (one, other):
         made = made_of([(i, thing) for i in range(4)], [(4, thing)])
         made.task.prompt = lambda example: str(example[0])
-        known.append(splits(made, CONFIG).checksum)  # pyright: ignore[reportArgumentType]
+        known.append(made.splits.checksum)
     assert (known[0] == known[1]) == same
 
 
@@ -134,7 +134,7 @@ def test_an_example_that_holds_itself_has_a_checksum():
     made = made_of([loop] * 4, [0])
     count = itertools.count()
     made.task.prompt = lambda example: str(next(count))
-    assert splits(made, CONFIG).checksum  # pyright: ignore[reportArgumentType]
+    assert made.splits.checksum
 
 
 def test_no_prompt_of_validation_is_trained_on():
@@ -152,8 +152,8 @@ def test_an_example_is_read_once():
     count = Counter()
     noted = lambda i: count.update([i]) or i
     made = made_of(Mapped(range(40), noted), Mapped(range(40, 50), noted))
-    found = splits(made, CONFIG)  # pyright: ignore[reportArgumentType]
-    overlap(made.task, found)
+    found = made.splits
+    found.overlap(made.task)
     assert count == Counter(range(50))
 
 
@@ -163,7 +163,7 @@ def test_an_example_that_cannot_be_read_is_one_line():
 
     made = made_of(Mapped(range(40), read), range(3))
     with pytest.raises(UserError, match=r"an example cannot be read: OSError: .*data\.jsonl"):
-        splits(made, CONFIG)  # pyright: ignore[reportArgumentType]
+        made.splits  # noqa: B018
 
 
 def test_small_training_data_keep_three_quarters():
@@ -183,18 +183,18 @@ def test_small_training_data_keep_three_quarters():
     ],
 )
 def test_overlap_is_said(train, validation, test, said):
-    assert overlap(made_of([]).task, (train, validation, test, 0)) == said
+    assert Splits(train, validation, test, 0, "").overlap(made_of([]).task) == said
 
 
 def test_a_test_set_that_is_trained_on_is_refused():
     with pytest.raises(UserError, match="all 2 test examples are in the training data"):
-        overlap(made_of([]).task, ([1, 2, 3], [4], [1, 2], 0))
+        Splits([1, 2, 3], [4], [1, 2], 0, "").overlap(made_of([]).task)
 
 
 def test_prompts_that_are_too_long_to_learn_from():
     numbers = [10**n for n in range(60)]  # of 1 to 60 digits
     made = made_of(numbers)
-    found = readable(made, numbers, CONFIG, "training")
+    found = readable(made, numbers, "training")
     assert (len(found), found.skipped, found[39]) == (40, 20, 10**39)
     strict = replace(CONFIG, long_prompts="refuse")
     for config, source, said in (
@@ -203,7 +203,7 @@ def test_prompts_that_are_too_long_to_learn_from():
         (CONFIG, [], "the training data is empty"),
     ):
         with pytest.raises(UserError, match=said):
-            readable(made, source, config, "training")
+            readable(made_of(numbers, config=config), source, "training")
 
 
 def test_prompts_leave_the_room_of_the_model_to_responses():
@@ -212,18 +212,19 @@ def test_prompts_leave_the_room_of_the_model_to_responses():
     assert warm is not None
     longer = replace(CONFIG, warm_start=replace(warm, collate=Collator(40, 52)))
     for config, limit in ((CONFIG, 12), (longer, 8)):
-        assert len(readable(made_of(numbers, longest=60), numbers, config, "training")) == limit
+        made = made_of(numbers, config=config, longest=60)
+        assert len(readable(made, numbers, "training")) == limit
         strict = replace(config, long_prompts="refuse")
         with pytest.raises(UserError, match=f"the limit is 1 to {limit}: lower response_length"):
-            readable(made_of(numbers, longest=60), numbers, strict, "training")
+            readable(replace(made, config=strict), numbers, "training")
     with pytest.raises(UserError, match="skipped for prompts of more than 0 tokens"):
-        readable(made_of(numbers, longest=48), numbers, CONFIG, "training")
+        readable(made_of(numbers, longest=48), numbers, "training")
 
 
 def test_no_test_example_is_dropped_for_its_length():
     """It is only answered, not collated: what is too long to learn from may be asked, as far as the model goes."""
     made = made_of([], longest=99)
-    assert len(askable(made, [10**50], CONFIG)) == 1
+    assert len(askable(made, [10**50])) == 1
     served = replace(CONFIG, engine=Vllm(max_model_len=98))
     for config, source, said in (
         (
@@ -239,7 +240,7 @@ def test_no_test_example_is_dropped_for_its_length():
         (CONFIG, [], "the test data is empty"),
     ):
         with pytest.raises(UserError, match=said):
-            askable(made, source, config)
+            askable(replace(made, config=config), source)
 
 
 def test_data_sets_in_a_bucket_are_built_once(url):
@@ -250,7 +251,7 @@ def test_data_sets_in_a_bucket_are_built_once(url):
     prompts, built = [], []
     for _ in range(2):
         forget()
-        task = parts(config, url).task
+        task = Components.make(config, url).task
         prompts.append([task.prompt(task.train[i]) for i in range(8)])
         found = storage._file_system("s3").find(url, detail=True)
         built.append({name: about["LastModified"] for name, about in found.items()})

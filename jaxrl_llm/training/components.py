@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config: task, tokenizer, model, mesh, and the examples."""
+"""What a run is made of, from its config: task, tokenizer, model, mesh, and the examples."""
 
 import hashlib
 import itertools
@@ -34,12 +34,13 @@ SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts that commands share; `source` is the folder of a pretrained model, or None.
+class Components:
+    """What a config makes; `source` is the folder of a pretrained model, or None.
 
     `base` are name and revision of that, by which adapters name it.
     """
 
+    config: Config
     task: Task[Any]
     tokenizer: Tokenizer
     shape: qwen2.Shape
@@ -48,8 +49,32 @@ class Parts:
     source: Path | None
     base: tuple[str, str | None] = ("", None)
 
+    @classmethod
+    def make(cls, config: Config, data: str | Path = DATA) -> "Components":
+        """Makes the task (`data`: a folder or URL for data sets), tokenizer, mesh and architecture.
+
+        Reads no parameters. Raises a UserError if the task cannot be made.
+        """
+        base = "", None
+        if isinstance(config.model, Pretrained):
+            model = config.model
+            base = model.name, model.revision
+            where = storage.local(model.name) if storage.is_url(model.name) else model.name
+            source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
+            shape = lora.beside(shape, model.lora)
+        else:
+            source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
+        mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        definition, _ = qwen2.graph(shape, config.compute)
+        folder = storage.local(data)
+        with userfile.answering_for("the task cannot be made"):
+            task = config.task(folder)
+            check_members(task, "config: task")
+        storage.push(folder)
+        return cls(config, task, words, shape, Policy(definition), mesh, source, base)
+
     @property
-    def given(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         """A pretrained model's version, and the day that its template may write; by their names."""
         if self.source is None:
             return {}
@@ -68,27 +93,58 @@ class Parts:
         dtype, keep = qwen2.settings(self.policy.definition)[1].dtype, lora.kept(self.shape)
         return hf.load(self.source, self.shape, self.mesh, dtype, keep=keep)
 
-    def whole(self, params: Any) -> Any:
+    def merged(self, params: Any) -> Any:
         """All parameters of the model, from those that are trained."""
         return joined(params, self.frozen)
 
-    def fresh(self, seed: int) -> Any:
-        """The sharded parameters that a run starts from, in float32: read, or drawn by `seed`."""
+    def initial_params(self) -> Any:
+        """The sharded parameters that a run starts from, in float32: read, or drawn by its seed."""
         if self.shape.lora is None and self.source is not None:
             return hf.load(self.source, self.shape, self.mesh, "float32")
-        places = jax.tree.map(lambda x: x.sharding, self.like)
+        places, seed = jax.tree.map(lambda x: x.sharding, self.like), self.config.seed
         if self.shape.lora is None:
             return qwen2.init(self.shape, seed, shardings=places)
         make = lambda: lora.adapters(qwen2.init(self.shape, seed))
         return jax.jit(make, out_shardings=places)()
 
-    def programs(
-        self, config: Config, like: update.TrainState, reference: Any
-    ) -> reinforce.Programs:
+    @cached_property
+    def splits(self) -> "Splits":
+        """The examples of a run; a UserError for the first whose prompt cannot be used."""
+        known = readable(self, _kept(self.task.train), "training")
+        test = askable(self, _kept(self.task.test))
+        prompt = lambda i: as_text(self.task.prompt(known[i]))
+        train, validation = _set_aside(known, prompt, self.config.evaluation.validation)
+        found = hashlib.sha256()
+        for source in (known, test):
+            for i in range(len(source)):
+                text = f"{self.task.prompt(source[i])}\0{written_out(source[i])}\0"
+                found.update(text.encode())
+        return Splits(train, validation, test, known.skipped, found.hexdigest())
+
+    def sampling(self, **changes: Any) -> Sampling:
+        """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
+        limit = self.config.collate.response_length
+        return replace(self.config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
+
+    def token_task(
+        self,
+        beat: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> TokenTask:
+        """The task in tokens, with the config's settings for rewards; see there for the others."""
+        threads, seconds = self.config.reward_threads, self.config.reward_seconds
+        return TokenTask(self.task, self.tokenizer, threads, seconds, beat, asked)
+
+    def collator(self, collate: Collator) -> Collator:
+        """The same limits, with bins that spread evenly over the batch axes of the mesh."""
+        return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+
+    def programs(self, like: update.TrainState, reference: Any) -> reinforce.Programs:
         """The programs of a step of reinforcement, for states sharded like `like`."""
+        config = self.config
         return reinforce.compiled(
             self.policy,
-            config.objective,
+            config.loss,
             config.optimizer,
             self.collator(config.collate),
             self.mesh,
@@ -101,49 +157,6 @@ class Parts:
             sampler_ratios=config.ratios == "sampler",
             drop_even_groups=config.drop_even_groups,
         )
-
-    def sampling(self, config: Config, **changes: Any) -> Sampling:
-        """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
-        limit = config.collate.response_length
-        return replace(config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
-
-    def token_task(
-        self,
-        config: Config,
-        beat: Callable[[], None] = lambda: None,
-        asked: Callable[[], bool] = lambda: False,
-    ) -> TokenTask:
-        """The task in tokens, with the config's settings for rewards; see there for the others."""
-        threads, seconds = config.reward_threads, config.reward_seconds
-        return TokenTask(self.task, self.tokenizer, threads, seconds, beat, asked)
-
-    def collator(self, collate: Collator) -> Collator:
-        """The same limits, with bins that spread evenly over the batch axes of the mesh."""
-        return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
-
-
-def parts(config: Config, data: str | Path = DATA) -> Parts:
-    """Makes the task (`data`: a folder or URL for data sets), tokenizer, mesh and architecture.
-
-    Reads no parameters. Raises a UserError if the task cannot be made.
-    """
-    base = "", None
-    if isinstance(config.model, Pretrained):
-        base = name, _ = config.model.name, config.model.revision
-        where = storage.local(name) if storage.is_url(name) else name
-        model = config.model
-        source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
-        shape = lora.beside(shape, config.model.lora)
-    else:
-        source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    definition, _ = qwen2.graph(shape, config.compute)
-    folder = storage.local(data)
-    with userfile.answering_for("the task cannot be made"):
-        task = config.task(folder)
-        check_members(task, "config: task")
-    storage.push(folder)
-    return Parts(task, words, shape, Policy(definition), mesh, source, base)
 
 
 class Splits(NamedTuple):
@@ -159,19 +172,29 @@ class Splits(NamedTuple):
     skipped: int
     checksum: str
 
+    def overlap(self, task: Task[Any]) -> str:
+        """A warning if a split has prompts of another, else an empty string.
 
-def splits(made: Parts, config: Config) -> Splits:
-    """The examples of a run; a UserError for the first whose prompt cannot be used."""
-    known = readable(made, _kept(made.task.train), config, "training")
-    test = askable(made, _kept(made.task.test), config)
-    prompt = lambda i: as_text(made.task.prompt(known[i]))
-    train, validation = _set_aside(known, prompt, config.evaluation.validation)
-    found = hashlib.sha256()
-    for source in (known, test):
-        for i in range(len(source)):
-            text = f"{made.task.prompt(source[i])}\0{written_out(source[i])}\0"
-            found.update(text.encode())
-    return Splits(train, validation, test, known.skipped, found.hexdigest())
+        Raises a UserError if all test prompts are trained on, for then the test says nothing.
+        """
+        train, validation, test = (
+            [as_text(task.prompt(source[i])) for i in range(len(source))]
+            for source in (self.train, self.validation, self.test)
+        )
+        known = set(train)
+        seen = sum(prompt in known for prompt in test)
+        if seen == len(test):
+            raise UserError(
+                f"the prompts of all {seen} test examples are in the training data: give the task a test set "
+                "of its own"
+            )
+        chosen_by = set(validation)
+        counts = (
+            (seen, "test prompts are in the training data"),
+            (sum(p in chosen_by for p in test), "test prompts are in the validation data"),
+        )
+        said = [f"{count} {what}" for count, what in counts if count]
+        return f"warning: {'; '.join(said)}" if said else ""
 
 
 def _kept(source: Source[E]) -> Source[E]:
@@ -206,30 +229,6 @@ def _set_aside(
     return Mapped(rest, get), Mapped([first for first, *_ in aside], get)
 
 
-def overlap(task: Task[Any], divided: Splits) -> str:
-    """A warning if a split has prompts of another, else an empty string.
-
-    Raises a UserError if all test prompts are trained on, for then the test says nothing.
-    """
-    train, validation, test = (
-        [as_text(task.prompt(source[i])) for i in range(len(source))] for source in divided[:3]
-    )
-    known = set(train)
-    seen = sum(prompt in known for prompt in test)
-    if seen == len(test):
-        raise UserError(
-            f"the prompts of all {seen} test examples are in the training data: give the task a test set "
-            "of its own"
-        )
-    chosen_by = set(validation)
-    counts = (
-        (seen, "test prompts are in the training data"),
-        (sum(p in chosen_by for p in test), "test prompts are in the validation data"),
-    )
-    said = [f"{count} {what}" for count, what in counts if count]
-    return f"warning: {'; '.join(said)}" if said else ""
-
-
 @dataclass(frozen=True)
 class Readable(Generic[E]):
     """The examples of a source whose prompts fit; `skipped` is the number of the others."""
@@ -245,16 +244,17 @@ class Readable(Generic[E]):
         return self.source[self.index[i]]
 
 
-def readable(made: Parts, source: Source[E], config: Config, name: str) -> Readable[E]:
+def readable(components: Components, source: Source[E], name: str) -> Readable[E]:
     """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
+    config, longest = components.config, components.shape.max_length
     responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
-    limit = max(0, min(config.collate.prompt_length, made.shape.max_length - max(responses)))
+    limit = max(0, min(config.collate.prompt_length, longest - max(responses)))
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
     kept, skipped = [], 0
     for i in range(len(source)):
-        length = _prompt_length(made, source, i, name)
+        length = _prompt_length(components, source, i, name)
         if 0 < length <= limit:
             kept.append(i)
         elif config.long_prompts == "refuse":
@@ -274,13 +274,13 @@ def readable(made: Parts, source: Source[E], config: Config, name: str) -> Reada
     return Readable(source, kept, skipped)
 
 
-def _prompt_length(made: Parts, source: Source[E], i: int, name: str) -> int:
+def _prompt_length(components: Components, source: Source[E], i: int, name: str) -> int:
     with userfile.answering_for(f"{name} example {i} has no prompt"):
-        prompt = made.task.prompt(source[i])
+        prompt = components.task.prompt(source[i])
         if not isinstance(prompt, str) and not _messages(prompt):
             kind = type(prompt).__name__
             raise TypeError(f"prompt() returned a {kind}, not a str or a list of messages")
-    return len(made.tokenizer.prompt(prompt))
+    return len(components.tokenizer.prompt(prompt))
 
 
 def _messages(prompt: Any) -> bool:
@@ -289,16 +289,17 @@ def _messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(fine, prompt))
 
 
-def askable(made: Parts, source: Source[E], config: Config) -> Source[E]:
+def askable(components: Components, source: Source[E]) -> Source[E]:
     """The test examples: only answered, so the model's context alone limits their prompts."""
-    whole, engine = made.shape.max_length, config.engine
+    config = components.config
+    whole, engine = components.shape.max_length, config.engine
     more = ""
     if isinstance(engine, Vllm) and engine.max_model_len is not None:
         more = ", raise the engine's max_model_len" if engine.max_model_len < whole else ""
         whole = min(whole, engine.max_model_len)
     response = config.collate.response_length
     for i in range(len(source)):
-        length = _prompt_length(made, source, i, "test")
+        length = _prompt_length(components, source, i, "test")
         if not 0 < length <= whole - response:
             raise UserError(
                 f"test example {i} has a prompt of {length} tokens, and {whole} is room for it and {response} to "
