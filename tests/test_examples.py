@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxrl_llm as jl
-from jaxrl_llm.learning import reinforce, update
+from jaxrl_llm.learning import update
 from jaxrl_llm.tasks.task import Reward
-from tests import public
+from tests import public, tiny
 
 GRPO = pathlib.Path(__file__).parents[1] / "examples" / "grpo.py"
 
@@ -61,7 +61,7 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
     )
     state = update.init_state(model.params, optimizer)
     collate = jl.Collator(grpo.PROMPT_LENGTH, grpo.RESPONSE_LENGTH, microbatches=2, pack=True)
-    step = reinforce.compiled(
+    step = tiny.step(
         model.policy,
         grpo.OBJECTIVE,
         optimizer,

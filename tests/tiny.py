@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.learning import update
+from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
 from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
@@ -140,3 +141,9 @@ def by_turn(logp, advantage, seen):
     return -advantage * jnp.exp(
         per_response.mean(logp - seen.old_logp, seen._replace(response=seen.turn))
     )
+
+
+def step(policy, objective, optimizer, collate, mesh, state, group_size, **settings):
+    """A step of reinforcement."""
+    made = programs(policy, objective, optimizer, like=state)
+    return reinforce.Step(made, objective, collate, mesh, group_size, **settings)

@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, losses
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Interactive
@@ -24,11 +23,25 @@ IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce
 
 
 @dataclass(frozen=True)
-class Programs:
-    """Compiled once: `batch` makes a rollout ready to learn from, `update` is the train step."""
+class Step:
+    """A step of imitation; cut demonstrations are not learned from. `frozen` is not trained."""
 
-    batch: Callable[[Rollout], update.Credited]
-    update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
+    programs: Programs
+    collate: Collator
+    mesh: Mesh
+    frozen: Any = None
+
+    def batch(self, rollout: Rollout) -> update.Credited:
+        """Demonstrations ready to learn from."""
+        batch = update.place(self.collate(rollout, rollout.finished), self.mesh)
+        everywhere = partial(sharding.replicated, mesh=self.mesh)
+        zero = everywhere(np.zeros(batch.layout.in_rows.shape, np.float32))
+        reward = everywhere(np.ones((len(rollout.responses), 1), np.float32))
+        return self.programs.credit(batch, reward, old_logp=zero)
+
+    def update(self, state: update.TrainState, credited: update.Credited) -> Any:
+        """The new state, and metrics by visit; the old state is donated."""
+        return self.programs.update(state, credited, frozen=self.frozen)
 
 
 def demonstrations(
@@ -59,32 +72,6 @@ def demonstrations(
     again = [each if fit else [] for fit, each in zip(fits, again, strict=False)]
     prompts = task.prompts(examples)
     return Rollout(prompts, responses, logps, fits, turns=turns, restarts=again)
-
-
-def compiled(
-    policy: Policy,
-    optimizer: optax.GradientTransformation,
-    collate: Collator,
-    mesh: Mesh,
-    like: update.TrainState,
-    frozen: Any = None,
-) -> Programs:
-    """The programs for states sharded like `like`; cut demonstrations are not learned from.
-
-    `frozen` are parameters that are not trained.
-    """
-    credit = update.make_credit(IMITATION)
-
-    def make_batch(rollout: Rollout) -> update.Credited:
-        batch = update.place(collate(rollout, rollout.finished), mesh)
-        everywhere = partial(sharding.replicated, mesh=mesh)
-        zero = everywhere(np.zeros(batch.layout.in_rows.shape, np.float32))
-        reward = everywhere(np.ones((len(rollout.responses), 1), np.float32))
-        return credit(batch, reward, old_logp=zero)
-
-    shardings = jax.tree.map(lambda x: x.sharding, like)
-    step = update.make_train_step(policy.logp(), IMITATION, optimizer, shardings=shardings)
-    return Programs(make_batch, partial(step, frozen=frozen))
 
 
 def describe(visits: Any, too_long: int) -> dict[str, Any]:

@@ -1,24 +1,23 @@
-"""One step of reinforcement: its compiled programs (batch, score, credit, update) and its metrics.
+"""One step of reinforcement: batch, score, credit, update, and its metrics.
 
 `training/loop.py` calls them in order, step after step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch, Collator
+from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.reward import Reward
@@ -28,18 +27,70 @@ FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "gra
 
 
 @dataclass(frozen=True)
-class Programs:
-    """The programs of a step; rewards are `[P,G]`, `score` returns `Seen` fields and metrics.
+class Step:
+    """A step of reinforcement between the responses and the new state.
 
-    `look(params, batch, reward, credited, rows)` returns numbers of these rows' tokens after the
-    update (`learning/tokens.py`).
+    `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
+    are not trained. With `sampler_ratios` `old_logp` is the sampler's. `learned_from` says which
+    responses count.
     """
 
-    batch: Callable[[Rollout, Sequence[Reward]], tuple[Batch, jax.Array]]
-    score: Callable[[Any, Batch], tuple[dict[str, Any], dict[str, Any]]]
-    credit: Callable[..., update.Credited]
-    update: Callable[[update.TrainState, update.Credited], tuple[update.TrainState, Any]]
-    look: Callable[..., dict[str, np.ndarray]]
+    programs: Programs
+    objective: Objective
+    collate: Collator
+    mesh: Mesh
+    group_size: int
+    reference: Any = None
+    frozen: Any = None
+    sampler_ratios: bool = False
+    drop_even_groups: bool = False
+
+    def batch(self, rollout: Rollout, rewards: Sequence[Reward]) -> tuple[Batch, jax.Array]:
+        """The batch on the devices, and its rewards `[P,G]`."""
+        keep = learned_from(rewards, self.group_size, self.drop_even_groups)
+        batch = update.place(self.collate(rollout, keep.tolist()), self.mesh)
+        reward = np.asarray([r.score for r in rewards], np.float32).reshape(-1, self.group_size)
+        return batch, sharding.replicated(reward, self.mesh)
+
+    def score(self, params: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of `Seen` by the policy and its reference, and metrics of them."""
+        now = self._scores(params, batch.inputs)
+        ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
+        old = _of_sampler(batch) if self.sampler_ratios else now.logp
+        seen = now._asdict() | {"old_logp": old, "ref_logp": ref}
+        seen = {name: x for name, x in seen.items() if x is not None and name != "logp"}
+        return seen, _describe_scores(batch, now, ref)
+
+    def credit(self, batch: Batch, reward: jax.Array, **seen: Any) -> update.Credited:
+        """The batch with advantages and weights: all that is constant in the parameters."""
+        return self.programs.credit(batch, reward, **seen)
+
+    def update(self, state: update.TrainState, credited: update.Credited) -> Any:
+        """The new state, and metrics by visit; the old state is donated."""
+        return self.programs.update(state, credited, frozen=self.frozen)
+
+    @cached_property
+    def look(self) -> Callable[..., dict[str, np.ndarray]]:
+        """`(params, batch, reward, credited, rows)`: numbers of these rows' tokens after the update."""
+        from jaxrl_llm.learning import tokens  # plans do without
+
+        return tokens.looking(self.objective, self._scores, self.mesh)
+
+    def _scores(self, trained: Any, inputs: Any) -> Any:
+        return self.programs.score(joined(trained, self.frozen), inputs)
+
+
+@jax.jit
+def _of_sampler(batch: Batch) -> jax.Array:
+    """The sampler's log-probs in the model's layout."""
+    return batch.layout.to_bins(batch.sampler_logp)
+
+
+@jax.jit
+def _describe_scores(batch: Batch, scores: Any, ref: Any) -> dict[str, jax.Array]:
+    scores, ref = jax.tree.map(batch.layout.to_rows, (scores, ref))
+    mismatch = metrics.describe_mismatch(scores.logp, batch.sampler_logp, batch.mask)
+    return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | mismatch
 
 
 def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
@@ -56,74 +107,6 @@ def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]
             f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or its "
             "answers are altered; look into that, then go on with --resume"
         )
-
-
-def compiled(
-    policy: Policy,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    collate: Collator,
-    mesh: Mesh,
-    like: update.TrainState,
-    *,
-    group_size: int,
-    reference: Any = None,
-    frozen: Any = None,
-    temperature: float = 1.0,
-    order: Callable[[int, int], np.ndarray] = update.interleaved,
-    sampler_ratios: bool = False,
-    drop_even_groups: bool = False,
-) -> Programs:
-    """The programs for states sharded like `like`.
-
-    `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
-    are not trained. With `sampler_ratios` `old_logp` is the sampler's. `learned_from` says which
-    responses count.
-    """
-    from jaxrl_llm.learning import tokens  # plans do without
-
-    score_once: Any = scoring(policy, objective, temperature)
-    sampled = jax.jit(lambda batch: batch.layout.to_bins(batch.sampler_logp))
-
-    @jax.jit
-    def describe(batch, scores, ref):
-        scores, ref = jax.tree.map(batch.layout.to_rows, (scores, ref))
-        mismatch = metrics.describe_mismatch(scores.logp, batch.sampler_logp, batch.mask)
-        return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | mismatch
-
-    def make_batch(rollout: Rollout, rewards: Sequence[Reward]):
-        keep = learned_from(rewards, group_size, drop_even_groups)
-        batch = update.place(collate(rollout, keep.tolist()), mesh)
-        reward = np.asarray([r.score for r in rewards], np.float32).reshape(-1, group_size)
-        return batch, sharding.replicated(reward, mesh)
-
-    def scores(trained: Any, inputs: Any):
-        return score_once(joined(trained, frozen), inputs)
-
-    def score(params: Any, batch: Batch):
-        now = scores(params, batch.inputs)
-        ref = None if reference is None else scores(reference, batch.inputs).logp
-        old = sampled(batch) if sampler_ratios else now.logp
-        seen = now._asdict() | {"old_logp": old, "ref_logp": ref}
-        seen = {name: x for name, x in seen.items() if x is not None and name != "logp"}
-        return seen, describe(batch, now, ref)
-
-    step = update.make_train_step(
-        policy.logp(temperature),
-        objective,
-        optimizer,
-        order=order,
-        shardings=jax.tree.map(lambda x: x.sharding, like),
-    )
-    credit = update.make_credit(objective)
-    look = tokens.looking(objective, scores, mesh)
-    return Programs(make_batch, score, credit, partial(step, frozen=frozen), look)
-
-
-def scoring(policy: Policy, objective: Objective, temperature: float) -> Callable[[Any, Any], Any]:
-    """The program that scores a batch; proxy log-probs only if the objective reads them."""
-    proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
-    return update.make_score(policy.scores(temperature, proxy=proxy))
 
 
 def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) -> np.ndarray:

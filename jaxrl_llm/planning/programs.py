@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.learning import reinforce, update
+from jaxrl_llm.learning import update
+from jaxrl_llm.learning.programs import Programs, programs
 from jaxrl_llm.models import logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.models.primitives import joined
@@ -273,10 +274,20 @@ class Step:
         program = slots.program(self.decoder.decode, stride)
         return self._sampled_by(program, self.weights, self.cache, *host)
 
-    def _score(self) -> jax.stages.Compiled:
+    @cached_property
+    def _programs(self) -> Programs:
         config = self.config
-        program: Any = reinforce.scoring(self.policy, config.loss, config.sampling.temperature)
-        return program.lower(self.params, self.batch.inputs).compile()
+        return programs(
+            self.policy,
+            config.loss,
+            config.optimizer,
+            like=self.state,
+            temperature=config.sampling.temperature,
+            order=config.order,
+        )
+
+    def _score(self) -> jax.stages.Compiled:
+        return self._programs.score.lower(self.params, self.batch.inputs).compile()
 
     @cached_property
     def _credit(self) -> jax.stages.Compiled:
@@ -286,18 +297,11 @@ class Step:
         scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
         shape = (config.prompts, config.group_size)
         reward = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self.mesh, P()))
-        program: Any = update.make_credit(objective)
+        program: Any = self._programs.credit
         return program.lower(batch, reward, **dict.fromkeys(["old_logp", *names], scores)).compile()
 
     def _update(self) -> jax.stages.Compiled:
-        config = self.config
-        program: Any = update.make_train_step(
-            self.policy.logp(config.sampling.temperature),
-            config.loss,
-            config.optimizer,
-            order=config.order,
-            shardings=jax.tree.map(lambda x: x.sharding, self.state),
-        )
+        program: Any = self._programs.update
         frozen = () if self.frozen is None else (self.frozen,)
         return program.lower(self.state, self.credited, *frozen).compile()
 

@@ -194,7 +194,7 @@ def compiled(
     reference = reference if plain.reads("ref_logp") else None
     logp = of.components.policy.logp(of.config.sampling.temperature)
     changed = replace(of.components, config=config)
-    training, score = changed.programs(of.state, reference), update.make_score(logp)
+    training, score = changed.step(of.state, reference), update.make_score(logp)
     credit = {name: update.make_credit(one) for name, one in tried.items()}
 
     def credited(sample: Answers) -> tuple[dict[str, Credited], Tokens]:

@@ -14,9 +14,10 @@ import numpy as np
 from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import reinforce, update
+from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
 from jaxrl_llm.models.primitives import joined
@@ -139,21 +140,32 @@ class Components:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
-    def programs(self, like: update.TrainState, reference: Any) -> reinforce.Programs:
-        """The programs of a step of reinforcement, for states sharded like `like`."""
+    def imitation(self, like: update.TrainState) -> imitate.Step:
+        """A step of the warm start, for states sharded like `like`."""
+        warm = self.config.warm_start
+        assert warm is not None
+        made = programs(self.policy, imitate.IMITATION, warm.optimizer, like=like)
+        return imitate.Step(made, self.collator(warm.collate), self.mesh, self.frozen)
+
+    def step(self, like: update.TrainState, reference: Any) -> reinforce.Step:
+        """A step of reinforcement, for states sharded like `like`."""
         config = self.config
-        return reinforce.compiled(
+        made = programs(
             self.policy,
             config.loss,
             config.optimizer,
-            self.collator(config.collate),
-            self.mesh,
-            like,
-            group_size=config.group_size,
-            reference=reference,
-            frozen=self.frozen,
+            like=like,
             temperature=config.sampling.temperature,
             order=config.order,
+        )
+        return reinforce.Step(
+            made,
+            config.loss,
+            self.collator(config.collate),
+            self.mesh,
+            config.group_size,
+            reference=reference,
+            frozen=self.frozen,
             sampler_ratios=config.ratios == "sampler",
             drop_even_groups=config.drop_even_groups,
         )

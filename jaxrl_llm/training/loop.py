@@ -73,14 +73,7 @@ def warm_start(
     data = Batches(examples, warm.batch, seed=config.seed)
     if start.cursor is not None:
         data.set_state(start.cursor.data)
-    programs = imitate.compiled(
-        components.policy,
-        warm.optimizer,
-        components.collator(warm.collate),
-        components.mesh,
-        state,
-        components.frozen,
-    )
+    learn = components.imitation(state)
     demonstrate = partial(
         imitate.demonstrations,
         task,
@@ -90,7 +83,7 @@ def warm_start(
 
     def prepare() -> tuple[update.Credited, int]:
         rollout = demonstrate(next(data))
-        return programs.batch(rollout), rollout.finished.count(False)
+        return learn.batch(rollout), rollout.finished.count(False)
 
     cursor = Cursor(data.get_state())
     recorder = Recorder(
@@ -111,7 +104,7 @@ def warm_start(
             distributed.check(stop)
             clock.restart()
             with clock("update"):
-                state, visits = programs.update(state, credited)
+                state, visits = learn.update(state, credited)
                 step += 1
                 cursor, cut = Cursor(data.get_state()), too_long
                 if step < warm.steps:
@@ -173,7 +166,7 @@ def reinforcement(
         state = update.init_state(params, config.optimizer, offload=config.offloads("optimizer"))
         save(step, state, stream.cursor())
     saved = step
-    programs = components.programs(state, reference)
+    learn = components.step(state, reference)
 
     def answer(examples: list[Any], nth: int) -> Answers:
         """This process's share of the responses to a draw, scored; a stop may discard it."""
@@ -251,13 +244,13 @@ def reinforcement(
             clock.restart()
             drawn, answers = draw()
             with clock("collate"):
-                batch, reward = programs.batch(answers.rollout, answers.rewards)
+                batch, reward = learn.batch(answers.rollout, answers.rewards)
             with clock("score"):
-                seen, described = jax.block_until_ready(programs.score(state.params, batch))
+                seen, described = jax.block_until_ready(learn.score(state.params, batch))
                 reinforce.require_our_policy(answers.rollout, step, described)
             with clock("update"):
-                credited = programs.credit(batch, reward, **seen)
-                state, visits = programs.update(state, credited)
+                credited = learn.credit(batch, reward, **seen)
+                state, visits = learn.update(state, credited)
                 step += 1
                 stream.advance()
                 recorder.flush()  # metrics of the previous step, while the devices work
@@ -267,7 +260,7 @@ def reinforcement(
                 host |= reinforce.describe_learned(answers, drawn)
             host |= {"lag": step - 1 - answers.rollout.version}
             recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
-            show(step, answers, partial(programs.look, state.params, batch, reward, credited))
+            show(step, answers, partial(learn.look, state.params, batch, reward, credited))
             try:
                 if stream.ahead < 2:  # the next step samples with the newest weights
                     with clock("rollout"):

@@ -21,7 +21,7 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm.cli import view
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning import optimizers, reinforce, tokens, update
+from jaxrl_llm.learning import optimizers, tokens, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models import tokenizer as tokenizers
@@ -65,7 +65,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
     with jax.set_mesh(mesh):
         state = update.init_state(jax.tree.map(jnp.copy, before), optimizer)
         reference = jax.tree.map(lambda x: 1.01 * x, before)
-        programs = reinforce.compiled(
+        programs = tiny.step(
             Policy(), OBJECTIVE, optimizer, tiny.collator(shards=shards, pack=pack), mesh, state,
             group_size=4, reference=reference,
         )  # fmt: skip

@@ -15,7 +15,6 @@ import rich.console
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError
-from jaxrl_llm.learning import reinforce
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
@@ -72,11 +71,18 @@ class Trial:
         vars(self.config).update(changes)
         self.config.last_step = self.config.steps
         self.config.draws_more = Config.draws_more.fget(self.config)
+        step = SimpleNamespace(
+            batch=lambda rollout, rewards=None: (rollout, rewards) if rewards else rollout,
+            score=lambda params, batch: ({}, {}),
+            credit=lambda batch, reward: batch,
+            update=lambda *args: self.update(*args),
+            look=lambda *_: {},
+        )
         self.components = SimpleNamespace(
             config=self.config, token_task=lambda *_: TokenTask(task(), WORDS),
             sampling=lambda: Sampling(stop=(WORDS.eos,)), policy=None, collator=lambda _: None, mesh=None,
             initial_params=lambda: jnp.int32(0), frozen=None, merged=lambda params: params, task=None,
-            programs=lambda *_: reinforce.compiled(),
+            step=lambda *_: step, imitation=lambda *_: step,
         )  # fmt: skip
         self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
         self.sampler.counters, self.sampler.sync = {}, {}
@@ -148,15 +154,6 @@ def trial(tmp_path, monkeypatch):
         trials.append(Trial(tmp_path, **how))
         return trials[-1]
 
-    programs = SimpleNamespace(
-        batch=lambda rollout, rewards=None: (rollout, rewards) if rewards else rollout,
-        score=lambda params, batch: ({}, {}),
-        credit=lambda batch, reward: batch,
-        update=lambda *args: trials[-1].update(*args),
-        look=lambda *_: {},
-    )
-    for module in (loop.reinforce, loop.imitate):
-        monkeypatch.setattr(module, "compiled", lambda *_, **__: programs)
     monkeypatch.setattr(
         loop.reinforce, "describe_update", lambda visits, described, host: {"updates": 1, **host}
     )

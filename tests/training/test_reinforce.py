@@ -28,7 +28,7 @@ def sampled(rows=8):
 
 
 class Policy:
-    """The tiny model, as `compiled` asks for it."""
+    """The tiny model, as a step asks for it."""
 
     def logp(self, temperature=1.0):
         return partial(tiny.policy()[0], temperature=temperature)
@@ -91,7 +91,7 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     objective = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
     params = tiny.policy()[1]
     state = update.init_state(params, optimizer := optimizers.adamw(1e-2))
-    programs = reinforce.compiled(
+    programs = tiny.step(
         Policy(), objective, optimizer, Collator(8, 14, minibatches=2, pack=pack, round_to=4), MESH, state,
         group_size=2, reference=jax.tree.map(lambda x: 1.01 * x, params), drop_even_groups=True,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
     optimizer = optimizers.adamw(1e-2)
     state = update.init_state(tiny.policy()[1], optimizer)
     for its_own in (False, True):
-        programs = reinforce.compiled(
+        programs = tiny.step(
             Policy(), Objective(advantages.grpo), optimizer, Collator(8, 14, round_to=4), MESH, state,
             group_size=2, sampler_ratios=its_own,
         )  # fmt: skip

@@ -1,0 +1,48 @@
+"""The jitted programs of a training step, for one policy, objective and optimizer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxrl_llm.learning import update
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.objectives import Objective
+
+
+class Programs(NamedTuple):
+    """What runs on the devices in a step; `learning/update.py` has each.
+
+    `score(params, inputs)` are log-probs and entropies, `credit(batch, reward, **scores)` all that
+    is constant in the parameters, `update(state, credited, frozen)` the new state and metrics.
+    """
+
+    score: Any
+    credit: Callable[..., update.Credited]
+    update: Callable[..., tuple[update.TrainState, Any]]
+
+
+def programs(
+    policy: Policy,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    like: update.TrainState,
+    temperature: float = 1.0,
+    order: Callable[[int, int], np.ndarray] = update.interleaved,
+) -> Programs:
+    """The programs for states sharded like `like`; proxy log-probs are scored where they are read."""
+    proxy = objective.proxy if objective.reads("proxy_logp") else 0.0
+    return Programs(
+        update.make_score(policy.scores(temperature, proxy=proxy)),
+        update.make_credit(objective),
+        update.make_train_step(
+            policy.logp(temperature),
+            objective,
+            optimizer,
+            order=order,
+            shardings=jax.tree.map(lambda x: x.sharding, like),
+        ),
+    )
