@@ -5,9 +5,9 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.opened import DataFolder, opened
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA
+from jaxrl_llm.training.folder import RunFolder
 
 
 def run(words: list[str]) -> None:
@@ -56,17 +56,17 @@ def main(
         raise UserError(
             f"--prompts {prompts} --batches {batches} --tokens {tokens}: they are counts, the last two from 1 on"
         )
-    folder, console = folders.at(run), terminal.plain()
-    target = folder / "analysis" if out is None else storage.local(out)
+    folder, console = RunFolder(run), terminal.plain()
+    target = folder.path / "analysis" if out is None else storage.local(out)
     with opened(run, data, step) as (components, sampler, chosen):
         if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)
         with console.status("sampling") as status:
-            state = folders.state(folder, components, chosen)
+            state = folder.state(components, chosen)
             if fresh:
                 state = update.init_state(state.params, components.config.optimizer)
-            reference = folders.initial(folder, components)
+            reference = folder.initial_params(components)
             found = {"run": run, "step": chosen, "alpha": alpha, "eta": eta}
             found |= {"seed": seed, "batches": batches}
             found |= analysis.measure(

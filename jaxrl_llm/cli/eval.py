@@ -1,6 +1,5 @@
 """`jaxrl-llm eval`: accuracy of a run's policy on its test examples or on published problems."""
 
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.cli import parse
@@ -11,9 +10,9 @@ from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.tasks.task import Source
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import tables, terminal
 from jaxrl_llm.training.components import DATA, Components, askable
+from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop
 
 TEST = "test"  # names the run's own test examples in the table
@@ -51,7 +50,7 @@ def main(
         data: where data sets are kept.
     """
     console = terminal.plain()
-    folder = folders.at(run)
+    folder = RunFolder(run)
     if last and step is not None:
         raise UserError("eval: give either --step or --last")
     if samples is not None and samples < 0:
@@ -68,7 +67,7 @@ def main(
         table: dict[int, dict[str, Result]] = {}
         for number in steps:
             if table:
-                chosen, params = folders.params(folder, components, number)
+                chosen, params = folder.params(components, number)
                 sampler.push(params, chosen)
                 del params
             with console.status(f"step {chosen}"):
@@ -96,13 +95,13 @@ def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:
     return found, found.load(source)
 
 
-def _last(folder: Path, count: int) -> list[int]:
+def _last(folder: RunFolder, count: int) -> list[int]:
     """Steps of the last `count` regular checkpoints; a UserError if the run keeps fewer."""
-    config = folders.reopen(folder)
-    steps = [step for step in folders.checkpoints(folder).steps if config.saves(step)]
+    config = folder.config()
+    steps = [step for step in folder.checkpoints().steps if config.saves(step)]
     if not 0 < count <= min(config.keep_checkpoints, len(steps)):
         raise UserError(
-            f"--last {count}: {folder} has regular checkpoints of {steps} and keeps the last "
+            f"--last {count}: {folder.path} has regular checkpoints of {steps} and keeps the last "
             f"{config.keep_checkpoints} (save_every and keep_checkpoints in its config)"
         )
     return steps[-count:]

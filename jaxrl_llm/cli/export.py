@@ -8,7 +8,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, lora
-from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.folder import MODEL, RunFolder
 
 
 def run(words: list[str]) -> None:
@@ -39,16 +39,16 @@ def main(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
-    here, there = folders.at(run), storage.local(target)
-    chosen, shape, params = folders.weights(here, step)
-    model, kind = here / "model", jax.numpy.dtype(dtype)
+    folder, there = RunFolder(run), storage.local(target)
+    chosen, shape, params = folder.weights(step)
+    model, kind = folder.path / MODEL, jax.numpy.dtype(dtype)
     if shape.lora is None:
         if merge:
             raise UserError(f"{run} has no adapters: leave --merge out")
         hf.export(params, shape, there, source=model, dtype=kind)
     elif merge:
         mesh = jax.tree.leaves(params)[0].sharding.mesh
-        whole = hf.load(folders.base(here), shape, mesh, "float32")
+        whole = hf.load(folder.base(), shape, mesh, "float32")
         whole = lora.merge(whole, shape.lora, params)
         hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
     else:

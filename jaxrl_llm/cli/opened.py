@@ -8,9 +8,9 @@ import jax
 import tyro
 
 from jaxrl_llm.rollouts.sampler import Sampler
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import record
 from jaxrl_llm.training.components import Components
+from jaxrl_llm.training.folder import RunFolder
 
 DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
@@ -18,14 +18,14 @@ DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 @contextmanager
 def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
     """A run's components, a sampler with the weights of `step` (None: the best), and that step."""
-    here = folders.at(where)
-    components = Components.make(folders.reopen(here), data)
-    folders.require_model(here, components)
-    record.require_given(here, record.modules())
+    folder = RunFolder(where)
+    components = Components.make(folder.config(), data)
+    folder.require_model(components)
+    record.require_given(folder.path, record.modules())
     with (
         jax.set_mesh(components.mesh),
-        components.config.engine.start(components.policy, components.mesh, here) as sampler,
+        components.config.engine.start(components.policy, components.mesh, folder.path) as sampler,
     ):
-        chosen, params = folders.params(here, components, step)
+        chosen, params = folder.params(components, step)
         sampler.push(params, chosen)
         yield components, sampler, chosen

@@ -4,7 +4,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training import curves
-from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.folder import RunFolder
 
 
 def run(words: list[str]) -> None:
@@ -22,5 +22,5 @@ def main(runs: tuple[str, ...], /, *, out: str = curves.PICTURE) -> None:
     if not runs:
         raise UserError("plot wants the folders of one or several runs")
     with storage.sent(out) as target:
-        curves.draw([folders.at(run) for run in runs], target)
+        curves.draw([RunFolder(run).path for run in runs], target)
     print(f"written to {out}")

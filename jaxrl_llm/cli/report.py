@@ -3,7 +3,7 @@
 from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.research import report
-from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.folder import RunFolder
 
 
 def run(words: list[str]) -> None:
@@ -22,5 +22,5 @@ def main(folder: str, /, *, out: str = "report.html") -> None:
         out: the page to write, a file or URL.
     """
     with storage.sent(out) as target:
-        storage.write(target, report.html(folders.at(folder)))
+        storage.write(target, report.html(RunFolder(folder).path))
     print(f"written to {out}: open it in a browser")

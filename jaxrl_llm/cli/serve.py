@@ -16,9 +16,9 @@ from jaxrl_llm.rollouts.vllm import client
 from jaxrl_llm.rollouts.vllm.client import Patience
 from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 from jaxrl_llm.rollouts.vllm.sync import write_folder
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA, Components
+from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop, stoppable
 
 
@@ -68,7 +68,7 @@ def _first_weights(options: Options, components: Components, dtype: str, target:
         if options.run is None:
             params = components.merged(components.initial_params())
         else:
-            _, params = folders.params(folders.at(options.run), components)
+            _, params = RunFolder(options.run).params(components)
         model = components.policy.served(1)
         write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
     return target

@@ -98,10 +98,10 @@ def _resumed(options: Options, path: Path) -> Path | None:
     """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
     if options.resume is False:
         return None
-    from jaxrl_llm.training import folder as folders
+    from jaxrl_llm.training.folder import RunFolder
 
-    folder = folders.at(options.where(path))
-    return folder if folders.resumable(folder) else None
+    folder = RunFolder(options.where(path))
+    return folder.path if folder.holds_run else None
 
 
 def main(options: Options, config: Config, source: Source) -> None:

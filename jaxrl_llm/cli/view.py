@@ -10,7 +10,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import page
-from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.folder import RunFolder
 
 
 def run(words: list[str]) -> None:
@@ -50,7 +50,7 @@ def main(
 
 
 def _folders(runs: tuple[str, ...]) -> list[Path]:
-    return [folders.at(run) for run in runs]
+    return [RunFolder(run).path for run in runs]
 
 
 class Server(http.server.ThreadingHTTPServer):

@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.training import curves, journal, tokens
-from jaxrl_llm.training import folder as folders
+from jaxrl_llm.training.folder import MODEL
 from jaxrl_llm.training.journal import REINFORCE
 
 CURVES = ("reward", "eval/accuracy", "entropy", "kl_reference", "length", "clip", "grad_norm")
@@ -106,7 +106,7 @@ def _as_of(folder: Path, step: int, changed: int) -> Written:
 
 @lru_cache
 def _tokenizer(folder: Path) -> tokenizer.Tokenizer:
-    return tokenizer.load(folder / folders.MODEL)
+    return tokenizer.load(folder / MODEL)
 
 
 def _column(name: str, steps: Sequence[tokens.Step], sampled: np.ndarray) -> np.ndarray:

@@ -37,149 +37,328 @@ from jaxrl_llm.training.record import CONFIG, Source
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
 WILD = "[]*?\\"  # orbax takes a path with these for a pattern, and misses its own files
 MODEL, FILES = "model", "files"
+FEW_READ = (ARRAYS, "tensorboard", "samples", "tokens")  # stay in a bucket until they are asked for
 SHARED = 60.0  # seconds within which all processes must see files of the first
 
 
-def at(where: str | Path) -> Path:
-    """The local folder of a run by path or URL; from a bucket without arrays and what few read."""
-    return storage.local(where, but=(ARRAYS, "tensorboard", "samples", "tokens"))
+class RunFolder:
+    """A run's folder, by path or URL: written by one process, read by any."""
 
+    def __init__(self, where: str | Path, *, bring: bool = True):
+        self.path = storage.local(where, but=FEW_READ, bring=bring)
 
-def resumable(folder: Path) -> bool:
-    """Whether the folder holds a run, so that a run there can only be resumed."""
-    return (folder / record.NAME).exists()
+    def pull(self) -> Path:
+        """Brings what others have written to a bucket until now; the folder."""
+        return storage.local(storage.spoken(self.path), but=FEW_READ)
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether there is a run, which can only be resumed."""
+        return (self.path / record.NAME).exists()
 
-@contextmanager
-def opened(
-    folder: Path,
-    components: Components,
-    source: Source | None,
-    given: Mapping[str, Any] | None = None,
-    *,
-    resume: bool,
-    origin: Path | None = None,
-) -> Iterator[None]:
-    """Starts or resumes the run in the folder, with this process as its only writer for the block.
+    @property
+    def initials(self) -> Checkpoints:
+        """The policy before reinforcement, as a checkpoint of its step."""
+        return Checkpoints(self.path / INITIAL)
 
-    `given` are checksums of what its numbers depend on beside the config. Raises a UserError if the
-    folder holds another run or, without `resume`, any other content.
-    """
-    if resume and not resumable(folder):
-        raise UserError(f"{folder} holds no run to resume: leave --resume out, or check --out")
-    if wild := sorted({*WILD} & {*str(folder.absolute())}):
-        raise UserError(
-            f"{folder}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
-        )
-    if not resume:
-        _require_new(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with storage.locked(folder):
-        at(storage.spoken(folder))  # pull again: another may have written until now
-        storage.clear(folder)
-        if resume:
-            run = record.continued(folder, record.read(folder), source, origin, given)
-            require_model(folder, components)
-            record.write(folder, run)
-        else:
-            _require_new(folder)
-            _start(folder, components, source, origin, given)
-        storage.push(folder)
-        try:
-            yield
-        finally:
-            storage.push(folder)
+    @contextmanager
+    def open(
+        self,
+        components: Components,
+        source: Source | None,
+        given: Mapping[str, Any] | None = None,
+        *,
+        resume: bool,
+        init_from: "RunFolder | None" = None,
+    ) -> Iterator[None]:
+        """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
-
-def wait_for(folder: Path, identity: str | None) -> None:
-    """Returns when this process sees the run that the first has opened, by its id.
-
-    Raises a UserError if the folder is another here, or still empty after a minute.
-    """
-    until = time.monotonic() + SHARED
-    while (found := record.identity(at(storage.spoken(folder)))) != identity:
-        if (storage.shared(folder) and found is not None) or time.monotonic() > until:
+        `given` are checksums of what its numbers depend on beside the config. Raises a UserError if the
+        self.path holds another run or, without `resume`, any other content.
+        """
+        other = init_from and init_from.path
+        if resume and not self.holds_run:
             raise UserError(
-                f"{folder} is another folder here: --out has to be storage that all processes see"
+                f"{self.path} holds no run to resume: leave --resume out, or check --out"
             )
-        time.sleep(1.0)
-
-
-def _require_new(folder: Path) -> None:
-    """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
-    if resumable(folder):
-        if any((folder / CHECKPOINTS).glob("*")) or _reinforced(folder):
+        if wild := sorted({*WILD} & {*str(self.path.absolute())}):
             raise UserError(
-                f"{folder} already holds a run: add --resume to go on, or choose another --out"
+                f"{self.path}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
             )
-        return
-    there = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    begun = storage.LOCK in there or not storage.shared(folder)  # by a killed process
-    left = there - ({storage.LOCK, CONFIG, FILES, MODEL} if begun else set())
-    if any(not re.fullmatch(r"\..*\.new|stacks-\d+\.txt", name) for name in left):
-        raise UserError(f"{folder} is not empty and holds no run: choose a new folder as --out")
+        if not resume:
+            self._require_new()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with storage.locked(self.path):
+            self.pull()  # another may have written until now
+            storage.clear(self.path)
+            if resume:
+                run = record.continued(self.path, record.read(self.path), source, other, given)
+                self.require_model(components)
+                record.write(self.path, run)
+            else:
+                self._require_new()
+                self._start(components, source, other, given)
+            storage.push(self.path)
+            try:
+                yield
+            finally:
+                storage.push(self.path)
 
+    def wait_for(self, identity: str | None) -> None:
+        """Returns when this process sees the run that the first has opened, by its id.
 
-def _start(
-    folder: Path,
-    components: Components,
-    source: Source | None,
-    origin: Path | None,
-    given: Mapping[str, Any] | None,
-) -> None:
-    """Writes the files of a new run; run.json last, because it marks the folder as a run."""
-    run = record.new(source, origin, given)
-    components.tokenizer.save(folder / MODEL)
-    described = {
-        **_described(components),
-        "generation_config.json": {"eos_token_id": [*components.tokenizer.stops]},
-    }
-    for name, content in described.items():
-        storage.write(folder / MODEL / name, json.dumps(content, indent=2) + "\n")
-    if source is not None:
-        (folder / FILES).mkdir(exist_ok=True)
-        for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
-            mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
-            storage.write(folder / copy, Path(original).read_bytes(), mode=mode)
-    record.write(folder, run)
-
-
-def require_model(folder: Path, components: Components) -> None:
-    """A UserError if the run has another model or tokenizer, or adapters that have another base now."""
-    ours, adapted = _described(components), (folder / MODEL / lora.CONFIG).exists()
-    if adapted != (lora.CONFIG in ours):
-        raise UserError(
-            f"{folder} is a run {'of' if adapted else 'without'} adapters, unlike the config: use the config and "
-            "flags it was started with"
-        )
-    for file, described in ours.items():
-        there = hf.record(folder / MODEL / file)
-        for name, value in described.items():
-            if there.get(name) != value:
+        Raises a UserError if the folder is another here, or still empty after a minute.
+        """
+        until = time.monotonic() + SHARED
+        while (found := record.identity(self.pull())) != identity:
+            if (storage.shared(self.path) and found is not None) or time.monotonic() > until:
                 raise UserError(
-                    f"{folder} is a run of another model: {name} is {there.get(name)} there and {value} in the "
-                    "config: use the config and flags it was started with"
+                    f"{self.path} is another folder here: --out has to be storage that all processes see"
                 )
-    with tempfile.TemporaryDirectory() as ours:
-        components.tokenizer.save(Path(ours))
-        written = [where / "tokenizer.json" for where in (folder / MODEL, Path(ours))]
-        if written[0].read_bytes() != written[1].read_bytes():
-            raise UserError(f"{folder}: its tokenizer is another than that of the config")
-    if adapted:
-        record.require_given(
-            folder, {k: x for k, x in components.identity.items() if k == PRETRAINED}
+            time.sleep(1.0)
+
+    def _require_new(self) -> None:
+        """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
+        if self.holds_run:
+            if any((self.path / CHECKPOINTS).glob("*")) or self._reinforced():
+                raise UserError(
+                    f"{self.path} already holds a run: add --resume to go on, or choose another --out"
+                )
+            return
+        there = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        begun = storage.LOCK in there or not storage.shared(self.path)  # by a killed process
+        left = there - ({storage.LOCK, CONFIG, FILES, MODEL} if begun else set())
+        if any(not re.fullmatch(r"\..*\.new|stacks-\d+\.txt", name) for name in left):
+            raise UserError(
+                f"{self.path} is not empty and holds no run: choose a new folder as --out"
+            )
+
+    def _start(
+        self,
+        components: Components,
+        source: Source | None,
+        origin: Path | None,
+        given: Mapping[str, Any] | None,
+    ) -> None:
+        """Writes the files of a new run; run.json last, because it marks the folder as a run."""
+        run = record.new(source, origin, given)
+        components.tokenizer.save(self.path / MODEL)
+        described = {
+            **_described(components),
+            "generation_config.json": {"eos_token_id": [*components.tokenizer.stops]},
+        }
+        for name, content in described.items():
+            storage.write(self.path / MODEL / name, json.dumps(content, indent=2) + "\n")
+        if source is not None:
+            (self.path / FILES).mkdir(exist_ok=True)
+            for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
+                mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
+                storage.write(self.path / copy, Path(original).read_bytes(), mode=mode)
+        record.write(self.path, run)
+
+    def require_model(self, components: Components) -> None:
+        """A UserError if the run has another model or tokenizer, or adapters that have another base now."""
+        ours, adapted = _described(components), (self.path / MODEL / lora.CONFIG).exists()
+        if adapted != (lora.CONFIG in ours):
+            raise UserError(
+                f"{self.path} is a run {'of' if adapted else 'without'} adapters, unlike the config: "
+                "use the config and flags it was started with"
+            )
+        for file, described in ours.items():
+            there = hf.record(self.path / MODEL / file)
+            for name, value in described.items():
+                if there.get(name) != value:
+                    raise UserError(
+                        f"{self.path} is a run of another model: {name} is {there.get(name)} there and "
+                        f"{value} in the config: use the config and flags it was started with"
+                    )
+        with tempfile.TemporaryDirectory() as ours:
+            components.tokenizer.save(Path(ours))
+            written = [where / "tokenizer.json" for where in (self.path / MODEL, Path(ours))]
+            if written[0].read_bytes() != written[1].read_bytes():
+                raise UserError(f"{self.path}: its tokenizer is another than that of the config")
+        if adapted:
+            record.require_given(
+                self.path, {k: x for k, x in components.identity.items() if k == PRETRAINED}
+            )
+
+    def base(self) -> Path:
+        """The model that the run's adapters belong to; a UserError if it is another than at the start."""
+        run, config = record.read(self.path), lora.read_config(self.path / MODEL)[1]
+        name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
+        there = Path(run.get("folder", "")) / name
+        found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
+        found = hf.resolve(found, revision)
+        record.require_given(self.path, {PRETRAINED: hf.version(found)})
+        return found
+
+    def require_warm_start(self, components: Components, steps: int) -> None:
+        """A UserError unless the run ended a warm start of `steps` steps, with the same model."""
+        record.read(self.path)
+        if steps not in (found := self.initials.steps):
+            said = (
+                f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
+            )
+            raise UserError(f"--from {self.path}: {said}, that of the config has {steps}")
+        self.require_model(components)
+
+    def _reinforced(self) -> bool:
+        """Whether there are records of reinforcement; a checkpoint was whole before the first of them."""
+        return any(r["phase"] == REINFORCE for r in journal.read(self.path))
+
+    def require_at_most(self, first: int, steps: int, earlier: int | None = None) -> None:
+        """A UserError if the run has made more than `steps` steps after the `first` of a warm start.
+
+        By the step that it goes back to, if one is given; also if its checkpoints are not there.
+        """
+        where = self.path / CHECKPOINTS
+        there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
+        if not there and (dangling or self._reinforced()):
+            raise UserError(
+                f"{self.path} has records, and its checkpoints are gone: mount or put back {where}, "
+                "or start anew with another --out"
+            )
+        done = (max(there, default=0) if earlier is None else earlier) - first
+        if done > steps:
+            raise UserError(
+                f"{self.path} has made {done} steps of reinforcement, more than --steps {steps}: "
+                f"give --steps {done} or more, or leave it out"
+            )
+
+    def pinned(self, config: Config) -> Config:
+        """The config, with the sizes, the hub's commit and the day that the run in the folder began with."""
+        run = record.read(self.path)
+        config, model = config.sized(run["given"]), config.model
+        if not isinstance(model, Pretrained):
+            return config
+        day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None
+        revision = model.revision or _commit(run)
+        return replace(config, model=replace(model, revision=revision, day=model.day or day))
+
+    def config(self) -> Config:
+        """The config of a run, made by the run's own copies of its files, which are executed."""
+        run = record.read(self.path)
+        record.require_sources(self.path, run)
+        if run["config"] is None:
+            raise UserError(
+                f"{self.path} was made by a program, not by a config file: only that can open it"
+            )
+        path = Path(run["config"])
+        copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
+        copies[path] = self.path / CONFIG
+        begun_in = Path(run.get("folder", ""))
+        with userfile.instead(copies, begun_in):
+            make: Callable[..., Config] = configs.load(path)
+            made = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
+
+        def task(data: Path) -> Any:
+            with userfile.instead(copies, begun_in):
+                return made.task(data)
+
+        return self.pinned(replace(made, task=task))
+
+    def checkpoints(
+        self,
+        keep: int | None = None,
+        regular: Callable[[int], bool] = lambda step: True,
+        records: Callable[[], list[journal.Record]] | None = None,
+    ) -> Checkpoints:
+        """The checkpoints of a run, scored by its `records`, which are read if they are not given."""
+        known = records or (lambda: journal.read(self.path))
+        return Checkpoints(
+            self.path / CHECKPOINTS,
+            keep,
+            regular=regular,
+            scores=lambda: journal.fit(known(), regular),
         )
 
+    def params(self, components: Components, step: int | None = None) -> tuple[int, Any]:
+        """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
+        read = lambda there, s: there.restore(s, components.like, part="params")
+        chosen, found = self._restored(step, read)
+        return chosen, components.merged(found)
 
-def base(folder: Path) -> Path:
-    """The model that the run's adapters belong to; a UserError if it is another than at the start."""
-    run, config = record.read(folder), lora.read_config(folder / MODEL)[1]
-    name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
-    there = Path(run.get("folder", "")) / name
-    found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
-    found = hf.resolve(found, revision)
-    record.require_given(folder, {PRETRAINED: hf.version(found)})
-    return found
+    def state(self, components: Components, step: int | None = None) -> update.TrainState:
+        """The state for reinforcement at a checkpoint; in a warm start with a fresh optimizer state."""
+        optimizer = components.config.optimizer
+        like = update.state_like(components.like, optimizer)
+
+        def read(there: Checkpoints, chosen: int) -> update.TrainState:
+            if there.note(chosen)["phase"] == REINFORCE:
+                return there.restore(chosen, like)
+            return update.init_state(there.restore(chosen, like.params, part="params"), optimizer)
+
+        return self._restored(step, read)[1]
+
+    def init_from(self, where: str | Path | None, resuming: bool) -> "RunFolder | None":
+        """The run whose warm start is used, of a path or URL or as recorded; None without one.
+
+        Nothing of it is brought where it is not needed any more: it may be gone.
+        """
+        recorded = record.read(self.path)["from"] if resuming else None
+        if (where := where or recorded) is None:
+            return None
+        there = RunFolder(where, bring=False)
+        if storage.spoken(there.path) != recorded or not self.checkpoints().steps:
+            there.pull()
+        there.path = there.path.absolute()
+        return there
+
+    def reference_params(self, components: Components) -> Any:
+        """The reference policy's parameters, in the model's precision, where they are kept."""
+        params = self.initial_params(components)
+        if params is None:
+            raise UserError(
+                f"{self.path / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
+            )
+        params = components.policy.narrowed(params)
+        return sharding.to_hosts(params) if components.config.offloads("reference") else params
+
+    def initial_params(self, components: Components) -> Any:
+        """The parameters that reinforcement began with; None if none were saved."""
+        step, there = components.config.warm_steps, self.initials
+        if step not in distributed.from_first(lambda: there.steps):
+            return None
+        try:
+            return there.restore(step, components.like)
+        except DamageError as error:
+            raise UserError(
+                f"{there.folder / str(step)} is damaged ({reason(error)}): take it from a copy of the run"
+            ) from error
+
+    def weights(self, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
+        """`(step, shape, parameters)`, sharded over all devices; executes no file of the run.
+
+        Where the shape has adapters the parameters are theirs alone.
+        """
+        record.read(self.path)
+        shape = hf.load_shape(self.path / MODEL)
+        if (self.path / MODEL / lora.CONFIG).exists():
+            shape = replace(shape, lora=lora.read_config(self.path / MODEL)[0])
+        mesh = sharding.make_mesh(1, -1, 1)
+        like = sharding.params_like(lora.trained(shape), mesh)
+        chosen, found = self._restored(step, lambda there, s: there.restore(s, like, part="params"))
+        return chosen, shape, found
+
+    def _restored(
+        self, step: int | None, read: Callable[[Checkpoints, int], Any]
+    ) -> tuple[int, Any]:
+        there = self.checkpoints()
+        steps = there.steps
+        if not steps:
+            raise UserError(f"{self.path} has no checkpoint yet")
+        chosen = (there.best or steps[-1]) if step is None else step
+        if chosen not in steps:
+            raise UserError(f"{self.path} has no checkpoint of step {step}, only of {steps}")
+        try:
+            return chosen, read(there, chosen)
+        except DamageError as error:
+            others = [s for s in steps if s != chosen]
+            advice = f"try --step with one of {others}" if others else "there is no other"
+            found = f"is damaged ({reason(error)}): {advice}"
+            if chosen not in there.steps:
+                found = "was removed meanwhile: try again"
+            raise UserError(f"checkpoint {chosen} of {self.path} {found}") from error
 
 
 def _commit(run: record.Run) -> str | None:
@@ -194,182 +373,3 @@ def _described(components: Components) -> dict[str, dict[str, Any]]:
     if components.shape.lora is None:
         return found
     return found | {lora.CONFIG: lora.config_of(components.shape.lora, *components.base)}
-
-
-def require_warm_start(folder: Path, components: Components, steps: int) -> None:
-    """A UserError unless the run ended a warm start of `steps` steps, with the same model."""
-    record.read(folder)
-    if steps not in (found := Checkpoints(folder / INITIAL).steps):
-        said = f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
-        raise UserError(f"--from {folder}: {said}, that of the config has {steps}")
-    require_model(folder, components)
-
-
-def _reinforced(folder: Path) -> bool:
-    """Whether there are records of reinforcement; a checkpoint was whole before the first of them."""
-    return any(r["phase"] == REINFORCE for r in journal.read(folder))
-
-
-def require_at_most(folder: Path, first: int, steps: int, earlier: int | None = None) -> None:
-    """A UserError if the run has made more than `steps` steps after the `first` of a warm start.
-
-    By the step that it goes back to, if one is given; also if its checkpoints are not there.
-    """
-    where = folder / CHECKPOINTS
-    there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
-    if not there and (dangling or _reinforced(folder)):
-        raise UserError(
-            f"{folder} has records, and its checkpoints are gone: mount or put back {where}, or start anew with "
-            "another --out"
-        )
-    done = (max(there, default=0) if earlier is None else earlier) - first
-    if done > steps:
-        raise UserError(
-            f"{folder} has made {done} steps of reinforcement, more than --steps {steps}: give --steps {done} "
-            "or more, or leave it out"
-        )
-
-
-def pinned(folder: Path, config: Config) -> Config:
-    """The config, with the sizes, the hub's commit and the day that the run in the folder began with."""
-    run = record.read(folder)
-    config, model = config.sized(run["given"]), config.model
-    if not isinstance(model, Pretrained):
-        return config
-    day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None
-    revision = model.revision or _commit(run)
-    return replace(config, model=replace(model, revision=revision, day=model.day or day))
-
-
-def reopen(folder: Path) -> Config:
-    """The config of a run, made by the run's own copies of its files, which are executed."""
-    run = record.read(folder)
-    record.require_sources(folder, run)
-    if run["config"] is None:
-        raise UserError(
-            f"{folder} was made by a program, not by a config file: only that can open it"
-        )
-    path = Path(run["config"])
-    copies = {Path(original): folder / copy for original, copy in run["files"].items()}
-    copies[path] = folder / CONFIG
-    begun_in = Path(run.get("folder", ""))
-    with userfile.instead(copies, begun_in):
-        make: Callable[..., Config] = configs.load(path)
-        made = configs.build(make, folder / CONFIG, **record.flags_for(make, run["flags"]))
-
-    def task(data: Path) -> Any:
-        with userfile.instead(copies, begun_in):
-            return made.task(data)
-
-    return pinned(folder, replace(made, task=task))
-
-
-def checkpoints(
-    folder: Path,
-    keep: int | None = None,
-    regular: Callable[[int], bool] = lambda step: True,
-    records: Callable[[], list[journal.Record]] | None = None,
-) -> Checkpoints:
-    """The checkpoints of a run, scored by its `records`, which are read if they are not given."""
-    known = records or (lambda: journal.read(folder))
-    return Checkpoints(
-        folder / CHECKPOINTS,
-        keep,
-        regular=regular,
-        scores=lambda: journal.fit(known(), regular),
-    )
-
-
-def params(folder: Path, components: Components, step: int | None = None) -> tuple[int, Any]:
-    """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
-    read = lambda there, s: there.restore(s, components.like, part="params")
-    chosen, found = _restored(folder, step, read)
-    return chosen, components.merged(found)
-
-
-def state(folder: Path, components: Components, step: int | None = None) -> update.TrainState:
-    """The state for reinforcement at a checkpoint; in a warm start with a fresh optimizer state."""
-    optimizer = components.config.optimizer
-    like = update.state_like(components.like, optimizer)
-
-    def read(there: Checkpoints, chosen: int) -> update.TrainState:
-        if there.note(chosen)["phase"] == REINFORCE:
-            return there.restore(chosen, like)
-        return update.init_state(there.restore(chosen, like.params, part="params"), optimizer)
-
-    return _restored(folder, step, read)[1]
-
-
-def origin(folder: Path, given: str | Path | None, resuming: bool) -> Path | None:
-    """The folder of the run whose warm start is used: `given`, or as recorded; None without one.
-
-    Nothing of it is brought where it is not needed any more: it may be gone.
-    """
-    known = record.read(folder)["from"] if resuming else None
-    where = given or known
-    if where is None:
-        return None
-    here = storage.local(where, bring=False)
-    if storage.spoken(here) != known or not Checkpoints(folder / CHECKPOINTS).steps:
-        at(where)
-    return here.absolute()
-
-
-def reference(folder: Path, components: Components) -> Any:
-    """The reference policy's parameters, in the model's precision, where they are kept."""
-    params = initial(folder, components)
-    if params is None:
-        raise UserError(
-            f"{folder / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
-        )
-    params = components.policy.narrowed(params)
-    return sharding.to_hosts(params) if components.config.offloads("reference") else params
-
-
-def initial(folder: Path, components: Components) -> Any:
-    """The parameters that reinforcement began with; None if none were saved."""
-    step, there = components.config.warm_steps, Checkpoints(folder / INITIAL)
-    if step not in distributed.from_first(lambda: there.steps):
-        return None
-    try:
-        return there.restore(step, components.like)
-    except DamageError as error:
-        raise UserError(
-            f"{there.folder / str(step)} is damaged ({reason(error)}): take it from a copy of the run"
-        ) from error
-
-
-def weights(folder: Path, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
-    """`(step, shape, parameters)`, sharded over all devices; executes no file of the run.
-
-    Where the shape has adapters the parameters are theirs alone.
-    """
-    record.read(folder)
-    shape = hf.load_shape(folder / MODEL)
-    if (folder / MODEL / lora.CONFIG).exists():
-        shape = replace(shape, lora=lora.read_config(folder / MODEL)[0])
-    mesh = sharding.make_mesh(1, -1, 1)
-    like = sharding.params_like(lora.trained(shape), mesh)
-    chosen, found = _restored(folder, step, lambda there, s: there.restore(s, like, part="params"))
-    return chosen, shape, found
-
-
-def _restored(
-    folder: Path, step: int | None, read: Callable[[Checkpoints, int], Any]
-) -> tuple[int, Any]:
-    there = checkpoints(folder)
-    steps = there.steps
-    if not steps:
-        raise UserError(f"{folder} has no checkpoint yet")
-    chosen = (there.best or steps[-1]) if step is None else step
-    if chosen not in steps:
-        raise UserError(f"{folder} has no checkpoint of step {step}, only of {steps}")
-    try:
-        return chosen, read(there, chosen)
-    except DamageError as error:
-        others = [s for s in steps if s != chosen]
-        advice = f"try --step with one of {others}" if others else "there is no other"
-        found = f"is damaged ({reason(error)}): {advice}"
-        if chosen not in there.steps:
-            found = "was removed meanwhile: try again"
-        raise UserError(f"checkpoint {chosen} of {folder} {found}") from error

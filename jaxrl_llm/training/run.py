@@ -23,12 +23,12 @@ from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.tasks.task import as_text
-from jaxrl_llm.training import folder as folders
 from jaxrl_llm.training import loop, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
+from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
 from jaxrl_llm.training.loop import Point
@@ -62,9 +62,9 @@ def train(
     clock, (least, factor) = Clock(since=time.perf_counter()), stall
     stalled = partial(distributed.stalled, stop=stop)
     with clock, watched(clock, least=least, factor=factor, stalled=stalled):
-        folder = folders.at(out)
-        if resume is not False and folders.resumable(folder):
-            config = folders.pinned(folder, config)
+        folder = RunFolder(out)
+        if resume is not False and folder.holds_run:
+            config = folder.pinned(config)
         if isinstance(config.engine, Vllm) and config.engine.share:
             accelerators.leave(config.engine.share)
         distributed.require_joined()
@@ -86,9 +86,9 @@ def train(
             console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
         first = config.warm_steps
         resuming = distributed.from_first(
-            lambda: folders.resumable(folder) if resume == "auto" else resume is not False
+            lambda: folder.holds_run if resume == "auto" else resume is not False
         )
-        begun = folders.origin(folder, origin, resuming)
+        begun = folder.init_from(origin, resuming)
         given = {
             "the data of the task": splits.checksum,
             **components.identity,
@@ -96,32 +96,30 @@ def train(
             **modules(),
         }
         if distributed.count() > 1:
-            require_alike(new(source, begun, given), resume)
+            require_alike(new(source, begun and begun.path, given), resume)
         earlier = None if isinstance(resume, (bool, str)) else resume
         if resuming:
-            folders.require_at_most(folder, first, config.steps, earlier)
-        if begun is not None and not folders.checkpoints(folder).steps:
-            folders.require_warm_start(begun, components, first)
+            folder.require_at_most(first, config.steps, earlier)
+        if begun is not None and not folder.checkpoints().steps:
+            begun.require_warm_start(components, first)
         stop.save_seconds = 60 * config.save_minutes or math.inf
-        if storage.shared(folder):  # a mirror goes with its process
-            stop.stacks = folder / f"stacks-{distributed.index()}.txt"
+        if storage.shared(folder.path):  # a mirror goes with its process
+            stop.stacks = folder.path / f"stacks-{distributed.index()}.txt"
         with _told(folder, console), ExitStack() as stack:
             if distributed.first():
                 stack.enter_context(
-                    folders.opened(folder, components, source, given, resume=resuming, origin=begun)
+                    folder.open(components, source, given, resume=resuming, init_from=begun)
                 )
-            folders.wait_for(folder, distributed.from_first(lambda: identity(folder)))
+            folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
-            known = distributed.from_first(lambda: read(folder))
+            known = distributed.from_first(lambda: read(folder.path))
             journal = stack.enter_context(
-                Journal(folder, console, known, writes=distributed.first(), told=told)
+                Journal(folder.path, console, known, writes=distributed.first(), told=told)
             )
             checkpoints = stack.enter_context(
-                folders.checkpoints(
-                    folder, config.keep_checkpoints, config.saves, lambda: journal.records
-                )
+                folder.checkpoints(config.keep_checkpoints, config.saves, lambda: journal.records)
             )
-            initial = Checkpoints(folder / folders.INITIAL)
+            initial = folder.initials
             if distributed.first():
                 checkpoints.clean()
                 initial.clean()
@@ -143,7 +141,7 @@ def train(
                 stop.check()
 
             sampler = stack.enter_context(
-                config.engine.start(components.policy, components.mesh, folder, alive)
+                config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
             measure = partial(_measure, components, sampler, journal, clock, stop)
 
@@ -159,7 +157,7 @@ def train(
             params = None
             if start is None or start.phase == WARM_START:
                 if begun is not None:
-                    params = folders.initial(begun, components)
+                    params = begun.initial_params(components)
                 elif config.warm_start:
                     params = loop.warm_start(
                         components, splits.train, sampler, journal, stop, start,
@@ -174,7 +172,7 @@ def train(
                     with clock("save"):
                         initial.replace(first, params)
 
-            reference = folders.reference(folder, components) if config.keeps_reference else None
+            reference = folder.reference_params(components) if config.keeps_reference else None
             stack.enter_context(_saying_what_fits(components))
             loop.reinforcement(
                 components, splits.train, sampler, journal, stop, start or first, params, reference,
@@ -192,25 +190,25 @@ def train(
                 tested = _test(components, splits, sampler, journal, clock, checkpoints, stop)
             journal.say(clock.in_words())
             if distributed.first():
-                _summarise(config, folder, tested, checkpoints.best, journal)
-        return folder
+                _summarise(config, folder.path, tested, checkpoints.best, journal)
+        return folder.path
 
 
 @contextmanager
-def _told(folder: Path, console: rich.console.Console) -> Iterator[None]:
+def _told(folder: RunFolder, console: rich.console.Console) -> Iterator[None]:
     """For the block, says where a run that leaves is saved, and that its folder cannot be written to."""
     try:
         yield
     except Leaving:
-        known = folders.checkpoints(folder).steps
-        saved = f"stopped and saved in {storage.spoken(folder)}; go on with --resume"
+        known = folder.checkpoints().steps
+        saved = f"stopped and saved in {storage.spoken(folder.path)}; go on with --resume"
         console.print(saved if known else "stopped before there was anything to save")
         raise
     except OSError as error:
-        if error.filename and not Path(str(error.filename)).is_relative_to(folder):
+        if error.filename and not Path(str(error.filename)).is_relative_to(folder.path):
             raise
         raise UserError(
-            f"cannot write to {folder}: {first_line(error)}: make room or permit writing, then go on with "
+            f"cannot write to {folder.path}: {first_line(error)}: make room or permit writing, then go on with "
             "--resume"
         ) from error
 

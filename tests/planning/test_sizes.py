@@ -16,7 +16,8 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.planning import machines, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.rollouts.engines import Native, Vllm
-from jaxrl_llm.training import folder, loop, record
+from jaxrl_llm.training import loop, record
+from jaxrl_llm.training.folder import RunFolder
 from tests import tiny
 from tests.training import quick
 from tests.training.process import fails
@@ -189,7 +190,7 @@ def test_a_run_says_and_records_what_it_chose_and_keeps_to_it(
     assert (given["slots"], given["microbatches"]) == (8, 1)
 
     monkeypatch.setattr(sizes, "SLOTS", 3)
-    assert folder.reopen(tmp_path / "run").sizes == {"slots": 8, "microbatches": 1}
+    assert RunFolder(tmp_path / "run").config().sizes == {"slots": 8, "microbatches": 1}
     assert "microbatches=2 would fit" in fails(capsys, *train, "--resume")
     assert "micro-batch" not in capsys.readouterr().out
     assert record.read(tmp_path / "run")["given"] == given
@@ -204,7 +205,7 @@ def test_sizes_that_are_given_are_no_choice(config_file, tmp_path, monkeypatch, 
         main(["train", str(config_file), "--out", str(tmp_path / "run"), *sized])
     assert "micro-batch" not in capsys.readouterr().out
     assert not {"slots", "microbatches"} & record.read(tmp_path / "run")["given"].keys()
-    assert folder.reopen(tmp_path / "run").sizes == {"slots": 4, "microbatches": 2}
+    assert RunFolder(tmp_path / "run").config().sizes == {"slots": 4, "microbatches": 2}
 
 
 @pytest.mark.parametrize("memory", [2, 64])

@@ -12,8 +12,9 @@ import pytest
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import hf
-from jaxrl_llm.training import folder, record, run
+from jaxrl_llm.training import record, run
 from jaxrl_llm.training.components import Components
+from jaxrl_llm.training.folder import RunFolder
 from tests.training import quick
 from tests.training.process import QUICK, fails, metrics
 
@@ -34,7 +35,7 @@ def test_a_run_leaves_what_it_promises(whole):
     }
     assert last["mismatch_max"] < 1e-4
     assert last["share/stage1"] + last["share/stage2"] == pytest.approx(1.0, abs=1e-6)
-    assert tested["test/step"] == folder.checkpoints(whole).best
+    assert tested["test/step"] == RunFolder(whole).checkpoints().best
     assert [path.name for path in (whole / "initial").iterdir()] == ["4"]
 
 
@@ -85,7 +86,7 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
     exported = tmp_path / "hf"
     main(["export", str(out), str(exported), "--step", "10"])
     made = Components.make(quick.config(), tmp_path)
-    _, params = folder.params(whole, made, 10)
+    _, params = RunFolder(whole).params(made, 10)
     there = hf.load(exported, hf.load_shape(exported), made.mesh)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, there))
     ends = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, sharding, tokenizer
 from jaxrl_llm.models.qwen2 import Lora
-from jaxrl_llm.training import folder, record, tokens
+from jaxrl_llm.training import record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.components import DAY, Components
+from jaxrl_llm.training.folder import CHECKPOINTS, INITIAL, RunFolder
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
 from tests.training.conftest import forget
@@ -47,8 +49,9 @@ def opening(made, tmp_path):
         out=None, source: Source | None = SOURCE, *, resume=True, origin=None, components=made
     ):
         out = tmp_path / "run" if out is None else out
-        with folder.opened(
-            out, components, source, components.identity, resume=resume, origin=origin
+        other = RunFolder(origin) if isinstance(origin, Path) else origin
+        with RunFolder(out).open(
+            components, source, components.identity, resume=resume, init_from=other
         ):
             pass
         return out
@@ -81,11 +84,11 @@ def test_what_a_killed_writer_left_is_cleared_away(begun, opening):
 
 
 def test_a_run_is_opened_again_as_it_was_started(begun, opening):
-    assert folder.resumable(begun)
+    assert RunFolder(begun).holds_run
     assert {p.name for p in begun.iterdir()} == {"run.json", "config.py", "files", "model", "lock"}
     opening()
     assert [session["lengths"] for session in record.read(begun)["sessions"]] == [{"steps": 6}] * 2
-    assert folder.reopen(begun).steps == 6
+    assert RunFolder(begun).config().steps == 6
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_only_lengths_may_be_given_anew(begun, opening, flags, said):
     else:
         opening(source=replace(SOURCE, flags=flags))
         assert record.read(begun)["flags"] == flags
-        assert folder.reopen(begun).steps == 9
+        assert RunFolder(begun).config().steps == 9
 
 
 FLAGS: list[tuple[Any, Any]] = [
@@ -240,9 +243,9 @@ def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
     record.write(tmp_path, record.new(None, given=began_with) | {"sums": {}})
     hub, branch = config.Pretrained("Qwen/x"), config.Pretrained("Qwen/x", "main")
     for model, found in ((hub, "abc"), (branch, "main")):
-        made = folder.pinned(tmp_path, replace(quick.config(), model=model))
+        made = RunFolder(tmp_path).pinned(replace(quick.config(), model=model))
         assert made.model == config.Pretrained("Qwen/x", found)
-    assert folder.pinned(tmp_path, quick.config()).model == quick.config().model
+    assert RunFolder(tmp_path).pinned(quick.config()).model == quick.config().model
 
 
 def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
@@ -252,7 +255,7 @@ def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
     record.write(tmp_path, record.new(None, given={DAY: "2024-07-26"}))
     day = datetime.date(2024, 7, 26)
     model, other = config.Pretrained("x"), config.Pretrained("x", day=datetime.date(2024, 1, 1))
-    pinned = lambda model: folder.pinned(tmp_path, replace(quick.config(), model=model)).model
+    pinned = lambda model: RunFolder(tmp_path).pinned(replace(quick.config(), model=model)).model
     assert pinned(model) == replace(model, day=day)
     assert pinned(other) == other
 
@@ -326,13 +329,13 @@ def test_a_run_that_has_saved_something_is_not_started_again(begun, opening):
 
 def test_a_run_without_a_checkpoint_has_no_policy(begun, made):
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        folder.params(begun, made)
+        RunFolder(begun).params(made)
 
 
 def test_weights_are_read_of_a_run_alone(begun):
     (begun / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged: take it from a copy"):
-        folder.weights(begun)
+        RunFolder(begun).weights()
 
 
 def filled(like, value):
@@ -343,7 +346,7 @@ def filled(like, value):
 def two(begun, made):
     """A run with checkpoints of its warm start (1) and of reinforcement (2); the first scored best."""
     optimizer = quick.config().optimizer
-    with Checkpoints(begun / folder.CHECKPOINTS) as there:
+    with Checkpoints(begun / CHECKPOINTS) as there:
         for step, phase in ((1, "warm_start"), (2, "reinforce")):
             state = update.init_state(filled(made.like, step), optimizer)
             there.save(step, state._replace(step=jnp.int32(7)), {"phase": phase})
@@ -360,17 +363,17 @@ def value(params):
 
 def test_the_best_policy_is_read_unless_another_is_asked_for(two, made):
     for asked, expected in ((None, 1), (2, 2)):
-        step, params = folder.params(two, made, asked)
+        step, params = RunFolder(two).params(made, asked)
         assert (step, value(params)) == (expected, expected)
-    assert value(folder.weights(two)[2]) == 1.0
+    assert value(RunFolder(two).weights()[2]) == 1.0
     with pytest.raises(UserError, match=r"has no checkpoint of step 3, only of \[1, 2\]"):
-        folder.params(two, made, 3)
+        RunFolder(two).params(made, 3)
     (two / "metrics.jsonl").unlink()
-    assert folder.params(two, made)[0] == 2
+    assert RunFolder(two).params(made)[0] == 2
 
 
 def test_the_state_of_a_warm_start_has_a_fresh_optimizer(two, made):
-    read = lambda step: folder.state(two, made, step)
+    read = lambda step: RunFolder(two).state(made, step)
     assert [int(read(step).step) for step in (1, 2)] == [0, 7]
     assert [value(read(step).params) for step in (1, 2)] == [1.0, 2.0]
 
@@ -380,18 +383,18 @@ def test_a_damaged_checkpoint_comes_with_the_others(two, made):
         for path in (two / "checkpoints" / str(step)).rglob("d/*"):
             path.write_bytes(b"")
         with pytest.raises(UserError, match=rf"checkpoint {step} of .* is damaged .*: {advice}"):
-            folder.params(two, made)
+            RunFolder(two).params(made)
         shutil.rmtree(two / "checkpoints" / "1", ignore_errors=True)
 
 
 def test_a_run_has_made_no_more_steps_than_it_is_asked_for(two):
-    folder.require_at_most(two, 1, 1)
-    folder.require_at_most(two, 0, 1, earlier=1)
+    RunFolder(two).require_at_most(1, 1)
+    RunFolder(two).require_at_most(0, 1, earlier=1)
     for earlier in (None, 2):
         with pytest.raises(
             UserError, match="has made 2 steps of reinforcement, more than --steps 1"
         ):
-            folder.require_at_most(two, 0, 1, earlier)
+            RunFolder(two).require_at_most(0, 1, earlier)
 
 
 @pytest.mark.parametrize("how", ["gone", "linked", "empty"])
@@ -403,11 +406,11 @@ def test_records_of_reinforcement_without_a_checkpoint_are_never_thrown_away(two
     if how == "empty":
         (two / "checkpoints").mkdir()
     with pytest.raises(UserError, match="its checkpoints are gone: mount or put back"):
-        folder.require_at_most(two, 0, 6)
+        RunFolder(two).require_at_most(0, 6)
     refused(opening, "already holds a run", resume=False)
     (two / "metrics.jsonl").write_text('{"step": 1, "phase": "warm_start", "loss": 0.5}\n')
     with pytest.raises(UserError) if how == "linked" else contextlib.nullcontext():
-        folder.require_at_most(two, 0, 6)  # killed before it had saved anything
+        RunFolder(two).require_at_most(0, 6)  # killed before it had saved anything
 
 
 def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, made, monkeypatch):
@@ -420,63 +423,63 @@ def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, ma
 
     monkeypatch.setattr(Checkpoints, "restore", pruned)
     with pytest.raises(UserError, match=r"checkpoint 1 of .* was removed meanwhile: try again"):
-        folder.params(two, made)
+        RunFolder(two).params(made)
 
 
 def test_the_reference_is_the_policy_before_reinforcement(begun, made, monkeypatch):
     with pytest.raises(UserError, match="initial, the policy before reinforcement, is gone"):
-        folder.reference(begun, made)
-    assert folder.initial(begun, made) is None
-    with Checkpoints(begun / folder.INITIAL) as there:
+        RunFolder(begun).reference_params(made)
+    assert RunFolder(begun).initial_params(made) is None
+    with Checkpoints(begun / INITIAL) as there:
         there.save(4, filled(made.like, 3), {})
         there.save(8, filled(made.like, 5), {})  # of a run that began here before, and was killed
-    assert value(folder.initial(begun, made)) == 3.0
-    assert folder.initial(begun, replace(made, config=quick.config(warm_steps=0))) is None
-    assert value(folder.reference(begun, made)) == 3.0
+    assert value(RunFolder(begun).initial_params(made)) == 3.0
+    assert RunFolder(begun).initial_params(replace(made, config=quick.config(warm_steps=0))) is None
+    assert value(RunFolder(begun).reference_params(made)) == 3.0
     monkeypatch.setattr(sharding, "to_hosts", lambda params: "in the hosts' memory")
     offloads = replace(made, config=replace(made.config, offload="reference"))
-    found = folder.reference(begun, offloads)
+    found = RunFolder(begun).reference_params(offloads)
     assert found == "in the hosts' memory"
-    assert value(folder.reference(begun, made)) == 3.0
+    assert value(RunFolder(begun).reference_params(made)) == 3.0
 
 
 def test_where_a_run_began_is_as_given_or_as_recorded(begun, tmp_path):
-    assert folder.origin(tmp_path / "new", None, resuming=False) is None
-    assert folder.origin(begun, None, resuming=True) is None
-    assert folder.origin(begun, tmp_path, resuming=True) == tmp_path
+    assert RunFolder(tmp_path / "new").init_from(None, resuming=False) is None
+    assert RunFolder(begun).init_from(None, resuming=True) is None
+    assert RunFolder(begun).init_from(tmp_path, resuming=True).path == tmp_path
 
 
 def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wire, monkeypatch):
     """Though the bucket of that is away."""
     url = f"s3://{s3.BUCKET}/origin"
-    with folder.opened(folder.at(url), made, SOURCE, resume=False):
-        out = opening(resume=False, origin=folder.at(url))
-    with Checkpoints(out / folder.CHECKPOINTS) as there:
+    with RunFolder(url).open(made, SOURCE, resume=False):
+        out = opening(resume=False, origin=RunFolder(url).path)
+    with Checkpoints(out / CHECKPOINTS) as there:
         there.save(4, {"a": jnp.ones(3)}, {})
     forget()
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
     wire.cut()
-    opening(out, origin=folder.origin(out, None, resuming=True))
+    opening(out, origin=RunFolder(out).init_from(None, resuming=True))
     with pytest.raises(UserError, match="cannot reach"):
-        folder.origin(out, f"{url}/another", resuming=True)
+        RunFolder(out).init_from(f"{url}/another", resuming=True)
 
 
 def test_a_run_in_a_bucket_is_opened_without_what_few_read(made, wire):
     url = f"s3://{s3.BUCKET}/lean"
     names = [f"{name}/step-000001.npz" for name in ("tokens", "samples", "tensorboard")]
-    with folder.opened(folder.at(url), made, SOURCE, resume=False):
+    with RunFolder(url).open(made, SOURCE, resume=False):
         for name in names:
-            written(folder.at(url) / name)
+            written(RunFolder(url).path / name)
     forget()
-    out = folder.at(url)
+    out = RunFolder(url).path
     assert {p.name for p in out.iterdir()} == {"run.json", "config.py", "model"}
     assert tokens.steps(out) == [1]
 
 
 def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):
     url = f"s3://{s3.BUCKET}/ended"
-    out = folder.at(url)
-    with contextlib.suppress(KeyError), folder.opened(out, made, SOURCE, resume=False):
+    out = RunFolder(url).path
+    with contextlib.suppress(KeyError), RunFolder(out).open(made, SOURCE, resume=False):
         (out / "samples.txt").write_text("late")
         raise KeyError
     other = storage._Mirror(url)
@@ -486,10 +489,10 @@ def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):
 
 def test_other_processes_see_a_run_in_a_bucket_before_it_has_saved(made, wire):
     url = f"s3://{s3.BUCKET}/begun"
-    with folder.opened(folder.at(url), made, SOURCE, resume=False):
+    with RunFolder(url).open(made, SOURCE, resume=False):
         other = storage._Mirror(url)
         other.pull("", "")
-        assert folder.resumable(other.folder)
+        assert RunFolder(other.folder).holds_run
 
 
 def test_a_bucket_that_another_fills_meanwhile_is_refused(opening, wire, monkeypatch):
@@ -500,7 +503,7 @@ def test_a_bucket_that_another_fills_meanwhile_is_refused(opening, wire, monkeyp
         return locked(out)
 
     monkeypatch.setattr(storage, "locked", later)
-    refused(opening, "is not empty and holds no run", folder.at(url), resume=False)
+    refused(opening, "is not empty and holds no run", RunFolder(url).path, resume=False)
 
 
 def test_a_folder_that_another_fills_meanwhile_is_refused(opening, tmp_path, monkeypatch):
@@ -512,14 +515,14 @@ def test_a_folder_that_another_fills_meanwhile_is_refused(opening, tmp_path, mon
 
 def test_all_processes_have_to_see_the_folder_of_the_first(begun, tmp_path, monkeypatch):
     identity, late = record.identity(begun), tmp_path / "late"
-    folder.wait_for(begun, identity)
+    RunFolder(begun).wait_for(identity)
     with pytest.raises(UserError, match="is another folder here"):
-        folder.wait_for(begun, "another")
+        RunFolder(begun).wait_for("another")
     threading.Timer(0.2, shutil.copytree, (begun, late)).start()
-    folder.wait_for(late, identity)
-    monkeypatch.setattr(folder, "SHARED", 0.1)
+    RunFolder(late).wait_for(identity)
+    monkeypatch.setattr(sys.modules[RunFolder.__module__], "SHARED", 0.1)
     with pytest.raises(UserError, match="is another folder here"):
-        folder.wait_for(tmp_path / "empty", identity)
+        RunFolder(tmp_path / "empty").wait_for(identity)
 
 
 @pytest.mark.parametrize("left", [(), ("model",), ("model", "files", "config.py")])
@@ -530,9 +533,9 @@ def test_a_start_that_was_killed_can_be_made_again(begun, opening, left):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name in (".config.py.ab.new", "stacks-0.txt"):
         (begun / name).touch()
-    assert not folder.resumable(begun)
+    assert not RunFolder(begun).holds_run
     opening(resume=False)
-    assert folder.reopen(begun).steps == 6
+    assert RunFolder(begun).config().steps == 6
 
 
 # The user's files.
@@ -552,7 +555,7 @@ def test_a_config_that_has_changed_is_not_resumed(opening, tmp_path):
     )
     opening(source=replace(SOURCE, path=out / "config.py"))
     (out / "config.py").write_text(mine.read_text())
-    for act in (opening, lambda: folder.reopen(out)):
+    for act in (opening, lambda: RunFolder(out).config()):
         with pytest.raises(
             UserError, match=r"config\.py is not as it was when the run was started"
         ):
@@ -578,12 +581,12 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     source = Source(mine, {}, tuple(userfile.ran(but=mine)))
     run = opening(source=source, resume=False, components=made)
     base.write_text(base.read_text().replace("1e-3", "1e-4"))
-    assert folder.reopen(run).steps == 3
+    assert RunFolder(run).config().steps == 3
     refused(opening, r"base\.py has changed since", source=source, components=made)
     for path in (base, mine):
         path.unlink()
-    assert folder.reopen(run).steps == 3
-    assert len(folder.reopen(run).task(tmp_path).train) == 64
+    assert RunFolder(run).config().steps == 3
+    assert len(RunFolder(run).config().task(tmp_path).train) == 64
 
 
 TASK = """
@@ -637,7 +640,7 @@ def test_a_run_has_the_task_it_was_started_with_wherever_it_is_opened(
     written(elsewhere / "task.py", TASK.replace("first", "other"))
     monkeypatch.chdir(elsewhere)
     for _ in range(2):
-        assert folder.reopen(tmp_path / "run").task(tmp_path).prompt(0) == "first"
+        assert RunFolder(tmp_path / "run").config().task(tmp_path).prompt(0) == "first"
         shutil.rmtree(relative, ignore_errors=True)
 
 
@@ -647,7 +650,7 @@ def test_a_run_opened_again_executes_no_file_that_it_does_not_keep(opening, tmp_
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "task.py", TASK)
     with pytest.raises(UserError, match=r"task file 'task\.py' is none that the run keeps"):
-        folder.reopen(run).task(tmp_path)
+        RunFolder(run).config().task(tmp_path)
 
 
 def test_an_edit_of_the_same_length_in_the_same_second_counts(tmp_path, monkeypatch):
@@ -664,7 +667,7 @@ def test_a_run_of_a_program_is_opened_by_it_alone(opening):
     out = opening(source=None, resume=False)
     opening(source=None)
     with pytest.raises(UserError, match="made by a program"):
-        folder.reopen(out)
+        RunFolder(out).config()
 
 
 # Another model, and the run that a run began with.
@@ -708,13 +711,13 @@ def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, base
     run, other = (
         opening(tmp_path / n, resume=False, components=p) for n, p in (("a", adapted), ("b", whole))
     )
-    with Checkpoints(run / folder.INITIAL) as there:
+    with Checkpoints(run / INITIAL) as there:
         there.save(0, {"a": jnp.zeros(1)}, {})
     acts = (
         lambda: opening(run, components=adapted),
-        lambda: folder.require_model(run, adapted),  # to evaluate it
-        lambda: folder.require_warm_start(run, adapted, 0),
-        lambda: folder.base(run),  # to merge it
+        lambda: RunFolder(run).require_model(adapted),  # to evaluate it
+        lambda: RunFolder(run).require_warm_start(adapted, 0),
+        lambda: RunFolder(run).base(),  # to merge it
     )
     for act in acts:
         act()
@@ -723,7 +726,7 @@ def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, base
     for act in acts:
         with pytest.raises(UserError, match="the pretrained model is not as it was when"):
             act()
-    folder.require_model(other, whole)
+    RunFolder(other).require_model(whole)
 
 
 def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
@@ -740,7 +743,7 @@ def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
             tmp_path / f"of-{name.replace('/', '-')}", resume=False, components=components
         )
         monkeypatch.chdir(ROOT)
-        assert folder.base(run) == tmp_path
+        assert RunFolder(run).base() == tmp_path
         assert asked[-1] == (found, "abc")
 
 
@@ -766,7 +769,7 @@ def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tm
     origin.rename(tmp_path / "moved")
     opening(origin=tmp_path / "moved")
     opening(origin=origin)  # it may be gone
-    assert folder.origin(run, None, True) == origin
+    assert RunFolder(run).init_from(None, True).path == origin
     (other := tmp_path / "other").mkdir()
     for given in (other, None):
         refused(opening, f"was started with --from {origin}: resume it so", origin=given)
@@ -774,14 +777,14 @@ def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tm
 
 def test_a_warm_start_has_to_be_there_and_to_fit(begun, made):
     with pytest.raises(UserError, match="it has not ended a warm start, that of the config has 4"):
-        folder.require_warm_start(begun, made, 4)
+        RunFolder(begun).require_warm_start(made, 4)
     with Checkpoints(begun / "initial") as there:
         there.clean()
         there.save(4, made.initial_params(), {})
-    folder.require_warm_start(begun, made, 4)
+    RunFolder(begun).require_warm_start(made, 4)
     with pytest.raises(UserError, match="its warm start has 4 steps, that of the config has 5"):
-        folder.require_warm_start(begun, made, 5)
+        RunFolder(begun).require_warm_start(made, 5)
     with pytest.raises(UserError, match="hidden_size is 32 there and 16"):
-        folder.require_warm_start(begun, Components.make(quick.config(hidden=16), "."), 4)
+        RunFolder(begun).require_warm_start(Components.make(quick.config(hidden=16), "."), 4)
     with pytest.raises(UserError, match="is not the folder of a run"):
-        folder.require_warm_start(begun / "nowhere", made, 4)
+        RunFolder(begun / "nowhere").require_warm_start(made, 4)

@@ -19,8 +19,9 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.training import folder, journal, run, terminal
+from jaxrl_llm.training import journal, run, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.training import quick
@@ -79,7 +80,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     config = replace(quick.config(warm_steps=0), optimizer=optimizers.adamw(rate))
     with pytest.raises(UserError, match=r"step 4: .* is not finite though its gradient was"):
         run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
-    assert folder.checkpoints(tmp_path / "run").steps == [0, 2, 3]  # all of them finite
+    assert RunFolder(tmp_path / "run").checkpoints().steps == [0, 2, 3]  # all of them finite
 
 
 @pytest.mark.long
@@ -126,9 +127,9 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
     go = partial(run.train, config, tmp_path / "run", console=terminal.console(quiet=True))
     with pytest.raises(Leaving):
         go()
-    assert folder.checkpoints(tmp_path / "run").steps == [3, 4]
+    assert RunFolder(tmp_path / "run").checkpoints().steps == [3, 4]
     go(resume=True)
-    assert folder.checkpoints(tmp_path / "run").steps == [4]
+    assert RunFolder(tmp_path / "run").checkpoints().steps == [4]
 
 
 def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes_after(
@@ -142,7 +143,7 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
         inner(there, where)
 
     def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
-        found.extend(folder.checkpoints(tmp_path / "run").steps)
+        found.extend(RunFolder(tmp_path / "run").checkpoints().steps)
         heard.set()
         raise KeyError
 
@@ -267,7 +268,7 @@ def test_a_longer_run_goes_on_and_keeps_its_flags(environment, tmp_path):
         for session in json.loads((run / "run.json").read_text())["sessions"]
     ] == [1, 2]
     assert [m["step"] for m in metrics(run) if "reward" in m] == [1, 2]
-    assert folder.reopen(run).steps == 2
+    assert RunFolder(run).config().steps == 2
 
 
 # max_lag: an engine with weights of its own samples steps while those before them are learned from.
@@ -311,7 +312,7 @@ def users(environment):
 
 def recorded(url):
     forget()
-    return metrics(folder.at(url))
+    return metrics(RunFolder(url).path)
 
 
 def test_a_run_in_a_bucket_is_the_same_through_a_kill(environment, whole, url):
