@@ -1,12 +1,8 @@
-"""`jaxrl-llm plan`: memory, traffic and time of a config on another machine; `train --dry-run`."""
+"""`jaxrl-llm plan`: memory, traffic and time of a config, here or on a machine that is not here."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import rich.console
-import rich.pretty
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
@@ -14,9 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
-from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.components import Components
 
 
 @dataclass(frozen=True)
@@ -75,25 +69,3 @@ def _planned(
 
         config, made = sizes.fitted(config, machine, shape, tokens=tokens, **settings)
     return made or plan(config, machine, tokens=tokens, shape=shape, **settings)
-
-
-def dry_run(
-    config: Config, flags: Mapping[str, Any], data: str, console: rich.console.Console
-) -> None:
-    """Prints config, its flags, a prompt and the plan on the devices here; allocates nothing."""
-    components = Components.make(config, data)
-    splits = components.splits
-    rich.pretty.pprint(config, console=console, expand_all=True)
-    console.print("made by", *(f"--{name.replace('_', '-')} {x!r}" for name, x in flags.items()))
-    count = qwen2.parameter_count(components.shape)
-    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {dict(components.mesh.shape)}")
-    known = len(splits.train) + len(splits.validation)
-    console.print(f"{known:,} training examples, {splits.skipped} left out as too long")
-    console.print(f"{len(splits.test):,} test examples")
-    prompt = as_text(components.task.prompt(splits.train[0]))
-    console.print("the first prompt:", prompt, sep="\n")
-    with console.status("compiling") as status:
-        here = machines.machine("here")
-        planned = _planned(config, here, shape=components.shape, say=status.update)
-    for part in report.tables(planned, config.steps):
-        console.print(part)

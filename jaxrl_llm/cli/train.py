@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import rich.console
+import rich.pretty
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -11,8 +13,10 @@ from jaxrl_llm import distributed
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
-from jaxrl_llm.training.components import DATA
+from jaxrl_llm.training.components import DATA, Components
 from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
 from jaxrl_llm.training.record import Source
 
@@ -68,8 +72,8 @@ class Options:
     stall_factor: float = FACTOR
     """and at least so many times as long as the phase (a rollout, a save, ...) has ever taken"""
     dry_run: bool = False
-    """print the resolved config, a prompt, memory and traffic on these devices, and stop: no run is
-    started, but missing data sets are made"""
+    """print the resolved config, its data and a prompt, and stop: no run is started, but missing data
+    sets are made (`jaxrl-llm plan` tells memory and time)"""
     quiet: bool = False
     """print nothing but warnings and errors"""
     json: bool = False
@@ -94,6 +98,23 @@ def run(words: list[str]) -> None:
     main(*parse.with_config("train", words, Options, main.__doc__, _resumed))
 
 
+def _describe(config: Config, source: Source, data: str, console: rich.console.Console) -> None:
+    """Prints the config, its flags, and what it makes of its data."""
+    components = Components.make(config, data)
+    splits, shape = components.splits, components.shape
+    flags = [f"--{name.replace('_', '-')} {value!r}" for name, value in source.flags.items()]
+    rich.pretty.pprint(config, console=console, expand_all=True)
+    console.print("made by", *flags)
+    count, mesh = qwen2.parameter_count(shape), dict(components.mesh.shape)
+    console.print(f"{count / 1e6:,.1f}M parameters on a mesh of {mesh}")
+    examples = len(splits.train) + len(splits.validation)
+    console.print(f"{examples:,} training examples, {splits.skipped} left out as too long")
+    console.print(f"{len(splits.test):,} test examples")
+    prompt = as_text(components.task.prompt(splits.train[0]))
+    console.print("the first prompt:", prompt, sep="\n")
+    console.print("memory and time: jaxrl-llm plan, with the same config and flags")
+
+
 def _resumed(options: Options, path: Path) -> Path | None:
     """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
     if options.resume is False:
@@ -114,10 +135,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
-            from jaxrl_llm.cli import plan  # compilers of other machines, which no run needs
-
-            plan.dry_run(config, source.flags, options.data, console)
-            return
+            return _describe(config, source, options.data, console)
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import train  # not needed to plan, or for help
 

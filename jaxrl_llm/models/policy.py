@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import families, hf, int8, logprobs, lora, qwen2, sharding, tokenizer
-from jaxrl_llm.models.generation import Decoder, Unrolled
 from jaxrl_llm.models.hf import EMBEDDING, HEAD
 from jaxrl_llm.models.logprobs import PerToken
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.models.sharding import AXES
 from jaxrl_llm.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # generation is read by whoever generates here
+    from jaxrl_llm.models.generation import Decoder, Unrolled
 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 
@@ -154,11 +156,13 @@ class Policy:
 
     def decoder(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
-    ) -> Decoder | Unrolled:
+    ) -> "Decoder | Unrolled":
         """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
         `block` is the number of cache columns in a block, which only CPUs have.
         """
+        from jaxrl_llm.models.generation import Decoder, Unrolled
+
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)

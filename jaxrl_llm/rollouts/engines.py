@@ -18,10 +18,10 @@ from jaxrl_llm import forks, storage
 from jaxrl_llm.accelerators import OF_A_GPU, share_of_a_gpu
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampler
 
-if TYPE_CHECKING:  # the client of servers is read by whoever has some
+if TYPE_CHECKING:  # each engine is read by whoever starts it
+    from jaxrl_llm.rollouts.native import NativeSampler
     from jaxrl_llm.rollouts.vllm.sampler import ServedAdapter
     from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
@@ -79,11 +79,13 @@ class Native:
         mesh: Mesh,
         folder: Path = Path(),
         check: Callable[[], None] = lambda: None,
-    ) -> AbstractContextManager[NativeSampler]:
+    ) -> "AbstractContextManager[NativeSampler]":
         """A sampler that reads the trainer's own parameters where it can, else a copy of them.
 
         It needs no closing: what the `with` block gives may be kept.
         """
+        from jaxrl_llm.rollouts.native import NativeSampler
+
         del folder
         decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
         sampler = NativeSampler(

@@ -176,7 +176,7 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     assert "--seed 7" in " ".join(out.split("made by")[1].split())
     task = quick.task(tmp_path)
     assert task.prompt(task.train[0]) in out
-    assert "the worst moment is" in out
+    assert out.endswith("memory and time: jaxrl-llm plan, with the same config and flags\n")
     assert not (tmp_path / "run").exists()
 
 
