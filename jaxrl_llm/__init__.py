@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.rollouts.engines import Native as Native
     from jaxrl_llm.rollouts.engines import Vllm as Vllm
     from jaxrl_llm.rollouts.sampler import Sampling as Sampling
+    from jaxrl_llm.start import grpo as grpo
     from jaxrl_llm.tasks import builders as builders
     from jaxrl_llm.training.run import train as train
 
@@ -58,6 +59,7 @@ _HOMES = {  # module: the public names it defines
     "jaxrl_llm.rollouts.engines": ("Native", "Vllm"),
     "jaxrl_llm.rollouts.sampler": ("Sampling",),
     "jaxrl_llm.reward": ("Reward",),
+    "jaxrl_llm.start": ("grpo",),
     "jaxrl_llm.training.run": ("train",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

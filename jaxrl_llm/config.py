@@ -35,7 +35,8 @@ from jaxrl_llm.tasks.task import Task
 class Pretrained:
     """A model and its tokenizer, from a Hugging Face folder or hub name; families: docs/models.md.
 
-    With `chat` a prompt is what the user says, put into the model's chat template. With `lora` its
+    With `chat` a prompt is what the user says, put into the model's chat template (None: if it has
+    one). With `lora` its
     weights stay as they are, in the precision of `Compute`, and adapters beside them are trained.
 
     `revision` is a commit, branch or tag at the hub (None: the newest; a resumed run takes the
@@ -48,7 +49,7 @@ class Pretrained:
 
     name: str
     revision: str | None = None
-    chat: bool = False
+    chat: bool | None = False
     lora: qwen2.Lora | None = None
     day: datetime.date | None = None
 
@@ -385,6 +386,12 @@ def _check_types(config: Config) -> None:
             raise UserError(f"config: {one.name} = {value!r} is none of {', '.join(known)}")
     if not callable(config.task):
         raise UserError("config: task is a function of the data folder, as in lambda folder: ...")
+
+
+def shipped() -> Path:
+    """The folder of the configs that come with the package: in it, or beside it in a checkout."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
 
 
 def load(path: Path) -> Callable[..., Config]:

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-import jaxrl_llm as jl
-from jaxrl_llm.cli import parse
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.research import bench
 
@@ -197,5 +196,5 @@ def test_a_name_that_is_none_is_one_line(words, capsys):
 
 def test_an_installed_package_has_its_configs_in_it(tmp_path, monkeypatch):
     (tmp_path / "configs").mkdir()
-    monkeypatch.setattr(jl, "__file__", str(tmp_path / "__init__.py"))
-    assert parse.shipped() == tmp_path / "configs"
+    monkeypatch.setattr(configs, "__file__", str(tmp_path / "config.py"))
+    assert configs.shipped() == tmp_path / "configs"

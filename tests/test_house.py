@@ -24,7 +24,7 @@ LAYERS = (
     ("learning", "adapters"),
     ("config",),
     ("planning",),
-    ("model", "training"),
+    ("model", "start", "training"),
     ("research",),
     ("cli",),
 )

@@ -28,7 +28,7 @@ def main(
     seed: int = 0,
     fresh: bool = False,
     out: str | None = None,
-    data: DataFolder = DATA,
+    data_folder: DataFolder = DATA,
 ) -> None:
     """Measure a run's policy as arXiv:2505.12929 does, on responses that it samples now.
 
@@ -48,7 +48,7 @@ def main(
         seed: of the responses and the choice of tokens.
         fresh: start with a new optimizer state, so that an update shows no earlier momentum.
         out: the folder of analysis.json and the figures; if not given, RUN/analysis.
-        data: where data sets are kept.
+        data_folder: where data sets are kept.
     """
     from jaxrl_llm.research import analysis, analysis_report
 
@@ -58,7 +58,7 @@ def main(
         )
     folder, console = RunFolder(run), terminal.plain()
     target = folder.path / "analysis" if out is None else storage.local(out)
-    with opened(run, data, step) as (components, sampler, chosen):
+    with opened(run, data_folder, step) as (components, sampler, chosen):
         if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)

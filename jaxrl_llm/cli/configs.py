@@ -2,6 +2,7 @@
 
 import ast
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli import parse
 
 
@@ -15,7 +16,7 @@ def run(words: list[str]) -> None:
 
 def listed() -> None:
     """List the configs that come with the package; `configs show NAME` prints one, to copy and change."""
-    for path in sorted(parse.shipped().glob("*.py")):
+    for path in sorted(configs.shipped().glob("*.py")):
         about = ast.get_docstring(ast.parse(path.read_text())) or ""
         print(f"{path.stem:12} {about.partition(chr(10))[0]}")
 

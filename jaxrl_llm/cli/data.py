@@ -17,7 +17,7 @@ class Options:
 
     show: int = 2
     """how many training examples to print"""
-    data: str = DATA
+    data_folder: str = DATA
     """where data sets are kept"""
 
 
@@ -30,9 +30,9 @@ def run(words: list[str]) -> None:
 def main(options: Options, config: Config) -> None:
     """Build the data sets of a config unless they exist, and show examples and prompt lengths."""
     console = terminal.plain()
-    said = f"data sets, in {options.data}; they are made if they are not there yet"
+    said = f"data sets, in {options.data_folder}; they are made if they are not there yet"
     with console.status(said):
-        components = Components.make(config, options.data)
+        components = Components.make(config, options.data_folder)
     train_set = readable(components, components.task.train, "training")
     test_set = askable(components, components.task.test)
     too_long = f", {train_set.skipped} with too long a prompt"

@@ -32,7 +32,7 @@ def main(
     suite: tuple[str, ...] = (),
     samples: int | None = None,
     temperature: float = 1.0,
-    data: DataFolder = DATA,
+    data_folder: DataFolder = DATA,
 ) -> None:
     """Evaluate a run's policy on all test examples: greedy accuracy by group, avg@k and pass@k.
 
@@ -47,7 +47,7 @@ def main(
         samples: k, the responses drawn to each prompt for avg@k and pass@k; if not given, 16
             for amc and aime24, else 0.
         temperature: at which they are drawn.
-        data: where data sets are kept.
+        data_folder: where data sets are kept.
     """
     console = terminal.plain()
     folder = RunFolder(run)
@@ -60,7 +60,7 @@ def main(
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
     steps = _last(folder, last) if last else [step]
     suites = {name: _suite(name, source) for name, source in sources}
-    with opened(run, data, steps[0]) as (components, sampler, chosen):
+    with opened(run, data_folder, steps[0]) as (components, sampler, chosen):
         config, asked = components.config, _asked(components, suites, samples)
         for said in _overlaps(components, suites):
             console.print(said)

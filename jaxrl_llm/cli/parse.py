@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-import jaxrl_llm
 from jaxrl_llm import config as configs
 from jaxrl_llm import userfile
 from jaxrl_llm.config import Config
@@ -75,19 +74,13 @@ def with_config(
     return chosen, config, Source(path, given.arguments, tuple(userfile.ran(but=path)))
 
 
-def shipped() -> Path:
-    """The folder of the configs that come with the package: in it, or beside it in a checkout."""
-    package = Path(jaxrl_llm.__file__).parent
-    return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
-
-
 def named(word: str) -> Path:
-    """The config file of a path, or of the name of one that is `shipped`; a UserError for neither."""
-    path, ours = Path(word), shipped() / f"{word}.py"
+    """The config file of a path, or of the name of one that comes with the package; a UserError for neither."""
+    path, ours = Path(word), configs.shipped() / f"{word}.py"
     if path.suffix or path.exists():
         return path
     if not ours.is_file():
-        hint = userfile.nearest(word, [one.stem for one in shipped().glob("*.py")])
+        hint = userfile.nearest(word, [one.stem for one in configs.shipped().glob("*.py")])
         raise UserError(
             f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"
         )

@@ -28,7 +28,7 @@ def main(
     max_tokens: int | None = None,
     step: int | None = None,
     seed: int = 0,
-    data: DataFolder = DATA,
+    data_folder: DataFolder = DATA,
 ) -> None:
     """Talk to a run's policy: give a prompt, an --example of its test set, or type prompts.
 
@@ -43,12 +43,12 @@ def main(
         max_tokens: the limit of a response; if not given, the config's.
         step: which checkpoint; if not given, the best.
         seed: changes every draw.
-        data: where data sets are kept.
+        data_folder: where data sets are kept.
     """
     if prompt is not None and example is not None:
         raise UserError("a prompt and --example were given: choose one")
     console = terminal.plain()
-    with opened(run, data, step) as (components, sampler, _):
+    with opened(run, data_folder, step) as (components, sampler, _):
         if example is not None and not 0 <= example < len(components.task.test):
             raise UserError(
                 f"--example {example}: the test set has {len(components.task.test)} examples"

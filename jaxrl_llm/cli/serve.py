@@ -30,7 +30,7 @@ class Options:
     """the folder for the logs"""
     run: str | None = None
     """serve this run's policy (a folder or URL) until a trainer syncs; if not given, the config's"""
-    data: str = DATA
+    data_folder: str = DATA
     """where data sets are kept"""
 
 
@@ -49,7 +49,7 @@ def main(options: Options, config: Config) -> None:
         raise UserError(f"--out {options.out}: the servers' logs lie in a file system")
     jax.config.update("jax_platforms", "cpu")  # leaves the accelerator to the servers
     stop = Stop()
-    components = Components.make(replace(config, mesh=Mesh()), options.data)
+    components = Components.make(replace(config, mesh=Mesh()), options.data_folder)
     with (
         stoppable(stop),
         storage.temporary_folder(engine.memory or storage.memory()) as root,

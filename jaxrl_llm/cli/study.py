@@ -20,7 +20,7 @@ def main(
     threads: int = 1,
     seeds: tuple[int, ...] = (),
     report: bool = False,
-    data: str = DATA,
+    data_folder: str = DATA,
 ) -> None:
     """Make the runs of a study file that are not finished yet, and report.
 
@@ -31,8 +31,8 @@ def main(
         threads: cores of each run, the same for all of a study.
         seeds: instead of those of the study.
         report: make no run, only report on the finished ones.
-        data: where data sets are kept.
+        data_folder: where data sets are kept.
     """
     from jaxrl_llm.research import runner
 
-    runner.run(file, out, jobs=jobs, threads=threads, seeds=seeds, report=report, data=data)
+    runner.run(file, out, jobs=jobs, threads=threads, seeds=seeds, report=report, data=data_folder)

@@ -78,7 +78,7 @@ class Options:
     """print nothing but warnings and errors"""
     json: bool = False
     """print nothing on standard output but each record of metrics.jsonl, as it is written"""
-    data: str = DATA
+    data_folder: str = DATA
     """where data sets are kept, a folder or URL"""
 
     def __post_init__(self):
@@ -135,7 +135,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
-            return _describe(config, source, options.data, console)
+            return _describe(config, source, options.data_folder, console)
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import train  # not needed to plan, or for help
 
@@ -146,7 +146,7 @@ def main(options: Options, config: Config, source: Source) -> None:
                 resume=options.resume,
                 origin=options.origin,
                 source=source,
-                data=options.data,
+                data=options.data_folder,
                 stall=(60 * options.stall_minutes, options.stall_factor),
                 stop=stop,
                 console=console,

@@ -38,7 +38,11 @@ class Pretrained(NamedTuple):
 
 
 def pretrained(
-    name: str | Path, revision: str | None = None, *, chat: bool = False, day: date | None = None
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    chat: bool | None = False,
+    day: date | None = None,
 ) -> Pretrained:
     """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
     folder = hf.resolve(name, revision)

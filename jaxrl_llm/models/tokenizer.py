@@ -179,8 +179,11 @@ class Missing(Tokenizer):
         raise UserError(f"{self._folder} has no tokenizer: add tokenizer.json, or give token ids")
 
 
-def load(folder: Path, *, chat: bool = False, day: date | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too."""
+def load(folder: Path, *, chat: bool | None = False, day: date | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; it stops where generation_config.json says so too.
+
+    `chat` None puts prompts into its chat template if it has one.
+    """
     if not folder.is_dir():  # its name may be one at the hub too
         raise UserError(f"there is no folder {folder}, which should hold a tokenizer")
     # tokenizer.json is complete; AutoTokenizer would look at config.json first and use the class
@@ -192,7 +195,8 @@ def load(folder: Path, *, chat: bool = False, day: date | None = None) -> Tokeni
     stops = hf.stop_tokens(folder, room) if of_model else ()
     try:
         inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
-        made = Tokenizer(inner, stops, chat=chat, room=room, day=day)
+        chats = inner.chat_template is not None if chat is None else chat
+        made = Tokenizer(inner, stops, chat=chats, room=room, day=day)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read

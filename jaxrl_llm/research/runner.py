@@ -120,7 +120,7 @@ class Grid:
         words += ["--out", str(self.folder(run))]
         if warm := self.warm_starts.get(run.name):
             words += ["--from", str(self.folder(warm).absolute() if data else self.folder(warm))]
-        return words + (["--resume", "auto", "--data", data] if data else [])
+        return words + (["--resume", "auto", "--data-folder", data] if data else [])
 
     def recorded(self) -> dict[str, Outcome]:
         """The outcomes in results.json by name, including those of other seeds or flags."""

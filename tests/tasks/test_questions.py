@@ -8,10 +8,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import jaxrl_llm as jl
+from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks import questions, rewards
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.training import journal
+from tests import public
 
 USER = [{"role": "user", "content": "6 * 7?"}]
 SOLUTION = "6 * 7 = <<6*7=42>>42\n#### 42"
@@ -318,3 +323,56 @@ def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
         written(tmp_path, [{"question": "Sing."}] * 2), [f"{tmp_path / 'my.py'}:brevity"]
     )
     assert free.reward(free.train[0], "la").score == 0.98  # which needs no answer
+
+
+# The config for tables of questions.
+
+
+def test_a_model_a_file_and_a_reward_are_a_run(tmp_path, capsys):
+    """From the command line, with the file's questions for training, validation and the test."""
+    public.write_model(tmp_path / "model")
+    rows = [{"question": f"{a} {b}", "answer": a} for a in public.WORDS for b in public.WORDS]
+    source = written(tmp_path, rows)
+    out = tmp_path / "run"
+    words = ["train", "grpo", "--model", tmp_path / "model", "--data", source, "--out", out]
+    words += [
+        "--reward",
+        "exact",
+        "--instruction",
+        "",
+        "--steps",
+        "2",
+        "--prompts",
+        "2",
+        "--group",
+        "2",
+    ]
+    words += ["--prompt-length", "4", "--length", "4", "--validation", "3", "--no-bfloat16"]
+    main([*map(str, words)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "chosen to fit: " in said
+    assert "55 examples to learn from, 3 to choose the best checkpoint by, 6 to test on" in said
+    assert [record["step"] for record in journal.read(out) if "reward" in record] == [1, 2]
+
+
+def test_what_the_config_leaves_open():
+    made = jl.grpo("a/model", "a/set", alpha=0.3, eta=0.5)
+    assert made.sizes == {"slots": 0, "microbatches": 0}
+    assert made.model == jl.Pretrained("a/model", chat=None)
+    assert made.loss.stages == 2
+    served = jl.grpo("a/model", "a/set", ("math", "exact"), vllm="python", lora=8, length=100)
+    assert isinstance(served.engine, jl.Vllm)
+    assert served.engine.max_model_len == 612
+    with pytest.raises(jl.UserError, match="unexpected keyword argument 'lenght'"):
+        jl.grpo("a/model", "a/set", lenght=3)
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}{{ m['content'] }}{% endfor %}"]
+)
+def test_a_chat_template_is_used_where_there_is_one(tmp_path, template):
+    public.write_model(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    assert tokenizer.load(tmp_path, chat=None).chats == bool(template)
+    assert not tokenizer.load(tmp_path).chats

@@ -1,0 +1,123 @@
+"""A pretrained model, a table of questions and a reward: policy gradients on one machine.
+
+    jaxrl-llm train grpo --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward math
+    jaxrl-llm train grpo --model Qwen/Qwen3-0.6B --data mine.jsonl --reward my.py:reward --lora 32 --length 2048
+    jaxrl-llm plan  grpo --model Qwen/Qwen2.5-0.5B-Instruct --data mine.jsonl --on h100x1
+
+How many responses are sampled and learned from at a time follows from the memory of the devices. 1e-6 for all
+weights of models of 0.5B to 8B is what GRPO's and this method's papers take (arXiv:2402.03300, 2505.12929);
+adapters want about ten times as much ("LoRA Without Regret", 2025). docs/own-task.md tells which files and
+rewards are read.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import Config, Evaluation, Pretrained
+from jaxrl_llm.learning import optimizers
+from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import qwen2
+from jaxrl_llm.objectives import recipes
+from jaxrl_llm.rollouts.engines import Native, Vllm
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks import questions
+
+
+def config(
+    model: str,
+    data: str,
+    reward: tuple[str, ...] = ("math",),
+    *,
+    weights: tuple[float, ...] = (),
+    test: str = "",
+    held_out: int = questions.HELD_OUT,
+    prompt_column: str = "",
+    answer_column: str = "",
+    system: str = "",
+    instruction: str | None = None,
+    chat: bool | None = None,
+    objective: recipes.Name = "grpo",
+    alpha: float = 0.0,
+    eta: float = 0.0,
+    lora: int = 0,
+    learning_rate: float = 0.0,
+    steps: int = 200,
+    prompts: int = 32,
+    group: int = 8,
+    prompt_length: int = 512,
+    length: int = 1024,
+    temperature: float = 1.0,
+    vllm: str = "",
+    slots: int = 0,
+    microbatches: int = 0,
+    evaluate_every: int = 20,
+    validation: int = 100,
+    bfloat16: bool = True,
+    seed: int = 0,
+) -> Config:
+    """Responses to questions, rewarded, and learned from.
+
+    Args:
+        model: a Hugging Face folder or hub name.
+        data: a parquet, JSONL, JSON or CSV file, or owner/name[:config[:split]] at the hub.
+        reward: math, exact, choice, tagged, regex:PATTERN, or FILE.py:FUNCTION; the sum of several.
+        weights: of the rewards, one each.
+        test: as data, to test on; else the hub's test split, or questions that are held out.
+        held_out: how many, where there is no test split (a tenth of them at most).
+        prompt_column: of the question, where it has none of the usual names.
+        answer_column: the same of the answer.
+        system: a system message before each question.
+        instruction: what is said after each question; if not given, what the reward needs.
+        chat: put questions into the model's chat template; if not given, where it has one.
+        objective: a published one, by its name.
+        alpha: strength of Advantage Reweighting (0.1 to 0.3; 0 switches it off).
+        eta: the probability that separates Lopti's two stages (0.5; 0 switches it off).
+        lora: rank of adapters, which are then trained in place of the weights; 0 for none.
+        learning_rate: of AdamW; 0 for 1e-6, and 1e-5 for adapters.
+        steps: of so many prompts times group responses each.
+        prompts: different questions of a step.
+        group: responses to each.
+        prompt_length: questions of more tokens are left out.
+        length: the longest response, in tokens.
+        temperature: of sampling.
+        vllm: the Python of an environment with vLLM, which then samples; it shares one GPU with the trainer.
+        slots: responses that the embedded engine samples at a time; 0 for as many as fit.
+        microbatches: pieces of a batch, one after the other; 0 for as few as fit.
+        evaluate_every: steps between two looks at the validation questions.
+        validation: how many questions of the data are set aside for that (a quarter of them at most).
+        bfloat16: compute in bfloat16; weights and optimizer are float32.
+        seed: of the order of the data and of sampling.
+    """
+    made = recipes.BY_NAME[objective](length)
+    adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
+    return Config(
+        task=lambda _: questions.task(
+            data,
+            reward,
+            weights=weights,
+            test=test,
+            held_out=held_out,
+            prompt_column=prompt_column,
+            answer_column=answer_column,
+            system=system,
+            instruction=instruction,
+            seed=seed,
+        ),
+        model=Pretrained(model, chat=chat, lora=adapters),
+        objective=recipes.with_rare_tokens_tamed(made, alpha=alpha, eta=eta),
+        optimizer=optimizers.adamw(learning_rate or (1e-5 if lora else 1e-6)),
+        collate=Collator(prompt_length, length, microbatches=microbatches, pack=True),
+        steps=steps,
+        prompts=prompts,
+        group_size=group,
+        sampling=Sampling(temperature=temperature),
+        engine=Vllm(python=vllm, share=0.4, max_model_len=prompt_length + length)
+        if vllm
+        else Native(slots=slots),
+        evaluation=Evaluation(every=evaluate_every, validation=validation),
+        compute=qwen2.Compute(
+            dtype=jnp.bfloat16 if bfloat16 else jnp.float32, remat=jax.checkpoint
+        ),
+        reward_threads=1,
+        seed=seed,
+    )

@@ -1,0 +1,21 @@
+"""The shortest way to a run in Python: the config `grpo`, as a function."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import Config
+
+
+def grpo(model: str, data: str, reward: str | Sequence[str] = "math", **settings: Any) -> Config:
+    """A pretrained model, a table of questions and a reward: the config of `jaxrl-llm train grpo`.
+
+    `jaxrl-llm train grpo --help` lists the settings; `dataclasses.replace` changes anything else.
+
+    >>> config = jl.grpo("Qwen/Qwen2.5-0.5B-Instruct", data="openai/gsm8k:main", lora=32, steps=100)
+    >>> config.prompts * config.group_size
+    256
+    """
+    path = configs.shipped() / "grpo.py"
+    rewards = (reward,) if isinstance(reward, str) else tuple(reward)
+    return configs.build(configs.load(path), path, model, data, rewards, **settings)
