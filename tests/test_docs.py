@@ -457,5 +457,5 @@ def test_the_glossary_is_short():
 def test_ci_runs_the_test_command_of_the_readme():
     command = ".venv/bin/python -m pytest"
     assert f"    {command}\n" in PAGES["README.md"]
-    for tier in ("\n", " -m slow -n 2 "):
-        assert f"{command}{tier}" in (ROOT / ".ci" / "run").read_text()
+    for name, tier in (("run", "\n"), ("slow", " -m slow -n 2 ")):
+        assert f"{command}{tier}" in (ROOT / ".ci" / name).read_text()
