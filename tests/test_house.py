@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: a module imports its own room and rooms of lower layers, no neighbour.
 # So the command line alone knows research.
 LAYERS = (
-    ("errors", "forks"),
+    ("errors", "forks", "background"),
     ("storage", "distributed", "userfile", "accelerators"),
     ("objectives",),
     ("models",),
