@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # So the command line alone knows research.
 LAYERS = (
     ("errors", "forks", "background"),
-    ("storage", "distributed", "userfile", "accelerators"),
+    ("storage", "distributed", "userfile", "accelerators", "childprocess"),
     ("objectives",),
     ("models",),
     ("rollouts", "tasks"),
