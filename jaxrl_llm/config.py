@@ -6,7 +6,6 @@ are numbers. The defaults here are the only ones.
 
 import dataclasses
 import datetime
-import difflib
 import math
 import re
 from collections import Counter
@@ -431,5 +430,5 @@ def _nearest_field(error: TypeError) -> str:
     known = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
     if unknown is None or unknown[1] not in known:
         return message
-    near = difflib.get_close_matches(unknown[2], known[unknown[1]], n=1, cutoff=0.0)
-    return f"{unknown[1]} has no field {unknown[2]!r}; did you mean {near[0]!r}?"
+    hint = userfile.nearest(unknown[2], known[unknown[1]], least=0.0)
+    return f"{unknown[1]} has no field {unknown[2]!r}{hint}"

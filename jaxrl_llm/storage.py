@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from jaxrl_llm import forks
+from jaxrl_llm.background import repeating
 from jaxrl_llm.errors import UserError, first_line
 
 T = TypeVar("T")
@@ -407,14 +408,10 @@ class _Mirror:
     def lease(self) -> Iterator[None]:
         """Makes this process the only writer below the URL for the block."""
         self._lease = self._taken()
-        done = threading.Event()
-        heart = threading.Thread(target=self._beat, args=(done,), daemon=True)
-        heart.start()
         try:
-            yield
+            with repeating(self._beat, min(BEAT, STALE / 4)):
+                yield
         finally:
-            done.set()
-            heart.join()
             with suppress(UserError):  # unreachable: the lease goes stale by itself
                 self._try(lambda: self._sign(b""))
             self._lease = 0
@@ -439,10 +436,9 @@ class _Mirror:
             if self._writer() == (number + 1, self._me):
                 return number + 1
 
-    def _beat(self, done: threading.Event) -> None:
-        while not done.wait(min(BEAT, STALE / 4)):
-            with suppress(Exception):  # the next heartbeat may succeed
-                self._sign(self._me + str(time.monotonic()).encode())
+    def _beat(self) -> None:
+        with suppress(Exception):  # the next heartbeat may succeed
+            self._sign(self._me + str(time.monotonic()).encode())
 
     def _require_lease(self) -> None:
         """A UserError if another process took the lease; unchecked where none is taken (data).

@@ -16,8 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: a module imports its own room and rooms of lower layers, no neighbour.
 # So the command line alone knows research.
 LAYERS = (
-    ("errors", "forks", "reward"),
-    ("storage", "distributed", "userfile", "accelerators"),
+    ("errors", "forks", "reward", "background"),
+    ("storage", "distributed", "userfile", "accelerators", "childprocess"),
     ("objectives",),
     ("models",),
     ("rollouts", "tasks"),

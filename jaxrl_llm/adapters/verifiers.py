@@ -5,10 +5,7 @@ route, and `Episode` brings it what the engine samples.
 """
 
 import json
-import os
 import secrets
-import signal
-import subprocess
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from jaxrl_llm.childprocess import Child, environment
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.task import Anew, Prompt, Step
@@ -27,7 +25,6 @@ from jaxrl_llm.tasks.task import Anew, Prompt, Step
 _PATIENCE = 300.0  # seconds for an episode's first request
 _GRACE = 20.0  # seconds for what is given up to end
 _AT_ONCE = 16  # episodes that are begun together to hear those
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,16 @@ class Verifiers:
         config["taskset"] = {**config.get("taskset", {}), "id": taskset}
         settings = json.dumps((config, train + test, renderer or {"name": "default"}))
         try:
-            process = subprocess.Popen(  # noqa: S603 (a file of this package)
-                [str(python), "-P", str(Path(__file__).with_name("verifiers_side.py")), settings],
-                env={name: os.environ[name] for name in (*_KEPT, *variables) if name in os.environ},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+            process = Child(
+                [python, "-P", Path(__file__).with_name("verifiers_side.py"), settings],
+                environment("HOME", "SSL_CERT_FILE", *variables),
                 start_new_session=True,
             )
         except OSError as error:
             raise UserError(f"verifiers: {python} cannot be started: {error}") from error
-        assert process.stdout is not None
         self._folder = tempfile.TemporaryDirectory()
         self.close = weakref.finalize(self, _end, process, self._folder)
-        if not (line := process.stdout.readline()):
+        if not (line := process.ask()):
             self.close()
             raise UserError(f"verifiers: {taskset} did not start: see its message above")
         url, key, rows = json.loads(line)
@@ -133,12 +127,8 @@ class Verifiers:
         return self._first
 
 
-def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
-    try:
-        process.communicate(timeout=_GRACE)
-    except subprocess.TimeoutExpired:  # an environment blocks it
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def _end(process: Child, folder: "tempfile.TemporaryDirectory[str]") -> None:
+    process.close(_GRACE)
     folder.cleanup()
 
 

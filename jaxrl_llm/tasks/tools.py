@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import json
 import re
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,16 +12,8 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
-from jaxrl_llm.tasks.task import (
-    Interactive,
-    Prompt,
-    Reward,
-    Step,
-    Task,
-    attempt,
-    check_members,
-    outcome,
-)
+from jaxrl_llm.tasks import deadline
+from jaxrl_llm.tasks.task import Interactive, Prompt, Reward, Step, Task, check_members
 
 _TOLD = "You can call functions, which are described here in JSON, one a line:\n"
 _HOW = (
@@ -131,16 +122,9 @@ class Toolbox:
         """The result of a call as text, and whether it is one; UserError if the tool raises it."""
         try:
             function, arguments = self._checked(call)
-            made: list[Any] = []
+            seconds = None if getattr(function, "limited", False) else self.seconds
             work = partial(function, **arguments)
-            one = threading.Thread(target=attempt, args=(work, made), daemon=True)
-            one.start()
-            one.join(None if getattr(function, "limited", False) else self.seconds)
-            if not made:
-                raise TimeoutError(f"no result in {self.seconds:g} s")
-            if isinstance(made[0], BaseException):
-                raise made[0]
-            return self._shown(made[0]), True
+            return self._shown(deadline.in_thread(work, seconds, self._late)), True
         except (Exception, SystemExit) as error:  # the call's mistakes, and tools raise anything
             return _wrong(error), False
 
@@ -150,16 +134,8 @@ class Toolbox:
             function, arguments = self._checked(call)
             if not inspect.iscoroutinefunction(function):
                 return await asyncio.to_thread(self.answer, call)
-            work = asyncio.ensure_future(outcome(function(**arguments)))
-            try:
-                if not (await asyncio.wait([work], timeout=self.seconds))[0]:
-                    raise TimeoutError(f"no result in {self.seconds:g} s")
-            finally:
-                work.cancel()  # nothing where it has ended
-            made, error = work.result()
-            if error:
-                raise error
-            return self._shown(made), True
+            work = function(**arguments)
+            return self._shown(await deadline.awaited(work, self.seconds, self._late)), True
         except (Exception, SystemExit) as error:
             return _wrong(error), False
 
@@ -168,8 +144,14 @@ class Toolbox:
         """Whether a function is a coroutine."""
         return any(map(inspect.iscoroutinefunction, self.functions))
 
-    def _shown(self, made: Any) -> str:
+    def _late(self) -> Exception:
+        return TimeoutError(f"no result in {self.seconds:g} s")
+
+    def _shown(self, outcome: deadline.Outcome) -> str:
         """A result as text, cut after `characters`; TypeError or ValueError if it is no JSON."""
+        made, error = outcome
+        if error is not None:
+            raise error
         text = made if isinstance(made, str) else json.dumps(made, default=str)
         text = text.encode(errors="replace").decode()  # JSON may have halves of characters
         more = len(text) - self.characters

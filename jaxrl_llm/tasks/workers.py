@@ -11,18 +11,16 @@ import os
 import queue
 import resource
 import signal
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
+from jaxrl_llm.childprocess import Child, environment
 from jaxrl_llm.errors import UserError
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SYSTEMROOT")
 _SET = {"PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "0"}  # sets have one order in all workers
 _WALL = 200.0  # wall-clock seconds for one of CPU time until a worker counts as stuck
 _START = 300.0  # seconds a worker may take to import its libraries
@@ -67,22 +65,18 @@ class Workers:
 class _Worker:
     """A process that answers one question at a time; one that is lost is replaced when asked."""
 
-    process: subprocess.Popen[str] | None = None
+    process: Child | None = None
 
     def __init__(self, command: Sequence[str]):
         self._command = command
 
     def start(self) -> None:
         """Starts the process, which gets no secrets from the environment and no Ctrl-C."""
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        package = str(Path(jaxrl_llm.__file__).parents[1])
+        package = {"PYTHONPATH": str(Path(jaxrl_llm.__file__).parents[1])}
         try:
-            self.process = subprocess.Popen(  # noqa: S603 (a module of this package)
+            self.process = Child(
                 [sys.executable, "-P", "-W", "ignore", "-m", *self._command],
-                env=kept | _SET | {"PYTHONPATH": package},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                encoding="utf-8",
+                environment("VIRTUAL_ENV", "SYSTEMROOT") | _SET | package,
                 start_new_session=True,
             )
         except OSError as error:
@@ -90,7 +84,7 @@ class _Worker:
 
     def ready(self) -> None:
         """Waits until the process can answer; UserError if it does not come to that."""
-        if self._reply(_START) != "ready":
+        if self._reply("", _START) != "ready":
             raise UserError("a worker that judges answers did not start: see its message above")
 
     def ask(self, question: list[Any], timeout: float) -> str:
@@ -98,29 +92,22 @@ class _Worker:
         if self.process is None:
             self.start()
             self.ready()
-        return self._reply(timeout, json.dumps(question) + "\n")
+        return self._reply(json.dumps(question) + "\n", timeout)
 
-    def _reply(self, timeout: float, line: str = "") -> str:
-        """The next line of output, after `line` is sent; if there is none, the process is ended."""
+    def _reply(self, line: str, timeout: float) -> str:
+        """The answer to a line; if there is none, or what waits is interrupted, the process is ended."""
         reply, process = "", self.process
         try:
-            if process and process.stdin and process.stdout:
-                process.stdin.write(line)
-                process.stdin.flush()
-                if wait([process.stdout.fileno()], timeout):
-                    reply = process.stdout.readline().strip()
-        except (OSError, ValueError):
-            pass  # it has ended, or was stopped by another thread
+            reply = process.ask(line, timeout) if process else ""
+            return reply
         finally:
             if not reply:
                 self.stop()
-        return reply
 
     def stop(self) -> None:
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            process.close()
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

@@ -20,10 +20,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
+from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import Leaving, UserError, causes, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import checksum, describe, same_form
-from jaxrl_llm.training.leaving import in_background
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

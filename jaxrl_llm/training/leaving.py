@@ -14,15 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 from jaxrl_llm import forks
+from jaxrl_llm.background import repeating
 from jaxrl_llm.errors import Leaving
 
-T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
 # seconds without progress, more than buckets and servers are waited for; times the longest so far
@@ -98,25 +97,19 @@ def watched(
 
     Suspended time (SIGSTOP, a laptop's lid) does not count: looks are counted, not the clock.
     """
-    done = threading.Event()
+    last, waited = progress.now, 0.0
 
-    def watch() -> None:
-        last, waited = progress.now, 0.0
-        while not done.wait(LOOK):
-            now = progress.now
-            last, waited = now, waited + LOOK if now == last else 0.0
-            if waited > (limit := progress.limit(least, factor)):
-                stalled(
-                    f"no progress in the phase {now[0]} for {waited:.0f} s, its limit is {limit:.0f} s"
-                )
+    def look() -> None:
+        nonlocal last, waited
+        now = progress.now
+        last, waited = now, waited + LOOK if now == last else 0.0
+        if waited > (limit := progress.limit(least, factor)):
+            stalled(
+                f"no progress in the phase {now[0]} for {waited:.0f} s, its limit is {limit:.0f} s"
+            )
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    with repeating(look, LOOK):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _write_stacks(where: Path) -> None:
@@ -163,20 +156,6 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
         watch.join()
         os.close(read)
         os.close(write)
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """A future of `work()`, run in a daemon thread: one of a pool would keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _watch(

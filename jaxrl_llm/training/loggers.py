@@ -21,9 +21,9 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
+from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.training import journal
-from jaxrl_llm.training.leaving import in_background
 
 ASKED = "JAXRL_LOGGERS"  # the environment variable that names loggers, with commas between
 LIMIT = 120.0  # seconds that each may take for a record, or to close

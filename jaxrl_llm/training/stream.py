@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import Leaving
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.training.leaving import in_background
 
 E = TypeVar("E")
 

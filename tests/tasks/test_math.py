@@ -125,7 +125,8 @@ def test_workers_inherit_neither_secrets_nor_files_nor_jax(monkeypatch, tmp_path
         with AnswerChecker(workers=1) as pool:
             process = pool._workers._workers[0].process
             proc = Path(f"/proc/{process.pid}")
-            assert b"secret" not in (proc / "environ").read_bytes()
+            assert b"secret" not in (variables := (proc / "environ").read_bytes())
+            assert not [x for x in variables.split(b"\0") if x.startswith(b"HOME=")]
             assert str(tmp_path / "open") not in [os.readlink(fd) for fd in (proc / "fd").iterdir()]
             assert "jaxlib" not in (proc / "maps").read_text()
             assert "Max address space" in (limits := (proc / "limits").read_text())

@@ -16,7 +16,7 @@ import math_verify
 import pytest
 
 from jaxrl_llm.errors import Leaving, UserError
-from jaxrl_llm.tasks import task as tasks
+from jaxrl_llm.tasks import deadline
 from jaxrl_llm.tasks.task import Demonstrator, Mapped, Reward, load_task, score_responses
 from jaxrl_llm.training.leaving import Stop, stoppable
 
@@ -261,7 +261,7 @@ def test_a_reward_that_hangs_is_interrupted(hanging):
 
 @pytest.mark.parametrize("hanging", HANGING)
 def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
-    monkeypatch.setattr(tasks, "LOOK", 0.1)
+    monkeypatch.setattr(deadline, "LOOK", 0.1)
     good = lambda e: Reward(e, True)
     with stoppable(stop := Stop()):
         before = handled()
@@ -275,7 +275,7 @@ def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_reward_is_alive_while_it_has_time(threads, monkeypatch):
     """It may take longer than anything else in a run may stand still."""
-    monkeypatch.setattr(tasks, "LOOK", 0.05)
+    monkeypatch.setattr(deadline, "LOOK", 0.05)
     beats = []
     slow = lambda _: time.sleep(1.0) or Reward(1.0, True)
     score_responses(Fake([slow]), [1], ["0"], threads=threads, beat=lambda: beats.append(1))
@@ -291,8 +291,8 @@ def test_a_reward_is_alive_while_it_has_time(threads, monkeypatch):
 def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     threads, hanging, caplog, monkeypatch
 ):
-    monkeypatch.setattr(tasks, "SLOW", 0.3)
-    monkeypatch.setattr(tasks, "LOOK", 0.1)
+    monkeypatch.setattr(deadline, "SLOW", 0.3)
+    monkeypatch.setattr(deadline, "LOOK", 0.1)
     good = lambda e: Reward(e, True)
     asked = lambda: bool(caplog.records)
     start = time.monotonic()

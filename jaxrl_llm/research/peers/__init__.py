@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_llm.childprocess import Child
 from jaxrl_llm.errors import UserError
 
 PROGRAM = Path(__file__).with_name("peer.py")
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm" / "peers"
+GRACE = 30.0  # seconds in which a peer ends by itself
 
 
 class Needs(NamedTuple):
@@ -98,19 +100,16 @@ def _last_line(text: str) -> str:
 class Running:
     """A peer that has loaded its model; `values` are what it computed, to be compared."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path):
-        self._name, self._process, self._log = name, process, log
+    def __init__(self, process: Child, log: Path):
+        self._process, self._log = process, log
         self.values: dict[str, Any] = self._answer()
 
     def work(self) -> None:
         """Has it work once, and waits."""
-        with suppress(OSError):  # it has ended: there is no answer either
-            print("work", file=self._process.stdin, flush=True)
-        self._answer()
+        self._answer("work\n")
 
-    def _answer(self) -> dict[str, Any]:
-        line = next(iter(self._process.stdout or ()), "")
-        if not line:
+    def _answer(self, question: str = "") -> dict[str, Any]:
+        if not (line := self._process.ask(question)):
             code = self._process.wait()
             said = _last_line(self._log.read_text(errors="replace"))
             raise Absent(f"it ended with {code}: {said:.200}")
@@ -124,20 +123,13 @@ def running(name: str, python: Path, job: Mapping[str, Any]) -> Iterator[Running
         file, log = Path(temporary) / "job.json", Path(temporary) / "log"
         file.write_text(json.dumps(job))
         variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
-        pipe = subprocess.PIPE
         with log.open("w") as said:
             try:
-                process = subprocess.Popen(  # noqa: S603
-                    [python, PROGRAM, name, file], stdin=pipe, stdout=pipe, stderr=said, text=True,
-                    env=variables, cwd=temporary,
-                )  # fmt: skip
+                command = [python, PROGRAM, name, file]
+                process = Child(command, variables, stderr=said, cwd=temporary)
             except OSError as error:
                 raise Absent(f"{python}: {error.strerror}") from error
         try:
-            yield Running(name, process, log)
+            yield Running(process, log)
         finally:
-            try:
-                process.communicate(timeout=30)  # closes its input, which ends it
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.close(GRACE)

@@ -6,7 +6,6 @@ connection of its own, a deadline and a limit on the size of the answer.
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import json
 import math
@@ -14,7 +13,6 @@ import os
 import re
 import ssl
 import stat
-import threading
 import time
 import urllib.parse
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -24,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
+from jaxrl_llm.background import loop
 from jaxrl_llm.errors import UserError, printable
 from jaxrl_llm.rollouts.sampler import Sampling
 
@@ -290,21 +289,13 @@ async def tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 def run(work: Coroutine[Any, Any, T], check: Callable[[], None] = lambda: None) -> T:
     """The result of `work`; an exception from `check`, called now and then, or Ctrl-C ends it."""
-    future = asyncio.run_coroutine_threadsafe(work, _background())
+    future = asyncio.run_coroutine_threadsafe(work, loop("vllm"))
     try:
         while not futures.wait([future], CHECK_SECONDS).done:
             check()
         return future.result()
     finally:
         future.cancel()
-
-
-@functools.cache
-def _background() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own: the caller's may run one already, as in a notebook."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="vllm", daemon=True).start()
-    return loop
 
 
 # Addresses and keys.

@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxrl_llm import childprocess
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm import serverside
 from jaxrl_llm.rollouts.vllm.client import MODEL, Server
 
-# Names passed on from the trainer's environment; the rest may hold secrets.
+# Names passed on from the trainer's environment beside those that every child gets; others may be secrets.
 ALLOWED = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|XDG_(CACHE|CONFIG)_HOME"
-    r"|LD_(LIBRARY_PATH|PRELOAD)|LIBRARY_PATH|CPATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
+    r"HOME|USER|LOGNAME|SHELL|LC_\w+|TZ|XDG_(CACHE|CONFIG)_HOME|LD_PRELOAD|LIBRARY_PATH"
+    r"|CPATH|CC|CXX|PYTHONDONTWRITEBYTECODE"
     r"|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|(HIP|ROCR)_VISIBLE_DEVICES"
     r"|(CUDA|NCCL|GLOO|UCX|OMP|KMP|MKL|OPENBLAS|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|VLLM)_\w+"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|HF_HOME|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
@@ -31,7 +32,7 @@ ALLOWED = re.compile(
 class Launch:
     """How a server is run: with the Python of an environment that has vLLM, listening on `socket`.
 
-    `arguments` and `environment` go to vLLM; of the trainer's environment only ALLOWED names do.
+    `arguments` and `environment` go to vLLM; of the trainer's environment what is ALLOWED does.
     The log is appended to.
     """
 
@@ -66,7 +67,7 @@ class Launch:
         # Triton's kernels, by which float32 attends on a GPU, multiply in TF32 unless they are told
         precise = {"TRITON_F32_DEFAULT": "ieee"} if self.dtype == "float32" else {}
         return precise | {
-            **{name: value for name, value in os.environ.items() if ALLOWED.fullmatch(name)},
+            **childprocess.environment(*filter(ALLOWED.fullmatch, os.environ)),
             "VLLM_SERVER_DEV_MODE": "1",  # enables the routes of the sync
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
