@@ -14,7 +14,14 @@ from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
-from jaxrl_llm.tasks.task import Episodes, Interactive, Prompt, Task, score_responses
+from jaxrl_llm.tasks.task import (
+    Episodes,
+    Interactive,
+    Prompt,
+    RewardSettings,
+    Task,
+    score_responses,
+)
 
 BY_RESPONSE = (
     "responses",
@@ -58,19 +65,11 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenTask:
-    """A task in tokens; rewards run in `threads` threads, and are given up after `seconds`.
-
-    `beat` is called before each reward and while it has time, as a sign of life. `asked` says
-    whether to stop. `said` are the kinds of errors of rewards that need not be logged any more.
-    """
+    """A task in tokens."""
 
     task: Task[Any]
     tokenizer: Tokenizer
-    threads: int = 1
-    seconds: float = 300.0
-    beat: Callable[[], None] = lambda: None
-    asked: Callable[[], bool] = lambda: False
-    said: set[str] = field(default_factory=set)
+    settings: RewardSettings = field(default_factory=RewardSettings)
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
@@ -121,15 +120,10 @@ class TokenTask:
 
     def _episodes(self, examples: Sequence[Any]) -> Episodes:
         assert isinstance(self.task, Interactive)
-        return Episodes(self.task, self.tokenizer, examples, **self._settings)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        names = ("threads", "seconds", "beat", "asked", "said")
-        return {name: getattr(self, name) for name in names}
+        return Episodes(self.task, self.tokenizer, examples, self.settings)
 
     def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
-        """The responses that `sample` returned for `examples`, with rewards; Leaving if `asked`."""
+        """The responses that `sample` returned for `examples`, with rewards; Leaving if a stop is requested."""
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
         if own.rewards:
@@ -139,7 +133,7 @@ class TokenTask:
         return Answers(mine, own, rewards)
 
     def _scored(self, examples: Sequence[Any], responses: Sequence[str]) -> list[Reward]:
-        return score_responses(self.task, examples, responses, **self._settings)
+        return score_responses(self.task, examples, responses, self.settings)
 
     def answer(
         self,

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -111,36 +112,51 @@ class Mapped(Generic[E]):
         return (self[index] for index in range(len(self)))
 
 
+@dataclass(frozen=True)
+class RewardSettings:
+    """How rewards and environments are called: `threads` at a time, each for at most `seconds`.
+
+    `heartbeat` is called before each and while it has time, in any thread. `stop_requested` is looked
+    at as often; if it is true, Leaving is raised. `reported` are the kinds of errors (type and place)
+    that are not logged any more; new ones are added.
+    """
+
+    threads: int = 1
+    seconds: float = 300.0
+    heartbeat: Callable[[], None] = lambda: None
+    stop_requested: Callable[[], bool] = lambda: False
+    reported: set[str] = field(default_factory=set)
+
+    @property
+    def limits(self) -> tuple[float, Callable[[], None], Callable[[], bool]]:
+        """What each call is given."""
+        return self.seconds, self.heartbeat, self.stop_requested
+
+
 def score_responses(
     task: Task[E],
     examples: Sequence[E],
     responses: Sequence[str],
-    *,
-    threads: int = 1,
-    seconds: float = 300.0,
-    beat: Callable[[], None] = lambda: None,
-    asked: Callable[[], bool] = lambda: False,
-    said: set[str] | None = None,
+    settings: RewardSettings | None = None,
 ) -> list[Reward]:
-    """The responses' rewards; unchecked where it raises, is not finite or takes over `seconds`.
+    """The responses' rewards; unchecked where it raises, is not finite or takes too long.
 
-    Calls `beat` before each and while it has time, in any thread. Raises Leaving if `asked()`, which
-    is looked at before each and every LOOK seconds of it. Logs a reward that takes over SLOW
-    seconds, and each kind of error (type and place) that is not in `said`, where it is then added.
-    With one thread (the main one) a late reward is interrupted. With several it is given up and
-    goes on in the background; there an endless regular expression, which keeps the GIL, stops all
-    else for good, so several are for rewards that wait. A task's UserError is raised.
+    Logs a reward that takes over SLOW seconds, and each new kind of error. With one thread (the main
+    one) a late reward is interrupted. With several it is given up and goes on in the background;
+    there an endless regular expression, which keeps the GIL, stops all else for good, so several are
+    for rewards that wait. A task's UserError is raised, and Leaving if a stop is requested.
     """
     from jaxrl_llm.tasks import deadline
 
-    errors = deadline.Errors(set() if said is None else said)
+    settings = settings or RewardSettings()
+    errors, limits = deadline.Errors(settings.reported), settings.limits
     pairs = zip(examples, responses, strict=True)
     calls = [
         deadline.Call(partial(task.reward, example, response), _plain, example,
-                      f"the reward of response {i} of {len(responses)}", seconds, beat, asked)
+                      f"the reward of response {i} of {len(responses)}", *limits)
         for i, (example, response) in enumerate(pairs, 1)
     ]  # fmt: skip
-    rewards = deadline.run(calls, threads, errors)
+    rewards = deadline.run(calls, settings.threads, errors)
     errors.log(len(calls))
     return [reward or UNCHECKED for reward in rewards]
 
@@ -150,9 +166,9 @@ class Episodes:
 
     It gives a future of what the environment says next, and whether anew; None at the end.
     `rewards` are the newest.
-    A step that raises, says what are no tokens of the tokenizer or takes over `seconds` ends its
-    episode unchecked. `threads` steps run at a time; those that are coroutines need no thread.
-    The other arguments, and what is logged when the block ends, are those of `score_responses`.
+    A step that raises, says what are no tokens of the tokenizer or takes too long ends its episode
+    unchecked. Steps that are coroutines need no thread. What is logged when the block ends is what
+    `score_responses` logs.
     """
 
     def __init__(
@@ -160,21 +176,17 @@ class Episodes:
         task: Interactive[E],
         tokenizer: Any,
         examples: Sequence[E],
-        *,
-        threads: int = 1,
-        seconds: float = 300.0,
-        beat: Callable[[], None] = lambda: None,
-        asked: Callable[[], bool] = lambda: False,
-        said: set[str] | None = None,
+        settings: RewardSettings | None = None,
     ):
         from jaxrl_llm.tasks import deadline
 
+        settings = settings or RewardSettings()
         self.rewards = [UNCHECKED] * len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment] = {}
-        self._settings = seconds, beat, asked
-        self._errors = deadline.Errors(set() if said is None else said)
-        self._workers = deadline.Threads(threads)
+        self._limits = settings.limits
+        self._errors = deadline.Errors(settings.reported)
+        self._workers = deadline.Threads(settings.threads)
 
     def __enter__(self) -> "Episodes":
         return self
@@ -191,7 +203,7 @@ class Episodes:
 
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
         work = partial(self._step, index, list(tokens), list(logps))
-        call = deadline.Call(work, self._plain, self._examples[index], which, *self._settings)
+        call = deadline.Call(work, self._plain, self._examples[index], which, *self._limits)
         reply: Future[Said] = Future()
 
         def settle(done: Future[deadline.Outcome]) -> None:

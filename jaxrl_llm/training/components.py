@@ -24,7 +24,7 @@ from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks.task import Mapped, Source, Task, as_text, check_members
+from jaxrl_llm.tasks.task import Mapped, RewardSettings, Source, Task, as_text, check_members
 from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
@@ -129,12 +129,13 @@ class Components:
 
     def token_task(
         self,
-        beat: Callable[[], None] = lambda: None,
-        asked: Callable[[], bool] = lambda: False,
+        heartbeat: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> TokenTask:
-        """The task in tokens, with the config's settings for rewards; see there for the others."""
+        """The task in tokens, with the config's settings for rewards."""
         threads, seconds = self.config.reward_threads, self.config.reward_seconds
-        return TokenTask(self.task, self.tokenizer, threads, seconds, beat, asked)
+        settings = RewardSettings(threads, seconds, heartbeat, stop_requested)
+        return TokenTask(self.task, self.tokenizer, settings)
 
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""

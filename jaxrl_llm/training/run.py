@@ -285,7 +285,7 @@ def _try_reward(components: Components, example: Any, journal: Journal, stop: St
     what, response = "an empty response", ""
     if warm := components.config.warm_start:
         what, response = "a demonstration", loop.demonstration(warm, components.task)(example)
-    task = components.token_task(asked=lambda: stop.asked)
+    task = components.token_task(stop_requested=lambda: stop.asked)
     with suppress(Leaving):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
             journal.say(

@@ -10,7 +10,6 @@ import pytest
 
 from jaxrl_llm.adapters.verifiers import Verifiers
 from jaxrl_llm.models import tokenizer
-from jaxrl_llm.tasks.task import Reward
 from tests import tiny
 from tests.reference.peer import needed
 
@@ -66,7 +65,7 @@ def require_what_the_package_has(rollout):
     """
     results = []
     for i, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
-        fields = Reward(*rollout.rewards[i]).fields
+        fields = rollout.rewards[i].fields
         if "tokens" in fields and not rollout.restarts[i]:
             where = rollout.sampled(i)
             mask = np.r_[np.zeros(len(prompt), bool), np.isin(range(len(response)), where)]

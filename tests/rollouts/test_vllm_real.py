@@ -216,7 +216,7 @@ def test_episodes_with_tools(logs, monkeypatch):
     assert difference <= 1e-4
     assert max(map(len, rollout.turns)) > 2
     assert {"yes", "error"} <= {*said}
-    fields = [Reward(*reward).fields for reward in rollout.rewards]
+    fields = [reward.fields for reward in rollout.rewards]
     assert any(x["tool_calls"] > x["tool_errors"] for x in fields)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks import task as tasks
-from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, check_members
+from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, RewardSettings, check_members
 from tests.tasks.test_task import said
 
 WORDS = tokenizer.of_words(("a", "b"))
@@ -165,7 +165,7 @@ async def cancelled(example, tokens):
 )
 def test_a_step_that_fails_leaves_its_episode_unchecked(bad, message, caplog):
     step = lambda example, tokens: bad(example, tokens) if example == 2 else echo(example, tokens)
-    with Episodes(Of(step), WORDS, [1, 2, 3], seconds=0.3, threads=2) as episodes:
+    with Episodes(Of(step), WORDS, [1, 2, 3], RewardSettings(seconds=0.3, threads=2)) as episodes:
         replies = [episodes(i, [1]) for i in range(3)]
         assert [reply.result() for reply in replies] == [([1, 2], False), None, ([1, 2], False)]
     assert [reward.checked for reward in episodes.rewards] == [True, False, True]
@@ -179,7 +179,10 @@ def test_errors_of_the_task_and_a_stop_are_for_the_caller():
 
     with Episodes(Of(refuse), WORDS, [1]) as episodes, pytest.raises(UserError):
         episodes(0, [1]).result()
-    with Episodes(Of(echo), WORDS, [1], asked=lambda: True) as episodes, pytest.raises(Leaving):
+    with (
+        Episodes(Of(echo), WORDS, [1], RewardSettings(stop_requested=lambda: True)) as episodes,
+        pytest.raises(Leaving),
+    ):
         episodes(0, [1]).result()
 
 

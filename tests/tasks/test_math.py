@@ -12,7 +12,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask, boxed_answer
 from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
-from jaxrl_llm.tasks.task import score_responses
+from jaxrl_llm.tasks.task import RewardSettings, score_responses
 
 PROBLEM = Problem("What is one half?", (r"\frac{1}{2}",))
 
@@ -51,7 +51,7 @@ def test_the_last_box_after_the_first_thought_is_the_answer(response, answer):
 
 def test_reward_is_one_for_an_equivalent_answer(task, caplog):
     responses = [r"so </think> \boxed{0.5}", r"so </think> \boxed{2}", r"so \boxed{0.5}"]
-    scored = score_responses(task, [PROBLEM] * 3, responses, threads=2)
+    scored = score_responses(task, [PROBLEM] * 3, responses, RewardSettings(threads=2))
     assert [(r.score, r.correct) for r in scored] == [(1, True), (0, False), (0, False)]
     assert all(reward.checked for reward in scored)
     assert not caplog.records

@@ -17,7 +17,14 @@ import pytest
 
 from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.tasks import deadline
-from jaxrl_llm.tasks.task import Demonstrator, Mapped, Reward, load_task, score_responses
+from jaxrl_llm.tasks.task import (
+    Demonstrator,
+    Mapped,
+    Reward,
+    RewardSettings,
+    load_task,
+    score_responses,
+)
 from jaxrl_llm.training.leaving import Stop, stoppable
 
 USER_TASK = """
@@ -66,7 +73,7 @@ def boom(_: int):
 def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
     task = Fake([lambda e: Reward(e, True, {"length": e}), boom, lambda e: Reward(-e, False)])
     with caplog.at_level(logging.WARNING):
-        scored = score_responses(task, [5, 6, 7], ["0", "1", "2"], threads=threads)
+        scored = score_responses(task, [5, 6, 7], ["0", "1", "2"], RewardSettings(threads=threads))
     assert [reward.score for reward in scored] == [5.0, 0.0, -7.0]
     assert [reward.checked for reward in scored] == [True, False, True]
     assert scored[0].fields == {"length": 5.0}
@@ -83,7 +90,7 @@ def said(caplog):
 def test_each_kind_of_error_is_said_once_with_its_place_and_number(caplog):
     task, known = Fake([boom, lambda e: int("x"), lambda e: e, sum]), set()  # pyright: ignore
     for _ in range(2):
-        score_responses(task, [5] * 6, list("001123"), said=known)
+        score_responses(task, [5] * 6, list("001123"), RewardSettings(reported=known))
     line = lambda function: function.__code__.co_firstlineno
     reward, number = (
         line(Fake.reward),
@@ -252,7 +259,9 @@ def test_a_reward_that_hangs_is_interrupted(hanging):
     before = handled()
     good = lambda e: Reward(e, True)
     start = time.monotonic()
-    scored = score_responses(Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], seconds=0.2)
+    scored = score_responses(
+        Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], RewardSettings(seconds=0.2)
+    )
     assert 0.4 <= time.monotonic() - start < 60
     assert [r.checked for r in scored] == [True, False, True, False]
     assert [r.score for r in scored] == [5.0, 0.0, 7.0, 0.0]
@@ -268,7 +277,12 @@ def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
         one = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         one.start()
         with pytest.raises(Leaving):
-            score_responses(Fake([good, hanging]), [5, 6], ["0", "1"], asked=lambda: stop.asked)
+            score_responses(
+                Fake([good, hanging]),
+                [5, 6],
+                ["0", "1"],
+                RewardSettings(stop_requested=lambda: stop.asked),
+            )
         assert handled() == before
 
 
@@ -278,11 +292,16 @@ def test_a_reward_is_alive_while_it_has_time(threads, monkeypatch):
     monkeypatch.setattr(deadline, "LOOK", 0.05)
     beats = []
     slow = lambda _: time.sleep(1.0) or Reward(1.0, True)
-    score_responses(Fake([slow]), [1], ["0"], threads=threads, beat=lambda: beats.append(1))
+    score_responses(
+        Fake([slow]), [1], ["0"], RewardSettings(threads=threads, heartbeat=lambda: beats.append(1))
+    )
     assert len(beats) > 2
     before = len(beats)
     score_responses(
-        Fake([slow]), [1], ["0"], threads=threads, seconds=0.1, beat=lambda: beats.append(1)
+        Fake([slow]),
+        [1],
+        ["0"],
+        RewardSettings(threads=threads, seconds=0.1, heartbeat=lambda: beats.append(1)),
     )
     assert len(beats) - before < 10
 
@@ -298,7 +317,10 @@ def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     start = time.monotonic()
     with pytest.raises(Leaving):
         score_responses(
-            Fake([good, hanging]), [5, (6, 7)], ["0", "1"], threads=threads, asked=asked
+            Fake([good, hanging]),
+            [5, (6, 7)],
+            ["0", "1"],
+            RewardSettings(threads=threads, stop_requested=asked),
         )
     assert time.monotonic() - start < 60
     [line] = said(caplog)
@@ -313,7 +335,12 @@ def test_a_stop_comes_between_two_rewards():
     scored = []
     note = lambda e: scored.append(e) or Reward(e, True)
     with pytest.raises(Leaving):
-        score_responses(Fake([note]), [1, 2, 3], ["0"] * 3, asked=lambda: len(scored) == 2)
+        score_responses(
+            Fake([note]),
+            [1, 2, 3],
+            ["0"] * 3,
+            RewardSettings(stop_requested=lambda: len(scored) == 2),
+        )
     assert scored == [1, 2]
 
 
@@ -326,7 +353,9 @@ def test_rewards_that_hang_in_threads_are_given_up():
 
     good = lambda e: Reward(e, True)
     responses = ["1", "1", "1", "0", "0", "0"]
-    scored = score_responses(Fake([good, hang]), list(range(6)), responses, threads=2, seconds=0.3)
+    scored = score_responses(
+        Fake([good, hang]), list(range(6)), responses, RewardSettings(threads=2, seconds=0.3)
+    )
     release.set()
     assert [r.checked for r in scored] == [False] * 3 + [True] * 3
     assert [r.score for r in scored] == [0.0] * 3 + [3.0, 4.0, 5.0]
@@ -337,7 +366,9 @@ def test_a_reward_that_ends_the_program_ends_itself(threads, caplog):
     """As one that runs what the model wrote may: `exit(0)` would look like a run that is finished."""
     good = lambda e: Reward(e, True)
     leave = lambda _: sys.exit(0)
-    scored = score_responses(Fake([good, leave]), [5, 6, 7], ["0", "1", "0"], threads=threads)
+    scored = score_responses(
+        Fake([good, leave]), [5, 6, 7], ["0", "1", "0"], RewardSettings(threads=threads)
+    )
     assert [r.checked for r in scored] == [True, False, True]
     assert "it called exit(0)" in caplog.text
 
@@ -346,12 +377,12 @@ def test_a_reward_that_ends_the_program_ends_itself(threads, caplog):
 def test_a_reward_that_hangs_does_not_keep_the_program_from_its_end(threads):
     program = f"""
 import time
-from jaxrl_llm.tasks.task import score_responses
+from jaxrl_llm.tasks.task import RewardSettings, score_responses
 class Slow:
     name = "slow"
     def reward(self, example, response):
         time.sleep(3600)
-scored = score_responses(Slow(), [1, 2], ["", ""], threads={threads}, seconds=0.1)
+scored = score_responses(Slow(), [1, 2], ["", ""], RewardSettings({threads}, 0.1))
 print(len(scored), any(reward.checked for reward in scored))
 """
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
@@ -366,7 +397,9 @@ def test_a_reward_that_ends_when_its_time_does_is_whole_or_unchecked():
         time.sleep(example / 1e5)
         return Reward(1.0, True)
 
-    scored = score_responses(Fake([about]), range(180, 230), ["0"] * 50, seconds=0.002)
+    scored = score_responses(
+        Fake([about]), range(180, 230), ["0"] * 50, RewardSettings(seconds=0.002)
+    )
     assert {(r.checked, r.score) for r in scored} <= {(True, 1.0), (False, 0.0)}
     assert handled() == before
 
@@ -374,7 +407,7 @@ def test_a_reward_that_ends_when_its_time_does_is_whole_or_unchecked():
 FORKS = """
 import os, signal, subprocess, sys, time
 from multiprocessing import Pool
-from jaxrl_llm.tasks.task import Reward, score_responses
+from jaxrl_llm.tasks.task import Reward, RewardSettings, score_responses
 
 class Forks:
     name = "forks"
@@ -393,7 +426,7 @@ class Forks:
         return Reward(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), True)
 
 said = ["pool", "0", "7", "returns", "hangs"]
-for reward in score_responses(Forks(), [0] * 5, said, threads=int(sys.argv[1]), seconds=20):
+for reward in score_responses(Forks(), [0] * 5, said, RewardSettings(int(sys.argv[1]), 20)):
     os.write(1, f"{reward.score:g} ".encode())
 """
 
@@ -415,7 +448,9 @@ def test_whatever_a_reward_raises_costs_its_own_sample(threads, caplog):
         raise Cancelled("too late")
 
     good = lambda e: Reward(e, True)
-    scored = score_responses(Fake([good, cancel]), [5, 6], ["0", "1"], threads=threads)
+    scored = score_responses(
+        Fake([good, cancel]), [5, 6], ["0", "1"], RewardSettings(threads=threads)
+    )
     assert [r.checked for r in scored] == [True, False]
     assert "Cancelled in cancel" in caplog.text
 
@@ -435,7 +470,7 @@ def test_threads_run_at_the_same_time():
         barrier.wait()
         return Reward(1.0, True)
 
-    scored = score_responses(Fake([meet]), [1, 2, 3], ["0"] * 3, threads=3)
+    scored = score_responses(Fake([meet]), [1, 2, 3], ["0"] * 3, RewardSettings(threads=3))
     assert all(reward.checked for reward in scored)
 
 

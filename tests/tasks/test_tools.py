@@ -13,7 +13,14 @@ from jaxrl_llm.learning import imitate
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks.python import python
-from jaxrl_llm.tasks.task import Demonstrator, Episodes, Interactive, Reward, check_members
+from jaxrl_llm.tasks.task import (
+    Demonstrator,
+    Episodes,
+    Interactive,
+    Reward,
+    RewardSettings,
+    check_members,
+)
 from jaxrl_llm.tasks.tools import Toolbox, hermes, llama, words
 from tests.reference import peer
 from tests.tasks import templates
@@ -536,7 +543,7 @@ WORDS = tokenizer.of_words(
 def played(turns, task=None, **how):
     task = TokenTask(Toolbox([plus, shout], **how).for_task(task or Sums()), WORDS)
     rollout = task.played([(1, 2)], [turns])
-    return WORDS.decode(rollout.responses[0]), Reward(*rollout.rewards[0])
+    return WORDS.decode(rollout.responses[0]), rollout.rewards[0]
 
 
 def test_an_episode_of_calls_ends_with_a_turn_without_one():
@@ -680,7 +687,7 @@ def test_coroutines_that_exit_or_are_cancelled_are_answered_and_rewards_keep_the
     made, task = templates.of_bytes(templates.QWEN25), tools.for_task(Slow())
     turn = '<tool_call>{{"name": "{}", "arguments": {{"number": 3}}}}</tool_call>'.format
     tokens = [*made.encode(turn("leaves") + turn("cancelled")), made.eos]
-    with Episodes(task, made, [(1, 2)] * 4, threads=1) as episodes:
+    with Episodes(task, made, [(1, 2)] * 4, RewardSettings(threads=1)) as episodes:
         heard = [reply.result(20)[0] for reply in [episodes(i, tokens) for i in range(4)]]
     for one in heard:
         results = re.findall("<tool_response>\n(.*)\n", made.decode(one))

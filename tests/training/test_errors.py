@@ -13,6 +13,7 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Scratch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training import run, terminal
+from jaxrl_llm.training.folder import RunFolder
 from tests.training import quick
 from tests.training.process import QUICK, fails
 
@@ -162,7 +163,7 @@ def test_only_what_lies_in_its_folder_is_written_by_a_run(error, said, tmp_path)
         error.filename = error.filename.format(out)
     with (
         pytest.raises(UserError if said else FileNotFoundError, match=said),
-        run._told(out, terminal.console(quiet=True)),
+        run._told(RunFolder(out), terminal.console(quiet=True)),
     ):
         raise error
 

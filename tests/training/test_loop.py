@@ -18,7 +18,7 @@ from jaxrl_llm.errors import Leaving, UserError
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.tasks.task import Reward, RewardSettings
 from jaxrl_llm.training import loop, run
 from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
@@ -352,7 +352,9 @@ def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
     """The first process alone tries it: if it left there, the others would go on without it."""
     stop = Stop()
     stop.ask()
-    token_task = lambda asked: TokenTask(Echo(), WORDS, asked=asked)
+    token_task = lambda stop_requested: TokenTask(
+        Echo(), WORDS, RewardSettings(stop_requested=stop_requested)
+    )
     config = SimpleNamespace(warm_start=None)
     made: Any = SimpleNamespace(config=config, task=Echo(), token_task=token_task)
     run._try_reward(made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
