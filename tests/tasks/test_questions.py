@@ -363,8 +363,8 @@ def test_what_the_config_leaves_open():
     served = jl.grpo("a/model", "a/set", ("math", "exact"), vllm="python", lora=8, length=100)
     assert isinstance(served.engine, jl.Vllm)
     assert served.engine.max_model_len == 612
-    with pytest.raises(jl.UserError, match="unexpected keyword argument 'lenght'"):
-        jl.grpo("a/model", "a/set", lenght=3)
+    with pytest.raises(jl.UserError, match="unexpected keyword argument 'lengths'"):
+        jl.grpo("a/model", "a/set", lengths=3)
 
 
 @pytest.mark.parametrize(
