@@ -99,10 +99,10 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
         layer = columns * _within_a_layer(config, shape, columns) / tensor
         kept = layers * (columns * shape.hidden_size * width if remat else layer)
         again = layer if remat else 0.0  # one at a time
-        # logits go before the gradients of layers come
+        # logits, in float32, and their gradient go before the gradients of layers come
         logits = min(logprobs.logit_bytes(), 4 * rows * columns * shape.vocab_size)
         before = held - local_bytes(step.state.params["layers"])
-        moments = ((held, 0, kept + again), (before, 2 * logits, kept))
+        moments = ((held, 0, kept + again), (before, (1 + width / 4) * logits, kept))
         most, batch = rows // (COARSEST if limit.pack else 1) // shards, 2 * local_bytes(step.batch)
         for held, passing, each in moments:
             most = _most("the update", step, held, batch + passing, each, most)
