@@ -304,7 +304,7 @@ def require_joined() -> None:
 def _aborted(_: int) -> None:
     """Ends this process in JAX's place, which aborts it where the connection to the first breaks.
 
-    JAX has said so in a page of C++; a call-back of its own for that fails in jaxlib 0.10.2.
+    JAX has said so in a page of C++; a call-back of its own for that fails in jaxlib (to 0.12: bad_cast).
     """
     _end(
         f"JAX gave up, for the reason above; mostly {_JOB.names[0]}, through which all meet, is gone, or "

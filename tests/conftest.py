@@ -1,8 +1,8 @@
 """Eight virtual devices, strict broadcasting, and every shape annotation checked.
 
 Programs are compiled quickly (`processes.QUICKLY`). In the slow tier runs in processes of their own are as
-users have them; `XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true"` makes
-everything so.
+users have them; `XLA_FLAGS=--xla_backend_optimization_level=3` makes everything so (on JAX 0.10 with
+--xla_cpu_use_fusion_emitters=true, which 0.12 does not know).
 """
 
 import os

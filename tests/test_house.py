@@ -94,7 +94,7 @@ DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py -
 @pytest.mark.parametrize(
     ("program", "modules", "lines"),
     [
-        pytest.param(DRY_RUN, 65, 10_830, id="a dry run"),
+        pytest.param(DRY_RUN, 65, 10_834, id="a dry run"),
         pytest.param("import jaxrl_llm.learning.update", 23, 2_801, id="the train step"),
     ],
 )

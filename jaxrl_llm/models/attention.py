@@ -29,15 +29,20 @@ logger = logging.getLogger(__name__)
 def for_platform(
     q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None
 ) -> Queries:
-    """Attention by the fused kernel for the current mesh's devices, or the default ones.
+    """Attention by the fused kernel for the current mesh's devices, or the default ones."""
+    return chosen()(q, k, v, segments, window=window)
+
+
+def chosen() -> Callable[..., Queries]:
+    """What `for_platform` takes: `gpu`, `splash`, or `xla` where there is no kernel.
 
     GPUs before Ampere, such as a T4, have none: neither Triton nor cuDNN takes them.
     """
-    kernel = {"gpu": gpu, "cuda": gpu, "tpu": splash}.get(platform(), xla)
+    kernel = {"gpu": gpu, "tpu": splash}.get(platform(), xla)
     if kernel is gpu and (known := capability()) < OLDEST:
         _say_plain(known)
-        kernel = xla
-    return kernel(q, k, v, segments, window=window)
+        return xla
+    return kernel
 
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None) -> Queries:

@@ -144,7 +144,7 @@ def _merging(adapted: qwen2.Lora):
 @cache
 def _moving(narrow, wide, to):
     """The program that rounds an array, casts it and moves it to a sharding; cached, so compiled once."""
-    kept = jnp.finfo(narrow)  # two casts XLA would take for none
+    kept = jnp.finfo(narrow)  # two casts XLA may take for none, as for GPUs
     rounded = lambda x: jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(wide)
     return jax.jit(rounded, out_shardings=to)
 

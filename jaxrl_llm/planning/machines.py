@@ -109,7 +109,7 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{kind}"
 """
-# Pallas knows GPUs that are not here by name: this one only by that of another of its generation
+# Since JAX 0.12 Pallas knows GPUs by name: this one only by that of another of its generation
 ALIAS = {"NVIDIA GeForce RTX 5090": "NVIDIA RTX PRO 6000"}
 
 
@@ -184,6 +184,7 @@ def _slice(name: str, kind: str, layout: str) -> Machine:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     sizes = [int(size) for size in layout.split("x")]
+    # or in JAX 0.10 a host has four chips
     host = {"chips_per_host_bounds": (1, 1, 1)} if set(sizes) == {1} else {}
     try:
         found = topologies.get_topology_desc(f"{kind}:{layout}", "tpu", **host)

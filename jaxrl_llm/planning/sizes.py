@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.models import attention, logprobs, qwen2
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, step_of
@@ -80,15 +80,13 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     step = step_of(config.sized({"slots": devices, "microbatches": rows}), machine, shape)
     sizes, shards = dict[str, int](), step.mesh.shape["data"] * step.mesh.shape["fsdp"]
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
-    inner = shape.mixture.chosen * shape.mixture.size if shape.mixture else shape.intermediate_size
-    # bytes a token within a layer: states, and what is between products, more of it with adapters
-    layer = (4 * shape.hidden_size + (5 if shape.lora else 3) * inner) * width
     with machines.compiling_for(step.mesh):
         if isinstance(config.engine, Native):
             cache, together = local_bytes(step.cache), step.decoder.mesh.shape["tensor"]
             prompts = -(-step.engine.prefill_prompts // devices) * together
-            tokens = prompts * padded(limit.prompt_length)
-            passing = tokens * (cache / columns + layer / together)
+            length = padded(limit.prompt_length)
+            layer = _within_a_layer(config, shape, length) / together
+            passing = prompts * length * (cache / columns + layer)
             held = step.beside_sampler + local_bytes(step.weights)
             most = -(-config.prompts * config.group_size // devices)
             # while a cache grows one of its layers is there twice
@@ -97,14 +95,31 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
         names = ("parameters", "frozen", "optimizer", "reference", "gradients")
         held = sum(step.on_device.get(name, 0) for name in names)
         held += host_bytes(step.state.opt_state)  # which comes over
-        logits = min(logprobs.logit_bytes(), 4 * rows * columns * shape.vocab_size)
-        passing = 2 * (local_bytes(step.batch) + logits)
         remat, layers = config.compute.remat, shape.num_layers
-        kept = layers * shape.hidden_size * width if remat else 0
-        each = columns * (kept + layer / tensor * (1 if remat else layers))
-        most = rows // (COARSEST if limit.pack else 1) // shards
-        most = _most("the update", step, held, passing, each, most)
+        layer = columns * _within_a_layer(config, shape, columns) / tensor
+        kept = layers * (columns * shape.hidden_size * width if remat else layer)
+        again = layer if remat else 0.0  # one at a time
+        # logits, in float32, and their gradient go before the gradients of layers come
+        logits = min(logprobs.logit_bytes(), 4 * rows * columns * shape.vocab_size)
+        before = held - local_bytes(step.state.params["layers"])
+        moments = ((held, 0, kept + again), (before, (1 + width / 4) * logits, kept))
+        most, batch = rows // (COARSEST if limit.pack else 1) // shards, 2 * local_bytes(step.batch)
+        for held, passing, each in moments:
+            most = _most("the update", step, held, batch + passing, each, most)
     return sizes | {"microbatches": -(-rows // (shards * most))}
+
+
+def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
+    """Bytes a token at the worst moment: states, and what is between products or plain attention's.
+
+    Between products is more with adapters; plain attention has four numbers for each token before.
+    """
+    width = jnp.dtype(config.compute.dtype).itemsize
+    inner = shape.mixture.chosen * shape.mixture.size if shape.mixture else shape.intermediate_size
+    attend = config.compute.attend
+    attend = attention.chosen() if attend is attention.for_platform else attend
+    scores = 4 * 4 * shape.num_heads * length / 2 if attend is attention.xla else 0
+    return 8 * shape.hidden_size * width + max((5 if shape.lora else 3) * inner * width, scores)
 
 
 def _on_a_cpu(machine: Machine) -> bool:

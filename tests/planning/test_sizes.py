@@ -11,7 +11,7 @@ from jaxrl_llm.cli import plan as cli
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Pretrained
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.models import attention, qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.planning import machines, sizes
 from jaxrl_llm.planning import plan as plans
@@ -103,6 +103,29 @@ def test_slots_fill_what_the_arrays_of_a_step_leave():
         return sum(step.on_device[name] for name in parts)
 
     assert 0.5 * memory < held(slots) <= sizes.ROOM * memory < held(2 * slots)
+
+
+def test_logits_and_what_is_within_a_layer_are_not_there_together(monkeypatch):
+    """The larger of the two counts, so few logits change no choice."""
+
+    def chosen(logits):
+        monkeypatch.setattr(sizes.logprobs, "logit_bytes", lambda: logits)
+        return sizes.estimated(opened(), machine(3 * MIB), SHAPE)["microbatches"]
+
+    assert chosen(0) == chosen(MIB // 4) < chosen(MIB)
+
+
+def test_plain_attention_takes_room_that_a_kernel_does_not(monkeypatch):
+    """As on a GPU that has no kernel: it has numbers for each token and each before it."""
+    monkeypatch.setattr(sizes.logprobs, "logit_bytes", lambda: MIB)
+
+    def chosen(attend):
+        made = opened(compute=qwen2.Compute(attend=attend))
+        made = replace(made, collate=replace(made.collate, response_length=900))
+        return sizes.estimated(made, machine(32 * MIB), SHAPE)["microbatches"]
+
+    plain, fused = chosen(attention.xla), chosen(attention.gpu)
+    assert chosen(attention.for_platform) == plain > 4 * fused > 4
 
 
 def test_an_estimate_is_confirmed_by_one_plan_of_the_update(monkeypatch):
