@@ -104,7 +104,7 @@ def config(
             seed=seed,
         ),
         model=Pretrained(model, chat=chat, lora=adapters),
-        objective=recipes.with_rare_tokens_tamed(made, alpha=alpha, eta=eta),
+        objective=recipes.with_ar_and_lopti(made, alpha=alpha, eta=eta),
         optimizer=optimizers.adamw(learning_rate or (1e-5 if lora else 1e-6)),
         collate=Collator(prompt_length, length, microbatches=microbatches, pack=True),
         steps=steps,

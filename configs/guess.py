@@ -103,7 +103,7 @@ def config(
             ),
             words=(*map(str, range(NUMBERS)), "to", "?", "higher", "lower"),
         ),
-        objective=recipes.with_rare_tokens_tamed(recipes.grpo(ROOM), alpha=0.3, eta=0.5),
+        objective=recipes.with_ar_and_lopti(recipes.grpo(ROOM), alpha=0.3, eta=0.5),
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(**lengths, minibatches=2, round_to=8),
         steps=steps,

@@ -103,7 +103,7 @@ def config(
             max_digits=1,
         ),
         model=Scratch(SHAPE, WORDS),
-        objective=recipes.with_rare_tokens_tamed(recipes.grpo(response), alpha=alpha, eta=eta),
+        objective=recipes.with_ar_and_lopti(recipes.grpo(response), alpha=alpha, eta=eta),
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(prompt, response, minibatches=2, microbatches=16, pack=True),
         steps=steps,

@@ -142,7 +142,7 @@ def config(
     if eta is None:
         eta = 0.5 if papers or stages != "lopti" else 0.0
     recipe = recipes.BY_NAME[algo](response_length)
-    objective = recipes.with_rare_tokens_tamed(recipe, alpha=alpha, eta=eta)
+    objective = recipes.with_ar_and_lopti(recipe, alpha=alpha, eta=eta)
     if stages != "lopti":
         objective = replace(objective, partition=partial(STAGES[stages], eta=eta))
     behind = max_lag > 0 or oversample > 1

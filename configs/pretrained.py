@@ -89,7 +89,7 @@ def config(
         seed: of the order of the data and of sampling.
     """
     recipe = recipes.BY_NAME[algo](RESPONSE)
-    objective = recipes.with_rare_tokens_tamed(recipe, alpha=alpha, eta=eta)
+    objective = recipes.with_ar_and_lopti(recipe, alpha=alpha, eta=eta)
     if stages == "twice":
         objective = replace(objective, partition=partial(partition.together, steps=2))
     elif eta:

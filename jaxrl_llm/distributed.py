@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm import forks
-from jaxrl_llm.errors import Leaving, UserError, causes, first_line
+from jaxrl_llm.errors import StopRequested, UserError, causes, first_line
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -112,7 +112,7 @@ def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[N
                 jax.config.update("jax_enable_compilation_cache", False)
             yield
         except BaseException as error:
-            if not any(isinstance(cause, Leaving) for cause in causes(error)):  # agreed upon
+            if not any(isinstance(cause, StopRequested) for cause in causes(error)):  # agreed upon
                 if any(_of_another(cause) for cause in causes(error, implicit=True)):
                     time.sleep(lost + 2 * LEAVE)  # `_watch` says who is gone and ends this process
                 known = isinstance(error, (UserError, KeyboardInterrupt))
@@ -167,10 +167,10 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def check(stop: Stop) -> None:
-    """Raises Leaving in all processes if one was asked to stop; sets `save` if it is time in one."""
+    """Raises StopRequested in all processes if one was asked to stop; sets `save` if it is time in one."""
     words = agree("leave" if stop.asked else "save" if stop.due else "")
     if "leave" in words:
-        raise Leaving
+        raise StopRequested
     stop.save = "save" in words
 
 
@@ -183,12 +183,12 @@ def share(
 ) -> list[T]:
     """The results of `work` of all processes, in their order, in each of them.
 
-    Raises Leaving in all if one was asked to stop; `work` may raise it to end early.
+    Raises StopRequested in all if one was asked to stop; `work` may raise it to end early.
     """
     made: list[T] = []
     try:
         made.append(work())
-    except Leaving:
+    except StopRequested:
         stop.asked = True
     check(stop)
     if _JOB.count == 1:

@@ -18,7 +18,7 @@ class UserError(Exception):
     """
 
 
-class Leaving(Exception):  # noqa: N818 (not an error: the run was asked to stop)
+class StopRequested(Exception):  # noqa: N818 (not an error: the run was asked to stop)
     """The run was asked to stop; raised only where unfinished work may be dropped."""
 
 

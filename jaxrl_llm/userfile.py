@@ -93,7 +93,7 @@ def blame(path: Path, error: BaseException) -> str:
 
 
 @contextmanager
-def answering_for(what: str) -> Iterator[None]:
+def user_code(what: str) -> Iterator[None]:
     """Turns what a user's function raises in the block into a UserError with file and line."""
     try:
         yield

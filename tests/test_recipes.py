@@ -169,7 +169,7 @@ def test_stages_of_response_level_losses_add_up_to_the_plain_gradient(surrogate)
         parts = [slope(params, weight) for weight in credited.weight]
         return jax.tree.map(lambda *x: sum(x), *parts)
 
-    both = gradient(plain), gradient(recipes.with_rare_tokens_tamed(plain, alpha=0.0))
+    both = gradient(plain), gradient(recipes.with_ar_and_lopti(plain, alpha=0.0))
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -253,7 +253,7 @@ def test_settings_are_the_published_ones(name):
 
 
 def test_both_methods_come_after_what_a_recipe_has():
-    tamed = recipes.with_rare_tokens_tamed(recipes.tis(90))
+    tamed = recipes.with_ar_and_lopti(recipes.tis(90))
     assert said(tamed.factors) == (
         "truncated(cap 2, floor 0, weight token_ratio) linear_in_probability(alpha 0.3)"
     )

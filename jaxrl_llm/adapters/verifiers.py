@@ -20,7 +20,7 @@ import httpx
 from jaxrl_llm.childprocess import Child, environment
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.task import Anew, Prompt, Step
+from jaxrl_llm.tasks.task import NewContext, Prompt, Step
 
 _PATIENCE = 300.0  # seconds for an episode's first request
 _GRACE = 20.0  # seconds for what is given up to end
@@ -158,7 +158,7 @@ class Episode:
             return None, Reward(said["reward"], said["reward"] >= 1, said["fields"])
         before, self._tokens = [*self._tokens, *tokens], said["prompt"]
         on = self._tokens[: len(before)] == before
-        return self._tokens[len(before) :] if on else Anew(self._tokens), Reward(0.0, False)
+        return self._tokens[len(before) :] if on else NewContext(self._tokens), Reward(0.0, False)
 
     def __del__(self):
         if self._name:  # it would wait for a turn

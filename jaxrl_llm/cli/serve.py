@@ -10,7 +10,7 @@ import jax
 from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config, Mesh
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.rollouts.engines import KEY_FILE, Vllm
 from jaxrl_llm.rollouts.vllm import client
 from jaxrl_llm.rollouts.vllm.client import Patience
@@ -58,7 +58,7 @@ def main(options: Options, config: Config) -> None:
         weights = _first_weights(options, components, engine.dtype, root / "first")
         for sidecar in sidecars:
             sidecar.serve(weights)
-        with contextlib.suppress(Leaving):
+        with contextlib.suppress(StopRequested):
             _watch(engine, sidecars, Path(options.out), stop)
 
 

@@ -12,7 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from jaxrl_llm import distributed
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
@@ -152,5 +152,5 @@ def main(options: Options, config: Config, source: Source) -> None:
                 console=console,
                 told=printed if options.json else None,
             )
-        except Leaving as error:
+        except StopRequested as error:
             raise SystemExit(UNFINISHED) from error

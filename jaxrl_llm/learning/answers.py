@@ -80,7 +80,7 @@ class TokenTask:
         return [*self.tokenizer.encode(text), self.tokenizer.end(self._ask(example))]
 
     def _ask(self, example: Any) -> Prompt:
-        return userfile.answering_for("a prompt cannot be made")(self.task.prompt)(example)
+        return userfile.user_code("a prompt cannot be made")(self.task.prompt)(example)
 
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
@@ -123,7 +123,7 @@ class TokenTask:
         return Episodes(self.task, self.tokenizer, examples, self.settings)
 
     def judge(self, examples: Sequence[Any], own: Rollout) -> Answers:
-        """The responses that `sample` returned for `examples`, with rewards; Leaving if a stop is requested."""
+        """The responses that `sample` returned for `examples`, with rewards; StopRequested on a stop."""
         mine = [examples[i] for i in _own(self.prompts(examples))]
         n = len(own.responses) // max(len(mine), 1)
         if own.rewards:
@@ -144,7 +144,7 @@ class TokenTask:
         sampling: Sampling,
         stop: distributed.Stop,
     ) -> Answers:
-        """Scored responses to all examples, in all processes; Leaving if one was asked to stop."""
+        """Scored responses to all examples, in all processes; StopRequested if one was asked to stop."""
         work = lambda: self.judge(examples, self.sample(sampler, examples, n=n, sampling=sampling))
         return self.together(examples, work, stop)
 

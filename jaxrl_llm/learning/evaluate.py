@@ -81,7 +81,7 @@ def evaluate(
 ) -> Result:
     """One greedy response an example, and `samples` at `sampling.temperature`; grouped by `by`.
 
-    Raises Leaving if the run was asked to stop meanwhile.
+    Raises StopRequested if the run was asked to stop meanwhile.
     """
     asked = [examples[i] for i in range(len(examples))]
     greedy = replace(sampling, temperature=0.0)

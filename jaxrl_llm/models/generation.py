@@ -1,6 +1,6 @@
 """Generation with a key/value cache, one token per call for every slot (a sequence in the batch).
 
-`Decoder` is for CPUs, `Unrolled` for accelerators; they differ in the layout of weights and cache.
+`CpuGenerator` and `AcceleratorGenerator` differ in the layout of weights and cache.
 
 - On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
   blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
@@ -42,7 +42,7 @@ class Cache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class CpuGenerator:
     """Generation on CPUs, with a cache in blocks of `block` columns.
 
     `rounded` is the dtype of the policy that is sampled: `definition` may compute in a wider one,
@@ -201,7 +201,7 @@ class LayerCache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unrolled:
+class AcceleratorGenerator:
     """Generation on accelerators, with a `LayerCache` per layer; a step reads all of the cache."""
 
     definition: Any
@@ -298,9 +298,11 @@ class Unrolled:
 
 
 @cache
-def _copying(decoder: Unrolled, shardings: tuple[NamedSharding, ...], tree: Any) -> Any:
-    """The program of `Unrolled.weights`; cached, so compiled once."""
-    return jax.jit(decoder._apart, out_shardings=jax.tree.unflatten(tree, shardings))
+def _copying(
+    generator: AcceleratorGenerator, shardings: tuple[NamedSharding, ...], tree: Any
+) -> Any:
+    """The program of `AcceleratorGenerator.weights`; cached, so compiled once."""
+    return jax.jit(generator._apart, out_shardings=jax.tree.unflatten(tree, shardings))
 
 
 def _attend(

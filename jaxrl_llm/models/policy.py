@@ -1,6 +1,6 @@
 """A model without its parameters, for callers that do not know how it is built.
 
-`Policy` gives log-probs to the trainer, a decoder to the embedded engine, and tensors to servers.
+`Policy` gives log-probs to the trainer, a generator to the embedded engine, and tensors to servers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from jaxrl_llm.models.sharding import AXES
 from jaxrl_llm.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # generation is read by whoever generates here
-    from jaxrl_llm.models.generation import Decoder, Unrolled
+    from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 
@@ -158,14 +158,14 @@ class Policy:
         one = lambda path, x: x if x.dtype == dtype or wide(path) else x.astype(dtype)
         return jax.tree_util.tree_map_with_path(one, params)
 
-    def decoder(
+    def generator(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
-    ) -> "Decoder | Unrolled":
+    ) -> "CpuGenerator | AcceleratorGenerator":
         """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
         `block` is the number of cache columns in a block, which only CPUs have.
         """
-        from jaxrl_llm.models.generation import Decoder, Unrolled
+        from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
@@ -175,8 +175,8 @@ class Policy:
             # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
             dtype = compute.dtype if jax.__version_info__ >= (0, 12) else jnp.float32
             definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
-            return Decoder(definition, block, there, shape.lora, compute.dtype)
-        return Unrolled(qwen2.graph(base, compute)[0], there, shape.lora)
+            return CpuGenerator(definition, block, there, shape.lora, compute.dtype)
+        return AcceleratorGenerator(qwen2.graph(base, compute)[0], there, shape.lora)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""

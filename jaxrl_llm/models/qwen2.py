@@ -340,7 +340,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(shape.hidden_size**-0.5 * table)
 
 
-class Qwen2(nnx.Module):
+class Decoder(nnx.Module):
     """The decoder; parameters have their Hugging Face names, layers are stacked on axis 0."""
 
     def __init__(self, shape: Shape, compute: Compute = Compute(), *, rngs: nnx.Rngs):
@@ -474,7 +474,7 @@ def _like(weight, x):
 
 def graph(shape: Shape, compute: Compute = Compute()):
     """`(definition, parameter shapes)`; `nnx.merge(definition, params)` is the model again."""
-    model = nnx.eval_shape(lambda: Qwen2(shape, compute, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(shape, compute, rngs=nnx.Rngs(0)))
     definition, state = nnx.split(model)
     return definition, nnx.to_pure_dict(state)
 
@@ -494,7 +494,7 @@ def init(shape: Shape, seed: int = 0, dtype: DTypeLike = jnp.float32, shardings=
     """Random parameters, created in place where `shardings`, a tree like them, says."""
 
     def make():
-        params = nnx.to_pure_dict(nnx.state(Qwen2(shape, rngs=nnx.Rngs(seed))))
+        params = nnx.to_pure_dict(nnx.state(Decoder(shape, rngs=nnx.Rngs(seed))))
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
     return jax.jit(make, out_shardings=shardings)()

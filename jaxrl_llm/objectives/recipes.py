@@ -2,7 +2,7 @@
 
 Settings are those of the papers; where published code differs from its paper, the functions'
 docstrings say so. `length` is the longest response in tokens, which a few recipes need.
-`with_rare_tokens_tamed` adds the two methods of arXiv:2505.12929 to any of them.
+`with_ar_and_lopti` adds the two methods of arXiv:2505.12929 to any of them.
 """
 
 from collections.abc import Callable
@@ -225,9 +225,7 @@ def opsm(length: int) -> Objective:
     return replace(grpo(length), surrogate=losses.opsm)
 
 
-def with_rare_tokens_tamed(
-    objective: Objective, *, alpha: float = 0.3, eta: float = 0.5
-) -> Objective:
+def with_ar_and_lopti(objective: Objective, *, alpha: float = 0.3, eta: float = 0.5) -> Objective:
     """Adds Advantage Reweighting (alpha) and Lopti (eta), arXiv:2505.12929; 0 leaves one out."""
     reweighting = partial(factors.linear_in_probability, alpha=alpha)
     return replace(

@@ -118,20 +118,20 @@ class Step:
         return replace(engine, slots=slots, prefill_prompts=rows)
 
     @cached_property
-    def decoder(self) -> Any:
+    def generator(self) -> Any:
         definition, engine = self.policy.definition, self.engine
         shared = engine.devices_a_copy or fewest_devices(definition, self.mesh, self.memory)
-        return self.policy.decoder(self.mesh, block=engine.block, devices_a_copy=shared)
+        return self.policy.generator(self.mesh, block=engine.block, devices_a_copy=shared)
 
     @cached_property
     def weights(self) -> Any:
         """The weights that the embedded engine reads."""
-        params, decoder = self.params, self.decoder
-        if decoder.static:
-            return decoder.weights_like(params)
+        params, generator = self.params, self.generator
+        if generator.static:
+            return generator.weights_like(params)
         plain = jax.eval_shape(partial(lora.merged, lora=self.shape.lora), params)
         narrowed = jax.eval_shape(self.policy.narrowed, plain)
-        return jax.tree.map(like, narrowed, sharding.param_shardings(plain, decoder.mesh))
+        return jax.tree.map(like, narrowed, sharding.param_shardings(plain, generator.mesh))
 
     @property
     def copies_weights(self) -> bool:
@@ -151,8 +151,8 @@ class Step:
         """Keys and values of all slots for the longest prompts and responses."""
         limit = self.config.collate
         size = self.engine.slots, limit.prompt_length + limit.response_length
-        with compiling_for(self.decoder.mesh):
-            empty = jax.jit(lambda weights: self.decoder.empty(*size), keep_unused=True)
+        with compiling_for(self.generator.mesh):
+            empty = jax.jit(lambda weights: self.generator.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
 
@@ -196,7 +196,7 @@ class Step:
         config, limit, engine = self.config, self.config.collate, self.engine
         weights, cache = local_bytes(self.weights), local_bytes(self.cache)
         others, learned = self._bytes("optimizer", "reference"), self.beside_sampler
-        stride = native.STRIDE if self.decoder.static else 1  # tokens a run
+        stride = native.STRIDE if self.generator.static else 1  # tokens a run
         turns = -(-config.prompts * config.group_size // engine.slots)
         filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
         gather = Program("gather", self._gather, beside=others)
@@ -216,7 +216,7 @@ class Step:
             flops=work["decode"],
             moved=stride * (weights + filled * cache),
         )
-        return [gather, prefill, decode] if self.decoder.static else [prefill, decode]
+        return [gather, prefill, decode] if self.generator.static else [prefill, decode]
 
     def _learning(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit = self.config, self.config.collate
@@ -255,23 +255,23 @@ class Step:
 
     def _sampled_by(self, program: Any, *arguments: Any) -> jax.stages.Compiled:
         """The program compiled for the mesh of the embedded engine."""
-        with compiling_for(self.decoder.mesh):
+        with compiling_for(self.generator.mesh):
             return program.lower(*arguments).compile()
 
     def _gather(self) -> jax.stages.Compiled:
-        return self._sampled_by(jax.jit(self.decoder.weights), self.params)
+        return self._sampled_by(jax.jit(self.generator.weights), self.params)
 
     def _prefill(self) -> jax.stages.Compiled:
         shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
-        tokens = like(np.zeros(shape, np.int32), NamedSharding(self.decoder.mesh, P()))
-        return self._sampled_by(jax.jit(self.decoder.prefill), self.weights, tokens)
+        tokens = like(np.zeros(shape, np.int32), NamedSharding(self.generator.mesh, P()))
+        return self._sampled_by(jax.jit(self.generator.prefill), self.weights, tokens)
 
     def _decode(self, stride: int) -> jax.stages.Compiled:
         sampling, one = self.config.sampling, np.zeros((), np.int32)
         idle = slots.idle_slots(self.engine.slots, self.config.collate.response_length)
-        everywhere = lambda x: like(x, NamedSharding(self.decoder.mesh, P()))
+        everywhere = lambda x: like(x, NamedSharding(self.generator.mesh, P()))
         host = jax.tree.map(everywhere, (idle, slots.rules_of(sampling), one, one))
-        program = slots.program(self.decoder.decode, stride)
+        program = slots.program(self.generator.decode, stride)
         return self._sampled_by(program, self.weights, self.cache, *host)
 
     @cached_property

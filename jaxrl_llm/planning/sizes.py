@@ -82,7 +82,7 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
     with machines.compiling_for(step.mesh):
         if isinstance(config.engine, Native):
-            cache, together = local_bytes(step.cache), step.decoder.mesh.shape["tensor"]
+            cache, together = local_bytes(step.cache), step.generator.mesh.shape["tensor"]
             prompts = -(-step.engine.prefill_prompts // devices) * together
             length = padded(limit.prompt_length)
             layer = _within_a_layer(config, shape, length) / together

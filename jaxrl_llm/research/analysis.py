@@ -242,7 +242,7 @@ def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Obj
     methods = (factors.linear_in_probability,)
     others = (f for f in objective.factors if getattr(f, "func", f) not in methods)
     plain = replace(objective, factors=tuple(others), partition=partition.together)
-    tamed = partial(recipes.with_rare_tokens_tamed, plain)
+    tamed = partial(recipes.with_ar_and_lopti, plain)
     return {
         "plain": plain,
         "reweighting": tamed(alpha=alpha, eta=0.0),

@@ -326,7 +326,7 @@ def decoding(settings: Settings) -> Iterator[Line]:
     weights, cache = local_bytes(step.weights), local_bytes(step.cache)
     [decode] = [program for program in step.programs() if program.name == "decode"]
     planned = peak_of(decode.compile().memory_analysis(), device.platform)
-    planned += step.decoder.static * weights  # the engine has a copy, with its layers apart
+    planned += step.generator.static * weights  # the engine has a copy, with its layers apart
     with jax.set_mesh(mesh):
         subject = random_subject(shape, mesh, jnp.bfloat16, stored=jnp.bfloat16)
         with generating(subject, mesh, slots, slots, prompt) as generate:

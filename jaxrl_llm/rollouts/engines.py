@@ -87,9 +87,9 @@ class Native:
         from jaxrl_llm.rollouts.native import NativeSampler
 
         del folder
-        decoder = model.decoder(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
+        generator = model.generator(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
         sampler = NativeSampler(
-            decoder, slots=self.slots or SLOTS, prefill_prompts=self.prefill_prompts, check=check
+            generator, slots=self.slots or SLOTS, prefill_prompts=self.prefill_prompts, check=check
         )
         return nullcontext(sampler)
 

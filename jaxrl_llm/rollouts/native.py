@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.rollouts.episode import Episode, rollout
 from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
@@ -66,7 +66,7 @@ class NativeSampler:
 
     def __init__(
         self,
-        model: Decoder | Unrolled,
+        model: CpuGenerator | AcceleratorGenerator,
         *,
         slots: int,
         prefill_prompts: int,

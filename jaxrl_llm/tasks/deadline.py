@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from jaxrl_llm.background import in_background, loop, repeating
-from jaxrl_llm.errors import Leaving, UserError, first_line
+from jaxrl_llm.errors import StopRequested, UserError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Call:
     """A call of a task's function, `check` on what it returns, and what is known meanwhile.
 
     It gets `seconds`. `heartbeat` is called before it and at each look, in any thread; if
-    `stop_requested()` then, it ends as Leaving. `name` is for the log.
+    `stop_requested()` then, it ends as StopRequested. `name` is for the log.
     """
 
     work: partial[Any]
@@ -61,7 +61,7 @@ class Call:
     def __call__(self) -> Any:
         """The checked result."""
         if self.stop_requested():
-            raise Leaving
+            raise StopRequested
         self.heartbeat()
         process, code = os.getpid(), 0
         self.began, self.thread = time.monotonic(), threading.get_ident()
@@ -88,7 +88,7 @@ class Call:
                 "up after %g s (reward_seconds)", self.name, taken, self.example, place, self.seconds,
             )  # fmt: skip
         if self.stop_requested():
-            return Leaving()
+            return StopRequested()
         if taken > self.seconds:
             return TimeoutError(f"no result after {self.seconds:g} s")
         self.heartbeat()
@@ -109,7 +109,7 @@ class Errors:
         if isinstance(error, SystemExit):  # must not look like a run that is finished
             code, trace = error.code, error.__traceback__
             error = RuntimeError(f"it called exit({code})").with_traceback(trace)
-        if isinstance(error, UserError | Leaving | KeyboardInterrupt):
+        if isinstance(error, UserError | StopRequested | KeyboardInterrupt):
             raise error  # for the caller
         place = _place(traceback.extract_tb(error.__traceback__), call.work.func)
         self._messages[f"{type(error).__name__} in {place}"].append(first_line(error))

@@ -38,7 +38,7 @@ Step = tuple[Sequence[int] | None, Reward]
 Said = tuple[Sequence[int], bool] | None
 
 
-class Anew(list[int]):
+class NewContext(list[int]):
     """Token ids in place of all that was said, the prompt included: they begin a new segment."""
 
 
@@ -82,7 +82,7 @@ class Environment(Protocol):
     def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step | Callable[[], Step]]:
         """What follows a turn of these tokens: token ids, or None at the end; the reward so far.
 
-        If they are `Anew`, the policy sees them alone. What is awaited may be a function that gives
+        If they are `NewContext`, the policy sees them alone. What is awaited may be a function that gives
         them, and is called in a thread.
         """
         ...
@@ -117,7 +117,7 @@ class RewardSettings:
     """How rewards and environments are called: `threads` at a time, each for at most `seconds`.
 
     `heartbeat` is called before each and while it has time, in any thread. `stop_requested` is looked
-    at as often; if it is true, Leaving is raised. `reported` are the kinds of errors (type and place)
+    at as often; if it is true, StopRequested is raised. `reported` are the kinds of errors (type and place)
     that are not logged any more; new ones are added.
     """
 
@@ -144,7 +144,7 @@ def score_responses(
     Logs a reward that takes over SLOW seconds, and each new kind of error. With one thread (the main
     one) a late reward is interrupted. With several it is given up and goes on in the background;
     there an endless regular expression, which keeps the GIL, stops all else for good, so several are
-    for rewards that wait. A task's UserError is raised, and Leaving if a stop is requested.
+    for rewards that wait. A task's UserError is raised, and StopRequested if a stop is requested.
     """
     from jaxrl_llm.tasks import deadline
 
@@ -210,7 +210,7 @@ class Episodes:
             try:
                 settled = self._errors.settled(call, done.result()) or (None, UNCHECKED)
                 given, self.rewards[index] = settled
-                reply.set_result(given if given is None else (given, isinstance(given, Anew)))
+                reply.set_result(given if given is None else (given, isinstance(given, NewContext)))
             except BaseException as error:
                 reply.set_exception(error)
 
@@ -239,9 +239,9 @@ class Episodes:
         tokens, known = [*given], range(len(self._tokenizer))
         if wrong := [token for token in tokens if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        if isinstance(given, Anew) and not tokens:
-            raise ValueError("step() returned Anew without a token")
-        return (Anew if isinstance(given, Anew) else list)(map(int, tokens)), reward
+        if isinstance(given, NewContext) and not tokens:
+            raise ValueError("step() returned NewContext without a token")
+        return (NewContext if isinstance(given, NewContext) else list)(map(int, tokens)), reward
 
 
 def _plain(reward: Reward) -> Reward:

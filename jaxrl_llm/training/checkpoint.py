@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm import distributed, storage
 from jaxrl_llm.background import in_background
-from jaxrl_llm.errors import Leaving, UserError, causes, first_line
+from jaxrl_llm.errors import StopRequested, UserError, causes, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import checksum, describe, same_form
 
@@ -84,7 +84,7 @@ class Checkpoints:
         try:
             self.wait()
         except UserError:
-            if kind is None or issubclass(kind, Leaving):  # a stop must report a failed save
+            if kind is None or issubclass(kind, StopRequested):  # a stop must report a failed save
                 raise
 
     def clean(self) -> None:

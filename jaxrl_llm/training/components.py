@@ -68,7 +68,7 @@ class Components:
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         definition, _ = qwen2.graph(shape, config.compute)
         folder = storage.local(data)
-        with userfile.answering_for("the task cannot be made"):
+        with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
         storage.push(folder)
@@ -212,7 +212,7 @@ class Splits(NamedTuple):
 
 def _kept(source: Source[E]) -> Source[E]:
     """The source, whose examples are read once if there are no more than KEPT."""
-    read = userfile.answering_for("an example cannot be read")(source.__getitem__)
+    read = userfile.user_code("an example cannot be read")(source.__getitem__)
     return Mapped(range(len(source)), lru_cache(KEPT)(read))
 
 
@@ -288,7 +288,7 @@ def readable(components: Components, source: Source[E], name: str) -> Readable[E
 
 
 def _prompt_length(components: Components, source: Source[E], i: int, name: str) -> int:
-    with userfile.answering_for(f"{name} example {i} has no prompt"):
+    with userfile.user_code(f"{name} example {i} has no prompt"):
         prompt = components.task.prompt(source[i])
         if not isinstance(prompt, str) and not _messages(prompt):
             kind = type(prompt).__name__

@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 
 from jaxrl_llm import forks
 from jaxrl_llm.background import repeating
-from jaxrl_llm.errors import Leaving
+from jaxrl_llm.errors import StopRequested
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
@@ -54,9 +54,9 @@ class Stop:
         return time.monotonic() - self.saved > self.save_seconds
 
     def check(self) -> None:
-        """Raises Leaving if the run was asked to stop; for places where work may be dropped."""
+        """Raises StopRequested if the run was asked to stop; for places where work may be dropped."""
         if self.asked:
-            raise Leaving
+            raise StopRequested
 
     def stall(self, reason: str) -> NoReturn:
         """Ends this process, which makes no progress, after writing the stacks of all threads."""

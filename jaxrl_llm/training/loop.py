@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl_llm import distributed, userfile
 from jaxrl_llm.config import WarmStart
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.update import TrainState
@@ -113,7 +113,7 @@ def warm_start(
             recorder.hold(step, partial(dict, figures | clock.lap()))
             recorder.flush()
             recorder.check()
-    except (Leaving, UserError) as error:
+    except (StopRequested, UserError) as error:
         # not the last step: reinforcement saves it when it begins
         if saved < step < warm.steps and _can_save(error, state):
             recorder.flush()
@@ -272,7 +272,7 @@ def reinforcement(
                 # the recorder fetches `host` later, with these in it
                 host |= clock.lap(sampler.counters.get("idle_seconds", 0.0))
             recorder.check()
-    except (Leaving, UserError) as error:
+    except (StopRequested, UserError) as error:
         if step > saved and _can_save(error, state):
             recorder.flush()
             save(step, state, stream.cursor())
@@ -284,9 +284,9 @@ def push(
 ) -> None:
     """Pushes, the first time outside of a step: that starts servers, which may take minutes.
 
-    Raises Leaving in all processes if one was asked to stop; that cuts the wait for servers short.
+    Raises StopRequested in all processes if one was asked to stop; that cuts the wait for servers short.
     """
-    with clock(phase or ("sync" if sampler.sync else "start")), suppress(Leaving):
+    with clock(phase or ("sync" if sampler.sync else "start")), suppress(StopRequested):
         sampler.push(params, step)
     distributed.check(stop)
 
@@ -308,12 +308,12 @@ def _can_save(error: BaseException, state: TrainState) -> bool:
     With several processes only on a stop, on which all agree; an error is one process's alone.
     """
     whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-    return whole and (isinstance(error, Leaving) or distributed.count() == 1)
+    return whole and (isinstance(error, StopRequested) or distributed.count() == 1)
 
 
 def demonstration(warm: WarmStart, task: Any) -> Callable[[Any], Any]:
     """The warm start's demonstrations, or the task's; their errors are UserErrors."""
     if warm.demonstration is None and not isinstance(task, Demonstrator):
         raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
-    guarded = userfile.answering_for("a demonstration cannot be made")
+    guarded = userfile.user_code("a demonstration cannot be made")
     return guarded(warm.demonstration or task.demonstration)

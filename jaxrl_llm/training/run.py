@@ -14,7 +14,7 @@ import rich.console
 
 from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import Leaving, UserError, first_line, out_of_memory
+from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers, from_note, noted
 from jaxrl_llm.learning.evaluate import Result, evaluate
@@ -55,7 +55,7 @@ def train(
     and keeps the later ones aside. `origin` is a run whose warm start to use. `source` records how
     the config was made, for later commands. `stall`: the process ends, with code 76, when a phase
     makes no progress for so many seconds, and so many times as long as ever before. `told` is called
-    with each new record of metrics.jsonl, by the first process. Raises Leaving, after saving, when
+    with each new record of metrics.jsonl, by the first process. Raises StopRequested, after saving, when
     `stop` is asked; a UserError for faults outside the program.
     """
     stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
@@ -199,7 +199,7 @@ def _told(folder: RunFolder, console: rich.console.Console) -> Iterator[None]:
     """For the block, says where a run that leaves is saved, and that its folder cannot be written to."""
     try:
         yield
-    except Leaving:
+    except StopRequested:
         known = folder.checkpoints().steps
         saved = f"stopped and saved in {storage.spoken(folder.path)}; go on with --resume"
         console.print(saved if known else "stopped before there was anything to save")
@@ -286,7 +286,7 @@ def _try_reward(components: Components, example: Any, journal: Journal, stop: St
     if warm := components.config.warm_start:
         what, response = "a demonstration", loop.demonstration(warm, components.task)(example)
     task = components.token_task(stop_requested=lambda: stop.asked)
-    with suppress(Leaving):  # other processes do not know: they agree on that later
+    with suppress(StopRequested):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
             journal.say(
                 f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing "
@@ -419,7 +419,7 @@ def _show(
     The samples are the first responses to the first four prompts.
     """
     config = components.config
-    ask = userfile.answering_for("a prompt cannot be made")(components.task.prompt)
+    ask = userfile.user_code("a prompt cannot be made")(components.task.prompt)
     text = lambda row: as_text(ask(answers.examples[row // config.group_size]))
     if config.keep_tokens:
         kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))

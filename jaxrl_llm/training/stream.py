@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.background import in_background
-from jaxrl_llm.errors import Leaving
+from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Rollout
@@ -147,7 +147,7 @@ class Stream(Generic[E]):
         A batch that a stop interrupts is sampled anew when the run goes on.
         """
         for batch in self._ahead:
-            with suppress(Leaving):
+            with suppress(StopRequested):
                 batch.own.result()
         self._mark()
 

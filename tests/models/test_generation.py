@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import experts, families, qwen2, sharding
-from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.models.policy import Policy, fewest_devices, mesh_of_copies
 from tests import tiny
 
@@ -38,17 +38,17 @@ def recomputed(definition, params, rows):
 class Generation:
     """Prompts in the cache of a jitted model, one slot each."""
 
-    def __init__(self, decoder, params, prompts, *, columns, slots=None, length=32):
-        self.params, self.decoder = params, decoder
-        self.step = jax.jit(decoder.decode)
+    def __init__(self, generator, params, prompts, *, columns, slots=None, length=32):
+        self.params, self.generator = params, generator
+        self.step = jax.jit(generator.decode)
         tokens = np.zeros((len(prompts), length), np.int32)
         for i, prompt in enumerate(prompts):
             tokens[i, : len(prompt)] = prompt
         slots = list(range(len(prompts))) if slots is None else slots
-        cache = decoder.empty(max(slots) + 1, columns)
-        filled = jax.jit(decoder.prefill)(params, tokens)
+        cache = generator.empty(max(slots) + 1, columns)
+        filled = jax.jit(generator.prefill)(params, tokens)
         which = jnp.arange(len(prompts))
-        self.cache = jax.jit(decoder.insert)(cache, filled, jnp.asarray(slots), which)
+        self.cache = jax.jit(generator.insert)(cache, filled, jnp.asarray(slots), which)
 
     def logits(self, tokens, positions):
         tokens, positions = (jnp.asarray(x, jnp.int32) for x in (tokens, positions))
@@ -83,7 +83,9 @@ def agree(definition, params, prompts, logits, rows):
 def test_greedy_generation_is_a_full_recomputation(family, block):
     """Prompts shorter and longer than a window, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(tiny.FAMILIES[family])
-    generation = Generation(Decoder(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40)
+    generation = Generation(
+        CpuGenerator(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40
+    )
     agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
 
 
@@ -108,13 +110,13 @@ def test_unrolled_generation_is_a_full_recomputation(family, monkeypatch):
     devices, share = SHARED.get(family, (1, 1))
     trainers = tiny.mesh_of(1, devices, 1)
     params = jax.device_put(params, sharding.param_shardings(params, trainers))
-    decoder = Unrolled(definition, mesh_of_copies(trainers, share))
+    generator = AcceleratorGenerator(definition, mesh_of_copies(trainers, share))
     prompts = PROMPTS * 2
-    with jax.set_mesh(decoder.mesh):
-        weights = decoder.weights(params)
-        made = Generation(decoder, weights, prompts, columns=24)
+    with jax.set_mesh(generator.mesh):
+        weights = generator.weights(params)
+        made = Generation(generator, weights, prompts, columns=24)
         first, rows = made.greedy(prompts, 6)
-        made.cache = decoder.grow(made.cache, 40)
+        made.cache = generator.grow(made.cache, 40)
         second, rows = made.greedy(rows, 8)
     agree(definition, params, prompts, np.concatenate([first, second], 1), rows)
     mlp = weights["layers"][0]["mlp"]
@@ -148,17 +150,17 @@ def test_devices_that_cannot_share_evenly_are_an_error():
 
 def test_a_slot_out_of_range_gets_nothing():
     definition, params = model()
-    decoder = Decoder(definition, 8, tiny.mesh_of())
-    filled = decoder.prefill(params, jnp.ones((2, 8), jnp.int32))
-    out = decoder.insert(decoder.empty(3, 16), filled, jnp.asarray([2, 3]), jnp.asarray([1, 0]))
+    generator = CpuGenerator(definition, 8, tiny.mesh_of())
+    filled = generator.prefill(params, jnp.ones((2, 8), jnp.int32))
+    out = generator.insert(generator.empty(3, 16), filled, jnp.asarray([2, 3]), jnp.asarray([1, 0]))
     assert not np.asarray(out.k[:, :, :2]).any()
     assert np.array_equal(out.v[:, 0, 2], filled.v[:, 0, 1])
     assert np.asarray(out.k[:, 0, 2]).all()
-    decoder = Unrolled(definition, tiny.mesh_of(4, 1, 2))
-    with jax.set_mesh(decoder.mesh):
-        filled = jax.jit(decoder.prefill)(decoder.weights(params), jnp.ones((4, 8), jnp.int32))
-        cache = decoder.empty(8, 16)
-        out = jax.jit(decoder.insert)(cache, filled, jnp.asarray([6, 8]), jnp.asarray([1, 0]))
+    generator = AcceleratorGenerator(definition, tiny.mesh_of(4, 1, 2))
+    with jax.set_mesh(generator.mesh):
+        filled = jax.jit(generator.prefill)(generator.weights(params), jnp.ones((4, 8), jnp.int32))
+        cache = generator.empty(8, 16)
+        out = jax.jit(generator.insert)(cache, filled, jnp.asarray([6, 8]), jnp.asarray([1, 0]))
     for layer, source in zip(out, filled, strict=True):
         assert not np.delete(np.asarray(layer.k), 6, 0).any()
         assert np.array_equal(layer.v[6, :, :8], source.v[1])
@@ -170,15 +172,15 @@ def test_a_copy_of_the_weights_is_compiled_once():
     definition, params = model()
     mesh = tiny.mesh_of(1, 1, 1)
     with jax.set_mesh(mesh):
-        Unrolled(definition, mesh).weights(params)
+        AcceleratorGenerator(definition, mesh).weights(params)
         with tiny.compilations() as compiled:
-            Unrolled(definition, mesh).weights(params)
+            AcceleratorGenerator(definition, mesh).weights(params)
     assert compiled == []
 
 
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
-    same = Decoder(definition, 8, tiny.mesh_of()).weights(params)
+    same = CpuGenerator(definition, 8, tiny.mesh_of()).weights(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (same, params)), strict=True))
 
 
@@ -186,16 +188,16 @@ def test_on_a_cpu_bfloat16_weights_are_widened_once_where_xla_would_at_every_use
     _, params = model()
     dtype = jnp.bfloat16 if jax.__version_info__ >= (0, 12) else jnp.float32
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
-    decoder = Policy(definition).decoder(tiny.mesh_of(), block=8)
-    rounded = decoder.weights(params)
+    generator = Policy(definition).generator(tiny.mesh_of(), block=8)
+    rounded = generator.weights(params)
     exact = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16).astype(dtype), params)
     for a, b in zip(*map(jax.tree.leaves, (rounded, exact)), strict=True):
         assert a.dtype == dtype
         np.testing.assert_array_equal(a, b)
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
-    found = Generation(decoder, rounded, PROMPTS, columns=40).logits(*at)
+    found = Generation(generator, rounded, PROMPTS, columns=40).logits(*at)
     wide = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=dtype))[0]
-    same = Generation(Decoder(wide, 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
+    same = Generation(CpuGenerator(wide, 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
     np.testing.assert_array_equal(found, same.logits(*at))
 
 
@@ -205,10 +207,10 @@ def test_half_precision_stays_near_full():
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     with jax.set_mesh(mesh := tiny.mesh_of(1, 1, 1)):
-        decoder = Unrolled(definition, mesh)
-        half = Generation(decoder, decoder.weights(params), PROMPTS, columns=40)
+        generator = AcceleratorGenerator(definition, mesh)
+        half = Generation(generator, generator.weights(params), PROMPTS, columns=40)
         assert {x.dtype for x in jax.tree.leaves(half.cache)} == {jnp.dtype(jnp.bfloat16)}
         found = half.logits(*at)
-    full = Generation(Decoder(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
+    full = Generation(CpuGenerator(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     exact = full.logits(*at)
     assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()

@@ -58,7 +58,7 @@ def test_parts_are_the_bytes_of_live_arrays(sizes):
 def test_slots_are_planned_as_the_engine_has_them():
     config = replace(quick.config(), engine=Native(slots=13, prefill_prompts=3))
     step = Step(config, config.model.shape, sharding.make_mesh(), 2**34)
-    sampler = NativeSampler(step.decoder, slots=13, prefill_prompts=3)
+    sampler = NativeSampler(step.generator, slots=13, prefill_prompts=3)
     assert (step.engine.slots, step.engine.prefill_prompts) == (16, 8)
     assert (sampler.slots, sampler.prefill_prompts) == (16, 8)
 

@@ -35,7 +35,7 @@ from tests.reference import peer
 from tests.training.test_reinforce import Policy
 
 OBJECTIVE = replace(
-    jl.recipes.with_rare_tokens_tamed(jl.recipes.grpo(14), alpha=0.3, eta=0.02),
+    jl.recipes.with_ar_and_lopti(jl.recipes.grpo(14), alpha=0.3, eta=0.02),
     penalties=((1e-3, kl.k3),),
 )
 SCORES = (1.0, 0.0, 0.2, 1.0, 0.0, 0.0, 0.0, 1.0)

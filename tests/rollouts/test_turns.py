@@ -19,7 +19,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import logprobs, qwen2
-from jaxrl_llm.models.generation import Decoder, Unrolled
+from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.objectives import Objective, advantages
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
@@ -33,7 +33,7 @@ SAMPLING = Sampling(max_tokens=40, max_turns=6, stop=STOP)
 DEFINITION, _ = qwen2.graph(tiny.SHAPE)
 
 
-DECODER = partial(Decoder, block=16)
+DECODER = partial(CpuGenerator, block=16)
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def test_episodes_do_not_depend_on_company_or_time():
     for made in (engine(slots=8), engine()):
         again = made.generate(asked, n=4, sampling=SAMPLING, reply=Random(late=0.03))
         assert again == base
-    other = engine(Unrolled).generate(asked, n=4, sampling=SAMPLING, reply=Random())
+    other = engine(AcceleratorGenerator).generate(asked, n=4, sampling=SAMPLING, reply=Random())
     assert (other.responses, other.restarts) == (base.responses, base.restarts)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import client, sync
@@ -375,7 +375,7 @@ def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call)
 
     def look():
         if asked.is_set():
-            raise Leaving
+            raise StopRequested
 
     def hang(*_):
         asked.set()
@@ -384,7 +384,7 @@ def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call)
     with Fake() as fake:
         made = ready(fake, root=tmp_path, check=look)
         fake.fault = hang
-        with pytest.raises(Leaving):
+        with pytest.raises(StopRequested):
             made.push(WEIGHTS, 8) if call == "push" else made.generate(
                 PROMPTS, n=1, sampling=SAMPLING
             )

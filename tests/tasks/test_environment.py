@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks import task as tasks
 from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, RewardSettings, check_members
@@ -85,7 +85,7 @@ def test_what_is_said_anew_is_marked_and_log_probs_are_told_to_who_asks():
         hears_logps = True
 
         def step(self, tokens, logps):
-            return tasks.Anew(tokens[:1]), Reward(logps[0], True)
+            return tasks.NewContext(tokens[:1]), Reward(logps[0], True)
 
     task = Of(echo)
     task.environment = lambda example, tokenizer: Rewrites()
@@ -159,7 +159,7 @@ async def cancelled(example, tokens):
         (lambda *_: (["a"], Reward(1.0, True)), r"ValueError in .*'a', which is no token of 4"),
         (lambda *_: (None, 1.0), r"TypeError in .*returned float, not Reward"),
         (lambda *_: (None, Reward(float("nan"), True)), r"ValueError in .*not finite"),
-        (lambda *_: (tasks.Anew(), Reward(1.0, True)), r"ValueError in .*without a token"),
+        (lambda *_: (tasks.NewContext(), Reward(1.0, True)), r"ValueError in .*without a token"),
         (lambda *_: None, r"TypeError in "),
     ],
 )
@@ -181,7 +181,7 @@ def test_errors_of_the_task_and_a_stop_are_for_the_caller():
         episodes(0, [1]).result()
     with (
         Episodes(Of(echo), WORDS, [1], RewardSettings(stop_requested=lambda: True)) as episodes,
-        pytest.raises(Leaving),
+        pytest.raises(StopRequested),
     ):
         episodes(0, [1]).result()
 

@@ -15,7 +15,7 @@ from typing import Any
 import math_verify
 import pytest
 
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.tasks import deadline
 from jaxrl_llm.tasks.task import (
     Demonstrator,
@@ -276,7 +276,7 @@ def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
         before = handled()
         one = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         one.start()
-        with pytest.raises(Leaving):
+        with pytest.raises(StopRequested):
             score_responses(
                 Fake([good, hanging]),
                 [5, 6],
@@ -315,7 +315,7 @@ def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     good = lambda e: Reward(e, True)
     asked = lambda: bool(caplog.records)
     start = time.monotonic()
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         score_responses(
             Fake([good, hanging]),
             [5, (6, 7)],
@@ -334,7 +334,7 @@ def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
 def test_a_stop_comes_between_two_rewards():
     scored = []
     note = lambda e: scored.append(e) or Reward(e, True)
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         score_responses(
             Fake([note]),
             [1, 2, 3],

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.models.generation import Decoder
+from jaxrl_llm.models.generation import CpuGenerator
 from jaxrl_llm.rollouts.native import NativeSampler
 from tests.training import quick
 
 
-class Copying(Decoder):
+class Copying(CpuGenerator):
     def weights(self, params):
         return super().weights(jax.tree.map(jnp.copy, params))
 

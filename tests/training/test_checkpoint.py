@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import distributed, storage
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training import checkpoint, fingerprint
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
@@ -466,7 +466,7 @@ def failing(*_):
 
 
 @pytest.mark.parametrize(
-    ("leaves", "told"), [(None, UserError), (Leaving, UserError), (KeyError, KeyError)]
+    ("leaves", "told"), [(None, UserError), (StopRequested, UserError), (KeyError, KeyError)]
 )
 def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
     tmp_path, monkeypatch, leaves, told

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from jaxrl_llm import distributed
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.training.leaving import UNFINISHED, Stop
 from jaxrl_llm.training.run import train
 from tests.chaos.small import config
@@ -475,9 +475,9 @@ def test_a_share_is_left_by_all_if_one_is_asked_to_stop(job, monkeypatch, asked)
 
     def work():
         if asked == "while it works":
-            raise Leaving
+            raise StopRequested
 
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         distributed.share(work, stop, to_bytes=repr, from_bytes=repr)
     assert said == ["" if elsewhere else "leave"]
 

@@ -12,7 +12,7 @@ import pytest
 import rich.table
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import Leaving
+from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import leaving, terminal
 from jaxrl_llm.training.clock import Clock
@@ -44,7 +44,7 @@ def test_each_signal_asks_and_interrupts_nothing(number):
             stop.check()
             tell(number)
             assert wait_for(stop)
-            with pytest.raises(Leaving):
+            with pytest.raises(StopRequested):
                 stop.check()
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:

@@ -14,7 +14,7 @@ import rich.console
 
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.rollouts.sampler import Rollout, Sampling
 from jaxrl_llm.tasks.pipeline import Batches
@@ -209,7 +209,7 @@ def test_saves_by_time(trial, seconds, saved):
 def leave(made):
     """A signal: work that looks at it is dropped."""
     made.stop.ask()
-    raise Leaving
+    raise StopRequested
 
 
 def fail(made):
@@ -316,7 +316,7 @@ def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happe
     made.at[event] = lambda: happens(made) if next(calls) == nth else None
     try:
         made.reinforce()
-    except (Leaving, UserError):
+    except (StopRequested, UserError):
         step, state, cursor = made.last
         again = trial(**how)
         again.reinforce(Point(REINFORCE, step, state, cursor))
@@ -329,7 +329,7 @@ def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happe
 def test_a_signal_loses_no_step(trial):
     made = trial(saves=lambda step: step == 6)
     made.at["push 5"] = made.stop.ask
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         made.reinforce()
     assert [*made.saved] == [0, 3, 5]  # the best, and on the way out
 
@@ -341,7 +341,7 @@ def test_a_push_is_left_by_all_if_one_is_asked_to_stop(trial, monkeypatch, here)
     elsewhere = lambda: "" if here or "push 5" not in made.log else "leave"
     monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [elsewhere(), word])
     made.at["push 5"] = (lambda: leave(made)) if here else (lambda: None)
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         made.reinforce()
     assert made.log[made.log.index("push 5") :] == ["push 5", "record 5", "save 5"]
     assert [word for word in said if word] == ["leave"] * here
@@ -425,7 +425,7 @@ def test_a_warm_start_that_ends_early_goes_on_to_the_same(trial, event, happens)
     made.at[event] = lambda: happens(made) if next(calls) == 0 else None
     try:
         found = made.imitate()
-    except (Leaving, UserError):
+    except (StopRequested, UserError):
         step, state, cursor = made.last
         assert step < 5  # whose checkpoint is that of reinforcement
         found = trial().imitate(Point(WARM_START, step, state, cursor))
@@ -474,7 +474,7 @@ def test_several_batches_ahead_go_on_from_the_first_that_was_dropped():
 
     def stopped(step, examples):
         if step > 2:
-            raise Leaving
+            raise StopRequested
         return answer(step, examples)
 
     whole, stream = Stream(data(), answer), Stream(data(), stopped)
@@ -507,14 +507,14 @@ def test_the_next_batch_is_sampled_while_the_caller_goes_on():
     assert taken(stream, 0).responses[0][0] == 0
 
 
-@pytest.mark.parametrize("error", [ValueError("step 7"), Leaving()])
+@pytest.mark.parametrize("error", [ValueError("step 7"), StopRequested()])
 def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_cursor_before_it(error):
     def broken(step, examples):
         raise error
 
     stream = Stream(data(), broken)
     stream.begin(7)
-    if isinstance(error, Leaving):
+    if isinstance(error, StopRequested):
         stream.settle()
     else:
         with pytest.raises(ValueError, match="step 7"):

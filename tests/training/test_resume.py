@@ -17,7 +17,7 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.errors import Leaving, UserError
+from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.training import journal, run, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
     def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
         if step == 4 and not asked:
             asked.append(step)
-            raise Leaving
+            raise StopRequested
         names = ("accuracy", "accuracy_low", "accuracy_high")
         values = {f"eval/{name}": scores[step] for name in names}
         journal.record(step, phase, values | {"time/evaluation": 1.0})
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
 
     monkeypatch.setattr(run, "_measure", measure)
     go = partial(run.train, config, tmp_path / "run", console=terminal.console(quiet=True))
-    with pytest.raises(Leaving):
+    with pytest.raises(StopRequested):
         go()
     assert RunFolder(tmp_path / "run").checkpoints().steps == [3, 4]
     go(resume=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import distributed
-from jaxrl_llm.errors import Leaving
+from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning.answers import TokenTask, from_note, noted
 from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.pipeline import Batches
@@ -57,7 +57,7 @@ def test_a_batch_that_one_process_dropped_is_dropped_by_all():
     met = []
 
     def sample(step, examples):
-        raise Leaving
+        raise StopRequested
 
     batches = Batches(list(range(20)), 2, seed=3)
     stream = Stream(batches, sample, whole=lambda examples, own: met.append(own))

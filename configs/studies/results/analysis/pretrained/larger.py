@@ -43,7 +43,7 @@ def config(model: str, learning_rate: float = 1e-5, steps: int = 100) -> Config:
     return Config(
         task=lambda folder: Larger(),
         model=Pretrained(model),
-        objective=recipes.with_rare_tokens_tamed(recipes.grpo(64), alpha=0.3, eta=0.5),
+        objective=recipes.with_ar_and_lopti(recipes.grpo(64), alpha=0.3, eta=0.5),
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(64, 64, minibatches=2, microbatches=8, pack=True),
         steps=steps,
