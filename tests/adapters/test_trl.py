@@ -153,8 +153,8 @@ def test_methods_are_tools_and_each_response_has_an_object_of_its_own():
     played = task.played(TASK.train, said)
     heard = [WORDS.decode(tokens).replace("<eos> ", "") for tokens in played.responses]
     assert heard == ["guess 3 ; higher done", "guess 9 ; lower guess 7 ; higher done"]
-    assert [r[0] for r in played.rewards] == [1.0, 0.5]
-    assert [r[1] for r in played.rewards] == [True, False]
+    assert [r.score for r in played.rewards] == [1.0, 0.5]
+    assert [r.correct for r in played.rewards] == [True, False]
     first, second = (task.tried(TASK.train[0], turns) for turns in (["done"], ["guess 3 ;"]))
     assert (first.score, second.score) == (0.0, 1.0)
     assert second.fields["tool_calls"] == 1

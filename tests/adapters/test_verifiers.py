@@ -65,9 +65,9 @@ def test_the_tokens_are_those_of_its_requests(task):
         f"ask {told} : ask {told} : ask",
         "? ? ?",
     ]
-    assert [r[:2] for r in played.rewards] == [(1.0, True)] + [(0.0, False)] * 3
-    assert [r[2]["asked"] for r in played.rewards] == [1.0, 0.0, 2.0, 0.0]
-    assert [r[3] for r in played.rewards] == [True] * 4
+    assert [(r.score, r.correct) for r in played.rewards] == [(1.0, True)] + [(0.0, False)] * 3
+    assert [r.fields["asked"] for r in played.rewards] == [1.0, 0.0, 2.0, 0.0]
+    assert [r.checked for r in played.rewards] == [True] * 4
 
 
 def demonstration(row):
@@ -117,7 +117,7 @@ def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
         again = f"{first} {second} ? {told} :"
         assert words.decode(played.responses[0]) == f"ask <eos> {again} {max(first, second)}"
         assert (played.turns, played.restarts) == ([[(0, 2), (7, 9)]], [[(2, 7)]])
-        assert played.rewards[0][0] == 1.0
+        assert played.rewards[0].score == 1.0
         train(config(task, forgets=True), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
     assert all(r["unchecked"] == 0 for r in steps)
@@ -153,13 +153,11 @@ def test_results_of_tools_are_given_tokens():
         played = known.played([row] * len(SAID), [turns for turns, *_ in SAID.values()])
     assert '"description": "The sum of two numbers below 8."' in made.decode(played.prompts[0])
     for i, (turns, results, reward) in enumerate(SAID.values()):
-        response, spans, (score, _, _, checked) = (
-            played.responses[i], played.turns[i], played.rewards[i]
-        )  # fmt: skip
+        response, spans, found = played.responses[i], played.turns[i], played.rewards[i]
         assert [made.decode(response[start:end]) for start, end in spans] == turns
         given = [made.decode(response[end:start]) for (_, end), (start, _) in pairwise(spans)]
         assert given == [GIVEN.format(result) for result in results]
-        assert (score if checked else None) == reward
+        assert (found.score if found.checked else None) == reward
     assert adding.require_what_the_package_has(played) == [1, 1, 2, 1, 0]
 
 

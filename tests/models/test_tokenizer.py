@@ -138,7 +138,7 @@ def of_bytes():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.generator = decoders.ByteLevel()
+    inner.decoder = decoders.ByteLevel()
     turns = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, **turns))
 

@@ -94,7 +94,7 @@ def of_bytes(template: str | None) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.generator = decoders.ByteLevel()
+    inner.decoder = decoders.ByteLevel()
     families = {LLAMA31: "llama", MISTRAL: "mistral", PHI3: "phi"}
     end, *others = MARKS[families.get(template or "", "qwen")]
     made = PreTrainedTokenizerFast(
