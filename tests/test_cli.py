@@ -10,7 +10,9 @@ import sys
 
 import pytest
 
+import jaxrl_llm as jl
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.research import bench
 
