@@ -394,3 +394,25 @@ def test_what_is_wrong_with_the_way_there_is_one_line(environment, url, changes,
     assert re.search(said, line)
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_policy_before_reinforcement_is_kept_as_a_save(tmp_path, monkeypatch):
+    """Whose answers of a bucket are signs of life, and whose limit is that of other saves."""
+    clocks, phases = [], []
+
+    class Noted(run.Clock):
+        def __init__(self, **how):
+            super().__init__(**how)
+            clocks.append(self)
+
+    def replace_all(there, step, params):
+        phases.append(clocks[0].now[0])
+        raise KeyError
+
+    monkeypatch.setattr(run, "Clock", Noted)
+    monkeypatch.setattr(Checkpoints, "replace", replace_all)
+    with pytest.raises(KeyError):
+        run.train(
+            quick.config(warm_steps=1), tmp_path / "run", console=terminal.console(quiet=True)
+        )
+    assert phases == ["save"]
