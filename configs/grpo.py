@@ -118,6 +118,5 @@ def config(
         compute=qwen2.Compute(
             dtype=jnp.bfloat16 if bfloat16 else jnp.float32, remat=jax.checkpoint
         ),
-        reward_threads=1,
         seed=seed,
     )

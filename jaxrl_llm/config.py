@@ -22,7 +22,9 @@ from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.programs import Programs, programs
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import EOS, PAD
 from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
@@ -314,6 +316,17 @@ class Config:
         """The objective, tried on batches of this config's shapes."""
         batch = (self.prompts, self.group_size, self.collate.response_length)
         return replace(self.objective, tried_on=batch)
+
+    def programs(self, policy: Policy, like: update.TrainState) -> Programs:
+        """The programs of a step of reinforcement, which a run compiles and a plan foresees."""
+        return programs(
+            policy,
+            self.loss,
+            self.optimizer,
+            like=like,
+            temperature=self.sampling.temperature,
+            order=self.order,
+        )
 
     @property
     def warm_steps(self) -> int:

@@ -111,10 +111,9 @@ def _run(words: list[str]) -> None:
     if name not in COMMANDS:
         hint = userfile.nearest(name, COMMANDS)
         raise UserError(f"there is no command {name!r}{hint} (jaxrl-llm --help lists them)")
-    if name not in WITHOUT_JAX and not {"-h", "--help"} & {
-        *rest
-    }:  # it asks the driver, which takes its time
-        accelerators.prepare()
+    helps = not {"-h", "--help"}.isdisjoint(rest)
+    if name not in WITHOUT_JAX and not helps:
+        accelerators.prepare()  # it asks the driver, which takes its time
     importlib.import_module(f"jaxrl_llm.cli.{name}").run(rest)
 
 

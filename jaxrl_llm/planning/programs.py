@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.programs import Programs, programs
+from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.models.primitives import joined
@@ -276,15 +276,7 @@ class Step:
 
     @cached_property
     def _programs(self) -> Programs:
-        config = self.config
-        return programs(
-            self.policy,
-            config.loss,
-            config.optimizer,
-            like=self.state,
-            temperature=config.sampling.temperature,
-            order=config.order,
-        )
+        return self.config.programs(self.policy, self.state)
 
     def _score(self) -> jax.stages.Compiled:
         return self._programs.score.lower(self.params, self.batch.inputs).compile()

@@ -20,10 +20,13 @@ from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.background import in_background, loop, repeating
 from jaxrl_llm.errors import StopRequested, UserError, first_line
+
+if TYPE_CHECKING:
+    from jaxrl_llm.tasks.task import RewardSettings
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ Outcome = tuple[Any, BaseException | None]  # what a call returned, or None and 
 class Call:
     """A call of a task's function, `check` on what it returns, and what is known meanwhile.
 
-    It gets `seconds`. `heartbeat` is called before it and at each look, in any thread; if
+    The settings' `heartbeat` is called before it and at each look, in any thread; if
     `stop_requested()` then, it ends as StopRequested. `name` is for the log.
     """
 
@@ -46,9 +49,7 @@ class Call:
     check: Callable[[Any], Any]
     example: Any
     name: str
-    seconds: float
-    heartbeat: Callable[[], None]
-    stop_requested: Callable[[], bool]
+    settings: "RewardSettings"
     began: float = math.inf
     thread: int = 0  # where it runs, if it has one
     slow: bool = False
@@ -56,13 +57,13 @@ class Call:
     @property
     def every(self) -> float:
         """Seconds between two looks."""
-        return min(self.seconds, LOOK)
+        return min(self.settings.seconds, LOOK)
 
     def __call__(self) -> Any:
         """The checked result."""
-        if self.stop_requested():
+        if self.settings.stop_requested():
             raise StopRequested
-        self.heartbeat()
+        self.settings.heartbeat()
         process, code = os.getpid(), 0
         self.began, self.thread = time.monotonic(), threading.get_ident()
         try:
@@ -76,7 +77,7 @@ class Call:
 
     def look(self, frame: FrameType | None = None) -> Exception | None:
         """Why it has to end now, if it has; says once that it is slow, and where it is."""
-        taken = time.monotonic() - self.began
+        taken, seconds = time.monotonic() - self.began, self.settings.seconds
         if taken < 0:  # nothing of the task runs yet
             return None
         if taken > SLOW and not self.slow:
@@ -85,13 +86,13 @@ class Call:
             place = _place(traceback.extract_stack(frame) if frame else [], self.work.func)
             logger.warning(
                 "%s has been running for %.0f s: on example %.80r, now in %s; it is given "
-                "up after %g s (reward_seconds)", self.name, taken, self.example, place, self.seconds,
+                "up after %g s (reward_seconds)", self.name, taken, self.example, place, seconds,
             )  # fmt: skip
-        if self.stop_requested():
+        if self.settings.stop_requested():
             return StopRequested()
-        if taken > self.seconds:
-            return TimeoutError(f"no result after {self.seconds:g} s")
-        self.heartbeat()
+        if taken > seconds:
+            return TimeoutError(f"no result after {seconds:g} s")
+        self.settings.heartbeat()
         return None
 
 

@@ -127,11 +127,6 @@ class RewardSettings:
     stop_requested: Callable[[], bool] = lambda: False
     reported: set[str] = field(default_factory=set)
 
-    @property
-    def limits(self) -> tuple[float, Callable[[], None], Callable[[], bool]]:
-        """What each call is given."""
-        return self.seconds, self.heartbeat, self.stop_requested
-
 
 def score_responses(
     task: Task[E],
@@ -149,11 +144,11 @@ def score_responses(
     from jaxrl_llm.tasks import deadline
 
     settings = settings or RewardSettings()
-    errors, limits = deadline.Errors(settings.reported), settings.limits
+    errors = deadline.Errors(settings.reported)
     pairs = zip(examples, responses, strict=True)
     calls = [
         deadline.Call(partial(task.reward, example, response), _plain, example,
-                      f"the reward of response {i} of {len(responses)}", *limits)
+                      f"the reward of response {i} of {len(responses)}", settings)
         for i, (example, response) in enumerate(pairs, 1)
     ]  # fmt: skip
     rewards = deadline.run(calls, settings.threads, errors)
@@ -184,7 +179,7 @@ class Episodes:
         self.rewards = [UNCHECKED] * len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment] = {}
-        self._limits = settings.limits
+        self._settings = settings
         self._errors = deadline.Errors(settings.reported)
         self._workers = deadline.Threads(settings.threads)
 
@@ -203,7 +198,7 @@ class Episodes:
 
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
         work = partial(self._step, index, list(tokens), list(logps))
-        call = deadline.Call(work, self._plain, self._examples[index], which, *self._limits)
+        call = deadline.Call(work, self._plain, self._examples[index], which, self._settings)
         reply: Future[Said] = Future()
 
         def settle(done: Future[deadline.Outcome]) -> None:

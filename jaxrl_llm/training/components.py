@@ -151,16 +151,8 @@ class Components:
     def step(self, like: update.TrainState, reference: Any) -> reinforce.Step:
         """A step of reinforcement, for states sharded like `like`."""
         config = self.config
-        made = programs(
-            self.policy,
-            config.loss,
-            config.optimizer,
-            like=like,
-            temperature=config.sampling.temperature,
-            order=config.order,
-        )
         return reinforce.Step(
-            made,
+            config.programs(self.policy, like),
             config.loss,
             self.collator(config.collate),
             self.mesh,
