@@ -191,15 +191,15 @@ def generate(
             made = sampler.generate([row.tolist() for row in rows], n=n, sampling=sampling)
         finally:
             sampler.release()
-    each = zip(made.responses, made.logps, made.finished, strict=True)
+    reads, decode = model.tokenizer.reads, model.tokenizer.decode
     return [
         Response(
-            model.tokenizer.decode(tokens, finished) if model.tokenizer.reads else "",
-            list(tokens),
-            list(logps),
-            finished,
+            decode(one.tokens, one.finished) if reads else "",
+            list(one.tokens),
+            list(one.logps),
+            one.finished,
         )
-        for tokens, logps, finished in each
+        for one in made
     ]
 
 

@@ -59,17 +59,17 @@ def main(
             sampling = replace(sampling, max_tokens=max_tokens)
 
         def answer(given: Prompt) -> None:
-            rollout = sampler.generate([components.tokenizer.prompt(given)], n=n, sampling=sampling)
-            for response in rollout.responses:
-                console.print(components.tokenizer.decode(response))
+            prompts = [components.tokenizer.prompt(given)]
+            for one in sampler.generate(prompts, n=n, sampling=sampling):
+                console.print(components.tokenizer.decode(one.tokens))
 
         if chosen is not None:
             console.print(as_text(components.task.prompt(chosen)), style="dim")
             task = components.token_task()
-            answers = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
-            for response, reward in zip(answers.rollout.responses, answers.rewards, strict=True):
-                console.print(components.tokenizer.decode(response))
-                console.print(str(reward))
+            [group] = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
+            for one in group.trajectories:
+                console.print(components.tokenizer.decode(one.tokens))
+                console.print(str(one.reward))
             return
         if prompt is not None:
             answer(prompt)

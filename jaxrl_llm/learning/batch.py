@@ -1,4 +1,4 @@
-"""Ragged rollouts to arrays of fixed shape (`Batch`): the only code that pads and packs.
+"""Ragged responses to arrays of fixed shape (`Batch`): the only code that pads and packs.
 
 There are two layouts. Credit (advantages, weights) is given on `[B,T]`: a row has the sampled
 tokens of a response, from the left, and none that an environment gave between them. The model runs
@@ -10,7 +10,7 @@ makes an update 1.0 to 2.7 times as fast as padding to the limits does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.primitives import Inputs
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 
 class Layout(NamedTuple):
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rollout as arrays: inputs in the model's layout, the mask of sampled tokens in `[B,T]`.
+    """Responses as arrays: inputs in the model's layout, the mask of sampled tokens in `[B,T]`.
 
     `turn` numbers the turns of episodes from 1; it is 0 where there is no token.
     """
@@ -60,7 +60,7 @@ def _take(flat, index):
 
 @dataclass(frozen=True)
 class Collator:
-    """How a rollout becomes a batch.
+    """How responses become a batch.
 
     Mini-batches are equal runs of consecutive rows, each split into `microbatches` slices for
     gradient accumulation, each slice a multiple of `shards` bins: fewer slices where shards are
@@ -89,17 +89,21 @@ class Collator:
         counts = (one.name for one in fields(self) if one.type is int)
         at_least(1, "collate", self, *(name for name in counts if name != "microbatches"))
 
-    def __call__(self, rollout: Rollout, keep: Sequence[bool] | None = None) -> Batch:
+    def __call__(
+        self, trajectories: Sequence[Trajectory], keep: Sequence[bool] | None = None
+    ) -> Batch:
         """The batch as NumPy arrays, 0 where there is no token; a UserError for too long rows.
 
         A row where `keep` is False gets no tokens: it is not computed and counts in no mean.
         """
-        self._check(rollout)
-        rows = len(rollout.responses)
-        sampled: list[Any] = [np.asarray(rollout.sampled(i)) for i in range(rows)]
+        self._check(trajectories)
+        rows = len(trajectories)
+        sampled: list[Any] = [np.asarray(one.sampled) for one in trajectories]
         longest = self.response_length if self.pack else max(map(len, sampled))
         width = min(_round_up(longest, self.round_to), self.response_length)
-        kept = lambda rows: [s for i in rows if keep is None or keep[i] for s in _of(rollout, i)]
+        kept = lambda rows: [
+            s for i in rows if keep is None or keep[i] for s in _of(trajectories[i], i)
+        ]
         per_minibatch = rows // self.minibatches
         fill = _pack if self.pack else _pad
         filled = [
@@ -121,8 +125,8 @@ class Collator:
             target=arrays["target"],
             scored=arrays["in_rows"] >= 0,
         )
-        logps = [np.asarray(x)[at] for x, at in zip(rollout.logps, sampled, strict=True)]
-        lengths = [[end - start for start, end in spans] for spans in rollout.turns]
+        logps = [np.asarray(x.logps)[at] for x, at in zip(trajectories, sampled, strict=True)]
+        lengths = [[end - start for start, end in one.turns] for one in trajectories]
         turns = [np.repeat(np.arange(1, 1 + len(each)), each) for each in lengths]
         turn: Any = np.where(in_bins >= 0, _right_padded(turns, in_bins.shape, np.int32), 0)
         return Batch(
@@ -130,37 +134,36 @@ class Collator:
             layout=Layout(in_bins=in_bins, in_rows=arrays["in_rows"], response=arrays["response"]),
             mask=in_bins >= 0,
             sampler_logp=_right_padded(logps, in_bins.shape),
-            turn=turn if rollout.turns else None,
+            turn=turn if any(lengths) else None,  # of responses in one turn nothing is said
         )
 
     @property
     def _capacity(self):
         return self.prompt_length + self.response_length
 
-    def _check(self, rollout):
-        if len(rollout.responses) % self.minibatches:
+    def _check(self, trajectories):
+        if len(trajectories) % self.minibatches:
             raise UserError(
-                f"{len(rollout.responses)} responses do not divide into {self.minibatches} "
+                f"{len(trajectories)} responses do not divide into {self.minibatches} "
                 "mini-batches: choose prompts x group size as a multiple of it"
             )
-        for i, (prompt, response) in enumerate(
-            zip(rollout.prompts, rollout.responses, strict=True)
-        ):
+        for i, one in enumerate(trajectories):
+            prompt, response = one.prompt, one.tokens
             if not prompt or len(prompt) > self.prompt_length:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens, the limit is 1 to {self.prompt_length}: "
                     "raise prompt_length or drop the prompt"
                 )
-            longest = max(len(p) + end - start for p, start, end in rollout.segments(i))
-            size = max(longest - len(prompt), len(rollout.sampled(i)))
+            longest = max(len(p) + end - start for p, start, end in one.segments)
+            size = max(longest - len(prompt), one.length)
             if not response or size > self.response_length:
                 raise UserError(
                     f"response {i} has {size} tokens, the limit is 1 to "
                     f"{self.response_length}: raise response_length"
                 )
-            if len(rollout.logps[i]) != len(response):
+            if len(one.logps) != len(response):
                 raise UserError(
-                    f"response {i} has {len(response)} tokens but {len(rollout.logps[i])} log-probs"
+                    f"response {i} has {len(response)} tokens but {len(one.logps)} log-probs"
                 )
 
     def _shape(self, filled, most, width):
@@ -186,17 +189,17 @@ class _Sequence:
     response: np.ndarray
     sampled: np.ndarray
     column: int
-    length: int = field(init=False)
 
-    def __post_init__(self):
-        object.__setattr__(self, "length", len(self.prompt) + len(self.response))
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.response)
 
 
-def _of(rollout, row):
-    """The segments of a response."""
-    sampled: Any = np.asarray(rollout.sampled(row), np.int32)
-    tokens = np.asarray(rollout.responses[row], np.int32)
-    for prompt, start, end in rollout.segments(row):
+def _of(trajectory, row):
+    """The segments of a response, which is a row of the batch."""
+    sampled: Any = np.asarray(trajectory.sampled, np.int32)
+    tokens = np.asarray(trajectory.tokens, np.int32)
+    for prompt, start, end in trajectory.segments:
         first, last = np.searchsorted(sampled, [start, end])
         here = sampled[first:last] - start
         yield _Sequence(row, np.asarray(prompt, np.int32), tokens[start:end], here, int(first))

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.distributed import Stop
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Rollout, Sampler, Sampling
+from jaxrl_llm.rollouts.sampler import Sampler, Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import Source
 
 ALL = "all"
@@ -85,24 +86,23 @@ def evaluate(
     """
     asked = [examples[i] for i in range(len(examples))]
     greedy = replace(sampling, temperature=0.0)
-    answers = task.answer(sampler, asked, n=1, sampling=greedy, stop=stop)
-    unchecked = len(asked) - len(answers.checked)
-    drawn_rewards: list[Sequence[Reward]] = [()] * len(asked)
+    answered = task.answer(sampler, asked, n=1, sampling=greedy, stop=stop)
+    responses = [group.trajectories[0] for group in answered]
+    rewards: list[Reward] = [group.rewards[0] for group in answered]
+    drawn: list[Sequence[Reward]] = [()] * len(asked)
     if samples:
-        drawn = task.answer(sampler, asked, n=samples, sampling=sampling, stop=stop)
-        drawn_rewards = [
-            drawn.rewards[i : i + samples] for i in range(0, len(drawn.rewards), samples)
-        ]
-        unchecked += len(drawn.rewards) - len(drawn.checked)
+        found = task.answer(sampler, asked, n=samples, sampling=sampling, stop=stop)
+        drawn = [group.rewards for group in found]
+    unchecked = sum(not reward.checked for each in (rewards, *drawn) for reward in each)
     groups: dict[float, list[int]] = {}
-    for i, rewards in enumerate(zip(answers.rewards, drawn_rewards, strict=True)):
-        known = (r.fields[by] for r in (rewards[0], *rewards[1]) if r.checked and by in r.fields)
+    for i, (first, others) in enumerate(zip(rewards, drawn, strict=True)):
+        known = (r.fields[by] for r in (first, *others) if r.checked and by in r.fields)
         group = next(known, None)
         if group is not None:
             groups.setdefault(group + 0.0, []).append(i)  # -0.0 is 0.0
     named = [(repr(group).removesuffix(".0"), groups[group]) for group in sorted(groups)]
     lines = [
-        _line(name, index, answers.rewards, answers.rollout, drawn_rewards)
+        _line(name, index, rewards, responses, drawn)
         for name, index in [*named, (ALL, range(len(asked)))]
     ]
     return Result(tuple(lines), unchecked)
@@ -122,21 +122,20 @@ def _line(
     name: str,
     index: Sequence[int],
     rewards: Sequence[Reward],
-    rollout: Rollout,
+    responses: Sequence[Trajectory],
     drawn: Sequence[Sequence[Reward]],
 ) -> Line:
     """The line of the examples at `index`; `drawn` has the rewards of each example's k samples."""
     greedy = [i for i in index if rewards[i].checked]
     solved = sum(rewards[i].correct for i in greedy)
-    lengths = rollout.lengths
     line = Line(
         name=name,
         examples=len(greedy),
         greedy=_mean([rewards[i].correct for i in greedy]),
         interval=wilson(solved, len(greedy)),
         score=_mean([rewards[i].score for i in greedy]),
-        length=_mean([lengths[i] for i in greedy]),
-        cut=_mean([not rollout.finished[i] for i in greedy]),
+        length=_mean([responses[i].length for i in greedy]),
+        cut=_mean([not responses[i].finished for i in greedy]),
     )
     if not any(drawn):
         return line

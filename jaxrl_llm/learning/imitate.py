@@ -1,7 +1,7 @@
 """One supervised step: demonstrations as if they had been sampled, with advantage 1."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
-from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
 from jaxrl_llm.objectives import Objective, advantages, losses
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import Interactive
 
 IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
@@ -31,12 +31,14 @@ class Step:
     mesh: Mesh
     frozen: Any = None
 
-    def batch(self, rollout: Rollout) -> update.Credited:
+    def batch(self, trajectories: Sequence[Trajectory]) -> update.Credited:
         """Demonstrations ready to learn from."""
-        batch = update.place(self.collate(rollout, rollout.finished), self.mesh)
+        batch = update.place(
+            self.collate(trajectories, [one.finished for one in trajectories]), self.mesh
+        )
         everywhere = partial(sharding.replicated, mesh=self.mesh)
         zero = everywhere(np.zeros(batch.layout.in_rows.shape, np.float32))
-        reward = everywhere(np.ones((len(rollout.responses), 1), np.float32))
+        reward = everywhere(np.ones((len(trajectories), 1), np.float32))
         return self.programs.credit(batch, reward, old_logp=zero)
 
     def update(self, state: update.TrainState, credited: update.Credited) -> Any:
@@ -49,29 +51,30 @@ def demonstrations(
     demonstration: Callable[[Any], Any],
     longest: int,
     examples: Sequence[Any],
-) -> Rollout:
-    """Solutions, texts or the turns of episodes, as a rollout.
+) -> list[Trajectory]:
+    """Solutions, texts or the turns of episodes, as if they had been sampled.
 
     One over `longest` tokens is cut and not `finished`.
     """
     said = map(demonstration, examples)
     if isinstance(task.task, Interactive):
-        played = task.played(examples, list(said))
-        whole, spans, again = played.responses, played.turns, played.restarts
+        whole = [replace(one, finished=True) for one in task.played(examples, list(said))]
     else:
-        whole, spans, again = [*map(task.turn, examples, said)], (), ()
-    fits = [len(response) <= longest for response in whole]
-    if not any(fits):
+        texts = [*map(task.turn, examples, said)]
+        pairs = zip(task.prompts(examples), texts, strict=True)
+        whole = [Trajectory(prompt, text, [0.0] * len(text)) for prompt, text in pairs]
+    if all(len(one.tokens) > longest for one in whole):
         raise UserError(
             f"no demonstration of a batch of {len(whole)} fits into {longest} tokens: raise the "
             "response_length of the warm start"
         )
-    responses = [response[:longest] for response in whole]
-    logps = [[0.0] * len(r) for r in responses]
-    turns = [each if fit else [(0, longest)] for fit, each in zip(fits, spans, strict=False)]
-    again = [each if fit else [] for fit, each in zip(fits, again, strict=False)]
-    prompts = task.prompts(examples)
-    return Rollout(prompts, responses, logps, fits, turns=turns, restarts=again)
+    return [one if len(one.tokens) <= longest else _cut(one, longest) for one in whole]
+
+
+def _cut(one: Trajectory, longest: int) -> Trajectory:
+    """Its first tokens, which are not learned from."""
+    tokens, turns = one.tokens[:longest], ((0, longest),) if one.turns else ()
+    return Trajectory(one.prompt, tokens, one.logps[:longest], finished=False, turns=turns)
 
 
 def describe(visits: Any, too_long: int) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Batch, Collator
+from jaxrl_llm.learning.groups import Group, rewards, trajectories
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import joined
 from jaxrl_llm.objectives import Objective
-from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Rollout
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
 
@@ -39,17 +37,16 @@ class Step:
     objective: Objective
     collate: Collator
     mesh: Mesh
-    group_size: int
     reference: Any = None
     frozen: Any = None
     sampler_ratios: bool = False
     drop_even_groups: bool = False
 
-    def batch(self, rollout: Rollout, rewards: Sequence[Reward]) -> tuple[Batch, jax.Array]:
+    def batch(self, groups: Sequence[Group]) -> tuple[Batch, jax.Array]:
         """The batch on the devices, and its rewards `[P,G]`."""
-        keep = learned_from(rewards, self.group_size, self.drop_even_groups)
-        batch = update.place(self.collate(rollout, keep.tolist()), self.mesh)
-        reward = np.asarray([r.score for r in rewards], np.float32).reshape(-1, self.group_size)
+        keep = learned_from(groups, self.drop_even_groups)
+        batch = update.place(self.collate(trajectories(groups), keep.tolist()), self.mesh)
+        reward = np.asarray([[r.score for r in group.rewards] for group in groups], np.float32)
         return batch, sharding.replicated(reward, self.mesh)
 
     def score(self, params: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,69 +90,59 @@ def _describe_scores(batch: Batch, scores: Any, ref: Any) -> dict[str, jax.Array
     return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | mismatch
 
 
-def require_our_policy(rollout: Rollout, step: int, described: Mapping[str, Any]) -> None:
+def require_our_policy(
+    groups: Sequence[Group], step: int, described: Mapping[str, Any], tolerance: float | None
+) -> None:
     """A UserError, before anything is learned, if responses come from the wrong weights.
 
-    Compares log-probs, where the sampler has the same weights as the trainer.
+    Compares log-probs, where the sampler has the same weights as the trainer, by its `tolerance`.
     """
-    if rollout.tolerance is None or rollout.version != step:
+    if tolerance is None or any(one.version != step for one in trajectories(groups)):
         return
     gap = float(jax.device_get(described["mismatch_mean"]))
-    if not gap <= rollout.tolerance:
+    if not gap <= tolerance:
         raise UserError(
             f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
-            f"the mean (tolerance {rollout.tolerance:g}): a server computes with other weights, or its "
+            f"the mean (tolerance {tolerance:g}): a server computes with other weights, or its "
             "answers are altered; look into that, then go on with --resume"
         )
 
 
-def learned_from(rewards: Sequence[Reward], group_size: int, drop_even: bool) -> np.ndarray:
+def learned_from(groups: Sequence[Group], drop_constant: bool) -> np.ndarray:
     """`[B]`: the responses to learn from: checked ones, but no lone checked one of a larger group.
 
-    With `drop_even` none of a group whose rewards are all equal.
+    With `drop_constant` none of a group whose rewards are all equal.
     """
-    checked = np.asarray([r.checked for r in rewards], bool).reshape(-1, group_size)
-    keep = checked & (checked.sum(1, keepdims=True) >= min(group_size, 2))
-    if drop_even:
-        keep &= ~even(rewards, group_size)[:, None]
+    checked = np.asarray([[r.checked for r in group.rewards] for group in groups], bool)
+    keep = checked & (checked.sum(1, keepdims=True) >= min(checked.shape[1], 2))
+    if drop_constant:
+        keep &= ~np.asarray([group.is_constant for group in groups], bool)[:, None]
     return keep.ravel()
 
 
-def even(rewards: Sequence[Reward], group_size: int) -> np.ndarray:
-    """`[P]`: groups without two checked rewards that differ; none where groups are of one."""
-    checked = np.asarray([r.checked for r in rewards], bool).reshape(-1, group_size)
-    if group_size == 1:
-        return np.zeros(len(checked), bool)
-    score = np.asarray([r.score for r in rewards], np.float32).reshape(checked.shape)
-    highest, lowest = (np.where(checked, score, end) for end in (-np.inf, np.inf))
-    return highest.max(1) <= lowest.min(1)
-
-
-def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
+def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     """Metrics of a step's responses; reward metrics are means over the checked ones, if any.
 
     `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint).
     """
-    checked, lengths = answers.checked, answers.rollout.lengths
-    groups = len(answers.examples)
-    known = np.asarray([r.checked for r in answers.rewards]).reshape(groups, -1)
-    comparable = known.sum(1) > 1
+    responses, checked = trajectories(groups), [r for r in rewards(groups) if r.checked]
+    lengths = [one.length for one in responses]
     out = {
         "length": float(np.mean(lengths)),
-        "cut": 1.0 - float(np.mean(answers.rollout.finished)),
+        "cut": 1.0 - float(np.mean([one.finished for one in responses])),
         "unchecked": len(lengths) - len(checked),
         "unchecked_share": 1.0 - len(checked) / len(lengths),
         "time/sampling": seconds,
     }
     if seconds:
         out["time/tokens_per_second"] = sum(lengths) / seconds
-    if answers.rollout.turns:
-        out["turns"] = float(np.mean([len(turns) for turns in answers.rollout.turns]))
-    if any(answers.rollout.restarts):
-        again = [len(restarts) for restarts in answers.rollout.restarts]
-        out["segments"] = 1.0 + float(np.mean(again))
-    if comparable.any():
-        out["even_groups"] = float(np.mean(even(answers.rewards, known.shape[1])[comparable]))
+    if any(one.turns for one in responses):
+        out["turns"] = float(np.mean([len(one.turns) for one in responses]))
+    if any(one.restarts for one in responses):
+        out["segments"] = 1.0 + float(np.mean([len(one.restarts) for one in responses]))
+    comparable = [group for group in groups if sum(r.checked for r in group.rewards) > 1]
+    if comparable:
+        out["even_groups"] = float(np.mean([group.is_constant for group in comparable]))
     if checked:
         out["reward"] = float(np.mean([r.score for r in checked]))
         out["accuracy"] = float(np.mean([r.correct for r in checked]))
@@ -166,12 +153,12 @@ def describe_answers(answers: Answers, seconds: float) -> dict[str, float]:
     return out
 
 
-def describe_learned(answers: Answers, drawn: Answers) -> dict[str, float]:
+def describe_learned(groups: Sequence[Group], drawn: Sequence[Group]) -> dict[str, float]:
     """Metrics of the responses learned from, where others were drawn as well; and how many were."""
     names = ("length", "reward", "accuracy", "even_groups")
-    found = describe_answers(answers, 0.0)
+    found = describe_answers(groups, 0.0)
     learned = {f"learned/{name}": found[name] for name in names if name in found}
-    return learned | {"drawn": float(len(drawn.examples))}
+    return learned | {"drawn": float(len(drawn))}
 
 
 def describe_update(visits: Any, described: Any, host: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,8 @@ class Step:
         """A batch in which every prompt and response has its longest length."""
         limit, rows = self.config.collate, self.config.prompts * self.config.group_size
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        longest = Rollout(
-            [[0] * limit.prompt_length] * rows,
-            [[0] * limit.response_length] * rows,
-            [[0.0] * limit.response_length] * rows,
-        )
+        tokens, logps = [0] * limit.response_length, [0.0] * limit.response_length
+        longest = [Trajectory([0] * limit.prompt_length, tokens, logps)] * rows
         return update.place(replace(limit, shards=shards)(longest), self.mesh, like)
 
     @cached_property

@@ -20,12 +20,13 @@ from jax.flatten_util import ravel_pytree
 from jaxrl_llm.config import Config, Scratch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.groups import Group, rewards, trajectories
 from jaxrl_llm.learning.update import Credited, PolicyLogp, TrainState
 from jaxrl_llm.objectives import Objective, factors, partition, recipes
 from jaxrl_llm.research import token_gradients, words
 from jaxrl_llm.research.statistics import mean
-from jaxrl_llm.rollouts.sampler import Rollout, Sampler
+from jaxrl_llm.rollouts.sampler import Sampler
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.knights_knaves.tiny import FILLERS
 from jaxrl_llm.training.components import Components, readable
 
@@ -127,7 +128,7 @@ def measure(
     are 0, as they are if each group's rewards are equal.
     """
     samples = draw(of, sampler, prompts, batches, seed)
-    trial, credit = compiled(of, max(len(one.rollout.responses) for one in samples))
+    trial, credit = compiled(of, max(len(trajectories(groups)) for groups in samples))
     each, seen = [], []
     for number, sample in enumerate(samples, 1):
         told = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
@@ -157,14 +158,14 @@ def measure(
             "optimizer_steps_before": int(of.state.step),
         },
         **over_batches(each, fmean),
-        "single_tokens": _single_tokens(of, samples[0].rollout, seen[0], tokens, seed, say),
+        "single_tokens": _single_tokens(of, trajectories(samples[0]), seen[0], tokens, seed, say),
         "words": words.frequencies(texts, scores, patterns),
         **{name: over_batches(each, pick) for name, pick in spread.items()},
     }
 
 
-def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -> list[Answers]:
-    """Judged responses, a batch an item; no two batches share a training example."""
+def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -> list[list[Group]]:
+    """Graded groups, a batch an item; no two batches share a training example."""
     components, config = of.components, of.config
     source = components.task.train
     first = [source[i] for i in range(min(prompts * batches, len(source)))]
@@ -175,15 +176,15 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
     samples = []
     for number in range(batches):
         examples = [known[i] for i in range(number, len(known), batches)]
-        rollout = task.sample(sampler, examples, n=config.group_size, sampling=sampling)
-        samples.append(task.judge(examples, rollout))
+        groups = task.sample(sampler, examples, n=config.group_size, sampling=sampling)
+        samples.append(task.grade(groups))
     return samples
 
 
 def compiled(
     of: Subject, responses: int
-) -> tuple[Trial, Callable[[Answers], tuple[dict[str, Credited], Tokens]]]:
-    """What is tried on batches of up to so many responses; and the batch, by variant, of answers."""
+) -> tuple[Trial, Callable[[list[Group]], tuple[dict[str, Credited], Tokens]]]:
+    """What is tried on batches of up to so many responses; and the batch, by variant, of groups."""
     tried = variants(of.config.loss, alpha=of.alpha, eta=of.eta)
     plain, collate, params = tried["plain"], of.config.collate, of.state.params
     share = responses / (of.config.prompts * of.config.group_size)
@@ -197,14 +198,14 @@ def compiled(
     training, score = changed.step(of.state, reference), update.make_score(logp)
     credit = {name: update.make_credit(one) for name, one in tried.items()}
 
-    def credited(sample: Answers) -> tuple[dict[str, Credited], Tokens]:
-        batch, reward = training.batch(sample.rollout, sample.rewards)
+    def credited(sample: list[Group]) -> tuple[dict[str, Credited], Tokens]:
+        batch, reward = training.batch(sample)
         scores, _ = training.score(params, batch)
         found = {name: make(batch, reward, **scores) for name, make in credit.items()}
         rows = np.asarray(batch.layout.in_rows)
         mask = rows >= 0
         response, position = np.divmod(rows, batch.mask.shape[1])
-        group, groups = np.full(rows.shape, -1), _groups(of, sample.rollout)
+        group, groups = np.full(rows.shape, -1), _groups(of, trajectories(sample))
         where = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
         group[mask] = [GROUPS.index(groups[i][t]) for i, t in where]
         now = np.asarray(score(params, batch.inputs))
@@ -389,42 +390,43 @@ def cosine(x: Any, y: Any) -> float | None:
 
 
 def _single_tokens(
-    of: Subject, rollout: Rollout, there: Tokens, count: int, seed: int, say: Say
+    of: Subject, responses: Sequence[Trajectory], there: Tokens, count: int, seed: int, say: Say
 ) -> dict[str, Any]:
     """Fig. 2, for `count` tokens drawn evenly from the bins."""
     index = token_gradients.spread(there.bins.ravel(), count, seed)
     where = zip(there.response.ravel()[index], there.position.ravel()[index], strict=True)
-    chosen = token_gradients.choose(rollout, [(int(i), int(t)) for i, t in where])
+    chosen = token_gradients.choose(responses, [(int(i), int(t)) for i, t in where])
     definition, temperature = of.components.policy.definition, of.config.sampling.temperature or 1.0
     logits = partial(token_gradients.next_logits, definition, temperature=temperature)
     offsets = token_gradients.no_offsets(of.components.shape, chosen.tokens.shape[1])
     return token_gradients.single_tokens(of.state.params, chosen, logits, offsets, say)
 
 
-def _groups(of: Subject, rollout: Rollout) -> list[list[str]]:
+def _groups(of: Subject, responses: Sequence[Trajectory]) -> list[list[str]]:
     """The group of every sampled token; 'chatter' only if the model's own words include all fillers."""
     model, tokenizer = of.config.model, of.components.tokenizer
     known = isinstance(model, Scratch) and set(FILLERS) <= set(model.words)
     fillers = frozenset(FILLERS if known else ())
-    sampled = [[r[t] for t in rollout.sampled(i)] for i, r in enumerate(rollout.responses)]
+    sampled = [[one.tokens[t] for t in one.sampled] for one in responses]
     pieces = ([tokenizer.decode([t]) for t in tokens] for tokens in sampled)
     return [words.group(piece, fillers) for piece in pieces]
 
 
-def checked(of: Subject, samples: Sequence[Answers]) -> tuple[list[str], list[float]]:
+def checked(of: Subject, samples: Sequence[list[Group]]) -> tuple[list[str], list[float]]:
     """The texts of responses that could be checked, and their scores."""
     known = [
-        (of.components.tokenizer.decode(response), reward.score)
-        for one in samples
-        for response, reward in zip(one.rollout.responses, one.rewards, strict=True)
-        if reward.checked
+        (of.components.tokenizer.decode(one.tokens), one.reward.score)
+        for groups in samples
+        for one in trajectories(groups)
+        if one.reward and one.reward.checked
     ]
     return [text for text, _ in known], [score for _, score in known]
 
 
-def described(samples: Sequence[Answers]) -> dict[str, Any]:
+def described(samples: Sequence[list[Group]]) -> dict[str, Any]:
     """Counts and means of the responses; means leave out unchecked ones."""
-    known, count = [r for one in samples for r in one.checked], sum(len(x.rewards) for x in samples)
+    each = [reward for groups in samples for reward in rewards(groups)]
+    known, count = [reward for reward in each if reward.checked], len(each)
     return {
         "responses": count,
         "unchecked": count - len(known),

@@ -29,7 +29,8 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
 from jaxrl_llm.planning import flops
 from jaxrl_llm.rollouts import engines
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.training import terminal
 
 SMALL = qwen2.Shape(8192, 256, 704, 6, 4, 2, tied=True)
@@ -271,7 +272,7 @@ def _programs(shape: qwen2.Shape, load: Load, mesh: Any, slots: int) -> Any:
     copied = subject._replace(params=jax.tree.map(jnp.copy, subject.params))  # steps donate them
     rows, collate = load.prompts * load.group, Collator(load.prompt, load.response, microbatches=4)
     trainer = Trainer(copied, mesh, collate, rows)
-    made = random_rollout(shape.vocab_size, rows, load.prompt, load.response)
+    made = random_responses(shape.vocab_size, rows, load.prompt, load.response)
     reward, sampling = trainer.reward.reshape(-1, load.group), Sampling(max_tokens=load.response)
     with generating(subject, mesh, slots, load.prompts, load.prompt, load.group) as generate:
         return partial(trainer.updates(GRPO), made, reward), partial(generate, sampling)
@@ -296,14 +297,14 @@ class Trainer:
 
     def __init__(
         self, subject: Subject, mesh: Any, collate: Collator, rows: int, rate: float = 1e-6,
-        rollout: Rollout | None = None, offload: bool = False,
+        responses: Sequence[Trajectory] = (), offload: bool = False,
     ):  # fmt: skip
         sizes = (rows, collate.prompt_length, collate.response_length)
         self.definition, self.optimizer = subject.definition, optimizers.adamw(rate)
         self.policy = partial(logprobs.of_responses, subject.definition)
         self.score = updates.make_score(self.policy)
-        self.place = lambda rollout: updates.place(collate(rollout), mesh)
-        self.batch = self.place(rollout or random_rollout(subject.shape.vocab_size, *sizes))
+        self.place = lambda responses: updates.place(collate(responses), mesh)
+        self.batch = self.place(responses or random_responses(subject.shape.vocab_size, *sizes))
         self.old_logp = self.score(subject.params, self.batch.inputs)
         reward = np.random.default_rng(0).normal(size=(1, rows)).astype(np.float32)
         self.reward = sharding.replicated(reward, mesh)
@@ -330,13 +331,13 @@ class Trainer:
         credited = self.credited(objective)
         return partial(self.step, self.compiled(objective, credited), credited)
 
-    def updates(self, objective: Objective) -> Callable[[Rollout, Any], Any]:
-        """A function of a rollout and its rewards `[P,G]`: collates, scores and makes a step."""
+    def updates(self, objective: Objective) -> Callable[[Sequence[Trajectory], Any], Any]:
+        """A function of responses and their rewards `[P,G]`: collates, scores and makes a step."""
         program = self.compiled(objective, self.credited(objective))
         credit = updates.make_credit(objective)
 
-        def update(rollout: Rollout, reward: Any) -> Any:
-            batch = self.place(rollout)
+        def update(responses: Sequence[Trajectory], reward: Any) -> Any:
+            batch = self.place(responses)
             old = self.score(self.state.params, batch.inputs)
             return self.step(program, credit(batch, reward, old_logp=old, ref_logp=old))[1]
 
@@ -346,9 +347,9 @@ class Trainer:
 @contextmanager
 def generating(
     subject: Subject, mesh: Any, slots: int, sequences: int, prompt: int, n: int = 1
-) -> Iterator[Callable[[Sampling], Rollout]]:
+) -> Iterator[Callable[[Sampling], list[Trajectory]]]:
     """A function that answers `sequences` random prompts with the embedded engine, each n times."""
-    prompts = random_rollout(subject.shape.vocab_size, sequences, prompt, 0).prompts
+    prompts = random_prompts(subject.shape.vocab_size, sequences, prompt)
     with engines.Native(slots=slots).start(Policy(subject.definition), mesh) as sampler:
         sampler.push(subject.params, 0)
         yield lambda sampling: sampler.generate(prompts, n=n, sampling=sampling)
@@ -361,11 +362,18 @@ def at_least_one(**counts: int) -> None:
             raise UserError(f"--{name.replace('_', '-')} {count}: at least 1")
 
 
-def random_rollout(vocab: int, rows: int, prompt: int, response: int) -> Rollout:
+def random_prompts(vocab: int, rows: int, length: int) -> list[list[int]]:
+    """Prompts of random tokens."""
+    return np.random.default_rng(0).integers(0, vocab, (rows, length)).tolist()
+
+
+def random_responses(vocab: int, rows: int, prompt: int, response: int) -> list[Trajectory]:
     """Prompts and responses of random tokens, all of full length."""
     rng = np.random.default_rng(0)
-    prompts, responses = (rng.integers(0, vocab, (rows, n)).tolist() for n in (prompt, response))
-    return Rollout(prompts, responses, [[0.0] * response] * rows)
+    both = (rng.integers(0, vocab, (rows, n)).tolist() for n in (prompt, response))
+    return [
+        Trajectory(asked, tokens, [0.0] * response) for asked, tokens in zip(*both, strict=True)
+    ]
 
 
 def random_subject(

@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,8 @@ from jaxrl_llm.planning.programs import Step, local_bytes
 from jaxrl_llm.research import bench
 from jaxrl_llm.research.bench import GRPO, Subject, Trainer, generating, random_subject
 from jaxrl_llm.rollouts.engines import Native, Vllm
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
@@ -241,10 +242,12 @@ def _exact(dtype: str) -> dict[str, Any]:
     return {"attend": attention.xla} if dtype == "float32" else {}
 
 
-def mismatch(name: str, subject: Subject, mesh: Any, rollout: Rollout, dtype: str) -> Line:
-    """How far a rollout's log-probs are from the trainer's, judged as a server's are after a sync."""
-    prompt, response = (max(map(len, rows)) for rows in (rollout.prompts, rollout.responses))
-    batch = updates.place(Collator(prompt, response)(rollout), mesh)
+def mismatch(
+    name: str, subject: Subject, mesh: Any, responses: Sequence[Trajectory], dtype: str
+) -> Line:
+    """How far responses' log-probs are from the trainer's, judged as a server's are after a sync."""
+    longest = max(len(one.prompt) for one in responses), max(len(one.tokens) for one in responses)
+    batch = updates.place(Collator(*longest)(responses), mesh)
     score = updates.make_score(Policy(subject.definition).logp())
     ours = batch.layout.to_rows(score(subject.params, batch.inputs))
     apart = np.abs(np.asarray(ours) - np.asarray(batch.sampler_logp))[np.asarray(batch.mask)]
@@ -380,7 +383,7 @@ def served(settings: Settings) -> Iterator[Line]:
                 said = "proved" if proved else "not told"
                 yield Line(f"{dtype}: {what}, all weights", said, "to the bit", proved)
             prompts, began = (
-                bench.random_rollout(shape.vocab_size, count, 32, 0).prompts,
+                bench.random_prompts(shape.vocab_size, count, 32),
                 time.monotonic(),
             )
             found = sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.primitives import einsum
 from jaxrl_llm.research.statistics import correlation
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 JACOBIAN_FLOATS = 2**25  # largest Jacobian of a token's logits for which bounds are computed
 PIECE = 16  # tokens in one call
@@ -57,19 +57,19 @@ class Norms(NamedTuple):
     over_params: Any
 
 
-def choose(rollout: Rollout, where: Sequence[tuple[int, int]]) -> Chosen:
+def choose(responses: Sequence[Trajectory], where: Sequence[tuple[int, int]]) -> Chosen:
     """The tokens at these (response, number among its sampled tokens), with what is before them."""
-    where = [(i, rollout.sampled(i)[t]) for i, t in where]
-    within = [[s for s in rollout.segments(i) if s[1] <= t][-1] for i, t in where]
+    where = [(i, responses[i].sampled[t]) for i, t in where]
+    within = [[s for s in responses[i].segments if s[1] <= t][-1] for i, t in where]
     before = [
-        [*prompt, *rollout.responses[i][start:t]]
+        [*prompt, *responses[i].tokens[start:t]]
         for (i, t), (prompt, start, _) in zip(where, within, strict=True)
     ]
     tokens = np.zeros((len(where), max(map(len, before))), np.int32)
     for row, sequence in zip(tokens, before, strict=True):
         row[: len(sequence)] = sequence
     index = np.asarray([len(sequence) - 1 for sequence in before], np.int32)
-    return Chosen(tokens, index, np.asarray([rollout.responses[i][t] for i, t in where], np.int32))
+    return Chosen(tokens, index, np.asarray([responses[i].tokens[t] for i, t in where], np.int32))
 
 
 def spread(bins: np.ndarray, count: int, seed: int) -> np.ndarray:

@@ -36,7 +36,7 @@ from jaxrl_llm.research.bench import (
     in_turn,
     load_subject,
     matmul_rate,
-    random_rollout,
+    random_prompts,
     table,
 )
 from jaxrl_llm.rollouts import engines
@@ -171,8 +171,8 @@ def _update(
     )
     collate = Collator(sizes.prompt, sizes.response, microbatches=sizes.microbatches)
     with generating(subject, mesh, sizes.rows, sizes.rows, sizes.prompt) as generate:
-        tokens = generate(Sampling(max_tokens=sizes.response))
-    trainer = Trainer(subject, mesh, collate, sizes.rows, rollout=tokens)
+        responses = generate(Sampling(max_tokens=sizes.response))
+    trainer = Trainer(subject, mesh, collate, sizes.rows, responses=responses)
     del subject
     credited, rows = trainer.credited(GRPO), trainer.batch.layout.to_rows
     ours = {
@@ -182,8 +182,8 @@ def _update(
     steps = {PLAIN: trainer.steps(GRPO), LOPTI: trainer.steps(TWO_STAGES)}
     ours["grad_norm"] = np.asarray(steps[PLAIN]()[1]["grad_norm"])[0]
     job = _job("update", folder, sizes) | {
-        "prompts": tokens.prompts,
-        "responses": tokens.responses,
+        "prompts": [one.prompt for one in responses],
+        "responses": [one.tokens for one in responses],
         "advantages": ours["advantages"].tolist(),
     }
 
@@ -218,12 +218,12 @@ def _rollout(
     result.floor = flops.forward(
         subject.shape, tokens=sizes.sequences * length, scored=result.tokens, length=length
     )
-    prompts = random_rollout(subject.shape.vocab_size, sizes.sequences, prompt, 0).prompts
+    prompts = random_prompts(subject.shape.vocab_size, sizes.sequences, prompt)
     job = _job("rollout", folder, sizes) | {"prompts": prompts}
     greedy = Sampling(temperature=0.0, max_tokens=sizes.new_tokens)
     slots = sizes.sequences
     with generating(subject, mesh, slots, slots, prompt) as generate:
-        first = np.asarray(generate(greedy).responses)
+        first = np.asarray([one.tokens for one in generate(greedy)])
 
         def compared(values: Mapping[str, Any]) -> str:
             same = float((np.asarray(values["tokens"]) == first).mean())
@@ -245,7 +245,7 @@ def _step(
     amounts = {"tokens": rows * length, "scored": result.tokens, "length": length}
     result.floor = flops.forward(subject.shape, **amounts) + flops.update(subject.shape, **amounts)
     count = rows // sizes.group
-    prompts = random_rollout(subject.shape.vocab_size, count, prompt, 0).prompts
+    prompts = random_prompts(subject.shape.vocab_size, count, prompt)
     collate = Collator(prompt, sizes.new_tokens, microbatches=sizes.microbatches)
     trainer, sampling = Trainer(subject, mesh, collate, rows), Sampling(max_tokens=sizes.new_tokens)
     del subject
@@ -255,7 +255,7 @@ def _step(
         def whole() -> Any:
             sampler.push(trainer.state.params, 0)
             found = sampler.generate(prompts, n=sizes.group, sampling=sampling)
-            share = [np.mean(np.asarray(response) % 2 == 0) for response in found.responses]
+            share = [np.mean(np.asarray(one.tokens) % 2 == 0) for one in found]
             reward = np.asarray(share, np.float32).reshape(count, sizes.group)
             return update(found, sharding.replicated(reward, mesh))
 

@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
-from jaxrl_llm.rollouts.episode import Episode, rollout
-from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Reply, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
+from jaxrl_llm.rollouts.trajectory import Draft, Trajectory
 
 T = TypeVar("T")
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
@@ -82,6 +82,7 @@ class NativeSampler:
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
+        self.tolerance: float | None = None
         self.counters: dict[str, Any] = {}
         self.sync: dict[str, float] = {}
         self._empty = jax.jit(model.empty, static_argnums=(0, 1))
@@ -108,17 +109,17 @@ class NativeSampler:
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> Rollout:
+    ) -> list[Trajectory]:
         """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before generate")
         if n < 1 or not prompts or not all(map(len, prompts)):
             raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
-        made = [Episode(sampling, len(prompt)) for prompt in prompts for _ in range(n)]
+        made = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
         # what the host has changed goes along with a call: a device_put of its own takes longer
         with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
             self._serve(number(prompts, n), made, sampling, reply)
-        return rollout(prompts, made, turns=reply is not None, version=self.version)
+        return [draft.done(self.version, episode=reply is not None) for draft in made]
 
     def _serve(self, requests, made, sampling, reply):
         """The host's loop: fill free slots, decode, collect turns and what is replied to them."""
@@ -271,7 +272,7 @@ def _collect(
     slots: Slots,
     working: dict[int, Request],
     asked: dict[int, futures.Future[Any]],
-    made: list[Episode],
+    made: list[Draft],
     reply: Reply | None,
     again: list[Request],
 ) -> int:
@@ -290,7 +291,7 @@ def _collect(
                 "the model gives log-probs that are not finite: look at its weights, and for a "
                 "dtype that its logits are too large for"
             )
-        made[working[s].index].sampled(tokens, logps, bool(slots.stopped[s]))
+        made[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
         if reply is None:
             working.pop(s)
         else:

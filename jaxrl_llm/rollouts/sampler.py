@@ -1,12 +1,14 @@
-"""The interface of engines: a sampler takes token ids and returns a `Rollout`."""
+"""The interface of engines: a sampler takes token ids and returns trajectories."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import Reward
+
+if TYPE_CHECKING:
+    from jaxrl_llm.rollouts.trajectory import Trajectory
 
 Said: TypeAlias = tuple[Sequence[int], bool] | None
 Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Said]]
@@ -45,60 +47,24 @@ class Sampling:
                 raise UserError(f"sampling: {name} = {getattr(self, name)} is out of range")
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Responses on the host: B prompts with one response each, those to one prompt side by side.
-
-    `tolerance` is how far, on average, `logps` may be from the trainer's (None: same devices).
-    Where responses are episodes, `turns` are the spans of each one that were sampled, as (start,
-    end), and the environment gave the rest, whose log-probs are 0. `restarts` are the spans, among
-    the given ones, that began a new segment: a prompt in place of all before it. `rewards` are the
-    episodes'.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    responses: Sequence[Sequence[int]]
-    logps: Sequence[Sequence[float]]
-    finished: Sequence[bool] = ()
-    version: int = 0
-    tolerance: float | None = None
-    turns: Sequence[Sequence[Sequence[int]]] = ()
-    restarts: Sequence[Sequence[Sequence[int]]] = ()
-    rewards: Sequence[Reward] = ()
-
-    def sampled(self, i: int) -> list[int]:
-        """Where in response `i` its sampled tokens are."""
-        spans = self.turns[i] if self.turns else [(0, len(self.responses[i]))]
-        return [t for start, end in spans for t in range(start, end)]
-
-    def segments(self, i: int) -> list[tuple[Sequence[int], int, int]]:
-        """The prompt of each segment of response `i`, and where in it what follows starts and ends."""
-        again, tokens = self.restarts[i] if self.restarts else (), self.responses[i]
-        prompts = [self.prompts[i], *(tokens[start:end] for start, end in again)]
-        starts = [0, *(end for _, end in again)]
-        ends = [*(start for start, _ in again), len(tokens)]
-        return list(zip(prompts, starts, ends, strict=True))
-
-    @property
-    def lengths(self) -> list[int]:
-        """The sampled tokens of each response."""
-        return [len(self.sampled(i)) for i in range(len(self.responses))]
-
-
 class Sampler(Protocol):
     """Answers prompts with the newest weights that it was given.
 
-    `Rollout.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
+    `Trajectory.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
     response was cut. With `reply` a response is an episode: `reply(index, tokens, logps)` is
     called with each turn, also with one that was cut, and its result is what the environment says
     next, and whether that takes the place of all before it; None at the end. Nothing else waits for
     it. `counters` are figures of the last `generate`, `sync` of the last `push` (empty where nothing
-    is sent).
+    is sent). `tolerance` is how far, on average, log-probs may be from the trainer's (None: they come
+    from the same devices).
     """
 
     counters: dict[str, Any]
     sync: dict[str, float]
+
+    @property
+    def tolerance(self) -> float | None: ...
 
     def generate(
         self,
@@ -107,12 +73,12 @@ class Sampler(Protocol):
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> Rollout:
+    ) -> "list[Trajectory]":
         """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""
         ...
 
     def push(self, params: Any, version: int) -> None:
-        """Every later response comes from these weights; `version` marks its rollout."""
+        """Every later response comes from these weights; `version` marks it."""
         ...
 
     def release(self) -> None:

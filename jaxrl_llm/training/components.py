@@ -15,8 +15,8 @@ from jaxrl_llm import storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
-from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
@@ -156,7 +156,6 @@ class Components:
             config.loss,
             self.collator(config.collate),
             self.mesh,
-            config.group_size,
             reference=reference,
             frozen=self.frozen,
             sampler_ratios=config.ratios == "sampler",

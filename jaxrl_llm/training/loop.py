@@ -19,9 +19,9 @@ from jaxrl_llm import distributed, userfile
 from jaxrl_llm.config import WarmStart
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning import imitate, reinforce, update
-from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.groups import Group, trajectories
 from jaxrl_llm.learning.update import TrainState
-from jaxrl_llm.rollouts.sampler import Rollout, Sampler
+from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Demonstrator, Source
 from jaxrl_llm.training.clock import Clock
@@ -82,8 +82,8 @@ def warm_start(
     )
 
     def prepare() -> tuple[update.Credited, int]:
-        rollout = demonstrate(next(data))
-        return learn.batch(rollout), rollout.finished.count(False)
+        shown = demonstrate(next(data))
+        return learn.batch(shown), sum(not one.finished for one in shown)
 
     cursor = Cursor(data.get_state())
     recorder = Recorder(
@@ -135,7 +135,7 @@ def reinforcement(
     clock: Clock,
     save: Save,
     evaluate: Evaluate,
-    show: Callable[[int, Answers, Look], None],
+    show: Callable[[int, list[Group], Look], None],
 ) -> None:
     """Policy-gradient steps to the run's end: rollout, reward, batch, score, credit, update, sync.
 
@@ -147,7 +147,7 @@ def reinforcement(
     task = components.token_task(clock.beat, lambda: stop.asked)
     sampling = components.sampling()
 
-    def sample(step: int, prompts: Sequence[Any], *nth: int) -> Rollout:
+    def sample(step: int, prompts: Sequence[Any], *nth: int) -> list[Group]:
         seed = int(np.random.SeedSequence([config.seed, step, *nth]).generate_state(1)[0])
         settings = replace(sampling, seed=seed)
         return task.sample(sampler, prompts, n=config.group_size, sampling=settings)
@@ -168,14 +168,14 @@ def reinforcement(
     saved = step
     learn = components.step(state, reference)
 
-    def answer(examples: list[Any], nth: int) -> Answers:
-        """This process's share of the responses to a draw, scored; a stop may discard it."""
+    def answer(examples: list[Any], nth: int) -> list[Group]:
+        """This process's share of the groups of a draw, graded; a stop may discard it."""
         with clock("rollout"):
             own = stream.answer(step, examples, nth) if nth else stream.take(step, examples)
         if not config.redraws:
             onward()
         with clock("reward"):
-            return task.judge(examples, own)
+            return task.grade(own)
 
     def onward() -> None:
         """After the last rollout of a step: those of the next steps, or room for the update."""
@@ -185,37 +185,35 @@ def reinforcement(
         elif not stream.ahead:
             sampler.release()
 
-    def draw() -> tuple[Answers, Answers]:
-        """All responses scored in the step, and those to learn from.
+    def draw() -> tuple[list[Group], list[Group]]:
+        """All groups graded in the step, and those to learn from.
 
         Groups of equal rewards give way to others, which are drawn `redraws` times at most; those
         beyond what the step needs are left for the next one.
         """
 
-        def drawn_for(missing: int, nth: int) -> Answers:
+        def drawn_for(missing: int, nth: int) -> list[Group]:
             count = math.ceil(config.oversample * missing)
             examples = stream.draw(count) if nth else stream.examples(count)
             return task.together(examples, partial(answer, examples, nth), stop)
 
-        old = stream.surplus
-        older = len(old.examples) if old else 0
-        drawn = drawn_for(config.prompts - older, 0)
+        pool = stream.surplus
+        older = len(pool)
+        pool += drawn_for(config.prompts - older, 0)
         if not config.draws_more:
-            return drawn, drawn
-        pool = old.followed(drawn) if old else drawn
-        even = reinforce.even(pool.rewards, config.group_size)
+            return pool, pool
+        useful = lambda: [i for i, group in enumerate(pool) if not group.is_constant]
         for nth in range(1, config.redraws + 1):
-            if (missing := config.prompts - int((~even).sum())) <= 0:
+            if (missing := config.prompts - len(useful())) <= 0:
                 break
-            more = drawn_for(missing, nth)
-            drawn, pool = drawn.followed(more), pool.followed(more)
-            even = reinforce.even(pool.rewards, config.group_size)
+            pool += drawn_for(missing, nth)
         if config.redraws:
             onward()
-        order, uneven = np.argsort(even, stable=True).tolist(), int((~even).sum())
-        more_than_needed = order[config.prompts : uneven][: config.prompts - 1]
-        stream.keep(drawn, [i - older for i in more_than_needed])  # those come first
-        return drawn, pool.groups(sorted(order[: config.prompts]))
+        constant = [i for i, group in enumerate(pool) if group.is_constant]
+        chosen = [*useful(), *constant][: config.prompts]
+        more_than_needed = useful()[config.prompts :][: config.prompts - 1]
+        stream.keep(pool[older:], [i - older for i in more_than_needed])  # those come first
+        return pool[older:], [pool[i] for i in sorted(chosen)]
 
     push(sampler, components.merged(state.params), step, clock, stop)
     pushed = step
@@ -242,12 +240,12 @@ def reinforcement(
             if step >= last:
                 break
             clock.restart()
-            drawn, answers = draw()
+            drawn, groups = draw()
             with clock("collate"):
-                batch, reward = learn.batch(answers.rollout, answers.rewards)
+                batch, reward = learn.batch(groups)
             with clock("score"):
                 seen, described = jax.block_until_ready(learn.score(state.params, batch))
-                reinforce.require_our_policy(answers.rollout, step, described)
+                reinforce.require_our_policy(groups, step, described, sampler.tolerance)
             with clock("update"):
                 credited = learn.credit(batch, reward, **seen)
                 state, visits = learn.update(state, credited)
@@ -257,10 +255,10 @@ def reinforcement(
                 jax.block_until_ready(state)
             host = reinforce.describe_answers(drawn, stream.seconds)
             if config.draws_more:
-                host |= reinforce.describe_learned(answers, drawn)
-            host |= {"lag": step - 1 - answers.rollout.version}
+                host |= reinforce.describe_learned(groups, drawn)
+            host |= {"lag": step - 1 - min(one.version for one in trajectories(groups))}
             recorder.hold(step, partial(reinforce.describe_update, visits, described, host))
-            show(step, answers, partial(learn.look, state.params, batch, reward, credited))
+            show(step, groups, partial(learn.look, state.params, batch, reward, credited))
             try:
                 if stream.ahead < 2:  # the next step samples with the newest weights
                     with clock("rollout"):

@@ -16,8 +16,8 @@ from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.answers import Answers, from_note, noted
 from jaxrl_llm.learning.evaluate import Result, evaluate
+from jaxrl_llm.learning.groups import Group, from_note, noted
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampler
@@ -258,11 +258,10 @@ def _resumed(components: Components, checkpoints: Checkpoints, earlier: int | No
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))
-        ahead = tuple((at, from_note(kept).rollout) for at, kept in note.get("ahead", ()))
-        surplus = None
-        if known := note.get("surplus"):
-            kept = from_note(known)
-            surplus = known["places"], kept.rollout, kept.rewards
+        ahead = tuple((at, from_note(kept)) for at, kept in note.get("ahead", ()))
+        more = note.get("surplus", {"places": [], "groups": None})
+        groups = from_note(more["groups"]) if more["groups"] else []
+        surplus = tuple(zip(more["places"], groups, strict=True))
         cursor = Cursor(note["data"], ahead, surplus)
         return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
 
@@ -319,10 +318,10 @@ def _noted(cursor: Cursor) -> dict[str, Any]:
     """The cursor for the note of a checkpoint."""
     note: dict[str, Any] = {"data": cursor.data}
     if cursor.ahead:
-        note["ahead"] = [[position, noted(made)] for position, made in cursor.ahead]
+        note["ahead"] = [[position, noted(groups)] for position, groups in cursor.ahead]
     if cursor.surplus:
-        places, rollout, rewards = cursor.surplus
-        note["surplus"] = {"places": places, **noted(rollout, rewards)}
+        places, groups = zip(*cursor.surplus, strict=True)
+        note["surplus"] = {"places": places, "groups": noted(groups)}
     return note
 
 
@@ -411,7 +410,7 @@ def _show(
     components: Components,
     journal: Journal,
     step: int,
-    answers: Answers,
+    groups: list[Group],
     look: loop.Look,
 ) -> None:
     """Writes the tokens of a few groups, and every so many steps samples of responses as text.
@@ -420,26 +419,24 @@ def _show(
     """
     config = components.config
     ask = userfile.user_code("a prompt cannot be made")(components.task.prompt)
-    text = lambda row: as_text(ask(answers.examples[row // config.group_size]))
-    if config.keep_tokens:
-        kept = range(min(len(answers.rewards), config.keep_tokens * config.group_size))
-        numbers = look(kept)  # a program of all processes
+    text = lambda group: as_text(ask(group.example))
+    if kept := groups[: config.keep_tokens]:
+        numbers = look(range(len(kept) * config.group_size))  # a program of all processes
         if distributed.first():
             from jaxrl_llm.training import tokens
 
-            prompts = [text(row) for row in kept[:: config.group_size]]
-            tokens.write(journal.folder, step, answers, prompts, kept, config.group_size, numbers)
+            tokens.write(journal.folder, step, kept, [*map(text, kept)], numbers)
     every = config.show_samples_every
     if not every or (step - 1 - config.warm_steps) % every:
         return
-    rows = range(0, min(len(answers.rewards), 4 * config.group_size), config.group_size)
+    first = [(group, group.trajectories[0]) for group in groups[:4]]
     entries = [
         (
-            text(i),
-            components.tokenizer.decode(answers.rollout.responses[i]),
-            f"{answers.rewards[i]}, by the weights of step {answers.rollout.version}",
+            text(group),
+            components.tokenizer.decode(one.tokens),
+            f"{one.reward}, by the weights of step {one.version}",
         )
-        for i in rows
+        for group, one in first
     ]
     journal.samples(step, entries)
 

@@ -5,14 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import StopRequested
-from jaxrl_llm.learning.answers import Answers
-from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.tasks.pipeline import Batches
 
 E = TypeVar("E")
@@ -22,21 +20,21 @@ E = TypeVar("E")
 class Cursor:
     """A position in the data, after the batches `ahead`, which were sampled for later steps.
 
-    Each is the position before it and its responses, those of all processes. `surplus` are groups
-    for the next batch: the places of their examples in the data, their responses and rewards.
+    Each is the position before it and its groups, those of all processes. `surplus` are groups for
+    the next batch, with the places of their examples in the data.
     """
 
     data: dict[str, int]
-    ahead: Sequence[tuple[dict[str, int], Rollout]] = ()
-    surplus: tuple[Sequence[int], Rollout, Sequence[Reward]] | None = None
+    ahead: Sequence[tuple[dict[str, int], list[Group]]] = ()
+    surplus: Sequence[tuple[int, Group]] = ()
 
 
 class _Batch(NamedTuple):
-    """A batch that is sampled ahead: the position before it, and this process's responses."""
+    """A batch that is sampled ahead: the position before it, and this process's groups."""
 
     data: dict[str, int]
     examples: list[Any]
-    own: Future[tuple[Rollout, float]]
+    own: Future[tuple[list[Group], float]]
 
 
 class Stream(Generic[E]):
@@ -50,26 +48,26 @@ class Stream(Generic[E]):
     def __init__(
         self,
         data: Batches[E],
-        sample: Callable[..., Rollout],
+        sample: Callable[..., list[Group]],
         *,
-        whole: Callable[[list[E], Rollout | None], Rollout | None] = lambda _, own: own,
-        own: Callable[[list[E], Rollout], Rollout] = lambda _, whole: whole,
+        whole: Callable[[list[E], list[Group] | None], list[Group] | None] = lambda _, own: own,
+        own: Callable[[list[E], list[Group]], list[Group]] = lambda _, whole: whole,
         cursor: Cursor | None = None,
     ):
         self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
         self._ahead: deque[_Batch] = deque()
-        for position, rollout in cursor.ahead if cursor else ():
+        for position, groups in cursor.ahead if cursor else ():
             data.set_state(position)
             batch = self._drawn()
-            batch.own.set_result((own(batch.examples, rollout), 0.0))
+            there = [replace(x, example=e) for x, e in zip(groups, batch.examples, strict=True)]
+            batch.own.set_result((own(batch.examples, there), 0.0))
         if cursor is not None:
             data.set_state(cursor.data)
-        self.surplus: Answers | None = None  # groups for the next batch
-        self._places, self._later = list[int](), None  # theirs in the data, and what follows them
-        if cursor is not None and cursor.surplus is not None:
-            places, rollout, rewards = cursor.surplus
-            self._places, examples = [*places], [data.at(place) for place in places]
-            self.surplus = Answers(examples, rollout, rewards)
+        # groups for the next batch, with their places in the data; and those for the one after it
+        self._surplus = (
+            [(at, replace(x, example=data.at(at))) for at, x in cursor.surplus] if cursor else []
+        )
+        self._later: list[tuple[int, Group]] | None = None
         self._taken = False  # from those ahead, and not learned from yet
         self._mark()
 
@@ -87,11 +85,16 @@ class Stream(Generic[E]):
         return self._ahead[0].examples if self._ahead else self._data.draw(count)
 
     @property
+    def surplus(self) -> list[Group]:
+        """Groups that were left over, for the next batch."""
+        return [group for _, group in self._surplus]
+
+    @property
     def ahead(self) -> int:
         """How many batches are sampled, or being sampled, after the one from `take`."""
         return len(self._ahead) - self._taken
 
-    def take(self, step: int, examples: list[E]) -> Rollout:
+    def take(self, step: int, examples: list[E]) -> list[Group]:
         """This process's responses to the `examples` of the batch of `step`.
 
         They come from `begin`, if it was called, or are sampled now.
@@ -105,17 +108,16 @@ class Stream(Generic[E]):
         """`count` more examples for the batch from `take`; before `begin`."""
         return self._data.draw(count)
 
-    def answer(self, step: int, examples: list[E], nth: int) -> Rollout:
+    def answer(self, step: int, examples: list[E], nth: int) -> list[Group]:
         """This process's responses to examples from the nth `draw` of a step."""
         own, seconds = self._answer(step, examples, nth)
         self.seconds += seconds
         return own
 
-    def keep(self, drawn: Answers, chosen: Sequence[int]) -> None:
+    def keep(self, drawn: Sequence[Group], chosen: Sequence[int]) -> None:
         """Leaves these groups of the last `drawn` for the next step."""
-        end = self._data.get_state()["taken"]
-        places = [end - len(drawn.examples) + i for i in chosen]
-        self._later = places, drawn.groups(chosen) if places else None
+        first = self._data.get_state()["taken"] - len(drawn)
+        self._later = [(first + i, drawn[i]) for i in chosen]
 
     def begin(self, step: int, count: int = 1) -> None:
         """Starts sampling the next batches, those from `step` on, one by one in the background."""
@@ -138,7 +140,7 @@ class Stream(Generic[E]):
             self._ahead.popleft()
         self._taken = False
         if self._later is not None:
-            self._places, self.surplus = self._later
+            self._surplus = self._later
         self._mark()
 
     def settle(self) -> None:
@@ -157,17 +159,16 @@ class Stream(Generic[E]):
         It has the responses to those ahead that were there at `settle` or `advance`, up to the first
         that any process has not.
         """
-        ahead: list[tuple[dict[str, int], Rollout]] = []
+        ahead: list[tuple[dict[str, int], list[Group]]] = []
         for position, examples, own in self._kept:
             there = own.done() and own.exception() is None
             whole = self._whole(examples, own.result()[0] if there else None)
             if whole is None:
                 return Cursor(dict(position), tuple(ahead))
             ahead.append((dict(position), whole))
-        more = self.surplus and (self._places, self.surplus.rollout, self.surplus.rewards)
-        return Cursor(dict(self._reached), tuple(ahead), more)
+        return Cursor(dict(self._reached), tuple(ahead), tuple(self._surplus))
 
-    def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[Rollout, float]:
+    def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[list[Group], float]:
         start = time.perf_counter()
         own = self._sample(step, examples, *nth)
         return own, time.perf_counter() - start

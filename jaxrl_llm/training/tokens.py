@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.answers import Answers
+from jaxrl_llm.learning.groups import Group, rewards
 from jaxrl_llm.learning.tokens import rounded
 
 FOLDER = "tokens"
@@ -38,33 +38,29 @@ class Step:
 def write(
     folder: Path,
     step: int,
-    answers: Answers,
+    groups: Sequence[Group],
     prompts: Sequence[str],
-    rows: Sequence[int],
-    group_size: int,
     numbers: Mapping[str, np.ndarray],
 ) -> None:
-    """Writes the tokens of these rows, the first groups of a step; `prompts` are the groups' texts."""
-    rollout = answers.rollout
-    ours: list[np.ndarray] = [np.asarray(rollout.responses[i], np.int32) for i in rows]
-    marked = [
-        np.isin(np.arange(len(x)), rollout.sampled(i)) for x, i in zip(ours, rows, strict=True)
-    ]
+    """Writes the tokens of the first groups of a step; `prompts` are their texts."""
+    rows = [(i, one) for i, group in enumerate(groups) for one in group.trajectories]
+    ours: list[np.ndarray] = [np.asarray(one.tokens, np.int32) for _, one in rows]
+    marked = [np.isin(np.arange(len(one.tokens)), one.sampled) for _, one in rows]
     counts = [int(x.sum()) for x in marked]
     responses = [
         {
-            "group": i // group_size,
-            "prompt": prompts[i // group_size],
-            "tokens": len(tokens),
-            "reward": answers.rewards[i].score,
-            "correct": answers.rewards[i].correct,
-            "checked": answers.rewards[i].checked,
-            "fields": dict(answers.rewards[i].fields),
-            "finished": bool(rollout.finished[i]),
-            "version": rollout.version,
-            **({"turns": [[*span] for span in rollout.turns[i]]} if rollout.turns else {}),
+            "group": i,
+            "prompt": prompts[i],
+            "tokens": len(one.tokens),
+            "reward": reward.score,
+            "correct": reward.correct,
+            "checked": reward.checked,
+            "fields": dict(reward.fields),
+            "finished": bool(one.finished),
+            "version": one.version,
+            **({"turns": [[*span] for span in one.turns]} if one.turns else {}),
         }
-        for i, tokens in zip(rows, ours, strict=True)
+        for (i, one), reward in zip(rows, rewards(groups), strict=True)
     ]
     flat = lambda x: np.concatenate([row[:n] for row, n in zip(x, counts, strict=True)])
     buffer = io.BytesIO()

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.episode import Episode, rollout
-from jaxrl_llm.rollouts.sampler import Reply, Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Reply, Sampling
+from jaxrl_llm.rollouts.trajectory import Draft, Trajectory
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
@@ -90,6 +90,11 @@ class VllmSampler:
         rank = served.adapter.rank if served.adapter else 0
         self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance, rank)
 
+    @property
+    def tolerance(self) -> float:
+        """How far, on average, log-probs may be from the trainer's."""
+        return self._proof.tolerance
+
     def push(self, params: Any, version: int) -> None:
         """Has every server load the weights and prove it; sets `sync` to the figures."""
         config = self._served.config(params, self._dtype)
@@ -126,14 +131,14 @@ class VllmSampler:
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> Rollout:
+    ) -> list[Trajectory]:
         """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
         if self.version is None:
             raise UserError("the sampler has no weights: push some before generate")
         self._refuse(prompts, n, sampling)
         patience = Patience(self.servers, self.weights.patience)
 
-        made = [Episode(sampling, len(prompt)) for prompt in prompts for _ in range(n)]
+        made = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
 
         async def ask(server: Server, request: Request) -> Response:
             how = replace(sampling, max_tokens=made[request.index].room)
@@ -144,7 +149,7 @@ class VllmSampler:
 
         async def following(request: Request, response: Response) -> Request | None:
             episode = made[request.index]
-            episode.sampled(*response)
+            episode.add(*response)
             if reply is None:
                 return None
             said = await asyncio.wrap_future(reply(request.index, response.tokens, response.logps))
@@ -158,8 +163,7 @@ class VllmSampler:
         work = answer_all(requests, patience, ask, self._prepare, following)
         run(work, self._look)
         self.counters = {"retries": patience.retries}
-        known = {"version": self.version, "tolerance": self._proof.tolerance}
-        return rollout(prompts, made, turns=reply is not None, **known)
+        return [draft.done(self.version, episode=reply is not None) for draft in made]
 
     def release(self) -> None:
         """Nothing to do: the servers' weights take none of the trainer's memory."""
