@@ -74,20 +74,20 @@ def main(name: str, *, steps: int = 20, prompts: int = PROMPTS, group: int = GRO
     engine = jl.Native(slots=prompts * group).start(model.policy, model.mesh)
     with engine as sampler, jax.set_mesh(model.mesh):
         for step in range(steps):
-            # Rollout: G responses to each of P prompts by the newest weights, with the log-probs of their tokens.
+            # Sample: G responses to each of P prompts by the newest weights, with the log-probs of their tokens.
             texts, answers = zip(*[question(rng) for _ in range(prompts)], strict=True)
             asked = [model.tokenizer.encode(text) for text in texts]
             sampler.push(state.params, step)
-            rollout = sampler.generate(asked, n=group, sampling=replace(sampling, seed=step))
+            responses = sampler.generate(asked, n=group, sampling=replace(sampling, seed=step))
             sampler.release()  # the cache makes room for the update
 
             # Reward: one number a response.
-            said = map(model.tokenizer.decode, rollout.responses)
+            said = [model.tokenizer.decode(one.tokens) for one in responses]
             scored = [reward(answers[i // group], text) for i, text in enumerate(said)]
             rewards = np.asarray(scored, np.float32).reshape(prompts, group)  # [P, G]
 
             # Collate: ragged responses as arrays; rows [B, T] for the credit, bins [M, m, R, L] for the model.
-            batch = update.place(collate(rollout), model.mesh)
+            batch = update.place(collate(responses), model.mesh)
 
             # Score: the trainer's own log-probs. The sampler's come from another program and differ in the last
             # bits, which would make ratios of an unchanged policy differ from 1.

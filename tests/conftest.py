@@ -37,8 +37,8 @@ def make_devices():
 if "FORKED_LATER" not in os.environ:  # by tests/mutants.py: a fork would not have their threads
     make_devices()
 CHECKED = ("objectives", "models", "learning.batch", "learning.metrics", "learning.update", "rollouts.draw",
-           "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.vllm.sampler",
-           "rollouts.vllm.sync")  # fmt: skip
+           "rollouts.native", "rollouts.sampler", "rollouts.slots", "rollouts.trajectory",
+           "rollouts.vllm.sampler", "rollouts.vllm.sync")  # fmt: skip
 install_import_hook([f"jaxrl_llm.{name}" for name in CHECKED], "beartype.beartype")
 
 

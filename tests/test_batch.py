@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
 HOW = [
@@ -20,15 +19,16 @@ HOW = [
 
 @pytest.mark.parametrize("how", HOW)
 def test_every_response_token_has_one_slot_and_the_column_before_it(how):
-    rollout = tiny.rollout(1, rows=16)
-    batch = tiny.collator(**how)(rollout)
+    responses = tiny.responses(1, rows=16)
+    batch = tiny.collator(**how)(responses)
     inputs, slot = batch.inputs, np.asarray(batch.layout.in_bins)
     used = np.sort(slot[slot >= 0])
     assert np.array_equal(used, np.flatnonzero(np.asarray(batch.layout.in_rows) >= 0))
     columns = inputs.index.shape[-1]
     tokens = inputs.tokens.reshape(-1, inputs.tokens.shape[-1])
     positions = inputs.positions.reshape(tokens.shape)
-    for b, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
+    for b, one in enumerate(responses):
+        prompt, response = one.prompt, one.tokens
         text = list(prompt) + list(response)
         for t, token in enumerate(response):
             row, column = divmod(slot[b, t], columns)
@@ -43,8 +43,7 @@ def test_every_response_token_has_one_slot_and_the_column_before_it(how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_layout_is_a_bijection(how):
-    rollout = tiny.rollout(2, rows=16)
-    layout = tiny.collator(**how)(rollout).layout
+    layout = tiny.collator(**how)(tiny.responses(2, rows=16)).layout
     noise = np.random.default_rng(0).normal(size=layout.in_bins.shape)
     x = jnp.asarray(np.where(layout.in_bins >= 0, noise, 0), jnp.float32)
     assert np.array_equal(layout.to_rows(layout.to_bins(x)), x)
@@ -52,7 +51,7 @@ def test_the_layout_is_a_bijection(how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_mini_batches_are_runs_of_rows(how):
-    layout = tiny.collator(**how)(tiny.rollout(3, rows=16)).layout
+    layout = tiny.collator(**how)(tiny.responses(3, rows=16)).layout
     minibatches = layout.in_rows.shape[0]
     width = layout.in_bins.shape[1]
     for m in range(minibatches):
@@ -61,18 +60,18 @@ def test_mini_batches_are_runs_of_rows(how):
 
 
 def test_packing_shares_rows():
-    rollout = Rollout([[1, 2]] * 8, [[3, 4, 5]] * 8, [[-1.0] * 3] * 8)
-    batch = tiny.collator(pack=True, microbatches=4)(rollout)
+    responses = tiny.trajectories([[1, 2]] * 8, [[3, 4, 5]] * 8)
+    batch = tiny.collator(pack=True, microbatches=4)(responses)
     assert batch.inputs.tokens.shape == (1, 4, 2, 22)
     assert batch.inputs.segments.max() == 4
     assert batch.inputs.scored.any((0, 2, 3)).tolist() == [True, False, False, False]
 
 
 def test_a_row_that_is_not_kept_has_no_tokens():
-    rollout, keep = tiny.rollout(), [True, False] * 4
+    responses, keep = tiny.responses(), [True, False] * 4
     for pack in (False, True):
-        whole = tiny.collator(pack=pack)(rollout)
-        batch = tiny.collator(pack=pack)(rollout, keep)
+        whole = tiny.collator(pack=pack)(responses)
+        batch = tiny.collator(pack=pack)(responses, keep)
         assert (batch.mask == whole.mask & np.asarray(keep)[:, None]).all()
         assert batch.inputs.scored.sum() == batch.mask.sum()
         assert batch.inputs.tokens.shape == whole.inputs.tokens.shape
@@ -80,38 +79,29 @@ def test_a_row_that_is_not_kept_has_no_tokens():
 
 def test_eos_that_equals_the_padding_token_is_a_token():
     """Masks come from lengths: token 0 at the end of a response keeps its loss and attention."""
-    batch = tiny.collator()(Rollout([[0, 0]], [[0, 5, 0]], [[-1.0, -2.0, -3.0]]))
+    batch = tiny.collator()(tiny.trajectories([[0, 0]], [[0, 5, 0]], [[-1.0, -2.0, -3.0]]))
     assert batch.mask.sum() == 3
     assert batch.sampler_logp[0, :3].tolist() == [-1, -2, -3]
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("responses", "message"),
     [
-        (
-            Rollout([[1]] * 3, [[2]] * 3, [[0.0]] * 3),
-            "3 responses do not divide into 2 mini-batches",
-        ),
-        (Rollout([[1] * 9, [1]], [[2], [2]], [[0.0]] * 2), "prompt 0 has 9 tokens"),
-        (
-            Rollout([[1], [1]], [[2], [2] * 15], [[0.0], [0.0] * 15]),
-            "response 1 has 15 tokens, the limit is 1 to 14",
-        ),
-        (Rollout([[1], []], [[2], [2]], [[0.0]] * 2), "prompt 1 has 0 tokens"),
-        (Rollout([[1], [1]], [[2], []], [[0.0], []]), "response 1 has 0 tokens"),
-        (
-            Rollout([[1], [1]], [[2], [2, 3]], [[0.0], [0.0]]),
-            "response 1 has 2 tokens but 1 log-probs",
-        ),
+        (([[1]] * 3, [[2]] * 3), "3 responses do not divide into 2 mini-batches"),
+        (([[1] * 9, [1]], [[2], [2]]), "prompt 0 has 9 tokens"),
+        (([[1], [1]], [[2], [2] * 15]), "response 1 has 15 tokens, the limit is 1 to 14"),
+        (([[1], []], [[2], [2]]), "prompt 1 has 0 tokens"),
+        (([[1], [1]], [[2], []]), "response 1 has 0 tokens"),
+        (([[1], [1]], [[2], [2, 3]], [[0.0]] * 2), "response 1 has 2 tokens but 1 log-probs"),
     ],
 )
-def test_bad_rollouts_are_refused(rollout, message):
+def test_bad_responses_are_refused(responses, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        tiny.collator(minibatches=2)(rollout)
+        tiny.collator(minibatches=2)(tiny.trajectories(*responses))
 
 
 def test_responses_of_a_bin_are_numbered_apart():
-    batch = tiny.collator(pack=True)(Rollout([[1, 2]] * 8, [[3, 4, 5]] * 8, [[-1.0] * 3] * 8))
+    batch = tiny.collator(pack=True)(tiny.trajectories([[1, 2]] * 8, [[3, 4, 5]] * 8))
     layout, width = batch.layout, batch.layout.in_bins.shape[1]
     rows = np.where(layout.in_rows >= 0, layout.in_rows // width, -1)
     columns = rows.shape[-1]
@@ -126,16 +116,16 @@ def test_responses_of_a_bin_are_numbered_apart():
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("pack", [False, True])
 def test_slices_divide_over_shards(shards, pack):
-    batch = tiny.collator(microbatches=3, shards=shards, pack=pack)(tiny.rollout(rows=16))
+    batch = tiny.collator(microbatches=3, shards=shards, pack=pack)(tiny.responses(rows=16))
     assert batch.inputs.tokens.shape[2] % shards == 0
 
 
 def test_a_bin_that_is_just_full_is_filled():
-    batch = tiny.collator(pack=True)(Rollout([[1] * 8] * 2, [[2] * 3] * 2, [[0.0] * 3] * 2))
+    batch = tiny.collator(pack=True)(tiny.trajectories([[1] * 8] * 2, [[2] * 3] * 2))
     assert batch.inputs.scored.any(-1).sum() == 1
 
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_there_are_no_more_slices_than_there_are_bins_for_all_shards(pack):
-    batch = tiny.collator(microbatches=16, shards=8, pack=pack)(tiny.rollout(rows=16))
+    batch = tiny.collator(microbatches=16, shards=8, pack=pack)(tiny.responses(rows=16))
     assert batch.inputs.tokens.shape[:3] == (1, 2, 8)

@@ -17,7 +17,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Config, Evaluation
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import Seen, kl, losses, partition, recipes
 from jaxrl_llm.objectives.seen import sampler
@@ -237,10 +237,8 @@ def test_the_people_of_calculator_are_what_the_config_says():
     share = lambda name: sum(reward.fields[name] for reward in rewards) / len(rewards)
     assert share("tool_used") == share("tool_calls") == pytest.approx(0.1, abs=0.02)
     assert share("tool_errors") == pytest.approx(0.05, abs=0.015)
-    asked = known.played([(37, 85)], [["calculate 3 7 * 8 5 ;", "3 1 4 5"]])
-    assert known.tokenizer.decode(asked.responses[0]) == (
-        "calculate 3 7 * 8 5 ; <eos> 3 1 4 5 3 1 4 5"
-    )
+    [asked] = known.played([(37, 85)], [["calculate 3 7 * 8 5 ;", "3 1 4 5"]])
+    assert known.tokenizer.decode(asked.tokens) == ("calculate 3 7 * 8 5 ; <eos> 3 1 4 5 3 1 4 5")
     assert not known.tried((37, 85), "3 1 4 6").correct
     assert max(map(len, known.prompts(pairs))) == 6
 

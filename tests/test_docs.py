@@ -20,13 +20,12 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.models import families
 from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import Seen, recipes
-from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal, tokens
+from tests import tiny
 from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -107,13 +106,12 @@ def test_which_tokens_one_method_moves_alone_is_worked_out(tmp_path, monkeypatch
     """Of four tokens, one in each bin of probability, Lopti alone moves the first."""
     monkeypatch.chdir(tmp_path)
     old = np.log([[0.05, 0.3, 0.7, 0.95]])
-    rollout = Rollout([[2]], [[2, 3, 4, 5]], [[-1.0] * 4], [True])
+    groups = tiny.groups(tiny.trajectories([[2]], [[2, 3, 4, 5]]), [jl.Reward(1.0, True)], n=1)
     moved = {"plain": (0.01, 0.2, -0.2, 0), "lopti": (-0.1, 0.2, -0.04, 0), "twice": (0.3,) * 4}
     for name, by in moved.items():
         tokenizers.of_words("abcd").save(tmp_path / "runs" / name / "model")
-        answers = Answers([0], rollout, [jl.Reward(1.0, True)])
         numbers = {"old": old, "new": old + by}
-        tokens.write(tmp_path / "runs" / name, 601, answers, ["a"], range(1), 1, numbers)
+        tokens.write(tmp_path / "runs" / name, 601, groups, ["a"], numbers)
     run("tokens.md", 0)
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert said == [
@@ -323,7 +321,6 @@ def chat_model(folder):
     from transformers import PreTrainedTokenizerFast
 
     from jaxrl_llm.models import hf
-    from tests import tiny
 
     shape = tiny.shape(vocab_size=264)
     hf.export(tiny.policy(shape)[1], shape, folder)

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, capsys):
-    rollouts, rewards, states = [], [], []
+    responses, rewards, states = [], [], []
     collate, credit, make = jl.Collator.__call__, update.make_credit, update.make_train_step
 
     def noted(list_of, call):
@@ -43,7 +43,7 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
 
         return called
 
-    monkeypatch.setattr(jl.Collator, "__call__", noted(rollouts, collate))
+    monkeypatch.setattr(jl.Collator, "__call__", noted(responses, collate))
     monkeypatch.setattr(update, "make_credit", lambda objective: noted(rewards, credit(objective)))
     monkeypatch.setattr(update, "make_train_step", lambda *a, **n: noted(states, make(*a, **n)))
     made = []
@@ -68,12 +68,11 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
         collate,
         model.mesh,
         state,
-        group_size=4,
         reference=reference,
     )
     given = [Reward(float(r), bool(r)) for r in np.asarray(rewards[0]).flat]
     with jax.set_mesh(model.mesh):
-        batch, reward = step.batch(rollouts[0], given)
+        batch, reward = step.batch(tiny.groups(responses[0], given, n=4))
         scores, _ = step.score(state.params, batch)
         after, _ = step.update(state, step.credit(batch, reward, **scores))
     jax.tree.map(np.testing.assert_array_equal, after, states[0])

@@ -12,7 +12,6 @@ import pytest
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.objectives import factors, partition
-from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 from tests.shared import GOLDEN
 
@@ -57,11 +56,9 @@ def test_four_plans(mesh, micro, pack):
     )
     optimizer = optimizers.adamw(p["lr"])
     objective = tiny.objective(factors=(partial(factors.linear_in_probability, alpha=0.3),))
-    rollout = Rollout(
-        spec["prompts"], spec["responses"], [[0.0] * len(r) for r in spec["responses"]]
-    )
+    responses = tiny.trajectories(spec["prompts"], spec["responses"])
     with jax.set_mesh(mesh):
-        batch = update.place(collate(rollout), mesh)
+        batch = update.place(collate(responses), mesh)
         score, to_rows = update.make_score(policy), batch.layout.to_rows
         old = score(hf.load(folder, shape, mesh), batch.inputs)
         np.testing.assert_allclose(

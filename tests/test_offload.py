@@ -26,7 +26,7 @@ def test_an_optimizer_on_the_hosts_computes_the_same_to_the_bit(sizes):
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(mesh=mesh)
         batch = update.place(
-            tiny.collator(minibatches=2, microbatches=2, shards=4)(tiny.rollout()), mesh
+            tiny.collator(minibatches=2, microbatches=2, shards=4)(tiny.responses()), mesh
         )
         reward = sharding.replicated(np.arange(8.0, dtype=np.float32).reshape(2, 4) % 3, mesh)
         old = update.make_score(policy)(params, batch.inputs)

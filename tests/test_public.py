@@ -20,7 +20,6 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import sharding
-from jaxrl_llm.rollouts.sampler import Rollout
 from tests import public, tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -121,9 +120,9 @@ def rows(count, longest, seed=0):
 def test_log_probs_are_those_of_the_trainers_scorer_bit_for_bit(model, temperature):
     """Every response token of a batch, as the collator lays it out for the trainer."""
     asked, answered = rows(16, 20), rows(16, 44, seed=1)
-    rollout = Rollout(asked, answered, [[-1.0] * len(r) for r in answered])
+    responses = tiny.trajectories(asked, answered)
     shards = model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    batch = jl.Collator(prompt_length=20, response_length=44, shards=shards)(rollout)
+    batch = jl.Collator(prompt_length=20, response_length=44, shards=shards)(responses)
     with jax.set_mesh(model.mesh):
         score = update.make_score(model.policy.logp(temperature))
         trainers = np.asarray(batch.layout.to_rows(score(model.params, batch.inputs)))

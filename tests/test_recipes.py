@@ -22,7 +22,7 @@ import rich.table
 from jaxrl_llm.learning import imitate, optimizers, update
 from jaxrl_llm.models import logprobs, qwen2, tokenizer
 from jaxrl_llm.objectives import Objective, losses, recipes
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.knights_knaves import generate, tiny
 from jaxrl_llm.tasks.knights_knaves.task import reward
 
@@ -74,7 +74,7 @@ def batches(kind):
                 responses.append([*words.encode(text), words.eos])
                 scores.append(reward(puzzle.names, puzzle.solution, " " + text).score)
         logps = [[-rng.random() - 3.5 for _ in r] for r in responses]
-        batch = collate(Rollout(prompts, responses, logps))
+        batch = collate([*map(Trajectory, prompts, responses, logps)])
         made.append((batch, np.asarray(scores, np.float32).reshape(PROMPTS, GROUP)))
     assert all(len(np.unique(scores)) > 1 for _, scores in made)
     scores, params = model(kind, config.model.shape)

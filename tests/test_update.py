@@ -36,7 +36,7 @@ def on_meshes(run):
         with jax.set_mesh(mesh):
             policy, params = tiny.policy(mesh=mesh)
             shards = sizes[0] * sizes[1]
-            batch = update.place(tiny.collator(shards=shards)(tiny.rollout()), mesh)
+            batch = update.place(tiny.collator(shards=shards)(tiny.responses()), mesh)
             yield run(policy, params, batch)
 
 
@@ -57,7 +57,7 @@ def close(a, b, atol=1e-5):
 def plain():
     """`(policy, params, batch, credit, step)` of one model and objective, whose programs are compiled once."""
     policy, params = tiny.policy()
-    batch, objective = tiny.collator()(tiny.rollout()), tiny.objective()
+    batch, objective = tiny.collator()(tiny.responses()), tiny.objective()
     old = update.make_score(policy)(params, batch.inputs)
     credit = partial(update.make_credit(objective), batch, old_logp=old, ref_logp=old - 0.1)
     compiled = update.make_train_step(policy, objective, OPTIMIZER)
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
 def test_a_loss_that_is_infinite_where_p_is_1_is_so_on_tokens_alone(surrogate):
     """Padding has a log-prob of 0 and no weight: it is in no sum of the loss and the metrics."""
     policy, params = tiny.policy()
-    batch, objective = tiny.collator()(tiny.rollout()), tiny.objective(surrogate=surrogate)
+    batch, objective = tiny.collator()(tiny.responses()), tiny.objective(surrogate=surrogate)
     how = {"objective": objective, "optimizer": OPTIMIZER}
     state, metrics = tiny.run_step(policy, params, batch, REWARD, **how)
     assert int(state.skipped) == 0
@@ -148,7 +148,7 @@ def test_the_largest_rewards_that_a_task_may_give_make_a_step():
     policy, params = tiny.policy()
     how = {"objective": objective, "optimizer": OPTIMIZER}
     state, metrics = tiny.run_step(
-        policy, params, tiny.collator()(tiny.rollout()), LARGEST * REWARD / 2, **how
+        policy, params, tiny.collator()(tiny.responses()), LARGEST * REWARD / 2, **how
     )
     assert int(state.skipped) == 0
     assert float(metrics["grad_norm"][0]) > 1e10
@@ -158,7 +158,7 @@ def test_a_wrapper_that_drops_the_number_of_the_step_is_named():
     """And one that passes it on makes its steps."""
     policy, params = tiny.policy()
     batch, steps = (
-        tiny.collator()(tiny.rollout()),
+        tiny.collator()(tiny.responses()),
         optax.MultiSteps(optimizers.adamw(lambda _: 1e-3), 1),
     )
     several = steps.gradient_transformation()
@@ -174,7 +174,7 @@ def test_a_wrapper_that_drops_the_number_of_the_step_is_named():
 def test_the_schedule_counts_batches_not_optimizer_steps():
     """Rate 0 in the first batch, 1e-3 from the second on: two stages of batch one must both stay put."""
     policy, params = tiny.policy()
-    batch = tiny.collator()(tiny.rollout())
+    batch = tiny.collator()(tiny.responses())
     before = jax.tree.map(np.array, params)
     optimizer = optimizers.adamw(lambda step: jnp.where(step < 1, 0.0, 1e-3))
     objective = tiny.objective(partition=partial(partition.together, steps=2))
@@ -194,7 +194,7 @@ def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
     policy, params = tiny.policy()
     stages = partial(partition.lopti, eta=0.01)
     objective = tiny.objective(partition=stages, surrogate=surrogate, penalties=())
-    batch, now = tiny.collator()(tiny.rollout(3)), jax.tree.map(jnp.copy, params)
+    batch, now = tiny.collator()(tiny.responses(3)), jax.tree.map(jnp.copy, params)
     old = update.make_score(policy)(params, batch.inputs)
     credited = update.make_credit(objective)(batch, REWARD, old_logp=old, ref_logp=old - 0.1)
     one = jax.tree.map(lambda x: x[0, 0], credited._replace(weight=None))
@@ -249,7 +249,7 @@ def cut(family, sizes, micro, pack, surrogate, split):
     mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh)
-        batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.rollout(3))
+        batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.responses(3))
         how = {"objective": tiny.objective(partition=split, surrogate=surrogate)}
         how["optimizer"] = optax.sgd(1.0)
         state, metrics = tiny.run_step(policy, params, update.place(batch, mesh), REWARD, **how)
@@ -295,7 +295,7 @@ def test_what_has_another_shape_than_its_parameter_is_everywhere():
     mesh = tiny.mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(mesh=mesh)
-        batch = update.place(tiny.collator(shards=4)(tiny.rollout()), mesh)
+        batch = update.place(tiny.collator(shards=4)(tiny.responses()), mesh)
         optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=16)
         state, metrics = tiny.run_step(
             policy, params, batch, REWARD, objective=tiny.objective(), optimizer=optimizer
@@ -338,7 +338,7 @@ def test_one_trace_over_twenty_steps_of_changing_data():
     step = update.make_train_step(policy, objective, OPTIMIZER)
     state, collate, first = update.init_state(params, OPTIMIZER), tiny.collator(round_to=32), None
     for seed in range(20):
-        batch = collate(tiny.rollout(seed))
+        batch = collate(tiny.responses(seed))
         old = score(state.params, batch.inputs)
         state, _ = step(state, credit(batch, REWARD, old_logp=old, ref_logp=old))
         first = first or len(traces)
@@ -373,7 +373,7 @@ def test_logits_never_exist_as_a_whole():
 def test_a_step_that_may_be_skipped_is_no_branch():
     """For a branch the compilers of accelerators keep parameters and optimizer state twice."""
     policy, params = tiny.policy()
-    batch = tiny.collator(microbatches=2)(tiny.rollout())
+    batch = tiny.collator(microbatches=2)(tiny.responses())
     step, state, credited = credited_step(policy, params, batch, tiny.objective())
     lowered = step.lower(state, credited).as_text()
     assert "stablehlo.while" in lowered
@@ -386,7 +386,7 @@ def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
     mesh = tiny.mesh_of(data=2)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(mesh=mesh)
-        batch = update.place(tiny.collator(microbatches=4, shards=2)(tiny.rollout()), mesh)
+        batch = update.place(tiny.collator(microbatches=4, shards=2)(tiny.responses()), mesh)
         step, state, credited = credited_step(policy, params, batch, tiny.objective())
         sent = hlo.collectives(step.lower(state, credited).compile())
     assert max(s.size for s in sent if s.loops == 0) >= 96 * 64
@@ -401,7 +401,7 @@ def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers(name):
     _, params = tiny.policy(shape)
     definition, _ = qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))
     policy = Policy(definition)
-    batch = tiny.collator()(tiny.rollout())
+    batch = tiny.collator()(tiny.responses())
     score = update.make_score(policy.logp())
     narrow = policy.narrowed(params)
     assert {x.dtype for x in jax.tree.leaves(narrow) if x.ndim > 2} == {jnp.dtype(jnp.bfloat16)}

@@ -1,4 +1,4 @@
-"""Small random models and rollouts that the tests share."""
+"""Small random models and responses that the tests share."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -10,12 +10,13 @@ import numpy as np
 
 from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
 from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 SHAPE = qwen2.Shape(
     vocab_size=96,
@@ -99,15 +100,37 @@ def policy(shape=SHAPE, *, seed=0, mesh=None, **compute):
     return partial(logprobs.of_responses, definition), params
 
 
-def rollout(seed=0, rows=8, vocab=96, prompt=8, response=14):
+def trajectories(prompts, responses, logps=None, finished=None, **each):
+    """Responses to these prompts; `each` has further fields, a value a response."""
+    columns = {
+        "prompt": prompts,
+        "tokens": responses,
+        "logps": [[-1.0] * len(tokens) for tokens in responses] if logps is None else logps,
+        "finished": [True] * len(responses) if finished is None else finished,
+    } | each
+    rows = zip(*columns.values(), strict=True)
+    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def groups(trajectories, rewards=None, n=2, examples=None):
+    """Groups of `n` adjacent responses each, with a reward a response if they have none."""
+    if rewards is not None:
+        pairs = zip(trajectories, rewards, strict=True)
+        trajectories = [dataclasses.replace(one, reward=reward) for one, reward in pairs]
+    parts = [tuple(trajectories[i : i + n]) for i in range(0, len(trajectories), n)]
+    assert all(len(part) == n for part in parts)
+    examples = [None] * len(parts) if examples is None else examples
+    return [Group(example, part) for example, part in zip(examples, parts, strict=True)]
+
+
+def responses(seed=0, rows=8, vocab=96, prompt=8, response=14):
     rng = np.random.default_rng(seed)
     texts = [
         rng.integers(0, vocab, rng.integers(1, n + 1)).tolist()
         for n in (prompt, response)
         for _ in range(rows)
     ]
-    prompts, responses = texts[:rows], texts[rows:]
-    return Rollout(prompts, responses, [[-1.0] * len(r) for r in responses])
+    return trajectories(texts[:rows], texts[rows:])
 
 
 collator = partial(Collator, prompt_length=8, response_length=14, round_to=4)
@@ -143,7 +166,7 @@ def by_turn(logp, advantage, seen):
     )
 
 
-def step(policy, objective, optimizer, collate, mesh, state, group_size, **settings):
+def step(policy, objective, optimizer, collate, mesh, state, **settings):
     """A step of reinforcement."""
     made = programs(policy, objective, optimizer, like=state)
-    return reinforce.Step(made, objective, collate, mesh, group_size, **settings)
+    return reinforce.Step(made, objective, collate, mesh, **settings)

@@ -58,20 +58,20 @@ def weights(shape, known):
     return params
 
 
-def require_what_the_package_has(rollout):
+def require_what_the_package_has(trajectories):
     """Tokens, which of them were sampled, and log-probs are those of the package's own traces.
 
     Returns how many results of tools the episodes have.
     """
     results = []
-    for i, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
-        fields = rollout.rewards[i].fields
-        if "tokens" in fields and not rollout.restarts[i]:
-            where = rollout.sampled(i)
-            mask = np.r_[np.zeros(len(prompt), bool), np.isin(range(len(response)), where)]
-            assert fields["tokens"] == zlib.crc32(json.dumps([*prompt, *response]).encode())
+    for one in trajectories:
+        fields = one.reward.fields
+        if "tokens" in fields and not one.restarts:
+            where = one.sampled
+            mask = np.r_[np.zeros(len(one.prompt), bool), np.isin(range(len(one.tokens)), where)]
+            assert fields["tokens"] == zlib.crc32(json.dumps([*one.prompt, *one.tokens]).encode())
             assert fields["sampled"] == zlib.crc32(json.dumps(mask.tolist()).encode())
-            assert abs(fields["logps"] - np.asarray(rollout.logps[i])[where].sum()) < 1e-4
-            assert len([*pairwise(rollout.turns[i])]) <= fields["results"]
+            assert abs(fields["logps"] - np.asarray(one.logps)[where].sum()) < 1e-4
+            assert len([*pairwise(one.turns)]) <= fields["results"]
             results.append(fields["results"])
     return results

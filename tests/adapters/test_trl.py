@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.adapters.trl import Environments
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 
 WORDS = tokenizer.of_words(
@@ -151,10 +151,10 @@ def test_methods_are_tools_and_each_response_has_an_object_of_its_own():
     task = TokenTask(TASK, WORDS)
     said = [["guess 3 ;", "done"], ["guess 9 ;", "guess 7 ;", "done"]]
     played = task.played(TASK.train, said)
-    heard = [WORDS.decode(tokens).replace("<eos> ", "") for tokens in played.responses]
+    heard = [WORDS.decode(one.tokens).replace("<eos> ", "") for one in played]
     assert heard == ["guess 3 ; higher done", "guess 9 ; lower guess 7 ; higher done"]
-    assert [r.score for r in played.rewards] == [1.0, 0.5]
-    assert [r.correct for r in played.rewards] == [True, False]
+    assert [one.reward.score for one in played] == [1.0, 0.5]
+    assert [one.reward.correct for one in played] == [True, False]
     first, second = (task.tried(TASK.train[0], turns) for turns in (["done"], ["guess 3 ;"]))
     assert (first.score, second.score) == (0.0, 1.0)
     assert second.fields["tool_calls"] == 1

@@ -15,8 +15,8 @@ from jaxrl_llm.adapters.verifiers import Verifiers
 from jaxrl_llm.config import Config, Evaluation, Scratch, WarmStart
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.groups import TokenTask, trajectories
 from jaxrl_llm.models import qwen2, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Shape
@@ -59,15 +59,16 @@ def test_the_tokens_are_those_of_its_requests(task):
     said = [["ask", larger], [min(first, second)], ["ask", "ask", "ask"], ["? ? ?"]]
     played = known.played([row] * 4, said)
     told = "first" if first == larger else "second"
-    assert [words.decode(tokens).replace("<eos> ", "") for tokens in played.responses] == [
+    assert [words.decode(one.tokens).replace("<eos> ", "") for one in played] == [
         f"ask {told} : {larger}",
         min(first, second),
         f"ask {told} : ask {told} : ask",
         "? ? ?",
     ]
-    assert [(r.score, r.correct) for r in played.rewards] == [(1.0, True)] + [(0.0, False)] * 3
-    assert [r.fields["asked"] for r in played.rewards] == [1.0, 0.0, 2.0, 0.0]
-    assert [r.checked for r in played.rewards] == [True] * 4
+    rewards = [one.reward for one in played]
+    assert [(r.score, r.correct) for r in rewards] == [(1.0, True)] + [(0.0, False)] * 3
+    assert [r.fields["asked"] for r in rewards] == [1.0, 0.0, 2.0, 0.0]
+    assert [r.checked for r in rewards] == [True] * 4
 
 
 def demonstration(row):
@@ -113,11 +114,11 @@ def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
         words, row = tokenizer.of_words(WORDS), task.train[0]
         first, second, _ = row.asked.split()
         told = "first" if first > second else "second"
-        played = TokenTask(task, words).played([row], [["ask", max(first, second)]])
+        [played] = TokenTask(task, words).played([row], [["ask", max(first, second)]])
         again = f"{first} {second} ? {told} :"
-        assert words.decode(played.responses[0]) == f"ask <eos> {again} {max(first, second)}"
-        assert (played.turns, played.restarts) == ([[(0, 2), (7, 9)]], [[(2, 7)]])
-        assert played.rewards[0].score == 1.0
+        assert words.decode(played.tokens) == f"ask <eos> {again} {max(first, second)}"
+        assert (played.turns, played.restarts) == (((0, 2), (7, 9)), ((2, 7),))
+        assert played.reward.score == 1.0
         train(config(task, forgets=True), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
     assert all(r["unchecked"] == 0 for r in steps)
@@ -151,9 +152,9 @@ def test_results_of_tools_are_given_tokens():
         made, row = templates.of_bytes(None), task.train[3]
         known = TokenTask(task, made)
         played = known.played([row] * len(SAID), [turns for turns, *_ in SAID.values()])
-    assert '"description": "The sum of two numbers below 8."' in made.decode(played.prompts[0])
-    for i, (turns, results, reward) in enumerate(SAID.values()):
-        response, spans, found = played.responses[i], played.turns[i], played.rewards[i]
+    assert '"description": "The sum of two numbers below 8."' in made.decode(played[0].prompt)
+    for one, (turns, results, reward) in zip(played, SAID.values(), strict=True):
+        response, spans, found = one.tokens, one.turns, one.reward
         assert [made.decode(response[start:end]) for start, end in spans] == turns
         given = [made.decode(response[end:start]) for (_, end), (start, _) in pairwise(spans)]
         assert given == [GIVEN.format(result) for result in results]
@@ -169,8 +170,8 @@ def test_a_policy_that_calls_tools():
     with closing(known) as task, Native().start(model, tiny.mesh_of()) as sampler:
         sampler.push(adding.weights(shape, made), 1)
         sampling = Sampling(max_tokens=60, max_turns=4, stop=made.stops)
-        rollout = TokenTask(task, made).sample(sampler, task.train, n=8, sampling=sampling)
-    results = adding.require_what_the_package_has(rollout)
+        groups = TokenTask(task, made).sample(sampler, task.train, n=8, sampling=sampling)
+    results = adding.require_what_the_package_has(trajectories(groups))
     assert len(results) > 16
     assert {0, 1} < {*results}
 

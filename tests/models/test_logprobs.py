@@ -125,7 +125,7 @@ def test_what_is_as_large_as_the_vocabulary_stays_at_home(sizes):
     mesh, shape = tiny.mesh_of(*sizes), tiny.shape(vocab_size=4096, num_layers=1)
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(shape, mesh=mesh)
-        batch = tiny.collator(shards=8)(tiny.rollout())
+        batch = tiny.collator(shards=8)(tiny.responses())
         inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
         gradient = jax.jit(jax.grad(lambda p: policy(p, inputs).sum()))
         sent = hlo.collectives(gradient.lower(params).compile())

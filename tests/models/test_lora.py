@@ -98,7 +98,7 @@ def test_a_step_moves_adapters_as_optax_does_and_nothing_else(mesh):
     params = jax.device_put(params, sharding.param_shardings(params, mesh))
     frozen, trained = without(params), lora.adapters(params)
     with jax.set_mesh(mesh):
-        batch = update.place(tiny.collator(shards=4)(tiny.rollout()), mesh)
+        batch = update.place(tiny.collator(shards=4)(tiny.responses()), mesh)
         reward = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
         old = update.make_score(policy)(joined(trained, frozen), batch.inputs)
         credited = update.make_credit(OBJECTIVE)(batch, reward, old_logp=old)

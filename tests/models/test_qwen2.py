@@ -1,5 +1,6 @@
 """The decoder and its log-probs: causal, blind to padding and packing, the same on every attention backend."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,7 +12,6 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import attention, families, primitives, qwen2, sharding
-from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
 PARAMETERS = {
@@ -51,8 +51,8 @@ def score(family):
     return partial(update.make_score(policy), params)
 
 
-def scored(rollout, family, **how):
-    batch = tiny.collator(**how)(rollout)
+def scored(responses, family, **how):
+    batch = tiny.collator(**how)(responses)
     return np.asarray(batch.layout.to_rows(score(family)(batch.inputs)))
 
 
@@ -63,14 +63,15 @@ def test_future_tokens_do_not_matter(how, family):
 
     With experts to rounding: a token is multiplied beside others of its expert.
     """
-    rollout = tiny.rollout(5)
+    responses = tiny.responses(5)
     near = partial(np.allclose, rtol=0, atol=1e-5 if tiny.FAMILIES[family].mixture else 0)
-    base = scored(rollout, family, **how)
-    for row, t in ((0, 0), (1, len(rollout.responses[1]) - 1), (4, 3)):
-        t = min(t, len(rollout.responses[row]) - 1)
-        responses = [list(r) for r in rollout.responses]
-        responses[row][t] = (responses[row][t] + 1) % 96
-        changed = scored(Rollout(rollout.prompts, responses, rollout.logps), family, **how)
+    base = scored(responses, family, **how)
+    for row, t in ((0, 0), (1, len(responses[1].tokens) - 1), (4, 3)):
+        tokens = list(responses[row].tokens)
+        t = min(t, len(tokens) - 1)
+        tokens[t] = (tokens[t] + 1) % 96
+        other = replace(responses[row], tokens=tokens)
+        changed = scored([*responses[:row], other, *responses[row + 1 :]], family, **how)
         assert near(changed[row, :t], base[row, :t])
         assert not near(changed[row, t:], base[row, t:])
         others = np.arange(len(base)) != row
@@ -79,15 +80,15 @@ def test_future_tokens_do_not_matter(how, family):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_packed_is_padded(family):
-    rollout = tiny.rollout(5)
-    padded, packed = scored(rollout, family), scored(rollout, family, pack=True)
-    for i, response in enumerate(rollout.responses):
-        n = len(response)
+    responses = tiny.responses(5)
+    padded, packed = scored(responses, family), scored(responses, family, pack=True)
+    for i, one in enumerate(responses):
+        n = len(one.tokens)
         np.testing.assert_allclose(padded[i, :n], packed[i, :n], atol=1e-5)
 
 
 def test_remat_changes_nothing():
-    batch = tiny.collator()(tiny.rollout(9))
+    batch = tiny.collator()(tiny.responses(9))
     inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
     some = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     results = []
@@ -102,7 +103,7 @@ def test_remat_changes_nothing():
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_token_scores_the_same_whoever_else_is_scored(pack):
     policy, params = tiny.policy()
-    batch = tiny.collator(pack=pack)(tiny.rollout(12))
+    batch = tiny.collator(pack=pack)(tiny.responses(12))
     inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)
     everyone = policy(params, inputs)
     some = inputs.scored & (jax.random.uniform(jax.random.key(0), inputs.scored.shape) < 0.4)
@@ -123,7 +124,7 @@ def products(jaxpr):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_float32_is_multiplied_whole_on_every_device_and_half_precision_as_the_device_likes(dtype):
     policy, params = tiny.policy(dtype=dtype, attend=attention.xla)
-    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), tiny.collator()(tiny.rollout(5)).inputs)
+    inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), tiny.collator()(tiny.responses(5)).inputs)
     program = jax.make_jaxpr(jax.grad(lambda p: policy(p, inputs).sum()))(params)
     found = [*products(program.jaxpr)]
     assert len(found) > 20

@@ -255,8 +255,7 @@ def test_a_plan_chooses_what_is_left_open(config_file, monkeypatch, capsys):
 
 
 def test_open_sizes_outside_a_run_are_the_smallest_and_the_usual():
-    rollout = tiny.rollout()
-    one, none = (tiny.collator(microbatches=n)(rollout) for n in (1, 0))
+    one, none = (tiny.collator(microbatches=n)(tiny.responses()) for n in (1, 0))
     jax.tree.map(np.testing.assert_array_equal, one, none)
     definition = qwen2.graph(SHAPE)[0]
     with Native(slots=0).start(Policy(definition), tiny.mesh_of()) as sampler:

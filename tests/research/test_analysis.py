@@ -6,11 +6,10 @@ import pytest
 import rich.console
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.research import analysis, analysis_report, words
-from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
+from tests import tiny
 
 CONFIG = """
 import dataclasses
@@ -83,7 +82,7 @@ def test_an_optimizer_may_begin_anew(run, found, tmp_path):
 
 def test_what_is_unchecked_counts_for_nothing():
     rewards = [Reward(1.0, True), Reward(0.0, False), UNCHECKED]
-    found = analysis.described([Answers([], Rollout([], [], []), rewards)])
+    found = analysis.described([tiny.groups(tiny.responses(rows=3), rewards, n=3)])
     assert (found["responses"], found["unchecked"]) == (3, 1)
     assert found["reward"] == found["accuracy"] == 0.5
 

@@ -22,12 +22,10 @@ import jaxrl_llm as jl
 from jaxrl_llm.cli import view
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, tokens, update
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import kl
 from jaxrl_llm.research import page
-from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import tokens as kept
 from tests import tiny
@@ -42,15 +40,14 @@ SCORES = (1.0, 0.0, 0.2, 1.0, 0.0, 0.0, 0.0, 1.0)
 ROWS = range(4, 8)  # the second of two groups
 
 
-def label_logps(params, rollout, row):
+def label_logps(params, one):
     """Of one response, by a forward pass on it alone."""
     definition, _ = qwen2.graph(tiny.SHAPE)
-    prompt, response = rollout.prompts[row], rollout.responses[row]
-    sequence = jnp.asarray([[*prompt, *response]])
+    sequence = jnp.asarray([[*one.prompt, *one.tokens]])
     model = qwen2.nnx.merge(definition, params)
     logits = np.asarray(model(sequence, jnp.arange(sequence.shape[1])[None]) @ model.head.T)
     logps = np.asarray(jax.nn.log_softmax(logits[0, :-1], -1))
-    return logps[np.arange(len(logps)), sequence[0, 1:]][len(prompt) - 1 :]
+    return logps[np.arange(len(logps)), sequence[0, 1:]][len(one.prompt) - 1 :]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +56,7 @@ def label_logps(params, rollout, row):
     ids=str,
 )
 def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
-    mesh, optimizer, rollout = tiny.mesh_of(*mesh), optimizers.adamw(3e-2), tiny.rollout()
+    mesh, optimizer, responses = tiny.mesh_of(*mesh), optimizers.adamw(3e-2), tiny.responses()
     _, before = tiny.policy(mesh=mesh)
     shards = 4 if mesh.size > 1 else 1
     with jax.set_mesh(mesh):
@@ -67,9 +64,10 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         reference = jax.tree.map(lambda x: 1.01 * x, before)
         programs = tiny.step(
             Policy(), OBJECTIVE, optimizer, tiny.collator(shards=shards, pack=pack), mesh, state,
-            group_size=4, reference=reference,
+            reference=reference,
         )  # fmt: skip
-        batch, reward = programs.batch(rollout, [Reward(x, x == 1.0) for x in SCORES])
+        rewards = [Reward(x, x == 1.0) for x in SCORES]
+        batch, reward = programs.batch(tiny.groups(responses, rewards, n=4))
         seen, _ = programs.score(state.params, batch)
         credited = programs.credit(batch, reward, **seen)
         state, _ = programs.update(state, credited)
@@ -79,7 +77,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
     advantage = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
     for i, row in enumerate(ROWS):
         old, new, ref = (
-            label_logps(alone(p), rollout, row) for p in (before, state.params, reference)
+            label_logps(alone(p), responses[row]) for p in (before, state.params, reference)
         )
         found = {name: x[i, : len(old)] for name, x in numbers.items()}
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
@@ -87,7 +85,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         close(found["new"], new)
         close(found["reference"], ref)
         close(found["entropy"], -old)  # what the policy of this test calls so
-        close(found["sampler"], rollout.logps[row])
+        close(found["sampler"], responses[row].logps)
         close(found["advantage"], np.full(len(old), advantage[i]))
         close(found["factor"], 0.3 * np.exp(old) + 0.7)
         np.testing.assert_array_equal(found["weight1"] > 0, old <= np.log(0.02))
@@ -107,9 +105,8 @@ def run(tmp_path):
     """A folder as a run leaves it, of two steps; words and prompts of the model try to act."""
     folder = tmp_path / "run"
     tokenizers.of_words([*EVIL, *"abc"]).save(folder / "model")
-    responses = [[2, 3, 7], [4, 1], [5, 6, 8, 9], [3]]
-    rollout = Rollout([[7]] * 4, responses, [[-1.0] * len(r) for r in responses], [True] * 4)
-    rewards = [Reward(float(i), i > 1, {"f": 0.5}) for i in range(4)]
+    responses = tiny.trajectories([[7]] * 4, [[2, 3, 7], [4, 1], [5, 6, 8, 9], [3]])
+    groups = tiny.groups(responses, [Reward(float(i), i > 1, {"f": 0.5}) for i in range(4)])
     width = lambda x: np.asarray([[*range(i, i + 4)] for i in range(4)], np.float32) * x
     for step in (3, 4):
         numbers = {"old": width(-0.1 * step), "new": width(-0.11 * step), "sampler": width(-1.0)}
@@ -119,9 +116,7 @@ def run(tmp_path):
             "clip": width(0),
             "weight1": width(1),
         }
-        kept.write(
-            folder, step, Answers([0, 1], rollout, rewards), [EVIL[0]] * 2, range(4), 2, numbers
-        )
+        kept.write(folder, step, groups, [EVIL[0]] * 2, numbers)
     lines = [{"step": s, "phase": "reinforce", "reward": s / 10} for s in (3, 4)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     return folder
@@ -174,10 +169,10 @@ def test_a_page_holds_what_was_kept_and_nothing_that_acts(run, capsys):
 
 def test_turns_are_where_they_were(run):
     """A response of two turns, with what the environment said between them, and one of one turn."""
-    turns = [[(0, 2), (3, 4)], [(0, 1)]]
-    rollout = Rollout([[7]] * 2, [[2, 3, 4, 5], [6]], [], [True] * 2, turns=turns)
+    turns = [((0, 2), (3, 4)), ((0, 1),)]
+    responses = tiny.trajectories([[7]] * 2, [[2, 3, 4, 5], [6]], turns=turns)
     numbers = {name: np.asarray([[1, 2, 4], [8, 0, 0]], np.float32) for name in ("old", "new")}
-    kept.write(run, 5, Answers([0], rollout, [Reward(1.0, True)] * 2), ["a"], range(2), 2, numbers)
+    kept.write(run, 5, tiny.groups(responses, [Reward(1.0, True)] * 2), ["a"], numbers)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "phase": "reinforce"}\n')
     data = page.gathered([run], 1000)
@@ -330,12 +325,10 @@ def test_in_a_browser(rows, length, run, tmp_path):
             numbers["weight2"] = 1 - numbers["weight1"]
             responses = [rng.integers(2, 10, 2 + i % (length - 1)).tolist() for i in range(rows)]
             rewards = [Reward(float(i), i % 2 == 1) for i in range(rows)]
-            turns = [[(0, max(1, len(r) // 3)), (len(r) // 2, len(r))] for r in responses]
-            rollout = Rollout([], responses, [], [True] * rows, turns=turns)
+            turns = [((0, max(1, len(r) // 3)), (len(r) // 2, len(r))) for r in responses]
+            made = tiny.trajectories([[7]] * rows, responses, turns=turns)
             prompts = [EVIL[i // (rows // 4)] for i in range(rows // 2)]
-            kept.write(
-                folder, step, Answers([], rollout, rewards), prompts, range(rows), 2, numbers
-            )
+            kept.write(folder, step, tiny.groups(made, rewards), prompts, numbers)
     view.main((str(run), str(tmp_path / "other")), out=str(tmp_path / "page.html"))
     peer.browser(tmp_path / "page.html", tmp_path / "picture", readable=rows == 40)
     assert len([*tmp_path.glob("picture-*.png")]) == 4

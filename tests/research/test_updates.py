@@ -11,7 +11,6 @@ from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.primitives import Inputs
 from jaxrl_llm.objectives import Objective, advantages, factors, partition
 from jaxrl_llm.research import analysis, token_gradients
-from jaxrl_llm.rollouts.sampler import Rollout
 from tests import tiny
 
 DEFINITION = qwen2.graph(tiny.SHAPE)[0]
@@ -35,9 +34,9 @@ def params():
 
 @pytest.fixture(scope="module")
 def tokens():
-    rollout = tiny.rollout()
-    where = [(i, len(r) - 1) for i, r in enumerate(rollout.responses)]
-    return token_gradients.choose(rollout, where)
+    responses = tiny.responses()
+    where = [(i, len(one.tokens) - 1) for i, one in enumerate(responses)]
+    return token_gradients.choose(responses, where)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def norms(params, tokens):
 
 @pytest.fixture(scope="module")
 def credited(params):
-    batch = tiny.collator(microbatches=2)(tiny.rollout())
+    batch = tiny.collator(microbatches=2)(tiny.responses())
     policy_logp = tiny.policy()[0]
     old = update.make_score(policy_logp)(params, batch.inputs)
     reward = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
@@ -210,8 +209,8 @@ def test_tokens_are_drawn_evenly_and_with_what_came_before():
     assert np.bincount(bins[index]).tolist() == [6, 3, 6]
     assert len(set(index.tolist())) == 15
     assert sorted(token_gradients.spread(bins, 999, 0)) == np.flatnonzero(bins >= 0).tolist()
-    rollout = Rollout([[5, 6], [7]], [[1, 2], [3, 4, 2]], [[-1.0] * 2, [-1.0] * 3])
-    chosen = token_gradients.choose(rollout, [(0, 0), (1, 2)])
+    responses = tiny.trajectories([[5, 6], [7]], [[1, 2], [3, 4, 2]])
+    chosen = token_gradients.choose(responses, [(0, 0), (1, 2)])
     assert chosen.tokens.tolist() == [[5, 6, 0], [7, 3, 4]]
     assert chosen.index.tolist() == [1, 2]
     assert chosen.target.tolist() == [1, 2]

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 
 @dataclass
@@ -14,18 +15,18 @@ class Scripted:
     reply: Callable[[Sequence[int], int], Sequence[int]]
     version: int = 0
     params: Any = None
+    tolerance = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling) -> Rollout:
-        repeated = [p for p in prompts for _ in range(n)]
-        replies = [list(self.reply(p, i % n)) for i, p in enumerate(repeated)]
-        responses = [r[: sampling.max_tokens] for r in replies]
-        return Rollout(
-            prompts=repeated,
-            responses=responses,
-            logps=[[-1.0] * len(r) for r in responses],
-            finished=[r[-1] in sampling.stop for r in responses],
-            version=self.version,
-        )
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling
+    ) -> list[Trajectory]:
+        made = []
+        for prompt in prompts:
+            for number in range(n):
+                tokens = list(self.reply(prompt, number))[: sampling.max_tokens]
+                logps, finished = [-1.0] * len(tokens), tokens[-1] in sampling.stop
+                made.append(Trajectory(prompt, tokens, logps, finished, version=self.version))
+        return made
 
     def push(self, params: Any, version: int) -> None:
         self.params, self.version = params, version

@@ -46,8 +46,8 @@ def engine(slots=8, *, together=4):
     return made
 
 
-def responses(rollout):
-    return [list(r) for r in rollout.responses]
+def responses(made):
+    return [list(one.tokens) for one in made]
 
 
 @pytest.mark.parametrize("make", [engine, lambda: Scripted(lambda p, i: [*p, i, STOP[0]])])
@@ -56,17 +56,15 @@ def test_what_every_sampler_keeps(make):
     sampler: Sampler = make()
     sampler.push(tiny.policy()[1], version=5)
     asked = prompts(3)
-    rollout = sampler.generate(asked, n=4, sampling=SAMPLING)
-    assert rollout.version == 5
-    assert [list(p) for p in rollout.prompts] == [p for p in asked for _ in range(4)]
-    assert list(map(len, rollout.logps)) == list(map(len, rollout.responses))
-    for response, logps, finished in zip(
-        rollout.responses, rollout.logps, rollout.finished, strict=True
-    ):
-        assert 1 <= len(response) <= 24
-        assert max(logps) <= 0
-        assert finished == (response[-1] in STOP)
-        assert finished or len(response) == 24
+    made = sampler.generate(asked, n=4, sampling=SAMPLING)
+    assert sampler.tolerance is None
+    assert [list(one.prompt) for one in made] == [p for p in asked for _ in range(4)]
+    for one in made:
+        assert one.version == 5
+        assert 1 <= len(one.tokens) == len(one.logps) <= 24
+        assert max(one.logps) <= 0
+        assert one.finished == (one.tokens[-1] in STOP)
+        assert one.finished or len(one.tokens) == 24
 
 
 @pytest.mark.parametrize(("seed", "temperature", "pack"), [(3, 0.7, False), (0, 1.0, True)])
@@ -74,13 +72,13 @@ def test_log_probs_are_those_of_the_newest_weights_in_the_trainer(seed, temperat
     params = tiny.policy(seed=seed)[1]
     engine().push(params, version=seed)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature, top_p=0.95, top_k=40)
-    rollout = engine().generate(prompts(6), n=4, sampling=sampling)
+    made = engine().generate(prompts(6), n=4, sampling=sampling)
     definition, _ = qwen2.graph(tiny.SHAPE)
-    batch = Collator(prompt_length=20, response_length=24, pack=pack, round_to=4)(rollout)
+    batch = Collator(prompt_length=20, response_length=24, pack=pack, round_to=4)(made)
     score = update.make_score(partial(logprobs.of_responses, definition, temperature=temperature))
     trainer = np.asarray(batch.layout.to_rows(score(params, batch.inputs)))
     mask = np.asarray(batch.mask)
-    assert mask.sum() == sum(map(len, rollout.responses)) > 200
+    assert mask.sum() == sum(map(len, responses(made))) > 200
     np.testing.assert_allclose(np.asarray(batch.sampler_logp)[mask], trainer[mask], atol=1e-4)
 
 
@@ -88,17 +86,17 @@ def test_the_same_request_gives_the_same_tokens_in_any_company():
     """Alone, in another order, among longer prompts, in larger groups, in more slots: bit for bit."""
     asked = prompts(9)
     base = engine().generate(asked, n=2, sampling=SAMPLING)
-    expected = {(tuple(p), i): (list(base.responses[2 * k + i]), list(base.logps[2 * k + i]))
+    expected = {(tuple(p), i): (base[2 * k + i].tokens, base[2 * k + i].logps)
                 for k, p in enumerate(asked) for i in range(2)}  # fmt: skip
     for slots, company, n in (
         (8, asked[::-1], 2), (8, asked[4:5], 2), (8, [[3] * 40, *asked[2:6]], 5), (16, asked, 2)
     ):  # fmt: skip
-        rollout = engine(slots).generate(company, n=n, sampling=SAMPLING)
+        made = engine(slots).generate(company, n=n, sampling=SAMPLING)
         for k, p in enumerate(company):
             for i in range(2):
                 if (tuple(p), i) in expected:
-                    got = rollout.responses[n * k + i], rollout.logps[n * k + i]
-                    assert tuple(map(list, got)) == expected[tuple(p), i]
+                    got = made[n * k + i]
+                    assert (got.tokens, got.logps) == expected[tuple(p), i]
 
 
 def test_responses_differ_within_a_group_between_seeds_and_for_a_prompt_given_twice():
@@ -115,30 +113,30 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it():
     """Every greedy token in turn is made the stop token: the response is cut right after its first one."""
     prompt = prompts(1)[0]
     endless = dataclasses.replace(GREEDY, stop=())
-    whole = engine().generate([prompt], n=1, sampling=endless)
-    assert [*whole.finished] == [False]
-    assert len(whole.responses[0]) == 24
-    for token in set(whole.responses[0]):
-        rollout = engine().generate(
+    [whole] = engine().generate([prompt], n=1, sampling=endless)
+    assert not whole.finished
+    assert len(whole.tokens) == 24
+    for token in set(whole.tokens):
+        [held] = engine().generate(
             [prompt], n=1, sampling=dataclasses.replace(endless, stop=(token,))
         )
-        end = list(whole.responses[0]).index(token) + 1
-        assert list(rollout.responses[0]) == list(whole.responses[0][:end])
-        assert list(rollout.logps[0]) == list(whole.logps[0][:end])
-        assert [*rollout.finished] == [True]
+        end = list(whole.tokens).index(token) + 1
+        assert list(held.tokens) == list(whole.tokens[:end])
+        assert list(held.logps) == list(whole.logps[:end])
+        assert held.finished
 
 
 def test_finished_rows_are_replaced_by_waiting_ones():
     """A long tail: 8 slots serve 96 responses in far fewer steps than 12 rounds of 8 would take."""
     sampling = dataclasses.replace(SAMPLING, stop=tuple(range(7, 17)))
-    rollout = engine().generate(prompts(12), n=8, sampling=sampling)
-    lengths = [len(r) for r in rollout.responses]
+    lengths = [*map(len, responses(engine().generate(prompts(12), n=8, sampling=sampling)))]
     rounds = sum(max(lengths[i : i + 8]) for i in range(0, 96, 8))
     counters = engine().counters
     assert counters["decode_steps"] < 0.75 * rounds
     assert counters["decode_steps"] <= sum(lengths) / 8 + 24
     every = dataclasses.replace(SAMPLING, stop=tuple(range(96)))
-    assert [len(r) for r in engine().generate(prompts(8), n=1, sampling=every).responses] == [1] * 8
+    first = responses(engine().generate(prompts(8), n=1, sampling=every))
+    assert [*map(len, first)] == [1] * 8
     assert engine().counters["decode_steps"] == 1
 
 
@@ -176,15 +174,15 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
         made.push(tiny.policy(mesh=mesh)[1], 0)
         eight = made.generate(prompts(6), n=2, sampling=GREEDY)
     assert responses(one) == responses(eight)
-    for a, b in zip(one.logps, eight.logps, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    for a, b in zip(one, eight, strict=True):
+        np.testing.assert_allclose(a.logps, b.logps, atol=1e-4)
 
 
 def test_it_runs_under_a_transfer_guard():
     ready = engine()
     with jax.transfer_guard("disallow"):
-        rollout = ready.generate(prompts(3), n=2, sampling=SAMPLING)
-    assert len(rollout.responses) == 6
+        made = ready.generate(prompts(3), n=2, sampling=SAMPLING)
+    assert len(made) == 6
 
 
 @pytest.mark.parametrize("bad", [{"asked": []}, {"asked": [[1], []]}, {"asked": [[1]], "n": 0}])
@@ -219,8 +217,8 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
         CpuGenerator(definition, 128, tiny.mesh_of()), slots=count, prefill_prompts=4
     )
     made.push(hf.load(folder, shape, tiny.mesh_of()), 0)
-    rollout = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
-    assert responses(rollout) == json.loads((folder / "greedy.json").read_text())
+    greedy = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
+    assert responses(greedy) == json.loads((folder / "greedy.json").read_text())
 
 
 @functools.cache
@@ -250,9 +248,9 @@ def test_accelerators_give_the_tokens_of_a_cpu(devices, share, sampling):
     made = unrolled(devices, share)
     got = made.generate(asked, n=2, sampling=sampling)
     assert responses(got) == responses(expected)
-    assert max(map(len, got.responses)) > 56
-    for a, b in zip(got.logps, expected.logps, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert max(map(len, responses(got))) > 56
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a.logps, b.logps, atol=1e-4)
     assert made.slots % devices == made.prefill_prompts % devices == 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(made.params))
 
@@ -314,4 +312,4 @@ def test_released_weights_are_gone_until_the_next_push(make):
     with pytest.raises(UserError, match="push"):
         made.generate([[1]], n=1, sampling=SAMPLING)
     made.push(tiny.policy()[1], 2)
-    assert made.generate([[1]], n=1, sampling=SAMPLING).version == 2
+    assert made.generate([[1]], n=1, sampling=SAMPLING)[0].version == 2

@@ -28,6 +28,7 @@ from tests.rollouts.test_vllm import (
     SAMPLING,
     expected_responses,
     only,
+    responses,
     sampler_of,
     server_folder,
 )
@@ -174,8 +175,8 @@ def test_the_other_host_has_the_same_files_of_the_newest_only(root, there):
             assert same(fake.loaded[-1], newest(root))
         assert [str(path) for path in there.iterdir()] == fake.loaded[-1:]
         assert fake.calls["/weights/file"] == 2 * 3
-        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
-    assert list(rollout.responses) == expected_responses(2)
+        answered = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert responses(answered) == expected_responses(2)
     assert made.sync["sync/bytes"] == 4 * 1207
 
 
@@ -253,8 +254,8 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
         fresh = there.parent / "anew" / there.name
         fresh.parent.mkdir()
         new = stack.enter_context(Elsewhere(fresh, port=fake.port))
-        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
-        assert list(rollout.responses) == expected_responses(2)
+        answered = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+        assert responses(answered) == expected_responses(2)
         assert Path(new.loaded[-1]).parent == fresh
         assert same(new.loaded[-1], newest(root))
 
@@ -324,8 +325,8 @@ def test_adapters_go_beside_the_model_and_the_newest_alone_stay(root):
                 "adapter_config.json",
                 "adapter_model.safetensors",
             }
-        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
-    assert list(rollout.responses) == expected_responses(2)
+        answered = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert responses(answered) == expected_responses(2)
     assert not fake.wrong
     assert not fake.loaded
     assert published == [root / "base"]

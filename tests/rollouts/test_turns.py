@@ -16,14 +16,13 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.objectives import Objective, advantages
 from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
-from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from tests import tiny
 from tests.rollouts.fake_vllm import LOGP, Fake, tokens_of
 from tests.rollouts.test_vllm import ready
@@ -77,10 +76,10 @@ class Random:
         return done
 
 
-def seen_by_the_engine(rollout, heard):
+def seen_by_the_engine(episodes, heard):
     """Each episode as its environment heard it: tokens, and where the sampled ones are, by segment."""
-    for i, prompt in enumerate(rollout.prompts):
-        segments = [(list(prompt), [])]
+    for i, one in enumerate(episodes):
+        segments = [(list(one.prompt), [])]
         for n, (turn, reply, anew) in enumerate(heard[i]):
             tokens, sampled = segments[-1]
             sampled += range(len(tokens), len(tokens) + len(turn))
@@ -92,9 +91,9 @@ def seen_by_the_engine(rollout, heard):
         yield segments
 
 
-def trainer(rollout, **how):
+def trainer(episodes, **how):
     """The trainer's log-probs of a batch in `[B,T]`, and the batch."""
-    batch = Collator(prompt_length=12, response_length=40, round_to=8, **how)(rollout)
+    batch = Collator(prompt_length=12, response_length=40, round_to=8, **how)(episodes)
     score = update.make_score(partial(logprobs.of_responses, DEFINITION))
     return np.asarray(batch.layout.to_rows(score(tiny.policy()[1], batch.inputs))), batch
 
@@ -106,13 +105,13 @@ def forward(sequences):
     return np.asarray(jax.jit(policy)(params, inputs))
 
 
-def furthest(rollout, heard, **how):
+def furthest(episodes, heard, **how):
     """The largest distance between the trainer's log-probs and a forward on what the engine saw."""
-    ours, batch = trainer(rollout, **how)
-    episodes = list(seen_by_the_engine(rollout, heard))
-    plain = iter(forward([tokens for segments in episodes for tokens, _ in segments]))
+    ours, batch = trainer(episodes, **how)
+    seen = list(seen_by_the_engine(episodes, heard))
+    plain = iter(forward([tokens for segments in seen for tokens, _ in segments]))
     gaps = []
-    for i, segments in enumerate(episodes):
+    for i, segments in enumerate(seen):
         theirs = np.concatenate([next(plain)[np.asarray(where) - 1] for _, where in segments])
         if int(batch.mask[i].sum()) != len(theirs):
             return np.inf
@@ -121,7 +120,7 @@ def furthest(rollout, heard, **how):
 
 
 @functools.cache
-def rollout_of(count=125, seed=0):
+def episodes_of(count=125, seed=0):
     environments = Random(seed)
     made = engine().generate(prompts(count), n=4, sampling=SAMPLING, reply=environments)
     return made, environments.heard
@@ -130,83 +129,79 @@ def rollout_of(count=125, seed=0):
 @pytest.mark.parametrize("pack", [False, True])
 def test_the_trainer_scores_what_the_engine_saw(pack):
     """Over 500 random environments, with empty replies, empty turns and cuts at every place."""
-    rollout, heard = rollout_of()
+    episodes, heard = episodes_of()
     counts = [len(x) for x in heard.values()]
     assert len(counts) == 500
     assert set(counts) == {1, 2, 3, 4, 5, 6}
     assert any(reply == [] for turns in heard.values() for _, reply, _ in turns)
     assert any(len(turn) == 1 for turns in heard.values() for turn, _, _ in turns)
-    assert {len(again) for again in rollout.restarts} >= {0, 1, 2, 3}
-    cut = [i for i, finished in enumerate(rollout.finished) if not finished]
-    assert {len(rollout.responses[i]) for i in cut if not rollout.restarts[i]} > {38, 39, 40}
-    assert furthest(rollout, heard, pack=pack) < 1e-5
-    ours, batch = trainer(rollout, pack=pack)
+    assert {len(one.restarts) for one in episodes} >= {0, 1, 2, 3}
+    cut = [one for one in episodes if not one.finished]
+    assert {len(one.tokens) for one in cut if not one.restarts} > {38, 39, 40}
+    assert furthest(episodes, heard, pack=pack) < 1e-5
+    ours, batch = trainer(episodes, pack=pack)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(np.asarray(batch.sampler_logp)[mask], ours[mask], atol=1e-4)
 
 
-def shifted(rollout):
-    turns = [[(a + (a > 0), min(b + 1, len(r))) for a, b in spans]
-             for spans, r in zip(rollout.turns, rollout.responses, strict=True)]  # fmt: skip
-    return dataclasses.replace(rollout, turns=turns)
+def shifted(one):
+    turns = tuple((a + (a > 0), min(b + 1, len(one.tokens))) for a, b in one.turns)
+    return dataclasses.replace(one, turns=turns)
 
 
-def tokenised_anew(rollout):
+def tokenised_anew(one):
     """As a tokenizer may: two tokens of a reply become others of the same text."""
-    responses = [list(r) for r in rollout.responses]
-    for spans, response in zip(rollout.turns, responses, strict=True):
-        for (_, end), (start, _) in itertools.pairwise(spans):
-            if start - end > 1:
-                response[end] = (response[end] + 1) % 96
-    return dataclasses.replace(rollout, responses=responses)
+    tokens = list(one.tokens)
+    for (_, end), (start, _) in itertools.pairwise(one.turns):
+        if start - end > 1:
+            tokens[end] = (tokens[end] + 1) % 96
+    return dataclasses.replace(one, tokens=tokens)
 
 
 @pytest.mark.parametrize("wrong", [shifted, tokenised_anew])
 @pytest.mark.parametrize("pack", [False, True])
 def test_the_law_sees_other_tokens(wrong, pack):
-    rollout, heard = rollout_of()
-    assert furthest(wrong(rollout), heard, pack=pack) > 1e-2
+    episodes, heard = episodes_of()
+    assert furthest([*map(wrong, episodes)], heard, pack=pack) > 1e-2
 
 
 def test_a_cut_episode_is_not_finished_and_ends_with_a_sampled_token():
-    rollout, heard = rollout_of()
-    for i, (response, logps, spans) in enumerate(
-        zip(rollout.responses, rollout.logps, rollout.turns, strict=True)
-    ):
-        assert spans[0][0] == 0
-        assert spans[-1][1] == len(response) == len(logps)
-        assert len(response) - sum(b - a for a, b in rollout.restarts[i]) <= 40
-        longest = max(len(p) + end - start for p, start, end in rollout.segments(i))
-        assert longest <= len(rollout.prompts[i]) + 40
-        assert len(spans) == len(heard[i]) <= 6
-        given = set(range(len(response))) - set(rollout.sampled(i))
-        assert all(logps[t] == 0.0 for t in given)
+    episodes, heard = episodes_of()
+    for i, one in enumerate(episodes):
+        assert one.turns[0][0] == 0
+        assert one.turns[-1][1] == len(one.tokens) == len(one.logps)
+        assert len(one.tokens) - sum(b - a for a, b in one.restarts) <= 40
+        longest = max(len(p) + end - start for p, start, end in one.segments)
+        assert longest <= len(one.prompt) + 40
+        assert len(one.turns) == len(heard[i]) <= 6
+        given = set(range(len(one.tokens))) - set(one.sampled)
+        assert all(one.logps[t] == 0.0 for t in given)
         turn, reply, _ = heard[i][-1]
-        assert rollout.finished[i] == (reply is None and turn[-1] in STOP)
+        assert one.finished == (reply is None and turn[-1] in STOP)
 
 
 def test_turns_are_numbered_in_the_batch():
-    rollout, _ = rollout_of()
+    episodes, _ = episodes_of()
     for pack in (False, True):
-        _, batch = trainer(rollout, pack=pack)
-        for i, spans in enumerate(rollout.turns):
-            numbers = [n for n, (a, b) in enumerate(spans, 1) for _ in range(a, b)]
+        _, batch = trainer(episodes, pack=pack)
+        for i, one in enumerate(episodes):
+            numbers = [n for n, (a, b) in enumerate(one.turns, 1) for _ in range(a, b)]
             assert batch.turn[i].tolist() == numbers + [0] * (batch.turn.shape[1] - len(numbers))
 
 
 def test_segments_share_a_reward_and_count_once():
     """Credit does not see where an episode was rewritten; the update is one however it is cut."""
-    rollout, _ = rollout_of()
-    group = next(g for g in range(125) if sum(map(len, rollout.restarts[4 * g : 4 * g + 4])) > 3)
-    made = Answers(range(125), rollout, [Reward(0.0, False)] * 500).groups([group]).rollout
-    sampled = [[tokens[t] for t in made.sampled(i)] for i, tokens in enumerate(made.responses)]
-    plain = Rollout(made.prompts, sampled, [[-1.0] * len(tokens) for tokens in sampled])
+    episodes, _ = episodes_of()
+    groups = [episodes[i : i + 4] for i in range(0, 500, 4)]
+    made = next(group for group in groups if sum(len(one.restarts) for one in group) > 3)
+    sampled = [[one.tokens[t] for t in one.sampled] for one in made]
+    plain = tiny.trajectories([one.prompt for one in made], sampled)
     reward = jnp.asarray([[0.0, 1.0, 0.0, 2.0]])
     objective = Objective(advantage=advantages.grpo)
     policy, params = tiny.policy()
     collate = partial(Collator, prompt_length=12, response_length=40, round_to=8)
 
-    assert sum(len(made.segments(i)) for i in range(4)) > 7
+    assert sum(len(one.segments) for one in made) > 7
 
     def credit(batch):
         old = update.make_score(policy)(params, batch.inputs)
@@ -238,7 +233,8 @@ def test_episodes_do_not_depend_on_company_or_time():
         again = made.generate(asked, n=4, sampling=SAMPLING, reply=Random(late=0.03))
         assert again == base
     other = engine(AcceleratorGenerator).generate(asked, n=4, sampling=SAMPLING, reply=Random())
-    assert (other.responses, other.restarts) == (base.responses, base.restarts)
+    said = lambda episodes: [(one.tokens, one.restarts) for one in episodes]
+    assert said(other) == said(base)
 
 
 def test_one_turn_is_as_it_was():
@@ -253,8 +249,8 @@ def test_one_turn_is_as_it_was():
     asked = prompts(12)
     plain = engine().generate(asked, n=4, sampling=SAMPLING)
     ended = engine().generate(asked, n=4, sampling=SAMPLING, reply=end)
-    assert plain.turns == ()
-    assert dataclasses.replace(ended, turns=(), restarts=()) == plain
+    assert {one.turns for one in plain} == {()}
+    assert [dataclasses.replace(one, turns=(), restarts=()) for one in ended] == plain
 
 
 def test_others_do_not_wait_for_a_slow_environment():
@@ -296,28 +292,28 @@ def test_requests_hold_exactly_the_tokens_so_far(tmp_path):
     with Fake() as fake:
         made = ready(fake, root=tmp_path)
         before = len(fake.bodies)
-        rollout = made.generate(asked, n=8, sampling=sampling, reply=heard)
+        episodes = made.generate(asked, n=8, sampling=sampling, reply=heard)
         again = made.generate(asked, n=8, sampling=sampling, reply=Random())
         bodies = fake.bodies[before:]
-    assert again == rollout
+    assert again == episodes
     sent = {tuple(b["prompt"]): b for b in bodies}
     turns = 0
-    for i, segments in enumerate(seen_by_the_engine(rollout, heard.heard)):
-        limit, used = len(rollout.prompts[i]) + 30, 0
-        for (tokens, _), (prompt, first, last) in zip(segments, rollout.segments(i), strict=True):
-            assert [*prompt, *rollout.responses[i][first:last]] == tokens
-            for start, end in [span for span in rollout.turns[i] if first <= span[0] < last]:
+    for one, segments in zip(episodes, seen_by_the_engine(episodes, heard.heard), strict=True):
+        limit, used = len(one.prompt) + 30, 0
+        for (tokens, _), (prompt, first, last) in zip(segments, one.segments, strict=True):
+            assert [*prompt, *one.tokens[first:last]] == tokens
+            for start, end in [span for span in one.turns if first <= span[0] < last]:
                 turns += 1
                 before = len(prompt) + start - first
                 body = sent[tuple(tokens[:before])]
                 assert body["max_tokens"] == min(30 - used - start + first, limit - before)
                 if start:
                     made_of = tokens_of(body["prompt"], body["seed"], end - start)
-                    assert list(rollout.responses[i][start:end]) == made_of
+                    assert list(one.tokens[start:end]) == made_of
             used += last - first
-        assert {rollout.logps[i][t] for t in rollout.sampled(i)} == {LOGP}
+        assert {one.logps[t] for t in one.sampled} == {LOGP}
     assert turns > 40
-    assert any(rollout.restarts)
+    assert any(one.restarts for one in episodes)
     assert len({b["seed"] for b in bodies}) == len(bodies) // 2 == turns
 
 
@@ -333,15 +329,15 @@ def test_a_server_that_fails_repeats_only_the_turn(tmp_path):
     heard = Random()
     with Fake(fault=fault) as fake:
         made = ready(fake, root=tmp_path / "b")
-        rollout = made.generate(asked, n=6, sampling=sampling, reply=heard)
+        episodes = made.generate(asked, n=6, sampling=sampling, reply=heard)
     assert made.counters["retries"] > 0
-    assert (rollout.responses, rollout.turns) == (whole.responses, whole.turns)
-    assert [len(heard.heard[i]) for i in range(12)] == [len(turns) for turns in rollout.turns]
+    said = lambda episodes: [(one.tokens, one.turns) for one in episodes]
+    assert said(episodes) == said(whole)
+    assert [len(heard.heard[i]) for i in range(12)] == [len(one.turns) for one in episodes]
 
 
-def test_a_rollout_knows_its_sampled_tokens():
-    rollout = Rollout(
-        [[1]] * 2, [[2, 3, 4, 5], [6]], [[-1.0] * 4, [-1.0]], turns=[[(0, 1), (3, 4)], [(0, 1)]]
-    )
-    assert rollout.sampled(0) == [0, 3]
-    assert rollout.lengths == [2, 1]
+def test_a_trajectory_knows_its_sampled_tokens():
+    one = Trajectory([1], [2, 3, 4, 5], [-1.0] * 4, turns=((0, 1), (3, 4)))
+    assert (one.sampled, one.length) == ([0, 3], 2)
+    plain = dataclasses.replace(one, turns=())
+    assert (plain.sampled, plain.length) == ([0, 1, 2, 3], 4)

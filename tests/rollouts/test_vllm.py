@@ -86,23 +86,26 @@ def after_the_probe(*faults):
     return only("/v1/completions", *[None] * 4, *faults)
 
 
-def test_a_rollout(tmp_path):
+def responses(made):
+    return [list(one.tokens) for one in made]
+
+
+def test_what_is_answered(tmp_path):
     with Fake() as fake:
-        rollout = ready(fake, root=tmp_path).generate(PROMPTS, n=2, sampling=SAMPLING)
-    assert list(rollout.prompts) == [p for p in PROMPTS for _ in range(2)]
-    assert list(rollout.responses) == expected_responses(2)
-    assert rollout.logps == [[LOGP] * 4] * 6
-    assert rollout.finished == [False] * 6
-    assert rollout.version == 7
+        made = ready(fake, root=tmp_path).generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert [one.prompt for one in made] == [p for p in PROMPTS for _ in range(2)]
+    assert responses(made) == expected_responses(2)
+    for one in made:
+        assert (one.logps, one.finished, one.version) == ([LOGP] * 4, False, 7)
 
 
 def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path):
     stop = expected_responses(1)[0][2]
     sampling = Sampling(max_tokens=4, stop=(stop,))
     with Fake() as fake:
-        rollout = ready(fake, root=tmp_path).generate(PROMPTS[:1], n=1, sampling=sampling)
-    assert rollout.responses[0] == expected_responses(1)[0][:3]
-    assert rollout.finished == [True]
+        [one] = ready(fake, root=tmp_path).generate(PROMPTS[:1], n=1, sampling=sampling)
+    assert one.tokens == expected_responses(1)[0][:3]
+    assert one.finished
 
 
 def test_seeds_belong_to_the_response():
@@ -134,9 +137,9 @@ def test_a_request_that_fails_is_sent_again(tmp_path, fault):
     with Fake(fault=after_the_probe(fault, None, fault)) as fake:
         made = ready(fake, root=tmp_path)
         before = fake.calls["/v1/completions"]
-        rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+        answered = made.generate(PROMPTS, n=2, sampling=SAMPLING)
         sent = fake.calls["/v1/completions"] - before
-    assert list(rollout.responses) == expected_responses(2)
+    assert responses(answered) == expected_responses(2)
     assert sent <= 2 * len(PROMPTS) + 2 * 4  # what was under way beside it is asked for again
     assert made.counters["retries"] in (1, 2)  # two may fail in one incident
 
@@ -149,8 +152,8 @@ def test_no_request_leaves_the_configured_hosts(tmp_path, monkeypatch):
         monkeypatch.setenv("HTTP_PROXY", elsewhere.url)
         with Fake(fault=after_the_probe(away, away)) as fake:
             made = ready(fake, root=tmp_path)
-            rollout = made.generate(PROMPTS, n=2, sampling=SAMPLING)
-        assert list(rollout.responses) == expected_responses(2)
+            answered = made.generate(PROMPTS, n=2, sampling=SAMPLING)
+        assert responses(answered) == expected_responses(2)
         assert not elsewhere.calls
 
 
@@ -163,9 +166,9 @@ def test_a_server_that_hangs_costs_a_timeout(tmp_path):
 
     with Fake(fault=fault) as fake:
         made = ready(fake, root=tmp_path, timeout=1.0)
-        rollout = made.generate(PROMPTS, n=1, sampling=SAMPLING)
+        answered = made.generate(PROMPTS, n=1, sampling=SAMPLING)
         leave.set()
-    assert list(rollout.responses) == expected_responses(1)
+    assert responses(answered) == expected_responses(1)
     assert made.counters["retries"] == 1
 
 
@@ -173,8 +176,8 @@ def test_a_server_that_dies_leaves_its_prompts_to_the_other(tmp_path):
     with Fake(seconds=0.02) as a, Fake(seconds=0.02) as b:
         made = ready(a, b, root=tmp_path)
         threading.Timer(0.1, a.die).start()
-        rollout = made.generate(PROMPTS, n=20, sampling=SAMPLING)
-        assert list(rollout.responses) == expected_responses(20)
+        answered = made.generate(PROMPTS, n=20, sampling=SAMPLING)
+        assert responses(answered) == expected_responses(20)
         assert (
             len(a.bodies) + len(b.bodies) < 8 + 60 + 5
         )  # the finished ones are not asked for again
@@ -187,8 +190,8 @@ def test_a_server_that_returns_with_old_weights_is_brought_up_to_date(tmp_path):
         made = ready(fake, root=tmp_path)
         fake.die()
         new = stack.enter_context(Fake(port=fake.port))
-        rollout = made.generate(PROMPTS, n=4, sampling=SAMPLING)
-    assert list(rollout.responses) == expected_responses(4)
+        answered = made.generate(PROMPTS, n=4, sampling=SAMPLING)
+    assert responses(answered) == expected_responses(4)
     assert [path.rsplit("/", 1)[1] for path in new.loaded] == ["weights-000001"]
     assert new.label == fake.label
     assert sum("prompt_logprobs" in body for body in new.bodies) == 4  # the probe
@@ -203,8 +206,8 @@ def test_bringing_a_server_up_to_date_may_break_half_way(tmp_path, path):
         assert fake.label.endswith("-7")
         fake.die()
         new = stack.enter_context(Fake(port=fake.port, fault=only(path, (500, b""), (503, b""))))
-        rollout = made.generate(PROMPTS, n=4, sampling=SAMPLING)
-    assert list(rollout.responses) == expected_responses(4)
+        answered = made.generate(PROMPTS, n=4, sampling=SAMPLING)
+    assert responses(answered) == expected_responses(4)
     assert new.calls[path] >= 3
 
 
@@ -218,7 +221,7 @@ def test_weights_that_were_not_proved_are_not_used(tmp_path):
         with pytest.raises(UserError, match="differ from the trainer's"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
         fake.logp += 1
-        assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 8
+        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 8
 
 
 def test_a_proof_that_is_cut_off_is_made_again(tmp_path):
@@ -243,7 +246,7 @@ def test_the_weights_of_others_are_refused(tmp_path):
     """Another run's of the same step, and our own of an earlier one, which somebody has brought back."""
     with Fake() as fake:
         ours, theirs = (ready(fake, root=tmp_path / name) for name in "ab")
-        assert theirs.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
+        assert theirs.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 7
         with pytest.raises(UserError, match=r"serves the weights \w+-7, and not \w+-7, the newest"):
             ours.generate(PROMPTS, n=1, sampling=SAMPLING)
         earlier = fake.label
@@ -350,7 +353,7 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
                 made.push(WEIGHTS, 8)
         assert fake.calls["/pause"] == before
         assert [str(f) for f in tmp_path.iterdir()] == fake.loaded
-        assert made.generate(PROMPTS, n=1, sampling=SAMPLING).version == 7
+        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 7
 
 
 def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
@@ -416,9 +419,8 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
         assert sent < 20
         time.sleep(1.5)
         assert fake.calls["/v1/completions"] == sent
-        assert list(made.generate(PROMPTS, n=1, sampling=SAMPLING).responses) == expected_responses(
-            1
-        )
+        again = made.generate(PROMPTS, n=1, sampling=SAMPLING)
+        assert responses(again) == expected_responses(1)
 
 
 # Servers that are sick, each in its own way: none ends a run or keeps the others waiting.

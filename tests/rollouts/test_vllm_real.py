@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.learning.answers import TokenTask
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.learning.groups import TokenTask, trajectories
 from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, tokenizer
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.primitives import joined
@@ -44,6 +44,7 @@ from tests.adapters import adding
 from tests.processes import kill
 from tests.rollouts.test_turns import Random as RandomEnvironments
 from tests.rollouts.test_turns import seen_by_the_engine
+from tests.rollouts.test_vllm import responses
 
 PYTHON = os.environ.get("JAXRL_VLLM_PYTHON")
 pytestmark = [
@@ -91,26 +92,26 @@ def prompts(count, longest=20, seed=0):
     ]
 
 
-def trainer_logps(weights, rollout, temperature, definition):
-    """The trainer's log-probs of a rollout."""
+def trainer_logps(weights, made, temperature, definition):
+    """The trainer's log-probs of responses."""
     collate = Collator(prompt_length=256, response_length=256, round_to=32)
-    batch = collate(rollout)
+    batch = collate(made)
     inputs = jax.tree.map(lambda x: x[0, 0], batch.inputs)
     policy = jax.jit(partial(logprobs.of_responses, definition, temperature=temperature))
     return np.asarray(batch.layout.to_rows(policy(weights, inputs))), np.asarray(batch.mask)
 
 
-def worst(weights, rollout, temperature, definition=DEFINITION):
-    ours, mask = trainer_logps(weights, rollout, temperature, definition)
-    theirs = [np.asarray(x)[rollout.sampled(i)] for i, x in enumerate(rollout.logps)]
+def worst(weights, made, temperature, definition=DEFINITION):
+    ours, mask = trainer_logps(weights, made, temperature, definition)
+    theirs = [np.asarray(one.logps)[one.sampled] for one in made]
     return np.abs(ours[mask] - np.concatenate(theirs)).max()
 
 
-def require_what_was_heard(rollout, heard):
+def require_what_was_heard(episodes, heard):
     """Every episode is what its environment heard and told."""
-    for i, segments in enumerate(seen_by_the_engine(rollout, heard)):
-        for (tokens, _), (prompt, first, last) in zip(segments, rollout.segments(i), strict=True):
-            assert [*prompt, *rollout.responses[i][first:last]] == tokens
+    for one, segments in zip(episodes, seen_by_the_engine(episodes, heard), strict=True):
+        for (tokens, _), (prompt, first, last) in zip(segments, one.segments, strict=True):
+            assert [*prompt, *one.tokens[first:last]] == tokens
 
 
 def pids(pattern):
@@ -135,10 +136,9 @@ def test_log_probs_are_the_trainers(sampler, temperature):
     weights = params(1)
     sampler.push(weights, 1)
     sampling = dataclasses.replace(SAMPLING, temperature=temperature)
-    rollout = sampler.generate(prompts(8), n=4, sampling=sampling)
-    assert rollout.version == 1
-    assert len(rollout.responses) == 32
-    difference = worst(weights, rollout, temperature or 1.0)
+    made = sampler.generate(prompts(8), n=4, sampling=sampling)
+    assert [one.version for one in made] == [1] * 32
+    difference = worst(weights, made, temperature or 1.0)
     print(f"temperature {temperature}: {difference:.2g}; {sampler.sync}; {sampler.counters}")
     assert difference <= 1e-4
 
@@ -148,14 +148,15 @@ def test_log_probs_of_every_turn_are_the_trainers(sampler):
     weights, asked, environments = params(1), prompts(16), RandomEnvironments(late=0.02)
     sampler.push(weights, 1)
     sampling = dataclasses.replace(SAMPLING, max_tokens=60, max_turns=6, stop=tuple(range(16)))
-    rollout = sampler.generate(asked, n=4, sampling=sampling, reply=environments)
-    assert max(map(len, rollout.turns)) == 6
-    require_what_was_heard(rollout, environments.heard)
-    difference = worst(weights, rollout, 1.0)
-    print(f"{sum(map(len, rollout.turns))} turns: {difference:.2g}; {sampler.counters}")
+    episodes = sampler.generate(asked, n=4, sampling=sampling, reply=environments)
+    turns = [len(one.turns) for one in episodes]
+    assert max(turns) == 6
+    require_what_was_heard(episodes, environments.heard)
+    difference = worst(weights, episodes, 1.0)
+    print(f"{sum(turns)} turns: {difference:.2g}; {sampler.counters}")
     assert difference <= 1e-4
     again = sampler.generate(asked[:4], n=4, sampling=sampling, reply=RandomEnvironments())
-    assert list(again.responses) == list(rollout.responses[:16])
+    assert responses(again) == responses(episodes[:16])
 
 
 def yes(text: str) -> str:
@@ -202,21 +203,21 @@ def test_episodes_with_tools(logs, monkeypatch):
     with ENGINE.start(Policy(definition), tiny.mesh_of(), logs / "tools") as made:
         made.push(weights, 1)
         sampling = Sampling(max_tokens=60, max_turns=6, stop=(words.eos,))
-        rollout = task.sample(made, Words.train, n=64, sampling=sampling)
+        episodes = trajectories(task.sample(made, Words.train, n=64, sampling=sampling))
     said = Counter()
-    for i, (prompt, response) in enumerate(zip(rollout.prompts, rollout.responses, strict=True)):
-        for start, _ in rollout.turns[i]:
-            assert (*prompt, *response[:start]) in asked
-        for (start, end), (following, _) in itertools.pairwise(rollout.turns[i]):
-            given = words.decode(response[end:following])
-            assert given == answered(words.decode(response[start:end]))
+    for one in episodes:
+        for start, _ in one.turns:
+            assert (*one.prompt, *one.tokens[:start]) in asked
+        for (start, end), (following, _) in itertools.pairwise(one.turns):
+            given = words.decode(one.tokens[end:following])
+            assert given == answered(words.decode(one.tokens[start:end]))
             said[given] += 1
-    difference = worst(weights, rollout, 1.0, definition)
-    print(f"{sum(map(len, rollout.turns))} turns: {difference:.2g}; the tool said {said}")
+    difference, turns = worst(weights, episodes, 1.0, definition), [len(x.turns) for x in episodes]
+    print(f"{sum(turns)} turns: {difference:.2g}; the tool said {said}")
     assert difference <= 1e-4
-    assert max(map(len, rollout.turns)) > 2
+    assert max(turns) > 2
     assert {"yes", "error"} <= {*said}
-    fields = [reward.fields for reward in rollout.rewards]
+    fields = [one.reward.fields for one in episodes]
     assert any(x["tool_calls"] > x["tool_errors"] for x in fields)
 
 
@@ -233,10 +234,11 @@ def test_episodes_of_verifiers_with_tools(logs):
     with closing(task), started as made:
         made.push(weights, 1)
         sampling = Sampling(max_tokens=60, max_turns=4, stop=words.stops)
-        rollout = TokenTask(task, words).sample(made, task.train, n=16, sampling=sampling)
-    results = adding.require_what_the_package_has(rollout)
-    difference = worst(weights, rollout, 1.0, definition)
-    turns = sum(map(len, rollout.turns))
+        groups = TokenTask(task, words).sample(made, task.train, n=16, sampling=sampling)
+    episodes = trajectories(groups)
+    results = adding.require_what_the_package_has(episodes)
+    difference = worst(weights, episodes, 1.0, definition)
+    turns = sum(len(one.turns) for one in episodes)
     print(f"{turns} turns, {sum(results):g} results of tools: {difference:.2g}")
     assert difference <= 1e-4
     assert len(results) > 32
@@ -262,10 +264,10 @@ def test_adapters_travel_alone(logs, dtype, family):
             sampler.push(weights, version)
             assert sampler.sync["sync/proof"] == 1.0
             seconds.append(sampler.sync["sync/reload"])
-            rollout = sampler.generate(prompts(2), n=2, sampling=SAMPLING)
+            answered = sampler.generate(prompts(2), n=2, sampling=SAMPLING)
             if dtype == "float32":
                 merged = lora.merged(weights, shape.lora)
-                assert worst(merged, rollout, 1.0) <= 1e-4
+                assert worst(merged, answered, 1.0) <= 1e-4
             used.append(resident(sampler))
         print(
             f"{dtype}: {sampler.sync}; reload {sorted(seconds[1:])}; memory {used[1]} to {used[-1]} kB"
@@ -304,29 +306,27 @@ def _spoil(sampler):
 def test_a_stop_token_belongs_to_the_response(sampler):
     sampler.push(params(1), 1)
     free = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
-    stop = tuple({response[5] for response in free.responses})
+    stop = tuple({one.tokens[5] for one in free})
     sampling = dataclasses.replace(SAMPLING, stop=stop)
     held = sampler.generate(prompts(4), n=2, sampling=sampling)
-    for whole, response, logps, finished in zip(
-        free.responses, held.responses, held.logps, held.finished, strict=True
-    ):
-        end = 1 + min(i for i, token in enumerate(whole) if token in stop)
-        assert finished
-        assert list(response) == list(whole[:end])
-        assert len(logps) == end
+    for whole, one in zip(free, held, strict=True):
+        end = 1 + min(i for i, token in enumerate(whole.tokens) if token in stop)
+        assert one.finished
+        assert list(one.tokens) == list(whole.tokens[:end])
+        assert len(one.logps) == end
 
 
 def test_a_response_does_not_depend_on_its_company(sampler):
     sampler.push(params(1), 1)
     asked = prompts(6)
-    whole = sampler.generate(asked, n=4, sampling=SAMPLING)
+    whole = responses(sampler.generate(asked, n=4, sampling=SAMPLING))
     for i in (0, 3):
         alone = sampler.generate(asked[i : i + 1], n=2, sampling=SAMPLING)
-        assert list(alone.responses) == list(whole.responses[4 * i : 4 * i + 2])
+        assert responses(alone) == whole[4 * i : 4 * i + 2]
     twice = sampler.generate([asked[0]] * 2, n=2, sampling=SAMPLING)
-    assert list(twice.responses) == list(whole.responses[:4])
+    assert responses(twice) == whole[:4]
     other = sampler.generate(asked, n=4, sampling=dataclasses.replace(SAMPLING, seed=4))
-    assert list(other.responses) != list(whole.responses)
+    assert responses(other) != whole
 
 
 def test_twenty_syncs(sampler):
@@ -336,9 +336,9 @@ def test_twenty_syncs(sampler):
     for version in range(2, 22):
         weights = params(version)
         sampler.push(weights, version)
-        rollout = sampler.generate(long, n=2, sampling=SAMPLING)
-        assert rollout.version == version
-        assert worst(weights, rollout, 1.0) <= 1e-4
+        answered = sampler.generate(long, n=2, sampling=SAMPLING)
+        assert answered[0].version == version
+        assert worst(weights, answered, 1.0) <= 1e-4
         assert sampler.sync["sync/proof"] == 1.0
         seconds.append(sampler.sync["sync/reload"])
         assert len(list(sampler.weights.root.glob("weights-*"))) == 1
@@ -382,11 +382,11 @@ def test_a_kill_during_generation(sampler, monkeypatch):
         return response
 
     monkeypatch.setattr(Server, "complete", watched)
-    rollout = sampler.generate(prompts(12), n=8, sampling=LONG)
+    answered = sampler.generate(prompts(12), n=8, sampling=LONG)
     print(sampler.counters)
     assert sampler.counters["retries"] > 0
-    assert list(rollout.responses) == list(undisturbed.responses)
-    assert worst(weights, rollout, 1.0) <= 1e-4
+    assert responses(answered) == responses(undisturbed)
+    assert worst(weights, answered, 1.0) <= 1e-4
 
 
 def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
@@ -398,12 +398,12 @@ def test_a_resumed_trainer_brings_its_older_weights_along(sampler):
         outside = dataclasses.replace(ENGINE, servers=(server.url,))
         with outside.start(Policy(DEFINITION), tiny.mesh_of()) as resumed:
             resumed.push(weights, 3)
-            rollout = resumed.generate(prompts(4), n=2, sampling=SAMPLING)
-            assert rollout.version == 3
-            assert worst(weights, rollout, 1.0) <= 1e-4
+            answered = resumed.generate(prompts(4), n=2, sampling=SAMPLING)
+            assert answered[0].version == 3
+            assert worst(weights, answered, 1.0) <= 1e-4
             kill(processes(sampler))  # it starts again with what its own trainer gave it last
             after = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
-    assert after.version == 30
+    assert after[0].version == 30
     assert worst(params(30), after, 1.0) <= 1e-4
 
 
@@ -436,9 +436,9 @@ def test_a_host_that_does_not_see_the_folder_is_sent_the_weights(sampler, monkey
     with outside.start(Policy(DEFINITION), tiny.mesh_of()) as trainer:
         for version in (4, 5):
             trainer.push(weights, version)
-            rollout = trainer.generate(prompts(4), n=2, sampling=SAMPLING)
-            assert rollout.version == version
-            assert worst(weights, rollout, 1.0) <= 1e-4
+            answered = trainer.generate(prompts(4), n=2, sampling=SAMPLING)
+            assert answered[0].version == version
+            assert worst(weights, answered, 1.0) <= 1e-4
             assert sum(sent) > trainer.sync["sync/bytes"]
             weights = params(5)
             sent.clear()
@@ -460,9 +460,9 @@ def test_a_kill_during_a_reload(sampler, monkeypatch):
     monkeypatch.setattr(Server, "post", dying)
     sampler.push(weights, 31)
     killed[0].join()
-    rollout = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
-    assert rollout.version == 31
-    assert worst(weights, rollout, 1.0) <= 1e-4
+    answered = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
+    assert answered[0].version == 31
+    assert worst(weights, answered, 1.0) <= 1e-4
 
 
 def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
@@ -563,8 +563,8 @@ def test_two_workers_share_the_tensors(logs):
             weights = tiny.policy(shape, seed=version)[1]
             made.push(weights, version)
             assert made.sync["sync/proof"] == 1.0
-        rollout = made.generate(prompts(8), n=2, sampling=SAMPLING)
-        assert worst(weights, rollout, 1.0, definition) <= 1e-4
+        answered = made.generate(prompts(8), n=2, sampling=SAMPLING)
+        assert worst(weights, answered, 1.0, definition) <= 1e-4
 
 
 REFUSED = {  # what vLLM cannot serve, and what is said of it
@@ -592,8 +592,8 @@ def test_every_family_is_served(family, logs):
             made.push(weights, version)
             # vLLM packs experts in an order of its own, so that log-probs alone prove them
             assert made.sync["sync/proof"] == float(shape.mixture is None)
-            rollout = made.generate(prompts(8), n=2, sampling=SAMPLING)
-            difference = worst(weights, rollout, 1.0, definition)
+            answered = made.generate(prompts(8), n=2, sampling=SAMPLING)
+            difference = worst(weights, answered, 1.0, definition)
             print(
                 f"{family} {version}: {difference:.2g}, {time.monotonic() - began:.0f} s; {made.sync}"
             )

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks.python import python
 from jaxrl_llm.tasks.task import (
@@ -500,9 +500,9 @@ def test_a_demonstrated_turn_ends_as_the_template_ends_it(template, eos, ends, w
     inner.eos_token = eos
     made = tokenizer.Tokenizer(inner, [inner.get_vocab()[end] for end in ends], chat=True)
     task, want = TOOLS.for_task(Sums()), inner.get_vocab()[want]
-    assert TokenTask(task, made).played([(1, 2)], ["3"]).responses == [[*made.encode("3"), want]]
-    shown = imitate.demonstrations(TokenTask(Sums(), made), lambda _: "3", 9, [(1, 2)])
-    assert shown.responses == [[*made.encode("3"), want]]
+    [played] = TokenTask(task, made).played([(1, 2)], ["3"])
+    [shown] = imitate.demonstrations(TokenTask(Sums(), made), lambda _: "3", 9, [(1, 2)])
+    assert played.tokens == shown.tokens == [*made.encode("3"), want]
     plain = TokenTask(Sums(), tokenizer.Tokenizer(inner, made.stops))
     assert plain.turn((1, 2), "3") == [*made.encode("3"), made.eos]
 
@@ -542,8 +542,8 @@ WORDS = tokenizer.of_words(
 
 def played(turns, task=None, **how):
     task = TokenTask(Toolbox([plus, shout], **how).for_task(task or Sums()), WORDS)
-    rollout = task.played([(1, 2)], [turns])
-    return WORDS.decode(rollout.responses[0]), rollout.rewards[0]
+    [one] = task.played([(1, 2)], [turns])
+    return WORDS.decode(one.tokens), one.reward
 
 
 def test_an_episode_of_calls_ends_with_a_turn_without_one():

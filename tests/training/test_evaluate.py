@@ -7,11 +7,12 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate, imitate
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
 from jaxrl_llm.training.leaving import Stop
+from tests import tiny
 from tests.rollouts.fake import Scripted
 
 WORDS = tokenizer.of_words([str(i) for i in range(10)])
@@ -83,20 +84,20 @@ def test_the_interval_of_a_mean_sees_that_samples_of_a_prompt_are_alike(result):
     """Whole prompts right or wrong: k samples tell no more than one."""
     rewards = [Reward(0.0, False)] * 20
     alike = _rewards(np.repeat(np.arange(20)[:, None] % 2 == 0, 8, axis=1))
-    line = evaluate._line("all", list(range(20)), rewards, _rollout(20), alike)
+    line = evaluate._line("all", list(range(20)), rewards, _responses(20), alike)
     low, high = line.mean_interval
     assert (low, high) == pytest.approx(evaluate.wilson(10, 20), abs=0.02)
     halves = np.tile(np.arange(8) % 2 == 0, (20, 1))
     halves[0, 0] = False  # prompts more alike than by chance tell no more than all their samples
-    line = evaluate._line("all", list(range(20)), rewards, _rollout(20), _rewards(halves))
+    line = evaluate._line("all", list(range(20)), rewards, _responses(20), _rewards(halves))
     assert line.mean_interval == pytest.approx(evaluate.wilson(79, 160))
     mixed = _rewards(np.tile(np.arange(8) % 2 == 0, (20, 1)))
-    line = evaluate._line("all", list(range(20)), rewards, _rollout(20), mixed)
+    line = evaluate._line("all", list(range(20)), rewards, _responses(20), mixed)
     assert line.mean_interval == pytest.approx(evaluate.wilson(10, 20))
 
 
 def test_where_nothing_is_checked_nothing_is_known():
-    line = evaluate._line("all", [], [UNCHECKED] * 2, _rollout(2), [[UNCHECKED] * 3] * 2)
+    line = evaluate._line("all", [], [UNCHECKED] * 2, _responses(2), [[UNCHECKED] * 3] * 2)
     assert (line.examples, line.greedy, line.interval) == (0, 0.0, (0.0, 1.0))
     assert (line.mean_k, line.pass_k, line.pass_interval) == (0.0, 0.0, (0.0, 1.0))
 
@@ -104,12 +105,12 @@ def test_where_nothing_is_checked_nothing_is_known():
 def test_unchecked_samples_leave_the_others_of_their_prompt():
     right, wrong = Reward(1.0, True), Reward(0.0, False)
     drawn = [[right, UNCHECKED], [right, wrong], [UNCHECKED, UNCHECKED]]
-    line = evaluate._line("all", [0, 1, 2], [right] * 3, _rollout(3), drawn)
+    line = evaluate._line("all", [0, 1, 2], [right] * 3, _responses(3), drawn)
     assert (line.k, line.mean_k) == (2, 0.75)
     # nobody knows what k samples of the first would have had: pass@k of one sample is another number
     assert (line.pass_k, line.pass_interval) == (1.0, evaluate.wilson(1, 1))
     drawn[0] = [wrong, UNCHECKED]
-    line = evaluate._line("all", [0, 1, 2], [right] * 3, _rollout(3), drawn)
+    line = evaluate._line("all", [0, 1, 2], [right] * 3, _responses(3), drawn)
     assert (line.mean_k, line.pass_k, line.pass_interval) == (0.25, 1.0, evaluate.wilson(1, 1))
 
 
@@ -151,8 +152,8 @@ def _rewards(correct):
     return [[Reward(float(c), bool(c)) for c in row] for row in correct]
 
 
-def _rollout(n):
-    return Rollout([[1]] * n, [[1]] * n, [[0.0]] * n, [True] * n)
+def _responses(n):
+    return tiny.trajectories([[1]] * n, [[1]] * n)
 
 
 def test_words_are_tokens_and_survive_a_folder(tmp_path):
@@ -201,7 +202,7 @@ def test_greedy_is_greedy_and_drawn_is_drawn():
 def test_a_demonstration_over_the_limit_is_cut():
     task = TokenTask(Echo(), WORDS)
     made = imitate.demonstrations(task, lambda e: "1 2 3" if e else "1", 2, [0, 1])
-    assert list(made.finished) == [True, False]
-    assert list(map(len, made.responses)) == [2, 2]
+    assert [one.finished for one in made] == [True, False]
+    assert [len(one.tokens) for one in made] == [2, 2]
     with pytest.raises(UserError, match="no demonstration of a batch of 1 fits into 2 tokens"):
         imitate.demonstrations(task, lambda _: "1 2 3", 2, [1])

@@ -15,8 +15,8 @@ import rich.console
 from jaxrl_llm import distributed
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError
-from jaxrl_llm.learning.answers import TokenTask
-from jaxrl_llm.rollouts.sampler import Rollout, Sampling
+from jaxrl_llm.learning.groups import TokenTask, rewards, trajectories
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward, RewardSettings
 from jaxrl_llm.training import loop, run
@@ -25,6 +25,7 @@ from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.loop import Point
 from jaxrl_llm.training.stream import Cursor, Stream
+from tests import tiny
 from tests.rollouts.fake import Scripted
 from tests.training.test_evaluate import WORDS
 from tests.training.test_evaluate import Echo as Digits
@@ -43,8 +44,9 @@ class State(NamedTuple):
     params: jax.Array
 
 
-def learn(state, rollout):
-    tokens = [token for row in (*rollout.prompts, *rollout.responses) for token in row]
+def learn(state, responses):
+    rows = [*(one.prompt for one in responses), *(one.tokens for one in responses)]
+    tokens = [token for row in rows for token in row]
     number = (int(state.params) * 31 + sum(i * t for i, t in enumerate(tokens, 1))) % 100_003
     return State(jnp.int32(number))
 
@@ -71,8 +73,9 @@ class Trial:
         vars(self.config).update(changes)
         self.config.last_step = self.config.steps
         self.config.draws_more = Config.draws_more.fget(self.config)
+        imitation = SimpleNamespace(batch=list, update=lambda *args: self.update(*args))
         step = SimpleNamespace(
-            batch=lambda rollout, rewards=None: (rollout, rewards) if rewards else rollout,
+            batch=lambda groups: (trajectories(groups), rewards(groups)),
             score=lambda params, batch: ({}, {}),
             credit=lambda batch, reward: batch,
             update=lambda *args: self.update(*args),
@@ -82,7 +85,7 @@ class Trial:
             config=self.config, token_task=lambda *_: TokenTask(task(), WORDS),
             sampling=lambda: Sampling(stop=(WORDS.eos,)), policy=None, collator=lambda _: None, mesh=None,
             initial_params=lambda: jnp.int32(0), frozen=None, merged=lambda params: params, task=None,
-            step=lambda *_: step, imitation=lambda *_: step,
+            step=lambda *_: step, imitation=lambda *_: imitation,
         )  # fmt: skip
         self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
         self.sampler.counters, self.sampler.sync = {}, {}
@@ -97,9 +100,9 @@ class Trial:
         self.note(f"push {args[1]}" if name == "push" else name)
         return inner(*args, **how)
 
-    def update(self, state, rollout):
+    def update(self, state, responses):
         self.note(f"learn {self.log.count('learn') + 1}")
-        return learn(state, rollout), {}
+        return learn(state, responses), {}
 
     def save(self, step, state, cursor):
         self.note(f"save {step}")
@@ -265,11 +268,11 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ov
     how = redrawn(redraws=redraws, max_lag=ahead, oversample=oversample)
     made = trial(**how, steps=12, saves=lambda step: True)
     learned, surplus = [], []
-    made.update = lambda state, rollout: (learned.append(rollout), (learn(state, rollout), {}))[1]
+    made.update = lambda state, made: (learned.append(made), (learn(state, made), {}))[1]
     made.reinforce()
     stream = data(Even.train, seed=1)
     records = [r for r in made.journal.records if "reward" in r]
-    for rollout, record in zip(learned, records, strict=True):
+    for responses, record in zip(learned, records, strict=True):
         every = stream.draw(math.ceil(oversample * (2 - len(surplus))))
         pool = surplus + every
         for _ in range(redraws):
@@ -278,9 +281,9 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, ov
                 every, pool = every + more, pool + more
         order = sorted(range(len(pool)), key=lambda i: (pool[i] % 2 == 0, i))
         kept = [pool[i] for i in sorted(order[:2])]
-        prompts = [prompt[0] - 2 for prompt in rollout.prompts]
+        prompts = [one.prompt[0] - 2 for one in responses]
         assert prompts == [e for e in kept for _ in range(2)]
-        assert [len(r) for r in rollout.responses] == [2, 3, 2, 3]
+        assert [len(one.tokens) for one in responses] == [2, 3, 2, 3]
         odd = [e % 2 for e in every]
         assert record["reward"] == sum(odd) / len(odd) / 2
         assert record["even_groups"] == pytest.approx(1 - sum(odd) / len(odd))
@@ -395,11 +398,11 @@ def test_what_a_demonstration_raises_costs_no_step(trial, error):
 def test_a_state_that_another_step_has_consumed_is_not_saved(trial):
     made = trial(saves=lambda step: step == 6)
 
-    def update(state, rollout):
+    def update(state, responses):
         if "save 3" in made.log:
             state.params.delete()
             raise UserError("in the middle of an update")
-        return learn(state, rollout), {}
+        return learn(state, responses), {}
 
     made.update = update
     with pytest.raises(UserError, match="in the middle"):
@@ -440,13 +443,17 @@ def data(source=range(20), seed=3):
 
 
 def answer(step, examples):
-    return Rollout(
-        [[e] for e in examples], [[step, e] for e in examples], [[-0.1]] * 2, [True, False], step
-    )
+    made = tiny.trajectories(
+        [[e] for e in examples], [[step, e] for e in examples], [[-0.1] * 2] * 2, [True, False],
+        version=[step] * 2,
+    )  # fmt: skip
+    return tiny.groups(made, n=1, examples=examples)
 
 
 def taken(stream, step):
-    return stream.take(step, stream.examples(2))
+    """The examples of the next batch, each with what was answered."""
+    groups = stream.take(step, stream.examples(2))
+    return [(group.example, *group.trajectories) for group in groups]
 
 
 def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
@@ -504,7 +511,7 @@ def test_the_next_batch_is_sampled_while_the_caller_goes_on():
     assert entered.wait(60)
     leave.set()
     stream.settle()
-    assert taken(stream, 0).responses[0][0] == 0
+    assert taken(stream, 0)[0][1].tokens[0] == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("step 7"), StopRequested()])
@@ -524,7 +531,7 @@ def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_cursor_befor
 
 def test_responses_are_brought_together_once():
     calls = []
-    whole = lambda examples, rollout: (calls.append(len(examples)), rollout)[1]
+    whole = lambda examples, groups: (calls.append(len(examples)), groups)[1]
     stream = Stream(data(), answer, whole=whole)
     stream.begin(0)
     stream.settle()

@@ -11,10 +11,8 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, reinforce, update
-from jaxrl_llm.learning.answers import Answers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.objectives import Objective, advantages, kl
-from jaxrl_llm.rollouts.sampler import Rollout
 from jaxrl_llm.tasks.task import UNCHECKED, Reward
 from tests import tiny
 
@@ -22,9 +20,9 @@ RIGHT, WRONG = Reward(1.0, True, {"x": 2.0}), Reward(0.0, False, {"x": 0.0})
 MESH = tiny.mesh_of()
 
 
-def sampled(rows=8):
-    made = tiny.rollout(rows=rows)
-    return Rollout(made.prompts, made.responses, made.logps, [True] * rows)
+def graded(*rewards, n=2):
+    """Groups of `n` responses with these rewards."""
+    return tiny.groups(tiny.responses(rows=len(rewards)), rewards, n)
 
 
 class Policy:
@@ -67,13 +65,12 @@ HOLES = [RIGHT, UNCHECKED, WRONG, UNCHECKED, RIGHT, RIGHT]
     ],
 )
 def test_what_is_learned_from(rewards, group, drop_even, kept):
-    assert reinforce.learned_from(rewards, group, drop_even).tolist() == list(map(bool, kept))
+    found = reinforce.learned_from(graded(*rewards, n=group), drop_even)
+    assert found.tolist() == list(map(bool, kept))
 
 
 def test_unchecked_rewards_are_in_no_mean():
-    describe = lambda *rewards: reinforce.describe_answers(
-        Answers([0, 0], sampled(4), [*rewards]), 1.0
-    )
+    describe = lambda *rewards: reinforce.describe_answers(graded(*rewards), 1.0)
     said = describe(RIGHT, UNCHECKED, WRONG, RIGHT)
     assert (said["reward"], said["accuracy"], said["reward/x"]) == pytest.approx(
         (2 / 3, 2 / 3, 4 / 3)
@@ -93,11 +90,11 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     state = update.init_state(params, optimizer := optimizers.adamw(1e-2))
     programs = tiny.step(
         Policy(), objective, optimizer, Collator(8, 14, minibatches=2, pack=pack, round_to=4), MESH, state,
-        group_size=2, reference=jax.tree.map(lambda x: 1.01 * x, params), drop_even_groups=True,
+        reference=jax.tree.map(lambda x: 1.01 * x, params), drop_even_groups=True,
     )  # fmt: skip
 
     def step(state, rewards):
-        batch, reward = programs.batch(sampled(), rewards)
+        batch, reward = programs.batch(graded(*rewards))
         scores, described = programs.score(state.params, batch)
         state, visits = programs.update(state, programs.credit(batch, reward, **scores))
         return state, reinforce.describe_update(visits, described, {})
@@ -131,17 +128,17 @@ def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
     for its_own in (False, True):
         programs = tiny.step(
             Policy(), Objective(advantages.grpo), optimizer, Collator(8, 14, round_to=4), MESH, state,
-            group_size=2, sampler_ratios=its_own,
+            sampler_ratios=its_own,
         )  # fmt: skip
-        batch, _ = programs.batch(sampled(), [RIGHT, WRONG] * 4)
+        batch, _ = programs.batch(graded(*[RIGHT, WRONG] * 4))
         old = batch.layout.to_rows(programs.score(state.params, batch)[0]["old_logp"])
         assert np.array_equal(old, batch.sampler_logp) == its_own
 
 
 def test_what_the_responses_of_a_step_say():
     whole = [True, False, True, True]
-    rollout = Rollout([[1]] * 4, [[1], [1, 2, 3], [1], [1]], [[0.0]] * 4, whole)
-    said = reinforce.describe_answers(Answers([0, 0], rollout, [RIGHT] * 4), 2.0)
+    made = tiny.trajectories([[1]] * 4, [[1], [1, 2, 3], [1], [1]], finished=whole)
+    said = reinforce.describe_answers(tiny.groups(made, [RIGHT] * 4), 2.0)
     assert (said["cut"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
 
 
@@ -152,6 +149,7 @@ def test_what_the_responses_of_a_step_say():
 )  # fmt: skip
 def test_responses_of_another_policy_are_refused(gap, tolerance, lag, refused):
     """A lie that is well-formed: other tokens, or other log-probs."""
-    rollout = replace(sampled(1), version=7 - lag, tolerance=tolerance)
+    [one] = tiny.responses(rows=1)
+    groups = tiny.groups([replace(one, version=7 - lag)], n=1)
     with pytest.raises(UserError, match="step 8: the log-probs") if refused else nullcontext():
-        reinforce.require_our_policy(rollout, 7, {"mismatch_mean": np.float32(gap)})
+        reinforce.require_our_policy(groups, 7, {"mismatch_mean": np.float32(gap)}, tolerance)

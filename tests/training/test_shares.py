@@ -8,48 +8,56 @@ import pytest
 
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import StopRequested
-from jaxrl_llm.learning.answers import TokenTask, from_note, noted
-from jaxrl_llm.rollouts.sampler import Rollout
+from jaxrl_llm.learning.groups import TokenTask, from_note, noted, trajectories
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training.stream import Stream
+from tests import tiny
 
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
 
 
 ROWS = range(2 * len(PROMPTS))
-EPISODES = (
-    [[[0, 1]] for _ in ROWS],
-    [[[0, 0]] * (i % 2) for i in ROWS],
-    [Reward(0.5 * i, True, {"a": i}) for i in ROWS],
-)
+EPISODES = {
+    "turns": [((0, 1),) for _ in ROWS],
+    "restarts": [((0, 0),) * (i % 2) for i in ROWS],
+    "reward": [Reward(0.5 * i, True, {"a": i}) for i in ROWS],
+}
 
 
-@pytest.mark.parametrize("episodes", [(), EPISODES], ids=["one turn", "episodes"])
+def of_all(episodes):
+    """Two responses to each prompt."""
+    made = tiny.trajectories(
+        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in ROWS],
+        [[-0.5 * i] * (1 + i % 3) for i in ROWS], [i % 2 > 0 for i in ROWS],
+        version=[3 + i // 4 for i in ROWS], **episodes,
+    )  # fmt: skip
+    return tiny.groups(made, examples=PROMPTS)
+
+
+@pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
     """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
     job, payloads, owners = distributed._Job(count=count), [], {}
     words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
     monkeypatch.setattr(distributed, "_JOB", job)
-    task, rows = TokenTask(words, words), range(2 * len(PROMPTS))
-    whole = Rollout(
-        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in rows],
-        [[-0.5 * i] * (1 + i % 3) for i in rows], [i % 2 > 0 for i in rows], 3, 0.25, *episodes,
-    )  # fmt: skip
+    task, whole = TokenTask(words, words), of_all(episodes)
     monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
     shares = []
     for job.index in range(count):
         shares.append(task.own(PROMPTS, whole))
-        for prompt in shares[-1].prompts:
-            assert owners.setdefault(tuple(prompt), job.index) == job.index
+        for one in trajectories(shares[-1]):
+            assert owners.setdefault(tuple(one.prompt), job.index) == job.index
         if count > 1:
             assert (
                 task.whole(PROMPTS, shares[-1]) is None
             )  # the others have none, says the gathering
     monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
     assert len(owners) == 4
-    assert vars(task.whole(PROMPTS, shares[0])) == vars(whole)
+    found = task.whole(PROMPTS, shares[0])
+    assert found == whole
+    assert [group.example for group in found] == PROMPTS
 
 
 def test_a_batch_that_one_process_dropped_is_dropped_by_all():
@@ -68,23 +76,18 @@ def test_a_batch_that_one_process_dropped_is_dropped_by_all():
     assert met == [None]
 
 
-@pytest.mark.parametrize("episodes", [(), EPISODES], ids=["one turn", "episodes"])
+@pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])
 def test_what_a_note_keeps_of_responses_comes_back(episodes):
     """Through JSON; log-probs in float32, as they are learned from."""
-    whole = Rollout(
-        [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in ROWS],
-        [[-0.5 * i] * (1 + i % 3) for i in ROWS], [i % 2 > 0 for i in ROWS], 3, 0.25, *episodes,
-    )  # fmt: skip
+    whole = of_all(episodes)
     rewards = [Reward(0.5 * i, i % 2 > 0, {"a": 1.0}, i > 3) for i in ROWS]
-    back = from_note(json.loads(json.dumps(noted(whole, rewards))))
-    empty = {"turns": [*whole.turns], "restarts": [*whole.restarts], "rewards": [*whole.rewards]}
-    assert vars(back.rollout) == vars(whole) | empty
-    assert back.rewards == rewards
+    for groups in (whole, tiny.groups(trajectories(whole), rewards)):
+        assert from_note(json.loads(json.dumps(noted(groups)))) == groups
 
 
 def test_a_note_takes_a_few_bytes_a_token():
     """Digits of numbers would take thirty: a checkpoint has millions of tokens that were sampled ahead."""
     rng, size = np.random.default_rng(0), 1000
     tokens, logps = rng.integers(0, 150_000, size), rng.normal(size=size).astype(np.float32)
-    made = Rollout([[1]], [tokens.tolist()], [logps.tolist()], [True])
-    assert len(json.dumps(noted(made))) < 13 * size
+    made = tiny.trajectories([[1]], [tokens.tolist()], [logps.tolist()])
+    assert len(json.dumps(noted(tiny.groups(made, n=1)))) < 13 * size

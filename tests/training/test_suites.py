@@ -15,7 +15,7 @@ import rich.console
 from jaxrl_llm.cli import eval as suites
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.tasks.math import records
 from jaxrl_llm.training import tables
 from jaxrl_llm.training.leaving import Stop

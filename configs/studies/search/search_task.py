@@ -25,7 +25,7 @@ import jaxrl_llm as jl
 from jaxrl_llm.adapters.reasoning_gym import ReasoningGym, tagged
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import load
-from jaxrl_llm.learning.answers import TokenTask
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe, generate
 
