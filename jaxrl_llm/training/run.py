@@ -258,12 +258,7 @@ def _resumed(components: Components, checkpoints: Checkpoints, earlier: int | No
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))
-        ahead = tuple((at, from_note(kept)) for at, kept in note.get("ahead", ()))
-        more = note.get("surplus", {"places": [], "groups": None})
-        groups = from_note(more["groups"]) if more["groups"] else []
-        surplus = tuple(zip(more["places"], groups, strict=True))
-        cursor = Cursor(note["data"], ahead, surplus)
-        return Point(note["phase"], step, checkpoints.restore(step, like), cursor)
+        return Point(note["phase"], step, checkpoints.restore(step, like), _cursor(note))
 
     if earlier is not None:
         known = distributed.from_first(lambda: checkpoints.steps)
@@ -323,6 +318,14 @@ def _noted(cursor: Cursor) -> dict[str, Any]:
         places, groups = zip(*cursor.surplus, strict=True)
         note["surplus"] = {"places": places, "groups": noted(groups)}
     return note
+
+
+def _cursor(note: dict[str, Any]) -> Cursor:
+    """What was `_noted`."""
+    ahead = tuple((at, from_note(kept)) for at, kept in note.get("ahead", ()))
+    more = note.get("surplus")
+    surplus = tuple(zip(more["places"], from_note(more["groups"]), strict=True)) if more else ()
+    return Cursor(note["data"], ahead, surplus)
 
 
 def _measure(

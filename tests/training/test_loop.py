@@ -1,5 +1,6 @@
 """The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
 
+import json
 import math
 import threading
 import time
@@ -106,7 +107,8 @@ class Trial:
 
     def save(self, step, state, cursor):
         self.note(f"save {step}")
-        self.saved[step] = (state, cursor)
+        note = json.loads(json.dumps(run._noted(cursor)))
+        self.saved[step] = (state, run._cursor(note))
 
     def evaluate(self, phase, step):
         self.note(f"evaluate {step}")
