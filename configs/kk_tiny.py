@@ -94,8 +94,7 @@ def config(
     lora: int = 0,
     vllm: str = "",
     max_lag: int = 0,
-    redraws: int = 0,
-    oversample: float = 1.0,
+    max_resamples: int = 0,
     keep_tokens: int = 2,
     seed: int = 0,
 ) -> Config:
@@ -123,8 +122,7 @@ def config(
         vllm: generate by vLLM: "auto", with the environment that launch/sidecar.sh makes here, beside the
             trainer; the Python of such an environment; or addresses of running servers, separated by commas.
         max_lag: let vLLM sample so many batches during as many updates, with the weights before them.
-        redraws: how often, in a step, groups of equal rewards are replaced by those of other prompts.
-        oversample: times as many groups are drawn as are missing; the next step learns from what is left over.
+        max_resamples: how often, in a step, groups of equal rewards are replaced by those of other prompts.
         keep_tokens: groups of a step whose tokens are kept for `jaxrl-llm view`.
         seed: of everything: initial weights, order of the data, sampling.
     """
@@ -145,7 +143,7 @@ def config(
     objective = recipes.with_ar_and_lopti(recipe, alpha=alpha, eta=eta)
     if stages != "lopti":
         objective = replace(objective, partition=partial(STAGES[stages], eta=eta))
-    behind = max_lag > 0 or oversample > 1
+    behind = max_lag > 0
     words = kk_tiny.vocabulary(chatter=chatter > 0)
     shape = SHAPES[size]
     return Config(
@@ -160,8 +158,7 @@ def config(
         prompts=32,
         group_size=8,
         drop_even_groups=algo in ("dapo", "entropy_80_20"),
-        redraws=redraws,
-        oversample=oversample,
+        max_resamples=max_resamples,
         keep_tokens=keep_tokens,
         sampling=Sampling(temperature=1.0),
         engine=sidecar(vllm, prompt_length + response_length)

@@ -169,9 +169,8 @@ class Config:
     both in host memory while unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
-    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `redraws` puts
-    groups of other prompts in their place, so many times at most. Each draw is of `oversample` times
-    the groups that are missing; what is left over is learned from in the next step. A response
+    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `max_resamples` puts
+    groups of the next prompts in their place, in so many rounds at most. A response
     whose reward, or a step of whose environment, raises or takes `reward_seconds`, is unchecked:
     not learned from, and neither right nor wrong; the run ends if more than `most_unchecked` of the
     last steps' responses are unchecked.
@@ -217,8 +216,7 @@ class Config:
     max_lag: int = 0
     long_prompts: Literal["skip", "refuse"] = "skip"
     drop_even_groups: bool = False
-    redraws: int = 0
-    oversample: float = 1.0
+    max_resamples: int = 0
     reward_threads: int = 1
     reward_seconds: float = 300.0
     most_unchecked: float = 0.5
@@ -232,18 +230,23 @@ class Config:
     def __post_init__(self):
         _check_types(self)
         at_least(
-            0, "config", self, "steps", "show_samples_every", "keep_tokens", "redraws", "max_lag"
+            0,
+            "config",
+            self,
+            "steps",
+            "show_samples_every",
+            "keep_tokens",
+            "max_resamples",
+            "max_lag",
         )
         counts = ("prompts", "group_size", "save_every", "keep_checkpoints", "reward_threads")
         at_least(1, "config", self, *counts)
         if not self.reward_seconds > 0:
             raise UserError(f"config: reward_seconds = {self.reward_seconds} must be above 0")
-        if not 1 <= self.oversample < math.inf:
-            raise UserError(f"config: oversample = {self.oversample} must be a number from 1 on")
-        if self.draws_more and self.group_size == 1:
+        if self.max_resamples and self.group_size == 1:
             raise UserError(
-                f"config: redraws = {self.redraws} and oversample = {self.oversample:g} replace groups of equal "
-                "rewards, and a group of one response has none: set group_size above 1, or leave them out"
+                f"config: max_resamples = {self.max_resamples} replaces groups of equal rewards, and a group of "
+                "one response has none: set group_size above 1, or leave it out"
             )
         if not 0 <= self.save_minutes < math.inf:
             raise UserError(
@@ -257,7 +260,7 @@ class Config:
                 f"{self.collate.minibatches} mini-batches: choose prompts x group_size as a multiple of it"
             )
         self.loss.try_out()
-        if self.max_lag or self.oversample > 1:
+        if self.max_lag:
             self._check_old_weights()
         if isinstance(self.engine, engines.Vllm):
             self._check_vllm(self.engine)
@@ -290,25 +293,20 @@ class Config:
             )
 
     def _check_old_weights(self) -> None:
-        if self.max_lag and not self.engine.own_weights:
+        if not self.engine.own_weights:
             raise UserError(
                 f"config: max_lag = {self.max_lag} needs an engine with weights of its own, as Vllm; "
                 f"{type(self.engine).__name__} generates with the trainer's"
             )
         if self.ratios == "trainer" and not self.loss.allows_for_staleness:
             raise UserError(
-                "config: with max_lag, or oversample above 1, the sampler is behind the trainer: set ratios = "
-                "'sampler', or correct for it, as by factors.truncated"
+                "config: with max_lag the sampler is behind the trainer: set ratios = 'sampler', or correct for "
+                "it, as by factors.truncated"
             )
-        if self.max_lag and self.oversample > 1:
+        if self.max_resamples and self.max_lag > 1:
             raise UserError(
-                f"config: max_lag = {self.max_lag} has each batch sampled before it is known what the one before "
-                f"leaves over: set it to 0, or oversample = {self.oversample:g} to 1"
-            )
-        if self.redraws and self.max_lag > 1:
-            raise UserError(
-                f"config: redraws = {self.redraws} would wait for what is sampled ahead, and get weights by where "
-                f"the run was resumed: set max_lag = {self.max_lag} to 1, or redraws to 0"
+                f"config: max_resamples = {self.max_resamples} would wait for what is sampled ahead, and "
+                f"get weights by where the run was resumed: set max_lag = {self.max_lag} to 1, or max_resamples to 0"
             )
 
     @cached_property
@@ -355,11 +353,6 @@ class Config:
         if isinstance(engine, engines.Native):
             engine = replace(engine, slots=new["slots"])
         return replace(self, collate=collate, engine=engine)
-
-    @property
-    def draws_more(self) -> bool:
-        """Whether groups of equal rewards give way to others."""
-        return self.redraws > 0 or self.oversample > 1
 
     @property
     def keeps_reference(self) -> bool:

@@ -110,10 +110,10 @@ def test_train_says_what_it_is_asked_to(flag, said, terminal, monkeypatch):
     """Colours are for terminals alone; records are whole lines of JSON."""
     records = [{"step": 1, "phase": "x", "loss": 0.1 + 0.2}, {"step": 2, "phase": "y", "n": 3}]
 
-    def train(config, out, *, console, told, **_):
-        console.print("step 12", style="yellow")
-        for record in records if told else []:
-            told(record)
+    def train(config, out, *, session, **_):
+        session.console.print("step 12", style="yellow")
+        for record in records if session.on_record else []:
+            session.on_record(record)
 
     monkeypatch.setattr("jaxrl_llm.training.run.train", train)
     monkeypatch.setattr(sys, "stdout", stream := Stream(terminal))

@@ -86,9 +86,7 @@ def test_max_lag_leaves_a_recipe_its_corrections(algo):
 def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     made = load("kk_tiny").config(vllm="python")
     drift = replace(made.objective, penalties=((1e-3, kl.from_sampler),))
-    with pytest.raises(
-        UserError, match="with max_lag, or oversample above 1, the sampler is behind"
-    ):
+    with pytest.raises(UserError, match="with max_lag the sampler is behind"):
         replace(made, objective=drift, max_lag=1)
     anchored = replace(drift, surrogate=partial(losses.dppo_tv, anchor=sampler))
     assert replace(made, objective=anchored, max_lag=1).ratios == "trainer"
@@ -99,26 +97,16 @@ def test_max_lag_needs_weights_of_its_own_and_fresh_groups():
     with pytest.raises(UserError, match="max_lag = 2 needs an engine with weights of its own"):
         made(max_lag=2)
     with pytest.raises(UserError, match="set max_lag = 2 to 1"):
-        made(max_lag=2, redraws=1, vllm="python")
-    assert made(max_lag=1, redraws=1, vllm="python").max_lag == 1
+        made(max_lag=2, max_resamples=1, vllm="python")
+    assert made(max_lag=1, max_resamples=1, vllm="python").max_lag == 1
     with pytest.raises(UserError, match="max_lag"):
         made(max_lag=-1)
 
 
-def test_what_is_left_over_is_learned_from_a_step_late():
-    made = load("kk_tiny").config
-    assert made(oversample=1.5).ratios == "sampler"
-    assert made("tis", oversample=1.5).ratios == "trainer"
-    for changes, said in (
-        ({"ratios": "trainer"}, "or oversample above 1, the sampler is behind"),
-        ({"group_size": 1}, "a group of one response has none"),
-        ({"oversample": 0.5}, "oversample = 0.5 must be a number from 1 on"),
-        ({"oversample": math.nan}, "oversample = nan must be"),
-    ):
-        with pytest.raises(UserError, match=said):
-            replace(made(oversample=1.5), **changes)
-    with pytest.raises(UserError, match="max_lag = 1 has each batch sampled before"):
-        made(max_lag=1, oversample=1.5, vllm="python")
+def test_groups_of_one_response_are_not_resampled():
+    made = load("kk_tiny").config(max_resamples=2)
+    with pytest.raises(UserError, match="a group of one response has none"):
+        replace(made, group_size=1)
 
 
 @pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])

@@ -137,7 +137,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         if options.dry_run:
             return _describe(config, source, options.data_folder, console)
         from jaxrl_llm.training.journal import printed
-        from jaxrl_llm.training.run import train  # not needed to plan, or for help
+        from jaxrl_llm.training.run import Session, train  # not needed to plan, or for help
 
         try:
             train(
@@ -147,10 +147,12 @@ def main(options: Options, config: Config, source: Source) -> None:
                 origin=options.origin,
                 source=source,
                 data=options.data_folder,
-                stall=(60 * options.stall_minutes, options.stall_factor),
-                stop=stop,
-                console=console,
-                told=printed if options.json else None,
+                session=Session(
+                    stop,
+                    console,
+                    printed if options.json else None,
+                    (60 * options.stall_minutes, options.stall_factor),
+                ),
             )
         except StopRequested as error:
             raise SystemExit(UNFINISHED) from error

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
 from jaxrl_llm.learning.batch import Collator
@@ -17,7 +18,7 @@ from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
 from jaxrl_llm.objectives import Objective, advantages, losses
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.tasks.task import Interactive
+from jaxrl_llm.tasks.task import Demonstrator, Interactive
 
 IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
 
@@ -77,12 +78,19 @@ def _cut(one: Trajectory, longest: int) -> Trajectory:
     return Trajectory(one.prompt, tokens, one.logps[:longest], finished=False, turns=turns)
 
 
-def describe(visits: Any, too_long: int) -> dict[str, Any]:
-    """Metrics of a step, fetched from the devices; `too_long` demonstrations were cut."""
+def demonstration(made_by: Callable[[Any], Any] | None, task: Any) -> Callable[[Any], Any]:
+    """What gives an example's demonstration, this or the task; its errors are UserErrors."""
+    if made_by is None and not isinstance(task, Demonstrator):
+        raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
+    return userfile.user_code("a demonstration cannot be made")(made_by or task.demonstration)
+
+
+def describe(visits: Any, demonstrations: Sequence[Trajectory]) -> dict[str, Any]:
+    """Metrics of a step, fetched from the devices; those that are not finished were cut."""
     visits = jax.device_get(visits)
     return {
         "loss": visits["loss"].mean(),
         "grad_norm": visits["grad_norm"].mean(),
-        "too_long": too_long,
+        "too_long": sum(not one.finished for one in demonstrations),
         **metrics.count_updates(visits),
     }

@@ -1,6 +1,6 @@
 """One step of reinforcement: batch, score, credit, update, and its metrics.
 
-`training/loop.py` calls them in order, step after step.
+`Reinforcement.train_step` (training/phases.py) calls them in order.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -33,6 +33,7 @@ class Clock:
         self._spent = defaultdict[str, float](float)
         self._found = defaultdict[str, float](float)
         self._before: dict[str, float] = {}  # `_found` when the step began
+        self._idle = 0.0
         self._turned = self._beaten = time.perf_counter()
         self._between = "other"
         if since is not None:
@@ -87,14 +88,17 @@ class Clock:
     def restart(self) -> None:
         """Begins a step."""
         self._turn()
-        self._before = dict(self._found)
+        self._before, self._idle = dict(self._found), 0.0
 
-    def lap(self, idle_inside: float = 0.0) -> dict[str, float]:
+    def idle(self, seconds: float) -> None:
+        """No program ran on the devices for so many seconds of the rollout."""
+        self._idle += seconds
+
+    def lap(self) -> dict[str, float]:
         """Ends a step; its seconds by phase, and those since the last step spent outside of it.
 
-        `time/step` is without compiling; `time/idle_share` is its share in which no program ran,
-        `idle_inside` seconds of the rollout among it; `time/goodput` the share of steps in all of
-        the run's time so far.
+        `time/step` is without compiling; `time/idle_share` is its share in which no program ran;
+        `time/goodput` the share of steps in all of the run's time so far.
         """
         self._turn()
         found, self._found = self._found, defaultdict[str, float](float)
@@ -104,7 +108,7 @@ class Clock:
             self._spent[name] += seconds
         steps = lambda some: sum(n for name, n in some.items() if name not in OUTSIDE)
         step = steps(inside)
-        busy = step - inside["other"] - sum(inside[name] for name in HOST) - idle_inside
+        busy = step - inside["other"] - sum(inside[name] for name in HOST) - self._idle
         out = {f"time/{name}": value for name, value in found.items()}
         out |= {"time/step": step, "time/idle_share": 1 - busy / max(step, 1e-9)}
         return out | {"time/goodput": steps(self._spent) / max(sum(self._spent.values()), 1e-9)}

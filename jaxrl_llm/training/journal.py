@@ -2,19 +2,15 @@
 
 import json
 import logging
-import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 import rich.console
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError, printable
-from jaxrl_llm.training import alarms, terminal
-from jaxrl_llm.training.terminal import duration
+from jaxrl_llm.errors import printable
+from jaxrl_llm.training import terminal
 
 if TYPE_CHECKING:
     from jaxrl_llm.training.loggers import Loggers
@@ -160,108 +156,6 @@ class Journal:
         folder = self.folder / "samples"
         folder.mkdir(exist_ok=True)
         storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
-
-
-_SHOWN = {  # columns of the line of a step: title, width, form
-    "loss": ("loss", 9, ".3f"),
-    "reward": ("reward", 8, ".2f"),
-    "accuracy": ("accuracy", 10, ".0%"),
-    "length": ("length", 8, ",.0f"),
-    "kl_reference": ("KL", 9, ".4f"),
-    "time/tokens_per_second": ("tokens/s", 11, ",.0f"),
-    "time/step": ("s/step", 9, ".2f"),
-}
-_COLUMNS = {WARM_START: ("loss", "time/step"), REINFORCE: tuple(_SHOWN)[1:]}
-_HEAD = 25  # lines after which the titles are said again
-_PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
-_RECENT = 10  # steps whose mean time tells how long the rest will take
-
-
-class Recorder:
-    """Records a phase's steps, each while the devices work on the next; says a line about each.
-
-    `hold` takes the metrics of a step, `flush` fetches and records them; alarms see all of them.
-    An evaluation comes `every` so many steps, and at the end.
-    """
-
-    def __init__(
-        self,
-        journal: Journal,
-        phase: str,
-        steps: range,
-        start: int,
-        most_unchecked: float,
-        every: int,
-    ):
-        self._journal, self._phase, self._steps = journal, phase, steps
-        self._most_unchecked, self._every, self._said = most_unchecked, every, set()
-        self._start = start
-        mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
-        self._records = [r for r in journal.records if mine(r)]
-        self._before = len(self._records)
-        self._pending: tuple[int, Callable[[], Mapping[str, Any]]] | None = None
-        self._title, self._lines = phase.replace("_", " "), 0
-        self._next_line = -math.inf  # by the monotonic clock
-
-    def begin(self) -> None:
-        """Says that the first step compiles."""
-        if self._start < self._steps.stop:
-            before = max((r.get("time/compile", 0.0) for r in self._records), default=0.0)
-            known = f", {duration(before)} when it last did" if before else ""
-            self._journal.say(f"{self._title}: the first step also compiles its programs{known}")
-
-    def hold(self, step: int, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Sets the step that `flush` records; `figures()` may wait for the devices."""
-        self._pending = step, figures
-
-    def flush(self) -> None:
-        """Records the step given to `hold`, if there is one, and prints new alarms."""
-        if self._pending is None:
-            return
-        (step, figures), self._pending = self._pending, None
-        values = figures()
-        self._records.append({name: float(value) for name, value in values.items()})
-        found = alarms.alarms(self._records)
-        alarmed = {f"alarm/{kind}": 1 for kind in found}
-        self._journal.record(step, self._phase, {**values, **alarmed})
-        self._records[-1] = self._journal.records[-1]  # kept once
-        self._show(step, values)
-        for kind, text in found.items():
-            if kind not in self._said:
-                self._said.add(kind)
-                self._journal.say(f"  step {step}: warning: {text}", "yellow")
-
-    def check(self) -> None:
-        """A UserError if the steps recorded by this process show that the run should not go on."""
-        here = self._records[max(self._before, len(self._records) - alarms.WINDOW) :]
-        if reason := alarms.reason_to_stop(here, self._most_unchecked):
-            raise UserError(reason)
-
-    def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        """A line of at most 80 columns: the step, its figures, and how long the phase will go on."""
-        done, total = step - self._steps.start, len(self._steps)
-        if time.monotonic() < self._next_line and done < total:
-            return
-        self._next_line = time.monotonic() + _PACE
-        recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
-        columns = [(name, *_SHOWN[name]) for name in _COLUMNS[self._phase]]
-        if self._lines % _HEAD == 0:
-            titles = "".join(f"{title:>{width}}" for _, title, width, _ in columns)
-            self._journal.say(f"{self._title:<13}{titles}{'left':>12}")
-        self._lines += 1
-        cells = [
-            f"{format(float(values[name]), form) if name in values else '-':>{width}}"
-            for name, _, width, form in columns
-        ]
-        left = duration(self._left(done, fmean(recent))) if recent else "-"
-        self._journal.say(f"{f'{done}/{total}':>13}{''.join(cells)}{left:>12}")
-
-    def _left(self, done: int, seconds: float) -> float:
-        """The rest of the phase at so many seconds a step, with its evaluations if one is known."""
-        total, named = len(self._steps), {"eval/accuracy", "time/evaluation"}
-        due = sum(step > done for step in {*range(self._every, total, self._every), total})
-        known = [r["time/evaluation"] for r in self._journal.records if named <= r.keys()]
-        return (total - done) * seconds + due * min(known, default=0.0)
 
 
 def printed(record: Mapping[str, Any]) -> None:

@@ -4,10 +4,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import rich.console
@@ -15,15 +15,13 @@ import rich.console
 from jaxrl_llm import accelerators, distributed, storage, userfile
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
-from jaxrl_llm.learning import update
+from jaxrl_llm.learning import imitate, update
 from jaxrl_llm.learning.evaluate import Result, evaluate
-from jaxrl_llm.learning.groups import Group, from_note, noted
+from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.models import sharding
 from jaxrl_llm.rollouts.engines import Vllm
-from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.task import Source as Examples
-from jaxrl_llm.tasks.task import as_text
-from jaxrl_llm.training import loop, terminal
+from jaxrl_llm.training import terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
@@ -31,111 +29,159 @@ from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
-from jaxrl_llm.training.loop import Point
+from jaxrl_llm.training.log import RunLog
+from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
 from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
-from jaxrl_llm.training.stream import Cursor
+from jaxrl_llm.training.stream import Rollouts
+
+Resume = bool | int | Literal["auto"]
+
+
+@dataclass
+class Session:
+    """How a process runs a config; nothing of it changes what the run computes.
+
+    The run ends, saved, when `stop` is asked, and with code 76 when a phase makes no progress for
+    `stall[0]` seconds and `stall[1]` times as long as ever before. `on_record` is called with each
+    new record of metrics.jsonl, by the first process.
+    """
+
+    stop: Stop = field(default_factory=Stop)
+    console: rich.console.Console = field(
+        default_factory=lambda: terminal.console(quiet=not distributed.first())
+    )
+    on_record: Callable[[Mapping[str, Any]], None] | None = None
+    stall: tuple[float, float] = (LEAST, FACTOR)
 
 
 def train(
     config: Config,
     out: str | Path,
     *,
-    resume: bool | int | Literal["auto"] = False,
+    resume: Resume = False,
     origin: str | Path | None = None,
     source: Source | None = None,
     data: str | Path = DATA,
-    stall: tuple[float, float] = (LEAST, FACTOR),
-    stop: Stop | None = None,
-    console: rich.console.Console | None = None,
-    told: Callable[[Mapping[str, Any]], None] | None = None,
+    session: Session | None = None,
 ) -> Path:
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
     `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
     and keeps the later ones aside. `origin` is a run whose warm start to use. `source` records how
-    the config was made, for later commands. `stall`: the process ends, with code 76, when a phase
-    makes no progress for so many seconds, and so many times as long as ever before. `told` is called
-    with each new record of metrics.jsonl, by the first process. Raises StopRequested, after saving, when
+    the config was made, for later commands. Raises StopRequested, after saving, when the session's
     `stop` is asked; a UserError for faults outside the program.
     """
-    stop, console = stop or Stop(), console or terminal.console(quiet=not distributed.first())
-    clock, (least, factor) = Clock(since=time.perf_counter()), stall
-    stalled = partial(distributed.stalled, stop=stop)
-    with clock, watched(clock, least=least, factor=factor, stalled=stalled):
-        folder = RunFolder(out)
-        if resume is not False and folder.holds_run:
-            config = folder.pinned(config)
-        if isinstance(config.engine, Vllm) and config.engine.share:
-            accelerators.leave(config.engine.share)
-        distributed.require_joined()
-        components = Components.make(config, data)
-        if source is not None:  # making the task ran its file
-            ran = userfile.ran(but=source.path)
-            source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
-        splits = components.splits
-        _describe(components, splits, console)
-        chosen = {}
-        if opened := [name for name, size in config.sizes.items() if not size]:
-            from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
+    with Run.open(
+        config,
+        out,
+        resume=resume,
+        origin=origin,
+        source=source,
+        data=data,
+        session=session or Session(),
+    ) as run:
+        start = run.resumed
+        if start is None or start.phase == WARM_START:
+            start = run.warm_up()
+        with _saying_what_fits(run.components):
+            run.fit(Reinforcement(run.components, run.rollouts, run.folder, start))
+            run.test()
+    return run.folder.path
 
-            here = machines.machine("here")
-            config, planned = sizes.fitted(config, here, components.shape, only=("update",))
-            components = replace(components, config=config)
-            chosen = {name: config.sizes[name] for name in opened}
-            verdict = f": {report.verdict(planned)}" if planned else ""
-            console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
-        first = config.warm_steps
-        resuming = distributed.from_first(
-            lambda: folder.holds_run if resume == "auto" else resume is not False
-        )
-        begun = folder.init_from(origin, resuming)
-        given = {
-            "the data of the task": splits.checksum,
-            **components.identity,
-            **chosen,
-            **modules(),
-        }
-        if distributed.count() > 1:
-            require_alike(new(source, begun and begun.path, given), resume)
-        earlier = None if isinstance(resume, (bool, str)) else resume
-        if resuming:
-            folder.require_at_most(first, config.steps, earlier)
-        if begun is not None and not folder.checkpoints().steps:
-            begun.require_warm_start(components, first)
-        stop.save_seconds = 60 * config.save_minutes or math.inf
-        if storage.shared(folder.path):  # a mirror goes with its process
-            stop.stacks = folder.path / f"stacks-{distributed.index()}.txt"
-        with _told(folder, console), ExitStack() as stack:
+
+@dataclass
+class Run:
+    """One training in its folder: its phases, one after the other. It knows no algorithm."""
+
+    components: Components
+    folder: RunFolder
+    checkpoints: Checkpoints
+    log: RunLog
+    rollouts: Rollouts
+    stop: Stop
+    resumed: Resumed | None  # where it goes on: the newest checkpoint, or that of a step
+    init_from: RunFolder | None  # the run whose warm start is used
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        config: Config,
+        out: str | Path,
+        *,
+        resume: Resume,
+        origin: str | Path | None,
+        source: Source | None,
+        data: str | Path,
+        session: Session,
+    ) -> Iterator[Self]:
+        """Opens the run's folder, log and engine for the block."""
+        stop, console = session.stop, session.console
+        clock, (least, factor) = Clock(since=time.perf_counter()), session.stall
+        stalled = partial(distributed.stalled, stop=stop)
+        with ExitStack() as stack:
+            stack.enter_context(clock)
+            stack.enter_context(watched(clock, least=least, factor=factor, stalled=stalled))
+            folder = RunFolder(out)
+            if resume is not False and folder.holds_run:
+                config = folder.pinned(config)
+            components, given = _components(config, data, console)
+            config, first = components.config, components.config.warm_steps
+            if source is not None:  # making the task ran its file
+                ran = userfile.ran(but=source.path)
+                source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
+
+            # one run, the same in all processes, that can go on or begin
+            resuming = distributed.from_first(
+                lambda: folder.holds_run if resume == "auto" else resume is not False
+            )
+            init_from = folder.init_from(origin, resuming)
+            if distributed.count() > 1:
+                require_alike(new(source, init_from and init_from.path, given), resume)
+            earlier = None if isinstance(resume, (bool, str)) else resume
+            if resuming:
+                folder.require_at_most(first, config.steps, earlier)
+            if init_from is not None and not folder.checkpoints().steps:
+                init_from.require_warm_start(components, first)
+            stop.save_seconds = 60 * config.save_minutes or math.inf
+            if storage.shared(folder.path):  # a mirror goes with its process
+                stop.stacks = folder.path / f"stacks-{distributed.index()}.txt"
+
+            # the folder, which the first process alone writes to
+            stack.enter_context(_told(folder, console))
             if distributed.first():
                 stack.enter_context(
-                    folder.open(components, source, given, resume=resuming, init_from=begun)
+                    folder.open(components, source, given, resume=resuming, init_from=init_from)
                 )
             folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
             known = distributed.from_first(lambda: read(folder.path))
             journal = stack.enter_context(
-                Journal(folder.path, console, known, writes=distributed.first(), told=told)
+                Journal(
+                    folder.path, console, known, writes=distributed.first(), told=session.on_record
+                )
             )
             checkpoints = stack.enter_context(
                 folder.checkpoints(config.keep_checkpoints, config.saves, lambda: journal.records)
             )
-            initial = folder.initials
             if distributed.first():
                 checkpoints.clean()
-                initial.clean()
-            start = _resumed(components, checkpoints, earlier) if resuming else None
+                folder.initials.clean()
+
+            # where it goes on; records of steps that are made again are dropped
+            resumed = _resumed(components, checkpoints, earlier) if resuming else None
             if resuming:
-                journal.say(_goes_on(start, first, config.steps))
+                journal.say(_goes_on(resumed, first, config.steps))
             known = journal.records
-            journal.start(after=-1 if start is None else start.step)
+            journal.start(after=-1 if resumed is None else resumed.step)
             lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
             clock.begin(kept, lost=lost)
-
-            if start is None:
+            if resumed is None:
                 if distributed.first():
-                    _try_reward(components, splits.train[0], journal, stop)
+                    _try_reward(components, journal, stop)
                 distributed.check(stop)
 
+            # the engine
             def alive() -> None:
                 clock.beat()
                 stop.check()
@@ -143,55 +189,179 @@ def train(
             sampler = stack.enter_context(
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
-            measure = partial(_measure, components, sampler, journal, clock, stop)
+            log = RunLog(journal, clock, config.most_unchecked)
+            rollouts = Rollouts(components, sampler, log, stop)
+            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, init_from)
 
-            def save(phase: str, step: int, state: update.TrainState, cursor: Cursor) -> None:
-                with clock("save"):
-                    _require_finite(step, state, checkpoints.steps)
-                    journal.sync()
-                    checkpoints.save(step, state, {"phase": phase, **_noted(cursor)})
-                    if not checkpoints.steps:  # records without any mean that they are gone
-                        checkpoints.wait()
-                stop.save, stop.saved = False, time.monotonic()
+    def warm_up(self) -> Any:
+        """The parameters that reinforcement begins with, which are kept where they are read again."""
+        config = self.components.config
+        if self.init_from is not None:  # 1. those that another run's warm start has ended with
+            params = self.init_from.initial_params(self.components)
+        elif config.warm_start:  # 2. those that this run's ends with
+            imitation = Imitation(self.components, self.rollouts, self.resumed)
+            params = self.fit(imitation).params
+        else:  # 3. the pretrained model, or random ones by the run's seed
+            params = self.components.initial_params()
+        if config.keeps_reference or config.warm_start:
+            with self.log.phase("save"):
+                self.folder.initials.replace(config.warm_steps, params)
+        return params
 
-            params = None
-            if start is None or start.phase == WARM_START:
-                if begun is not None:
-                    params = begun.initial_params(components)
-                elif config.warm_start:
-                    params = loop.warm_start(
-                        components, splits.train, sampler, journal, stop, start,
-                        clock=clock,
-                        save=partial(save, WARM_START),
-                        evaluate=partial(measure, splits.validation, phase=WARM_START),
-                    )  # fmt: skip
-                else:
-                    params = components.initial_params()
-                start = None
-                if config.keeps_reference or config.warm_start:
-                    with clock("save"):
-                        initial.replace(first, params)
+    def fit(self, phase: Phase) -> TrainState:
+        """Makes the steps of a phase, evaluates and saves; the state after the last.
 
-            reference = folder.reference_params(components) if config.keeps_reference else None
-            stack.enter_context(_saying_what_fits(components))
-            loop.reinforcement(
-                components, splits.train, sampler, journal, stop, start or first, params, reference,
-                clock=clock,
-                save=partial(save, REINFORCE),
-                evaluate=partial(measure, splits.validation, phase=REINFORCE),
-                show=partial(_show, components, journal),
-            )  # fmt: skip
+        Where the run ends early its state is saved, unless an update has consumed it.
+        """
+        step, state = phase.start()
+        if phase.saves_first:  # before anything is recorded of it: records alone mean it is gone
+            self.save(phase, step, state)
+        saved = step
+        self.log.begin(phase.name, phase.steps, step, phase.every)
+        try:
+            while True:
+                best = phase.evaluates_at(step) and self.evaluate(phase, step, state)
+                due = best or self.components.config.saves(step) or self.stop.save
+                if due and step != saved and phase.keeps(step):
+                    self.save(phase, step, state)
+                    saved = step
+                if step >= phase.steps.stop:
+                    self.log.flush()
+                    return state
+                distributed.check(self.stop)  # all leave after the same step
+                with self.log.step(step + 1):
+                    state = phase.train_step(state, step, self.log)
+                    step += 1
+        except (StopRequested, UserError) as error:
+            if step != saved and phase.keeps(step) and _may_save(error, state):
+                self.save(phase, step, state, wait=False)
+            raise
 
-            with clock("save"):
-                checkpoints.wait()
-                checkpoints.prune()  # the last evaluation may have come after the last save
-            tested = None
-            if journal.find("test/accuracy", config.last_step, REINFORCE) is None:
-                tested = _test(components, splits, sampler, journal, clock, checkpoints, stop)
-            journal.say(clock.in_words())
-            if distributed.first():
-                _summarise(config, folder.path, tested, checkpoints.best, journal)
-        return folder.path
+    def save(self, phase: Phase, step: int, state: TrainState, *, wait: bool = True) -> None:
+        """Saves a checkpoint; with `wait` also the responses that are under way."""
+        self.log.flush()
+        note = {"phase": phase.name, **phase.state_dict(step, wait=wait)}
+        with self.log.phase("save"):
+            _require_finite(step, state, self.checkpoints.steps)
+            self.log.journal.sync()
+            self.checkpoints.save(step, state, note)
+            if not self.checkpoints.steps:  # records without any mean that they are gone
+                self.checkpoints.wait()
+        self.stop.save, self.stop.saved = False, time.monotonic()
+
+    def evaluate(self, phase: Phase, step: int, state: TrainState) -> bool:
+        """Validates the policy, unless that is recorded; whether it is the best of reinforcement so far.
+
+        The policy that reinforcement begins with does not count.
+        """
+        if self.log.journal.find("eval/accuracy", step, phase.name) is not None:
+            return False
+        self.log.flush()
+        self.rollouts.push(state.params, step)
+        first, known = self.components.config.warm_steps, scores(self.log.journal.records)
+        highest = max((score for at, score in known.items() if at > first), default=-1.0)
+        return self.validate(phase.name, step) > highest and step > first
+
+    def validate(self, phase: str, step: int) -> float:
+        """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
+        result, seconds = self._answered(examples := self.components.splits.validation)
+        values = {f"eval/{name}": value for name, value in result.metrics().items()}
+        self.log.journal.record(step, phase, values | {"time/evaluation": seconds})
+        total = result.total
+        low, high = (100 * bound for bound in total.interval)
+        said = (
+            f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
+        )
+        if result.unchecked:
+            said = f"{said}, {result.unchecked} unchecked"
+        if not total.examples:
+            said = f"unknown: all {len(examples)} responses are unchecked"
+        self.log.journal.say(f"  step {step}: validation accuracy {said}")
+        return total.greedy
+
+    def test(self) -> None:
+        """Tests the best checkpoint (else the newest), unless that is recorded; draws the curves."""
+        with self.log.phase("save"):
+            self.checkpoints.wait()
+            self.checkpoints.prune()  # the last evaluation may have come after the last save
+        tested, journal = None, self.log.journal
+        if journal.find("test/accuracy", self.components.config.last_step, REINFORCE) is None:
+            tested = self._tested()
+        journal.say(self.log.clock.in_words())
+        if distributed.first():
+            best = self.checkpoints.best
+            _summarise(self.components.config, self.folder.path, tested, best, journal)
+
+    def _tested(self) -> tuple[int, Result]:
+        """The step that was chosen, and its results on the test set, which is read only here."""
+        components, journal = self.components, self.log.journal
+        read = lambda step: self.checkpoints.restore(step, components.like, part="params")
+        found = self.checkpoints.first_whole(read, prefer=self.checkpoints.best)
+        assert found is not None  # the last step was saved
+        step, params = found
+        self.rollouts.push(params, step)
+        test, validation = components.splits.test, components.splits.validation
+        count = components.config.evaluation.examples or len(test)
+        examples = [test[i] for i in range(min(count, len(test)))]
+        named = {"eval/accuracy", "time/evaluation"}
+        measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
+        share = len(examples) / len(validation)
+        expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
+        journal.say(f"test of step {step} on {len(examples)} examples{expected}")
+        result, seconds = self._answered(examples)
+        values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
+        figures = {**values, "test/step": step, "time/evaluation": seconds}
+        journal.record(components.config.last_step, REINFORCE, figures)
+        return step, result
+
+    def _answered(self, examples: Examples[Any]) -> tuple[Result, float]:
+        """The results of the sampler's policy on examples, and the seconds they took."""
+        config, begun = self.components.config, time.perf_counter()
+        settings = config.evaluation
+        with self.log.phase("evaluation"):
+            result = evaluate(
+                self.rollouts.sampler,
+                self.components.token_task(self.log.clock.beat, lambda: self.stop.asked),
+                examples,
+                self.components.sampling(temperature=settings.temperature, seed=config.seed),
+                samples=settings.samples,
+                by=settings.by,
+                stop=self.stop,
+            )
+        return result, time.perf_counter() - begun
+
+
+def _may_save(error: BaseException, state: TrainState) -> bool:
+    """Whether the state can be saved after an error: not if another step has consumed it.
+
+    With several processes only on a stop, on which all agree; an error is one process's alone.
+    """
+    whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+    return whole and (isinstance(error, StopRequested) or distributed.count() == 1)
+
+
+def _components(
+    config: Config, data: str | Path, console: rich.console.Console
+) -> tuple[Components, dict[str, Any]]:
+    """What the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
+    if isinstance(config.engine, Vllm) and config.engine.share:
+        accelerators.leave(config.engine.share)
+    distributed.require_joined()
+    components = Components.make(config, data)
+    splits = components.splits
+    _describe(components, splits, console)
+    chosen = {}
+    if opened := [name for name, size in config.sizes.items() if not size]:
+        from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
+
+        here = machines.machine("here")
+        config, planned = sizes.fitted(config, here, components.shape, only=("update",))
+        components = replace(components, config=config)
+        chosen = {name: config.sizes[name] for name in opened}
+        verdict = f": {report.verdict(planned)}" if planned else ""
+        console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
+    given = {"the data of the task": splits.checksum, **components.identity, **chosen, **modules()}
+    return components, given
 
 
 @contextmanager
@@ -245,7 +415,9 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
             console.print(said)
 
 
-def _resumed(components: Components, checkpoints: Checkpoints, earlier: int | None) -> Point | None:
+def _resumed(
+    components: Components, checkpoints: Checkpoints, earlier: int | None
+) -> Resumed | None:
     """Where a resumed run goes on: at the newest readable checkpoint, or that of a step.
 
     None without any. A UserError if that of the step cannot be read.
@@ -253,32 +425,33 @@ def _resumed(components: Components, checkpoints: Checkpoints, earlier: int | No
 
     config = components.config
 
-    def read(step: int) -> Point:
+    def restore(step: int) -> Resumed:
         note = checkpoints.note(step)
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))
-        return Point(note["phase"], step, checkpoints.restore(step, like), _cursor(note))
+        return Resumed(note["phase"], step, checkpoints.restore(step, like), note)
 
     if earlier is not None:
         known = distributed.from_first(lambda: checkpoints.steps)
         if earlier not in known:
             raise UserError(f"--resume {earlier}: there are checkpoints of {known or 'no step'}")
         try:
-            point = read(earlier)
+            point = restore(earlier)
         except DamageError as error:
             raise UserError(f"--resume {earlier}: that checkpoint is damaged ({error})") from error
         checkpoints.go_back(earlier)
         return point
-    found = checkpoints.first_whole(read, rename=True)
+    found = checkpoints.first_whole(restore, rename=True)
     return found and found[1]
 
 
-def _try_reward(components: Components, example: Any, journal: Journal, stop: Stop) -> None:
+def _try_reward(components: Components, journal: Journal, stop: Stop) -> None:
     """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
-    what, response = "an empty response", ""
+    what, response, example = "an empty response", "", components.splits.train[0]
     if warm := components.config.warm_start:
-        what, response = "a demonstration", loop.demonstration(warm, components.task)(example)
+        demonstrate = imitate.demonstration(warm.demonstration, components.task)
+        what, response = "a demonstration", demonstrate(example)
     task = components.token_task(stop_requested=lambda: stop.asked)
     with suppress(StopRequested):  # other processes do not know: they agree on that later
         if not task.tried(example, response).checked:
@@ -288,7 +461,7 @@ def _try_reward(components: Components, example: Any, journal: Journal, stop: St
             )
 
 
-def _goes_on(start: Point | None, first: int, steps: int) -> str:
+def _goes_on(start: Resumed | None, first: int, steps: int) -> str:
     """Where a resumed run goes on, in words."""
     if start is None:
         return "resumed without a checkpoint: it begins anew"
@@ -307,141 +480,6 @@ def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> No
             f"step {step}: {name} is not finite though its gradient was: the state is not saved; look into "
             f"the optimizer's schedule, then {back}"
         )
-
-
-def _noted(cursor: Cursor) -> dict[str, Any]:
-    """The cursor for the note of a checkpoint."""
-    note: dict[str, Any] = {"data": cursor.data}
-    if cursor.ahead:
-        note["ahead"] = [[position, noted(groups)] for position, groups in cursor.ahead]
-    if cursor.surplus:
-        places, groups = zip(*cursor.surplus, strict=True)
-        note["surplus"] = {"places": places, "groups": noted(groups)}
-    return note
-
-
-def _cursor(note: dict[str, Any]) -> Cursor:
-    """What was `_noted`."""
-    ahead = tuple((at, from_note(kept)) for at, kept in note.get("ahead", ()))
-    more = note.get("surplus")
-    surplus = tuple(zip(more["places"], from_note(more["groups"]), strict=True)) if more else ()
-    return Cursor(note["data"], ahead, surplus)
-
-
-def _measure(
-    components: Components,
-    sampler: Sampler,
-    journal: Journal,
-    clock: Clock,
-    stop: Stop,
-    examples: Examples[Any],
-    step: int,
-    *,
-    phase: str,
-) -> float:
-    """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
-    result, seconds = _timed(components, sampler, examples, clock, stop)
-    values = {f"eval/{name}": value for name, value in result.metrics().items()}
-    journal.record(step, phase, values | {"time/evaluation": seconds})
-    total = result.total
-    low, high = (100 * bound for bound in total.interval)
-    said = f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
-    if result.unchecked:
-        said = f"{said}, {result.unchecked} unchecked"
-    if not total.examples:
-        said = f"unknown: all {len(examples)} responses are unchecked"
-    journal.say(f"  step {step}: validation accuracy {said}")
-    return total.greedy
-
-
-def _test(
-    components: Components,
-    splits: Splits,
-    sampler: Sampler,
-    journal: Journal,
-    clock: Clock,
-    checkpoints: Checkpoints,
-    stop: Stop,
-) -> tuple[int, Result]:
-    """Tests the best checkpoint (else the newest) on the test set, which is read only here."""
-    read = lambda step: checkpoints.restore(step, components.like, part="params")
-    found = checkpoints.first_whole(read, prefer=checkpoints.best)
-    assert found is not None  # the last step was saved
-    step, params = found
-    loop.push(sampler, components.merged(params), step, clock, stop)
-    count = components.config.evaluation.examples or len(splits.test)
-    examples = [splits.test[i] for i in range(min(count, len(splits.test)))]
-    named = {"eval/accuracy", "time/evaluation"}
-    measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
-    share = len(examples) / len(splits.validation)
-    expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
-    journal.say(f"test of step {step} on {len(examples)} examples{expected}")
-    result, seconds = _timed(components, sampler, examples, clock, stop)
-    values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
-    journal.record(
-        components.config.last_step,
-        REINFORCE,
-        {**values, "test/step": step, "time/evaluation": seconds},
-    )
-    return step, result
-
-
-def _timed(
-    components: Components,
-    sampler: Sampler,
-    examples: Examples[Any],
-    clock: Clock,
-    stop: Stop,
-) -> tuple[Result, float]:
-    """Evaluates the sampler's policy on the examples; returns the seconds too."""
-    config, begun = components.config, time.perf_counter()
-    settings = config.evaluation
-    with clock("evaluation"):
-        result = evaluate(
-            sampler,
-            components.token_task(clock.beat, lambda: stop.asked),
-            examples,
-            components.sampling(temperature=settings.temperature, seed=config.seed),
-            samples=settings.samples,
-            by=settings.by,
-            stop=stop,
-        )
-    return result, time.perf_counter() - begun
-
-
-def _show(
-    components: Components,
-    journal: Journal,
-    step: int,
-    groups: list[Group],
-    look: loop.Look,
-) -> None:
-    """Writes the tokens of a few groups, and every so many steps samples of responses as text.
-
-    The samples are the first responses to the first four prompts.
-    """
-    config = components.config
-    ask = userfile.user_code("a prompt cannot be made")(components.task.prompt)
-    text = lambda group: as_text(ask(group.example))
-    if kept := groups[: config.keep_tokens]:
-        numbers = look(range(len(kept) * config.group_size))  # a program of all processes
-        if distributed.first():
-            from jaxrl_llm.training import tokens
-
-            tokens.write(journal.folder, step, kept, [*map(text, kept)], numbers)
-    every = config.show_samples_every
-    if not every or (step - 1 - config.warm_steps) % every:
-        return
-    first = [(group, group.trajectories[0]) for group in groups[:4]]
-    entries = [
-        (
-            text(group),
-            components.tokenizer.decode(one.tokens),
-            f"{one.reward}, by the weights of step {one.version}",
-        )
-        for group, one in first
-    ]
-    journal.samples(step, entries)
 
 
 def _summarise(

@@ -1,174 +1,206 @@
-"""The batches of a run's prompts, with responses; the next are sampled while the trainer updates."""
+"""The stream of groups that a run learns from; the next may be sampled while the trainer updates."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxrl_llm import distributed
 from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import StopRequested
-from jaxrl_llm.learning.groups import Group
+from jaxrl_llm.learning import reinforce
+from jaxrl_llm.learning.groups import Group, from_note, noted, trajectories
+from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.training.components import Components
+from jaxrl_llm.training.leaving import Stop
+from jaxrl_llm.training.log import RunLog
 
-E = TypeVar("E")
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """A position in the data, after the batches `ahead`, which were sampled for later steps.
-
-    Each is the position before it and its groups, those of all processes. `surplus` are groups for
-    the next batch, with the places of their examples in the data.
-    """
-
-    data: dict[str, int]
-    ahead: Sequence[tuple[dict[str, int], list[Group]]] = ()
-    surplus: Sequence[tuple[int, Group]] = ()
+Sampled = tuple[list[Group], float]  # this process's share of groups, and the seconds it took
 
 
 class _Batch(NamedTuple):
-    """A batch that is sampled ahead: the position before it, and this process's groups."""
+    """The prompts of a step that is to come: the position in the data before them, their groups."""
 
     data: dict[str, int]
     examples: list[Any]
-    own: Future[tuple[list[Group], float]]
+    own: futures.Future[Sampled]
 
 
-class Stream(Generic[E]):
-    """The batches of `data`; `sample(step, examples)` answers this process's share of each, and
-    `sample(step, examples, n)` those that `draw` added to the batch of `step` the nth time.
-    `whole(examples, own)` gathers the responses of all processes (None if one has none), and
-    `own(examples, whole)` takes this one's share. `cursor` resumes an earlier stream. `seconds` is
-    how long the last batch took to sample (0: restored from a checkpoint).
+class Rollouts:
+    """Groups in the order of the data, by the sampler's newest weights or, with `max_lag`, older ones.
+
+    `next` gives the groups of a step. Those whose rewards are all equal give way to groups of the
+    next prompts, in `max_resamples` rounds. Batches of up to `max_lag` steps to come are sampled in
+    the background meanwhile. With several processes each samples a share, and all have the whole.
     """
 
-    def __init__(
-        self,
-        data: Batches[E],
-        sample: Callable[..., list[Group]],
-        *,
-        whole: Callable[[list[E], list[Group] | None], list[Group] | None] = lambda _, own: own,
-        own: Callable[[list[E], list[Group]], list[Group]] = lambda _, whole: whole,
-        cursor: Cursor | None = None,
-    ):
-        self._data, self._sample, self._whole, self.seconds = data, sample, whole, 0.0
-        self._ahead: deque[_Batch] = deque()
-        for position, groups in cursor.ahead if cursor else ():
-            data.set_state(position)
-            batch = self._drawn()
-            there = [replace(x, example=e) for x, e in zip(groups, batch.examples, strict=True)]
-            batch.own.set_result((own(batch.examples, there), 0.0))
-        if cursor is not None:
-            data.set_state(cursor.data)
-        # groups for the next batch, with their places in the data; and those for the one after it
-        self._surplus = (
-            [(at, replace(x, example=data.at(at))) for at, x in cursor.surplus] if cursor else []
-        )
-        self._later: list[tuple[int, Group]] | None = None
-        self._taken = False  # from those ahead, and not learned from yet
-        self._mark()
-
-    def _drawn(self) -> _Batch:
-        """The next batch of the data, ahead of its step."""
-        self._ahead.append(_Batch(self._data.get_state(), next(self._data), Future()))
-        return self._ahead[-1]
-
-    def _mark(self) -> None:
-        """`cursor` goes on from here."""
-        self._reached, self._kept = self._data.get_state(), [*self._ahead]
-
-    def examples(self, count: int) -> list[E]:
-        """The examples of the next batch: those sampled ahead, or `count` more."""
-        return self._ahead[0].examples if self._ahead else self._data.draw(count)
+    def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
+        self._components, self._sampler, self._log, self._stop = components, sampler, log, stop
+        self._config, self._sampling = components.config, components.sampling()
+        self._task = components.token_task(log.clock.beat, lambda: stop.asked)
+        examples = components.splits.train
+        self._data = Batches(examples, self._config.prompts, seed=self._config.seed + 1)
+        self._ahead = deque[_Batch]()
+        self._entered: tuple[int, dict[str, int], list[_Batch]] | None = None  # `next`, and where
+        self._version: int | None = None  # the step of the sampler's weights
+        self._started, self._sync = False, dict[str, float]()
+        self._graded: list[Group] = []  # all that the step has sampled, and the seconds it took
+        self._seconds = 0.0
 
     @property
-    def surplus(self) -> list[Group]:
-        """Groups that were left over, for the next batch."""
-        return [group for _, group in self._surplus]
+    def sampler(self) -> Sampler:
+        """The engine that answers prompts."""
+        return self._sampler
 
-    @property
-    def ahead(self) -> int:
-        """How many batches are sampled, or being sampled, after the one from `take`."""
-        return len(self._ahead) - self._taken
+    def next(self, step: int) -> list[Group]:
+        """The graded groups to learn from after `step`, in all processes.
 
-    def take(self, step: int, examples: list[E]) -> list[Group]:
-        """This process's responses to the `examples` of the batch of `step`.
-
-        They come from `begin`, if it was called, or are sampled now.
+        StopRequested in all if one was asked to stop.
         """
-        self._taken = bool(self._ahead)
-        made = self._ahead[0].own.result() if self._taken else self._answer(step, examples)
-        own, self.seconds = made
-        return own
+        self._entered = step, self._data.get_state(), [*self._ahead]
+        self._graded, self._seconds = [], 0.0
+        for nth in range(self._config.max_resamples + 1):
+            useful = sum(not group.is_constant for group in self._graded)
+            if missing := self._config.prompts - useful:
+                batch = self._ahead.popleft() if self._ahead and not nth else None
+                examples = batch.examples if batch else self._data.draw(missing)
+                work = partial(self._answered, step, nth, examples, batch)
+                self._graded += self._task.together(examples, work, self._stop)
+        if self._config.max_resamples:
+            self._go_ahead(step)
+        # constant ones where there are no others; in the order of the data
+        preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
+        return [self._graded[i] for i in sorted(preferred[: self._config.prompts])]
 
-    def draw(self, count: int) -> list[E]:
-        """`count` more examples for the batch from `take`; before `begin`."""
-        return self._data.draw(count)
+    def _answered(
+        self, step: int, nth: int, examples: list[Any], batch: _Batch | None
+    ) -> list[Group]:
+        """This process's share of the groups, graded; sampled now unless it was ahead of the step."""
+        with self._log.phase("rollout"):
+            if batch is None:
+                own, seconds = self._sample(step, nth, examples)
+                self._log.clock.idle(self._sampler.counters.get("idle_seconds", 0.0))
+            else:
+                own, seconds = batch.own.result()
+            self._seconds += seconds
+        if not self._config.max_resamples:
+            self._go_ahead(step)  # before rewards, which may take as long
+        with self._log.phase("reward"):
+            return self._task.grade(own)
 
-    def answer(self, step: int, examples: list[E], nth: int) -> list[Group]:
-        """This process's responses to examples from the nth `draw` of a step."""
-        own, seconds = self._answer(step, examples, nth)
-        self.seconds += seconds
-        return own
+    def _sample(self, step: int, nth: int, examples: list[Any]) -> Sampled:
+        """This process's share of the responses; the seed is a function of step and round alone."""
+        start = time.perf_counter()
+        entropy = [self._config.seed, step, *([nth] if nth else [])]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        sampling = replace(self._sampling, seed=seed)
+        own = self._task.sample(
+            self._sampler, examples, n=self._config.group_size, sampling=sampling
+        )
+        return own, time.perf_counter() - start
 
-    def keep(self, drawn: Sequence[Group], chosen: Sequence[int]) -> None:
-        """Leaves these groups of the last `drawn` for the next step."""
-        first = self._data.get_state()["taken"] - len(drawn)
-        self._later = [(first + i, drawn[i]) for i in chosen]
-
-    def begin(self, step: int, count: int = 1) -> None:
-        """Starts sampling the next batches, those from `step` on, one by one in the background."""
-        batches = [self._drawn() for _ in range(count)]
+    def _go_ahead(self, step: int) -> None:
+        """After the last sampling for a step: begins that of the next steps, or makes room for the update."""
+        count = min(self._config.max_lag, self._config.last_step - step - 1)
+        if count < 1 and not self._ahead:
+            self.release()
+        if count < 1 or self._ahead:
+            return
+        batches = [self._next_batch() for _ in range(count)]
 
         def work() -> None:
-            for n, batch in enumerate(batches):
+            for n, batch in enumerate(batches, 1):
                 try:
-                    batch.own.set_result(self._answer(step + n, batch.examples))
+                    batch.own.set_result(self._sample(step + n, 0, batch.examples))
                 except BaseException as error:
-                    for other in batches[n:]:
+                    for other in batches[n - 1 :]:
                         other.own.set_exception(error)
                     return
 
         in_background(work)
 
-    def advance(self) -> None:
-        """The batch from `take` was learned from: `cursor` goes on after it."""
-        if self._taken:
-            self._ahead.popleft()
-        self._taken = False
-        if self._later is not None:
-            self._surplus = self._later
-        self._mark()
+    def _next_batch(self) -> _Batch:
+        self._ahead.append(_Batch(self._data.get_state(), next(self._data), futures.Future()))
+        return self._ahead[-1]
 
-    def settle(self) -> None:
-        """Waits until nothing is being sampled; raises errors of sampling.
+    def refresh(self, params: Any, step: int) -> None:
+        """Pushes, unless what the step and the one after it learn from is sampled, or being sampled."""
+        if len(self._ahead) < 2:
+            self.push(params, step)
 
-        A batch that a stop interrupts is sampled anew when the run goes on.
+    def push(self, params: Any, step: int) -> None:
+        """Has the sampler use these weights of a step, once it has answered what it was asked.
+
+        StopRequested in all processes if one was asked to stop; that cuts the wait for servers short.
         """
-        for batch in self._ahead:
-            with suppress(StopRequested):
-                batch.own.result()
-        self._mark()
+        if self._version == step:
+            return
+        self._settle()
+        # the first push starts servers, which may take minutes
+        with self._log.phase("sync" if self._started else "start"), suppress(StopRequested):
+            self._sampler.push(self._components.merged(params), step)
+        self._started, self._version, self._sync = True, step, self._sampler.sync
+        distributed.check(self._stop)
 
-    def cursor(self) -> Cursor:
-        """The position after the last batch learned from; all processes have to call it.
+    def release(self) -> None:
+        """Frees the memory that the sampler's weights take of the trainer's."""
+        if self._version is not None:
+            self._version = None
+            self._sampler.release()
 
-        It has the responses to those ahead that were there at `settle` or `advance`, up to the first
-        that any process has not.
+    def _settle(self) -> None:
+        """Waits until nothing is being sampled; `next` raises what went wrong."""
+        if self._ahead:
+            with self._log.phase("rollout"):
+                futures.wait([batch.own for batch in self._ahead])
+
+    def report(self, step: int, groups: list[Group]) -> dict[str, Any]:
+        """Metrics of the groups that `next(step)` gave, of all that it sampled, and of the last push."""
+        sync, self._sync = self._sync, {}
+        learned: Callable[..., dict[str, float]] = lambda *_: {}
+        if self._config.max_resamples:
+            learned = reinforce.describe_learned
+        return {
+            **reinforce.describe_answers(self._graded, self._seconds),
+            **learned(groups, self._graded),
+            "lag": step - min(one.version for one in trajectories(groups)),
+            **sync,
+        }
+
+    def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
+        """What a run that goes on after `step` begins with, for a note; all processes have to call it.
+
+        That is the position in the data and the batches ahead, up to the first that any process has
+        not; with `wait` they are all waited for. Groups that `next(step)` gave were not learned from.
         """
-        ahead: list[tuple[dict[str, int], list[Group]]] = []
-        for position, examples, own in self._kept:
-            there = own.done() and own.exception() is None
-            whole = self._whole(examples, own.result()[0] if there else None)
-            if whole is None:
-                return Cursor(dict(position), tuple(ahead))
-            ahead.append((dict(position), whole))
-        return Cursor(dict(self._reached), tuple(ahead), tuple(self._surplus))
+        if wait:
+            self._settle()
+        data, ahead = self._data.get_state(), [*self._ahead]
+        if self._entered is not None and self._entered[0] == step:
+            _, data, ahead = self._entered
+        kept = []
+        for batch in ahead:
+            there = batch.own.done() and batch.own.exception() is None
+            whole = self._task.whole(batch.examples, batch.own.result()[0] if there else None)
+            if whole is None:  # this and later ones are sampled anew
+                data = batch.data
+                break
+            kept.append([dict(batch.data), noted(whole)])
+        return {"data": dict(data), **({"ahead": kept} if kept else {})}
 
-    def _answer(self, step: int, examples: list[E], *nth: int) -> tuple[list[Group], float]:
-        start = time.perf_counter()
-        own = self._sample(step, examples, *nth)
-        return own, time.perf_counter() - start
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        for position, note in state.get("ahead", ()):
+            self._data.set_state(position)
+            batch = self._next_batch()
+            pairs = zip(from_note(note), batch.examples, strict=True)
+            groups = [replace(group, example=example) for group, example in pairs]
+            batch.own.set_result((self._task.own(batch.examples, groups), 0.0))
+        self._data.set_state(state["data"])

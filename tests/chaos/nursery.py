@@ -34,11 +34,11 @@ MOMENTS = (
     (storage, "locked", "start"),
     (run, "_resumed", "resume"),
     (imitate, "demonstrations", "warm_start"),
-    (stream.Stream, "take", "rollout"),
+    (stream.Rollouts, "next", "rollout"),
     (update, "place", "update"),
     (run, "evaluate", "evaluation"),
     (checkpoint.Checkpoints, "save", "save"),
-    (run, "_test", "end"),
+    (run.Run, "test", "end"),
 )
 REWARD = (task, "_plain", "reward")  # in a reward, where signals interrupt Python; not noted
 

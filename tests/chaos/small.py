@@ -24,7 +24,7 @@ def config(
     patience: float = 60.0,
     timeout: float = 3.0,
     max_lag: int = 0,
-    redraws: int = 0,
+    max_resamples: int = 0,
     steps: int = STEPS,
 ) -> Config:
     """For chaos.
@@ -36,7 +36,7 @@ def config(
         patience: seconds to wait for a server that is away.
         timeout: seconds for an answer.
         max_lag: how many steps to sample ahead.
-        redraws: how often groups of equal rewards are replaced.
+        max_resamples: how often groups of equal rewards are replaced.
         steps: of reinforcement.
     """
     engine = Native(slots=PROMPTS * GROUP, prefill_prompts=PROMPTS, block=24)
@@ -66,7 +66,7 @@ def config(
         engine=engine,
         ratios="sampler" if max_lag else "trainer",
         max_lag=max_lag,
-        redraws=redraws,
+        max_resamples=max_resamples,
         warm_start=WarmStart(WARM_STEPS, collate, optimizers.adamw(2e-3), batch=4),
         evaluation=Evaluation(every=2, validation=4, examples=4),
         save_every=1,

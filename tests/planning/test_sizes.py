@@ -16,7 +16,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.planning import machines, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.rollouts.engines import Native, Vllm
-from jaxrl_llm.training import loop, record
+from jaxrl_llm.training import phases, record
 from jaxrl_llm.training.folder import RunFolder
 from tests import tiny
 from tests.training import quick
@@ -201,7 +201,7 @@ def test_a_run_says_and_records_what_it_chose_and_keeps_to_it(
     def full(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
-    monkeypatch.setattr(loop, "reinforcement", full)
+    monkeypatch.setattr(phases.Reinforcement, "train_step", full)
     train = ("train", config_file, "--out", tmp_path / "run")
     with pytest.raises(SystemExit):
         main([*map(str, train)])
@@ -222,7 +222,7 @@ def test_a_run_says_and_records_what_it_chose_and_keeps_to_it(
 
 
 def test_sizes_that_are_given_are_no_choice(config_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "reinforcement", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(phases.Reinforcement, "train_step", lambda *_: 1 / 0)
     sized = ("--slots", "4", "--microbatches", "2")
     with pytest.raises(ZeroDivisionError):
         main(["train", str(config_file), "--out", str(tmp_path / "run"), *sized])

@@ -19,12 +19,14 @@ def test_a_step(now):
     with clock("save"):
         now[0] += 7.0
     now[0] += 3.0  # of no step
+    clock.idle(9.0)  # of what came before
     clock.restart()
     for phase, seconds in (("rollout", 2.0), ("reward", 1.0), ("collate", 1.0), ("update", 4.0)):
         with clock(phase):
             now[0] += seconds
     now[0] += 2.0
-    figures = clock.lap(1.0)
+    clock.idle(1.0)
+    figures = clock.lap()
     assert (figures["time/step"], figures["time/save"]) == (10.0, 7.0)
     assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
     assert figures["time/other"] == 5.0

@@ -111,7 +111,7 @@ def test_two_processes_take_the_steps_of_one(environment, pair, tmp_path):
 
 @pytest.mark.long
 def test_processes_draw_other_prompts_alike(environment, tmp_path):
-    flags = ("--redraws", "2", "--warm-steps", "0", "--steps", "1")
+    flags = ("--max-resamples", "2", "--warm-steps", "0", "--steps", "1")
     two = Job(environment, tmp_path / "two", 2, 2, *flags, config=QUICK).finished()
     one = Job(environment, tmp_path / "one", 1, 4, *flags, config=QUICK).finished()
     assert close(metrics(two), metrics(one))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import rich.console
@@ -15,8 +17,9 @@ from tensorboardX.proto import event_pb2
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.training import journal, loggers
-from jaxrl_llm.training.journal import METRICS, REINFORCE, Journal, Recorder
+from jaxrl_llm.training import journal, log, loggers
+from jaxrl_llm.training.journal import METRICS, REINFORCE, Journal
+from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.terminal import duration
 
 
@@ -336,15 +339,55 @@ def test_samples_are_quoted(tmp_path, opened):
     assert said.endswith("> \\x1b[2J\n\n**reward 1**\n\n> a\\rb\\u202e\n")
 
 
-def recorder(made, **how):
-    return Recorder(made, REINFORCE, range(20), 0, **{"most_unchecked": 0.5, "every": 8} | how)
+def begun(made, steps=range(20), start=0, every=8):
+    """The log of a phase, with no time of its own."""
+    clock: Any = SimpleNamespace(restart=lambda: None, lap=dict)
+    one = RunLog(made, clock, most_unchecked=0.5)
+    one.begin(REINFORCE, steps, start, every)
+    return one
+
+
+def make(one, step, figures):
+    with one.step(step):
+        one.later(lambda: figures)
 
 
 def test_a_step_is_recorded_when_it_is_flushed_and_once(tmp_path, opened):
-    one = recorder(opened())
-    one.hold(1, dict)
+    one = begun(opened())
+    make(one, 1, {})
     assert steps(tmp_path) == []
     one.flush()
+    one.flush()
+    assert steps(tmp_path) == [1]
+    make(one, 2, {})
+    make(one, 3, {})  # which has not flushed the one before
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_is_done_at_the_end_of_a_step_finds_it_made_and_its_record_is_whole(tmp_path, opened):
+    one, made = begun(opened()), []
+    one.clock.lap = lambda: {"time/step": 2.0}
+    with pytest.raises(UserError, match="full"), one.step(1):  # noqa: PT012
+        one.later(lambda: {"reward": 1.0})
+        one.at_end(lambda: (made.append("end"), errors_full())[0])
+        made.append("step")
+    one.flush()
+    assert made == ["step", "end"]
+    assert journal.read(tmp_path)[0] | {"phase": ""} == {
+        "step": 1, "phase": "", "reward": 1.0, "time/step": 2.0,
+    }  # fmt: skip
+
+
+def errors_full():
+    raise UserError("the disk is full")
+
+
+def test_a_step_that_was_not_made_leaves_no_record(tmp_path, opened):
+    one = begun(opened())
+    make(one, 1, {})
+    with pytest.raises(UserError), one.step(2):  # noqa: PT012
+        one.later(lambda: {})
+        errors_full()
     one.flush()
     assert steps(tmp_path) == [1]
 
@@ -353,49 +396,48 @@ FAILED = {"updates": 0, "skipped": 4, "reward": 0.0}
 
 
 def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
-    one = recorder(opened(said=(said := io.StringIO())))
+    one = begun(opened(said=(said := io.StringIO())))
     for step in (1, 2, 3):
-        one.check()
-        one.hold(step, lambda: FAILED)
+        make(one, step, FAILED)
         one.flush()
     assert [r["alarm/skipped"] for r in journal.read(tmp_path)] == [1, 1, 1]
     assert said.getvalue().count("warning: no gradient of the step was finite") == 1
     with pytest.raises(UserError, match="no gradient of the last 3 steps was finite"):
-        one.check()
-    recorder(opened(after=3)).check()  # resumed, it has three steps to do better
+        make(one, 4, FAILED)
+    one.flush()
+    assert steps(tmp_path)[-1] == 4
+    make(begun(opened(after=4)), 5, FAILED)  # resumed, it has three steps to do better
 
 
 def test_quick_steps_share_a_line(opened, monkeypatch):
     """The first, then one when 2 seconds have gone by, and the last."""
-    monkeypatch.setattr(journal.time, "monotonic", (i / 4 for i in range(999)).__next__)
-    one = recorder(opened(said=(said := io.StringIO())))
+    monkeypatch.setattr(log.time, "monotonic", (i / 4 for i in range(999)).__next__)
+    one = begun(made := opened(said=(said := io.StringIO())))
     for step in range(1, 21):
-        one.hold(step, lambda: {"updates": 1, "time/step": 0.25})
+        make(one, step, {"updates": 1, "time/step": 0.25})
         one.flush()
     shown = [int(n) for n in re.findall(r"^ +(\d+)/20 ", said.getvalue(), re.MULTILINE)]
     assert shown == [1, 9, 17, 20]  # the clock is read twice where a line is shown
-    assert len(journal.read(one._journal.folder)) == 20
+    assert len(journal.read(made.folder)) == 20
 
 
 @pytest.fixture
 def each(monkeypatch):
     """A line of every step."""
-    monkeypatch.setattr(journal, "_PACE", 0.0)
+    monkeypatch.setattr(log, "_PACE", 0.0)
 
 
 @pytest.mark.usefixtures("each")
 def test_each_line_says_how_long_the_phase_will_take(opened):
-    one = recorder(opened(said=(said := io.StringIO())))
-    one._journal.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
-    one.begin()
+    one = begun(made := opened(said=(said := io.StringIO())))
+    made.record(0, REINFORCE, {"eval/accuracy": 0.5, "time/evaluation": 20.0})
     for step in range(1, 6):
-        one.hold(step, lambda: {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
+        make(one, step, {"updates": 1, "time/step": 10.0, "time/compile": 30.0})
         one.flush()
     # 17 steps, and evaluations after 8, 16 and 20
     assert re.search(r"^ +3/20 .* 10\.00  3 min 50 s$", said.getvalue(), re.MULTILINE)
     assert "reinforce: the first step also compiles its programs\n" in said.getvalue()
-    again = Recorder(one._journal, REINFORCE, range(4), 3, 0.5, 8)
-    again.begin()
+    begun(made, range(4), 3)
     assert "compiles its programs, 30 s when it last did" in said.getvalue()
 
 
@@ -411,14 +453,12 @@ FIGURES = {
 @pytest.mark.usefixtures("each")
 @pytest.mark.parametrize("count", [40, 12_345])
 def test_each_step_is_a_line_of_80_columns_under_its_titles(opened, count):
-    one = Recorder(
-        opened(said=(said := io.StringIO())), REINFORCE, range(4, 4 + count), 4, 0.5, count
-    )
+    one = begun(opened(said=(said := io.StringIO())), range(4, 4 + count), 4, count)
     for step in range(5, 5 + 30):
         figures = {**FIGURES, "time/tokens_per_second": 1_234_567.0, "time/step": 900.0}
-        one.hold(step, lambda figures=figures: figures)
+        make(one, step, figures)
         one.flush()
-    one.hold(35, lambda: {"updates": 0})  # no response was checked
+    make(one, 35, {"updates": 0})  # no response was checked
     one.flush()
     lines = said.getvalue().splitlines()
     heads = [line for line in lines if line.startswith("reinforce ") and "reward" in line]

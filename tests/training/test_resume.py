@@ -74,12 +74,16 @@ def test_a_run_goes_back_to_an_earlier_step_and_keeps_the_later_ones(
     assert aside == {f"later-{step}-0" for step in there - {str(first)}}
 
 
+def quiet():
+    return run.Session(console=terminal.console(quiet=True))
+
+
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     """Gradients are finite, the optimizer's steps are not from the fourth on."""
     rate = lambda step: jnp.where(step < 3, 1e-3, jnp.nan)
     config = replace(quick.config(warm_steps=0), optimizer=optimizers.adamw(rate))
     with pytest.raises(UserError, match=r"step 4: .* is not finite though its gradient was"):
-        run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
+        run.train(config, tmp_path / "run", session=quiet())
     assert RunFolder(tmp_path / "run").checkpoints().steps == [0, 2, 3]  # all of them finite
 
 
@@ -114,17 +118,17 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
     config = replace(quick.config(steps=4, warm_steps=0), keep_checkpoints=1, save_every=4)
     scores, asked = {0: 0.1, 3: 0.5, 4: 0.9}, []
 
-    def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
+    def validate(run, phase, step):
         if step == 4 and not asked:
             asked.append(step)
             raise StopRequested
         names = ("accuracy", "accuracy_low", "accuracy_high")
         values = {f"eval/{name}": scores[step] for name in names}
-        journal.record(step, phase, values | {"time/evaluation": 1.0})
+        run.log.journal.record(step, phase, values | {"time/evaluation": 1.0})
         return scores[step]
 
-    monkeypatch.setattr(run, "_measure", measure)
-    go = partial(run.train, config, tmp_path / "run", console=terminal.console(quiet=True))
+    monkeypatch.setattr(run.Run, "validate", validate)
+    go = partial(run.train, config, tmp_path / "run", session=quiet())
     with pytest.raises(StopRequested):
         go()
     assert RunFolder(tmp_path / "run").checkpoints().steps == [3, 4]
@@ -142,16 +146,16 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
         heard.wait(2.0)
         inner(there, where)
 
-    def measure(made, sampler, journal, clock, stop, examples, step, *, phase):
+    def validate(run, phase, step):
         found.extend(RunFolder(tmp_path / "run").checkpoints().steps)
         heard.set()
         raise KeyError
 
     monkeypatch.setattr(Checkpoints, "_finish", late)
-    monkeypatch.setattr(run, "_measure", measure)
+    monkeypatch.setattr(run.Run, "validate", validate)
     config = quick.config(steps=4, warm_steps=0)
     with pytest.raises(KeyError):
-        run.train(config, tmp_path / "run", console=terminal.console(quiet=True))
+        run.train(config, tmp_path / "run", session=quiet())
     assert found == [0]
 
 
@@ -161,8 +165,7 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
     [
         ("--family", "gemma3"),
         ("--family", "qwen3_moe"),
-        ("--redraws", "2"),
-        ("--oversample", "2.5", "--ratios", "sampler", "--eta", "0"),
+        ("--max-resamples", "2"),
     ],
     ids=" ".join,
 )
@@ -412,7 +415,5 @@ def test_the_policy_before_reinforcement_is_kept_as_a_save(tmp_path, monkeypatch
     monkeypatch.setattr(run, "Clock", Noted)
     monkeypatch.setattr(Checkpoints, "replace", replace_all)
     with pytest.raises(KeyError):
-        run.train(
-            quick.config(warm_steps=1), tmp_path / "run", console=terminal.console(quiet=True)
-        )
+        run.train(quick.config(warm_steps=1), tmp_path / "run", session=quiet())
     assert phases == ["save"]

@@ -11,7 +11,6 @@ from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning.groups import TokenTask, from_note, noted, trajectories
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward
-from jaxrl_llm.training.stream import Stream
 from tests import tiny
 
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
@@ -33,6 +32,31 @@ def of_all(episodes):
         version=[3 + i // 4 for i in ROWS], **episodes,
     )  # fmt: skip
     return tiny.groups(made, examples=PROMPTS)
+
+
+@pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
+    """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
+    job, payloads, owners = distributed._Job(count=count), [], {}
+    words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
+    monkeypatch.setattr(distributed, "_JOB", job)
+    task, whole = TokenTask(words, words), of_all(episodes)
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
+    shares = []
+    for job.index in range(count):
+        shares.append(task.own(PROMPTS, whole))
+        for one in trajectories(shares[-1]):
+            assert owners.setdefault(tuple(one.prompt), job.index) == job.index
+        if count > 1:
+            assert (
+                task.whole(PROMPTS, shares[-1]) is None
+            )  # the others have none, says the gathering
+    monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
+    assert len(owners) == 4
+    found = task.whole(PROMPTS, shares[0])
+    assert found == whole
+    assert [group.example for group in found] == PROMPTS
 
 
 @pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])

@@ -1,7 +1,6 @@
 """The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
 
 import json
-import math
 import threading
 import time
 from functools import partial
@@ -14,19 +13,20 @@ import pytest
 import rich.console
 
 from jaxrl_llm import distributed
-from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning.groups import TokenTask, rewards, trajectories
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward, RewardSettings
-from jaxrl_llm.training import loop, run
+from jaxrl_llm.training import phases, run
 from jaxrl_llm.training.clock import Clock
-from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
+from jaxrl_llm.training.folder import RunFolder
+from jaxrl_llm.training.journal import REINFORCE, Journal
 from jaxrl_llm.training.leaving import Stop
-from jaxrl_llm.training.loop import Point
-from jaxrl_llm.training.stream import Cursor, Stream
-from tests import tiny
+from jaxrl_llm.training.log import RunLog
+from jaxrl_llm.training.phases import Imitation, Reinforcement, Resumed
+from jaxrl_llm.training.run import Run
+from jaxrl_llm.training.stream import Rollouts
 from tests.rollouts.fake import Scripted
 from tests.training.test_evaluate import WORDS
 from tests.training.test_evaluate import Echo as Digits
@@ -59,21 +59,19 @@ class Trial:
     """
 
     def __init__(self, folder, *, scores=(), at=None, task=Echo, reply=None, **changes):
-        self.log, self.saved, self.stop, self.at, self.task = [], {}, Stop(), at or {}, task
+        self.log, self.saved, self.stop, self.at = [], {}, Stop(), at or {}
         self.scores, self.demonstrate = dict(scores), str
         self.journal = Journal(folder, rich.console.Console(quiet=True))
         inner = self.journal.record
         self.journal.record = lambda step, *rest: (self.note(f"record {step}"), inner(step, *rest))
-        self.config = SimpleNamespace(
+        config = SimpleNamespace(
             steps=6, last_step=6, warm_steps=0, warm_start=None, prompts=2, group_size=1, seed=0,
-            evaluation=SimpleNamespace(every=3),
-            collate=None, optimizer=None, objective=None, sampling=Sampling(), order=None, ratios="trainer",
-            drop_even_groups=False, redraws=0, oversample=1.0, max_lag=0, most_unchecked=1.0,
-            offloads=lambda what: False, saves=lambda step: step % 2 == 0,
+            evaluation=SimpleNamespace(every=3), optimizer=None, max_resamples=0, max_lag=0, keep_tokens=0,
+            show_samples_every=0, keeps_reference=False, offloads=lambda what: False,
+            saves=lambda step: step % 2 == 0,
         )  # fmt: skip
-        vars(self.config).update(changes)
-        self.config.last_step = self.config.steps
-        self.config.draws_more = Config.draws_more.fget(self.config)
+        vars(config).update(changes)
+        config.last_step = config.steps
         imitation = SimpleNamespace(batch=list, update=lambda *args: self.update(*args))
         step = SimpleNamespace(
             batch=lambda groups: (trajectories(groups), rewards(groups)),
@@ -82,16 +80,22 @@ class Trial:
             update=lambda *args: self.update(*args),
             look=lambda *_: {},
         )
-        self.components = SimpleNamespace(
-            config=self.config, token_task=lambda *_: TokenTask(task(), WORDS),
-            sampling=lambda: Sampling(stop=(WORDS.eos,)), policy=None, collator=lambda _: None, mesh=None,
-            initial_params=lambda: jnp.int32(0), frozen=None, merged=lambda params: params, task=None,
+        components: Any = SimpleNamespace(
+            config=config, token_task=lambda *_: TokenTask(task(), WORDS), task=task(),
+            sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=SimpleNamespace(train=task.train),
+            initial_params=lambda: jnp.int32(0), merged=lambda params: params,
             step=lambda *_: step, imitation=lambda *_: imitation,
         )  # fmt: skip
-        self.sampler = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
-        self.sampler.counters, self.sampler.sync = {}, {}
+        sampler: Any = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
+        sampler.counters, sampler.sync = {}, {}
         for name in ("push", "release", "generate"):
-            setattr(self.sampler, name, partial(self._sampler, name, getattr(self.sampler, name)))
+            setattr(sampler, name, partial(self._sampler, name, getattr(sampler, name)))
+        log = RunLog(self.journal, Clock())
+        checkpoints: Any = SimpleNamespace(save=self.save, wait=lambda: None, steps=[])
+        rollouts = Rollouts(components, sampler, log, self.stop)
+        folder = RunFolder(folder)
+        self.run = Run(components, folder, checkpoints, log, rollouts, self.stop, None, None)
+        self.run.validate = self.validate
 
     def note(self, event):
         self.log.append(event)
@@ -105,44 +109,42 @@ class Trial:
         self.note(f"learn {self.log.count('learn') + 1}")
         return learn(state, responses), {}
 
-    def save(self, step, state, cursor):
+    def save(self, step, state, note):
         self.note(f"save {step}")
-        note = json.loads(json.dumps(run._noted(cursor)))
-        self.saved[step] = (state, run._cursor(note))
+        self.run.checkpoints.steps.append(step)
+        self.saved[step] = (state, json.loads(json.dumps(note)))
 
-    def evaluate(self, phase, step):
+    def validate(self, phase, step):
         self.note(f"evaluate {step}")
         score = self.scores.get(step, 0.0)
         self.journal.record(step, phase, {"eval/accuracy": score})
         return score
 
-    def reinforce(self, start=0):
+    def reinforce(self, resumed=None):
+        start = jnp.int32(0) if resumed is None else resumed
         with self.journal:
-            self.journal.start(after=start.step if isinstance(start, Point) else -1)
-            loop.reinforcement(
-                self.components, self.task.train, self.sampler, self.journal, self.stop, start,
-                jnp.int32(0), None, clock=Clock(), save=self.save, evaluate=partial(self.evaluate, REINFORCE),
-                show=lambda *_: None,
-            )  # fmt: skip
+            self.journal.start(after=resumed.step if resumed else -1)
+            run = self.run
+            run.fit(Reinforcement(run.components, run.rollouts, run.folder, start))
         return self
 
-    def imitate(self, start=None):
+    def imitate(self, resumed=None):
         collate = SimpleNamespace(response_length=5)
-        self.config.warm_start = SimpleNamespace(
+        self.run.components.config.warm_steps = 5
+        self.run.components.config.warm_start = SimpleNamespace(
             steps=5, evaluate_every=3, batch=2, optimizer=None, collate=collate, demonstration=self.demonstrate
         )  # fmt: skip
         with self.journal:
-            self.journal.start(after=start.step if start else -1)
-            return loop.warm_start(
-                self.components, Echo.train, self.sampler, self.journal, self.stop, start,
-                clock=Clock(), save=self.save, evaluate=partial(self.evaluate, WARM_START),
-            )  # fmt: skip
+            self.journal.start(after=resumed.step if resumed else -1)
+            phase = Imitation(self.run.components, self.run.rollouts, resumed)
+            return self.run.fit(phase).params
 
     @property
     def last(self):
         """Where it can go on: the newest of what was saved."""
         step = max(self.saved)
-        return step, *self.saved[step]
+        state, note = self.saved[step]
+        return Resumed(note["phase"], step, state, note)
 
 
 def figures(made):
@@ -160,10 +162,10 @@ def trial(tmp_path, monkeypatch):
         return trials[-1]
 
     monkeypatch.setattr(
-        loop.reinforce, "describe_update", lambda visits, described, host: {"updates": 1, **host}
+        phases.reinforce, "describe_update", lambda visits, described, host: {"updates": 1, **host}
     )
-    monkeypatch.setattr(loop.imitate, "describe", lambda visits, cut: {"updates": 1, "cut": cut})
-    monkeypatch.setattr(loop.update, "init_state", lambda params, *_, **__: State(params))
+    monkeypatch.setattr(phases.imitate, "describe", lambda *_: {"updates": 1})
+    monkeypatch.setattr(phases.update, "init_state", lambda params, *_, **__: State(params))
     return make
 
 
@@ -172,9 +174,9 @@ def test_the_order_of_a_run(trial):
     log = trial(scores={0: 0.9, 3: 0.5, 6: 0.4}).reinforce().log
     skipped = [event for event in log if event not in ("generate", "release")]
     assert ", ".join(skipped).replace("learn 1", "learn") == (
-        "save 0, push 0, evaluate 0, record 0, learn, push 1, learn, record 1, push 2, record 2, save 2, "
-        "learn, push 3, record 3, evaluate 3, record 3, save 3, learn, push 4, record 4, save 4, "
-        "learn, push 5, learn, record 5, push 6, record 6, evaluate 6, record 6, save 6"
+        "save 0, push 0, evaluate 0, record 0, learn, push 1, learn, record 1, record 2, save 2, "
+        "push 2, learn, record 3, push 3, evaluate 3, record 3, save 3, learn, record 4, save 4, "
+        "push 4, learn, push 5, learn, record 5, record 6, push 6, evaluate 6, record 6, save 6"
     )
 
 
@@ -199,7 +201,7 @@ def test_what_is_as_good_as_the_best_is_not_saved_for_it(trial, score):
 def test_a_start_beyond_the_end_is_the_end(trial):
     """Whoever has let it in: it would else go on for ever."""
     made = trial(steps=2, at={"learn 3": pytest.fail})
-    made.reinforce(Point(REINFORCE, 5, State(jnp.int32(0))))
+    made.reinforce(Resumed(REINFORCE, 5, State(jnp.int32(0)), {"data": data().get_state()}))
     assert "learn 1" not in made.log
 
 
@@ -261,51 +263,43 @@ def redrawn(**how):
     return {"group_size": 2, "task": Even, "reply": both, **how}
 
 
-@pytest.mark.parametrize(
-    ("redraws", "oversample", "ahead"),
-    [(0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1), (9, 1, 0), (9, 1, 1), (0, 2.5, 0), (1, 2, 0), (9, 2.5, 0)],
-)  # fmt: skip
-def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, redraws, oversample, ahead):
-    """Two groups a step; those that are left over are the first of the next step."""
-    how = redrawn(redraws=redraws, max_lag=ahead, oversample=oversample)
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("max_resamples", [0, 1, 9])
+def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, max_resamples, ahead):
+    """Two groups a step."""
+    how = redrawn(max_resamples=max_resamples, max_lag=ahead)
     made = trial(**how, steps=12, saves=lambda step: True)
-    learned, surplus = [], []
+    learned = []
     made.update = lambda state, made: (learned.append(made), (learn(state, made), {}))[1]
     made.reinforce()
-    stream = data(Even.train, seed=1)
+    stream = data(Even.train)
     records = [r for r in made.journal.records if "reward" in r]
     for responses, record in zip(learned, records, strict=True):
-        every = stream.draw(math.ceil(oversample * (2 - len(surplus))))
-        pool = surplus + every
-        for _ in range(redraws):
-            if (missing := 2 - sum(e % 2 for e in pool)) > 0:
-                more = stream.draw(math.ceil(oversample * missing))
-                every, pool = every + more, pool + more
-        order = sorted(range(len(pool)), key=lambda i: (pool[i] % 2 == 0, i))
-        kept = [pool[i] for i in sorted(order[:2])]
+        every = stream.draw(2)
+        for _ in range(max_resamples):
+            if (missing := 2 - sum(e % 2 for e in every)) > 0:
+                every = every + stream.draw(missing)
+        order = sorted(range(len(every)), key=lambda i: (every[i] % 2 == 0, i))
+        kept = [every[i] for i in sorted(order[:2])]
         prompts = [one.prompt[0] - 2 for one in responses]
         assert prompts == [e for e in kept for _ in range(2)]
         assert [len(one.tokens) for one in responses] == [2, 3, 2, 3]
         odd = [e % 2 for e in every]
         assert record["reward"] == sum(odd) / len(odd) / 2
         assert record["even_groups"] == pytest.approx(1 - sum(odd) / len(odd))
-        if redraws or oversample > 1:
+        if max_resamples:
             assert record["drawn"] == len(every)
             assert record["learned/reward"] == sum(e % 2 for e in kept) / 4
             assert record["learned/even_groups"] == sum(e % 2 == 0 for e in kept) / 2
         else:
             assert not {"drawn", "learned/reward"} & set(record)
-        if not ahead:
-            assert record["lag"] == (len(surplus) > 0)
-        surplus = [pool[i] for i in order[2:] if pool[i] % 2][:1] if oversample > 1 else []
-    if redraws == 9:
+        assert ahead or record["lag"] == 0
+    if max_resamples == 9:
         assert all(r["learned/even_groups"] == 0 for r in records)
-    assert stream.get_state() == made.last[2].data
-    assert oversample == 1 or any(r["lag"] for r in records)
+    assert stream.get_state() == made.last.note["data"]
 
 
-EARLY = [(0, {}), (1, {}), (3, {}), (0, redrawn(redraws=2)), (1, redrawn(redraws=2))]
-EARLY += [(0, redrawn(redraws=1, oversample=2.0))]
+EARLY = [(0, {}), (1, {}), (3, {}), (0, redrawn(max_resamples=2)), (1, redrawn(max_resamples=2))]
 
 
 @pytest.mark.parametrize(
@@ -322,12 +316,11 @@ def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happe
     try:
         made.reinforce()
     except (StopRequested, UserError):
-        step, state, cursor = made.last
         again = trial(**how)
-        again.reinforce(Point(REINFORCE, step, state, cursor))
+        again.reinforce(made.last)
         again.saved = made.saved | again.saved
         made = again
-    assert int(made.last[1].params) == int(whole.last[1].params)
+    assert int(made.last.state.params) == int(whole.last.state.params)
     assert figures(made) == expected
 
 
@@ -361,8 +354,10 @@ def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
         Echo(), WORDS, RewardSettings(stop_requested=stop_requested)
     )
     config = SimpleNamespace(warm_start=None)
-    made: Any = SimpleNamespace(config=config, task=Echo(), token_task=token_task)
-    run._try_reward(made, Echo.train[0], None, stop)  # pyright: ignore[reportArgumentType]
+    made: Any = SimpleNamespace(
+        config=config, task=Echo(), token_task=token_task, splits=SimpleNamespace(train=Echo.train)
+    )
+    run._try_reward(made, None, stop)  # pyright: ignore[reportArgumentType]
     assert stop.asked
 
 
@@ -394,7 +389,7 @@ def test_what_a_demonstration_raises_costs_no_step(trial, error):
     made.demonstrate = demonstrate
     with pytest.raises(UserError, match=f"a demonstration cannot be made: {type(error).__name__}"):
         made.imitate()
-    assert [*made.saved] == [4]
+    assert [*made.saved] == [3]
 
 
 def test_a_state_that_another_step_has_consumed_is_not_saved(trial):
@@ -416,7 +411,7 @@ def test_a_warm_start_keeps_no_copy_of_the_policy_beyond_an_evaluation(trial):
     log = (made := trial()).log
     assert int(made.imitate()) > 0
     assert ", ".join(log).replace("learn 1", "learn") == (
-        "learn, record 1, learn, record 2, save 2, learn, record 3, push 3, evaluate 3, record 3, release, "
+        "learn, learn, record 1, record 2, save 2, learn, record 3, push 3, evaluate 3, record 3, release, "
         "learn, record 4, save 4, learn, record 5"
     )
 
@@ -431,115 +426,112 @@ def test_a_warm_start_that_ends_early_goes_on_to_the_same(trial, event, happens)
     try:
         found = made.imitate()
     except (StopRequested, UserError):
-        step, state, cursor = made.last
-        assert step < 5  # whose checkpoint is that of reinforcement
-        found = trial().imitate(Point(WARM_START, step, state, cursor))
+        assert made.last.step < 5  # whose checkpoint is that of reinforcement
+        found = trial().imitate(made.last)
     assert int(found) == int(whole)
 
 
-# The stream of batches.
+# The stream of groups.
 
 
-def data(source=range(20), seed=3):
+def data(source=Echo.train, seed=1):
     return Batches(source, 2, seed=seed)
 
 
-def answer(step, examples):
-    made = tiny.trajectories(
-        [[e] for e in examples], [[step, e] for e in examples], [[-0.1] * 2] * 2, [True, False],
-        version=[step] * 2,
-    )  # fmt: skip
-    return tiny.groups(made, n=1, examples=examples)
-
-
-def taken(stream, step):
-    """The examples of the next batch, each with what was answered."""
-    groups = stream.take(step, stream.examples(2))
+def sampled(made, step):
+    """The groups of a step, each with its example and what was answered."""
+    groups = made.run.rollouts.next(step)
     return [(group.example, *group.trajectories) for group in groups]
 
 
-def test_a_stream_goes_on_from_its_cursor_with_what_was_sampled_ahead():
-    whole, stream = Stream(data(), answer), Stream(data(), answer)
-    made = []
+def state_of(made, step, *, wait=True):
+    return json.loads(json.dumps(made.run.rollouts.state_dict(step, wait=wait)))
+
+
+@pytest.fixture
+def pushed(trial):
+    """A trial whose sampler has weights, and goes on from a state."""
+
+    def make(state=None, **how):
+        made = trial(**{"max_lag": 1, "steps": 12, **how})
+        if state is not None:
+            made.run.rollouts.load_state_dict(state)
+        made.run.rollouts.push(jnp.int32(0), 0)
+        return made
+
+    return make
+
+
+def test_a_stream_goes_on_from_its_state_with_what_was_sampled_ahead(pushed):
+    whole, stream = pushed(), pushed()
     for step in range(3):
-        made.append(taken(whole, step))
-        assert taken(stream, step) == made[-1]
-        stream.advance()
-        stream.begin(step + 1)
-        stream.settle()
-    unused = lambda step, examples: pytest.fail("sampled again")
-    reached = stream.cursor()
-    assert taken(Stream(data(), unused, cursor=reached), 3) == taken(whole, 3)
-    taken(stream, 3)  # and not learned from
-    assert stream.cursor() == reached
-    stream.advance()
-    assert stream.cursor().ahead == ()
-    after = Stream(data(), answer, cursor=stream.cursor())
-    assert taken(after, 4) == taken(whole, 4)
+        assert sampled(stream, step) == sampled(whole, step)
+    reached = state_of(stream, 3)
+    again = pushed(reached, at={"generate": lambda: pytest.fail("sampled again")}, max_lag=0)
+    assert sampled(again, 3) == sampled(whole, 3)
+    sampled(stream, 3)  # and not learned from
+    assert state_of(stream, 3) == reached
+    again = pushed(state_of(stream, 4))
+    assert sampled(again, 4) == sampled(whole, 4)
 
 
-def test_several_batches_ahead_go_on_from_the_first_that_was_dropped():
+def test_several_batches_ahead_go_on_from_the_first_that_was_dropped(pushed):
     """Those before it are kept, with the position of each; one that is learned from is not."""
+    calls = iter(range(99))
 
-    def stopped(step, examples):
-        if step > 2:
+    def stopped():
+        if next(calls) > 2:
             raise StopRequested
-        return answer(step, examples)
 
-    whole, stream = Stream(data(), answer), Stream(data(), stopped)
-    stream.begin(0, 4)
-    stream.settle()
-    assert (taken(stream, 0), stream.ahead) == (taken(whole, 0), 3)
-    stream.advance()
-    cursor = stream.cursor()
-    assert len(cursor.ahead) == 2
-    again = Stream(data(), answer, cursor=cursor)
+    whole, stream = pushed(max_lag=3), pushed(max_lag=3, at={"generate": stopped})
+    assert sampled(stream, 0) == sampled(whole, 0)
+    state = state_of(stream, 1)
+    assert len(state["ahead"]) == 2
+    again = pushed(state, max_lag=3)
     for step in range(1, 6):
-        assert taken(again, step) == taken(whole, step)
-        again.advance()
-    assert again.cursor() == Cursor({**data().get_state(), "taken": 12})
+        assert sampled(again, step) == sampled(whole, step)
 
 
-def test_the_next_batch_is_sampled_while_the_caller_goes_on():
+def test_the_next_batch_is_sampled_while_the_caller_goes_on(pushed):
     entered, leave = threading.Event(), threading.Event()
+    calls = iter(range(99))
 
-    def slow(step, examples):
-        entered.set()
-        assert leave.wait(60)
-        return answer(step, examples)
+    def slow():
+        if next(calls):
+            entered.set()
+            assert leave.wait(60)
 
-    stream = Stream(data(), slow)
-    stream.begin(0)
+    stream = pushed(at={"generate": slow})
+    sampled(stream, 0)
     assert entered.wait(60)
+    assert "ahead" not in state_of(stream, 1, wait=False)
     leave.set()
-    stream.settle()
-    assert taken(stream, 0)[0][1].tokens[0] == 0
+    assert len(state_of(stream, 1)["ahead"]) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("step 7"), StopRequested()])
-def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_cursor_before_it(error):
-    def broken(step, examples):
-        raise error
+def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_state_before_it(pushed, error):
+    calls = iter(range(99))
 
-    stream = Stream(data(), broken)
-    stream.begin(7)
-    if isinstance(error, StopRequested):
-        stream.settle()
-    else:
-        with pytest.raises(ValueError, match="step 7"):
-            stream.settle()
-    assert stream.cursor() == Cursor(data().get_state())
+    def broken():
+        if next(calls):
+            raise error
+
+    stream = pushed(at={"generate": broken})
+    sampled(stream, 0)
+    state = state_of(stream, 1)
+    assert state == {"data": {**data().get_state(), "taken": 2}}
+    with pytest.raises(type(error)):
+        stream.run.rollouts.next(1)
+    assert state_of(stream, 1) == state
 
 
-def test_responses_are_brought_together_once():
-    calls = []
-    whole = lambda examples, groups: (calls.append(len(examples)), groups)[1]
-    stream = Stream(data(), answer, whole=whole)
-    stream.begin(0)
-    stream.settle()
-    cursor = stream.cursor()
-    for made in (stream, Stream(data(), answer, cursor=cursor, whole=whole)):
-        taken(made, 0)
-        made.advance()
-        made.cursor()
-    assert calls == [2]
+def test_the_sampler_has_the_weights_that_were_pushed(pushed):
+    """Not sent twice; but again where they were let go of."""
+    made = pushed(max_lag=0)
+    for step in (0, 0, 1):
+        made.run.rollouts.push(jnp.int32(0), step)
+    made.run.rollouts.release()
+    made.run.rollouts.release()
+    made.run.rollouts.push(jnp.int32(0), 1)
+    assert made.log == ["push 0", "push 1", "release", "push 1"]

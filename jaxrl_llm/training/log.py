@@ -1,0 +1,140 @@
+"""What a run tells of its steps: records, lines on the terminal, seconds by phase."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from statistics import fmean
+from typing import Any, Self
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.training import alarms
+from jaxrl_llm.training.clock import Clock
+from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
+from jaxrl_llm.training.terminal import duration
+
+_SHOWN = {  # columns of the line of a step: title, width, form
+    "loss": ("loss", 9, ".3f"),
+    "reward": ("reward", 8, ".2f"),
+    "accuracy": ("accuracy", 10, ".0%"),
+    "length": ("length", 8, ",.0f"),
+    "kl_reference": ("KL", 9, ".4f"),
+    "time/tokens_per_second": ("tokens/s", 11, ",.0f"),
+    "time/step": ("s/step", 9, ".2f"),
+}
+_COLUMNS = {WARM_START: ("loss", "time/step"), REINFORCE: tuple(_SHOWN)[1:]}
+_HEAD = 25  # lines after which the titles are said again
+_PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
+_RECENT = 10  # steps whose mean time tells how long the rest will take
+
+Figures = Callable[[], Mapping[str, Any]]
+
+
+class RunLog:
+    """The log of a run; in each step of a phase, `step` for the whole and `phase` for its parts.
+
+    A step is recorded by `flush`, while the devices work on the next one: fetching its metrics from
+    them would else keep both waiting. Alarms see all steps. An evaluation comes `every` so many
+    steps of the phase, and at its end.
+    """
+
+    def __init__(self, journal: Journal, clock: Clock, most_unchecked: float = 1.0):
+        self.journal, self.clock, self._most_unchecked = journal, clock, most_unchecked
+        self._pending: tuple[int, Figures] | None = None
+        self._figures: Figures = dict
+        self._at_end: list[Callable[[], None]] = []
+
+    def begin(self, phase: str, steps: range, start: int, every: int) -> None:
+        """Begins a phase, or goes on with it after step `start`; says that the first step compiles."""
+        self._phase, self._steps, self._every, self._said = phase, steps, every, set[str]()
+        mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
+        self._records = [r for r in self.journal.records if mine(r)]
+        self._before = len(self._records)
+        self._title, self._lines = phase.replace("_", " "), 0
+        self._next_line = -math.inf  # by the monotonic clock
+        if start < steps.stop:
+            before = max((r.get("time/compile", 0.0) for r in self._records), default=0.0)
+            known = f", {duration(before)} when it last did" if before else ""
+            self.journal.say(f"{self._title}: the first step also compiles its programs{known}")
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Self]:
+        """For the block, makes the step: what it gave to `at_end` is called when it has ended.
+
+        Its record is whole even if that raises. A UserError if the run should not go on.
+        """
+        self.clock.restart()
+        self._at_end = []
+        yield self
+        self.flush()  # the step before, where the phase has not done so
+        seconds: dict[str, float] = {}
+        figures = self._figures
+        self._pending = step, lambda: {**figures(), **seconds}
+        try:
+            for work in self._at_end:
+                work()
+        finally:
+            seconds |= self.clock.lap()
+        self._require_progress()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """For the block, counts the time for a part of the step, or for what comes between steps."""
+        return self.clock(name)
+
+    def later(self, figures: Callable[..., Mapping[str, Any]], *args: Any) -> None:
+        """Gives the step's metrics; `figures(*args)` may wait for the devices."""
+        self._figures = partial(figures, *args)
+
+    def at_end(self, work: Callable[..., None], *args: Any) -> None:
+        """Has `work(*args)` called when the step has been made: its errors cost no step."""
+        self._at_end.append(partial(work, *args))
+
+    def flush(self) -> None:
+        """Records the last step, if it is not yet, and prints new alarms."""
+        if self._pending is None:
+            return
+        (step, figures), self._pending = self._pending, None
+        values = figures()
+        self._records.append({name: float(value) for name, value in values.items()})
+        found = alarms.alarms(self._records)
+        alarmed = {f"alarm/{kind}": 1 for kind in found}
+        self.journal.record(step, self._phase, {**values, **alarmed})
+        self._records[-1] = self.journal.records[-1]  # kept once
+        self._show(step, values)
+        for kind, text in found.items():
+            if kind not in self._said:
+                self._said.add(kind)
+                self.journal.say(f"  step {step}: warning: {text}", "yellow")
+
+    def _require_progress(self) -> None:
+        """A UserError if the steps recorded by this process show that the run should not go on."""
+        here = self._records[max(self._before, len(self._records) - alarms.WINDOW) :]
+        if reason := alarms.reason_to_stop(here, self._most_unchecked):
+            raise UserError(reason)
+
+    def _show(self, step: int, values: Mapping[str, Any]) -> None:
+        """A line of at most 80 columns: the step, its figures, and how long the phase will go on."""
+        done, total = step - self._steps.start, len(self._steps)
+        if time.monotonic() < self._next_line and done < total:
+            return
+        self._next_line = time.monotonic() + _PACE
+        recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
+        columns = [(name, *_SHOWN[name]) for name in _COLUMNS[self._phase]]
+        if self._lines % _HEAD == 0:
+            titles = "".join(f"{title:>{width}}" for _, title, width, _ in columns)
+            self.journal.say(f"{self._title:<13}{titles}{'left':>12}")
+        self._lines += 1
+        cells = [
+            f"{format(float(values[name]), form) if name in values else '-':>{width}}"
+            for name, _, width, form in columns
+        ]
+        left = duration(self._left(done, fmean(recent))) if recent else "-"
+        self.journal.say(f"{f'{done}/{total}':>13}{''.join(cells)}{left:>12}")
+
+    def _left(self, done: int, seconds: float) -> float:
+        """The rest of the phase at so many seconds a step, with its evaluations if one is known."""
+        total, named = len(self._steps), {"eval/accuracy", "time/evaluation"}
+        due = sum(step > done for step in {*range(self._every, total, self._every), total})
+        known = [r["time/evaluation"] for r in self.journal.records if named <= r.keys()]
+        return (total - done) * seconds + due * min(known, default=0.0)
