@@ -305,8 +305,8 @@ class Config:
             )
         if self.max_resamples and self.max_lag > 1:
             raise UserError(
-                f"config: max_resamples = {self.max_resamples} would wait for what is sampled ahead, and "
-                f"get weights by where the run was resumed: set max_lag = {self.max_lag} to 1, or max_resamples to 0"
+                f"config: max_resamples = {self.max_resamples} would wait for what is sampled ahead, "
+                f"and get weights by where the run was resumed: set max_lag to 1, or max_resamples to 0"
             )
 
     @cached_property

@@ -96,7 +96,7 @@ def test_max_lag_needs_weights_of_its_own_and_fresh_groups():
     made = load("kk_tiny").config
     with pytest.raises(UserError, match="max_lag = 2 needs an engine with weights of its own"):
         made(max_lag=2)
-    with pytest.raises(UserError, match="set max_lag = 2 to 1"):
+    with pytest.raises(UserError, match="set max_lag to 1"):
         made(max_lag=2, max_resamples=1, vllm="python")
     assert made(max_lag=1, max_resamples=1, vllm="python").max_lag == 1
     with pytest.raises(UserError, match="max_lag"):

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import distributed
-from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning.groups import TokenTask, from_note, noted, trajectories
-from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward
 from tests import tiny
 
@@ -57,47 +55,6 @@ def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
     found = task.whole(PROMPTS, shares[0])
     assert found == whole
     assert [group.example for group in found] == PROMPTS
-
-
-@pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
-    """Every prompt belongs to one process, equal ones to the same; what is gathered is in the order of prompts."""
-    job, payloads, owners = distributed._Job(count=count), [], {}
-    words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
-    monkeypatch.setattr(distributed, "_JOB", job)
-    task, whole = TokenTask(words, words), of_all(episodes)
-    monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
-    shares = []
-    for job.index in range(count):
-        shares.append(task.own(PROMPTS, whole))
-        for one in trajectories(shares[-1]):
-            assert owners.setdefault(tuple(one.prompt), job.index) == job.index
-        if count > 1:
-            assert (
-                task.whole(PROMPTS, shares[-1]) is None
-            )  # the others have none, says the gathering
-    monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
-    assert len(owners) == 4
-    found = task.whole(PROMPTS, shares[0])
-    assert found == whole
-    assert [group.example for group in found] == PROMPTS
-
-
-def test_a_batch_that_one_process_dropped_is_dropped_by_all():
-    """All gather before they save, also the one that has nothing to bring."""
-    met = []
-
-    def sample(step, examples):
-        raise StopRequested
-
-    batches = Batches(list(range(20)), 2, seed=3)
-    stream = Stream(batches, sample, whole=lambda examples, own: met.append(own))
-    before = stream.cursor()
-    stream.begin(0)
-    stream.settle()
-    assert stream.cursor() == before
-    assert met == [None]
 
 
 @pytest.mark.parametrize("episodes", [{}, EPISODES], ids=["one turn", "episodes"])
