@@ -75,6 +75,7 @@ class RunLog:
             for work in self._at_end:
                 work()
         finally:
+            self._at_end = []  # what they hold of the step is let go
             seconds |= self.clock.lap()
         self._require_progress()
 

@@ -76,10 +76,8 @@ class Imitation:
         assert warm is not None
         self.steps, self.every = range(warm.steps), warm.evaluate_every or warm.steps
         self._components, self._rollouts, self._resumed = components, rollouts, resumed
-        self._warm, self._data = (
-            warm,
-            Batches(components.splits.train, warm.batch, seed=components.config.seed),
-        )
+        self._optimizer = warm.optimizer
+        self._data = Batches(components.splits.train, warm.batch, seed=components.config.seed)
         self._demonstrate = partial(
             imitate.demonstrations,
             components.token_task(),
@@ -91,7 +89,7 @@ class Imitation:
         components, resumed, self._resumed = self._components, self._resumed, None
         if resumed is None:
             params, offload = components.initial_params(), components.config.offloads("optimizer")
-            step, state = 0, update.init_state(params, self._warm.optimizer, offload=offload)
+            step, state = 0, update.init_state(params, self._optimizer, offload=offload)
         else:
             self._data.set_state(resumed.note["data"])
             step, state = resumed.step, resumed.state
