@@ -12,6 +12,7 @@ from tests.processes import QUICKLY
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join([
     "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # after 40 it would end the process
     QUICKLY,
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
@@ -20,8 +21,7 @@ import jax
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Programs queued without waiting can starve each other's reductions where devices outnumber cores, and
-# XLA ends a process whose reduction waits for 40 seconds.
+# Programs queued without waiting can starve each other's reductions where devices outnumber cores.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 

@@ -172,7 +172,7 @@ def alone(*words):
     """Runs Python in a process of its own, on one device, as a user has it."""
     settings = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     settings["PYTHONPATH"] = str(ROOT)
-    subprocess.run([sys.executable, *words], env=settings, check=True, timeout=900)
+    subprocess.run([sys.executable, *words], env=settings, check=True, timeout=3600)
 
 
 @pytest.mark.long

@@ -155,7 +155,7 @@ class Cluster:
     def run(self, text, *words):
         return subprocess.run(
             self.command(text, *words), cwd=self.folder, env=self.environment, text=True,
-            capture_output=True, timeout=100, check=False,
+            capture_output=True, timeout=600, check=False,
         )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_told_to_stop_the_trainer_may_save(folder, name, code):
                 time.sleep(0.02)
             tell = os.killpg if name == "slurm.sh" else os.kill
             tell(running.pid, signal.SIGTERM)
-            assert running.wait(timeout=100) == code
+            assert running.wait(timeout=600) == code
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)

@@ -131,9 +131,9 @@ def _answer(code: str, seconds: float, memory: int) -> str:
     folder = tempfile.mkdtemp(dir=sys.argv[1])
     try:
         reader, writer = os.pipe()
-        end = time.monotonic() + _SLOWER * seconds
+        end, worker = time.monotonic() + _SLOWER * seconds, os.getpid()
         if not (pid := os.fork()):
-            _run(code, seconds, memory, folder, writer)
+            _run(code, seconds, memory, folder, writer, worker)
         os.close(writer)
         while len(said) <= 4 * _OUTPUT and wait([reader], left()):  # in UTF-8
             if not (piece := os.read(reader, 1 << 16)):
@@ -158,7 +158,7 @@ def _answer(code: str, seconds: float, memory: int) -> str:
     return json.dumps(text.strip() or "(nothing was printed)")
 
 
-def _run(code: str, seconds: float, memory: int, folder: str, writer: int) -> NoReturn:
+def _run(code: str, seconds: float, memory: int, folder: str, writer: int, worker: int) -> NoReturn:
     """Becomes the program; what it prints goes to `writer`."""
     try:
         os.setsid()
@@ -174,6 +174,8 @@ def _run(code: str, seconds: float, memory: int, folder: str, writer: int) -> No
         tempfile.tempdir, sys.argv = folder, ["program.py"]
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         _limit(seconds, memory, folder)
+        if os.getppid() != worker:  # it ended before that would have ended this one
+            os._exit(0)
         exec(compile(code, "program.py", "exec"), vars(main))  # noqa: S102 (what this is for)
     except SystemExit:
         pass

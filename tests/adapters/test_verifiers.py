@@ -182,7 +182,7 @@ def test_an_episode_that_is_given_up_ends(task, monkeypatch):
     known.prompts([row])
     monkeypatch.setattr(task, "_start", lambda _: start)
     known.played([row], [["ask"]])  # and then nothing
-    with httpx.Client(**{**task.server, "timeout": 20}) as client:
+    with httpx.Client(**{**task.server, "timeout": 300}) as client:
         assert client.post("/step", json={"id": start["id"]}).text == "the episode is over"
 
 
@@ -224,7 +224,7 @@ def test_an_episode_that_is_given_up_waits_for_no_server(monkeypatch):
         episode._name = "one"
         ending = threading.Thread(target=episode.__del__, daemon=True)
         ending.start()
-        ending.join(20)
+        ending.join(120)
         assert not ending.is_alive()
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", help="a kind; may be given again; a word of it will do"
     )
-    parser.add_argument("--bound", type=float, default=240.0, help="seconds that any run may take")
+    parser.add_argument("--bound", type=float, default=900.0, help="seconds that any run may take")
     parser.add_argument(
         "--vllm", action="store_true", help="beside a real vLLM, whose Python is JAXRL_VLLM_PYTHON"
     )

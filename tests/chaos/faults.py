@@ -89,6 +89,7 @@ def jumped(scene: Scene, draw: random.Random, whole: Undisturbed) -> str:
     """
     after = whole.operation(draw)
     seconds = draw.choice((-1, 1)) * draw.randrange(3600, 48 * 3600)
+    scene.told = (signal.SIGTERM,)
     scene.start(-1, -1, 0, after, seconds, flags=("--grace", "5"))
     scene.until(within=3 * whole.seconds + 30)
     stuck = ", SIGTERM" if scene.status is None else ""

@@ -112,7 +112,7 @@ class Scene:
     nursery: Nursery
     folder: Path
     flags: list[str] = field(default_factory=list)
-    bound: float = 240.0
+    bound: float = 900.0
     environment: dict[str, str] = field(default_factory=dict)
     proxy: Proxy | None = None
     config: Path = CONFIG
@@ -244,7 +244,7 @@ class Scene:
             self.signal(signal.SIGKILL)
             self.until()
 
-    def require_none_left(self, seconds: float = 25.0) -> None:
+    def require_none_left(self, seconds: float = 120.0) -> None:
         """A Finding if a process is left after so long."""
         end = time.monotonic() + seconds
         while found := self.processes():

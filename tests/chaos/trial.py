@@ -72,7 +72,7 @@ def table(trials: list[Trial]) -> str:
 class Stage:
     """What trials share: the process that runs are forked from, a server, the undisturbed runs."""
 
-    def __init__(self, scratch: Path, bound: float = 240.0):
+    def __init__(self, scratch: Path, bound: float = 900.0):
         self.scratch, self.bound = scratch.absolute(), bound
         self.nursery = Nursery(self.scratch)
         self._server: Standin | None = None

@@ -24,7 +24,7 @@ def transformers(script: str, *arguments) -> None:
     """Runs transformers_SCRIPT.py with torch."""
     python = needed("JAXRL_TORCH_PYTHON", "an interpreter with torch and transformers")
     path = HERE / f"transformers_{script}.py"
-    subprocess.run([python, str(path), *map(str, arguments)], check=True, timeout=900)
+    subprocess.run([python, str(path), *map(str, arguments)], check=True, timeout=3600)
 
 
 def real_model(folder: pathlib.Path) -> pathlib.Path:
@@ -46,4 +46,4 @@ def browser(
     python = needed("JAXRL_BROWSER_PYTHON", "an interpreter with playwright, beside chromium")
     axe = [needed("JAXRL_AXE", "axe.min.js of axe-core")] if readable else []
     command = [python, HERE / "browser.py", kind, page, pictures, *axe]
-    subprocess.run([*map(str, command)], check=True, timeout=300)
+    subprocess.run([*map(str, command)], check=True, timeout=1800)

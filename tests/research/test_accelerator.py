@@ -49,13 +49,13 @@ def dies(settings):
 
 def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
     """A check that raises, one that hangs and one that dies are WRONG, and the next is made."""
-    after = Check(4, "kernels", checks.kernels, 60)
+    after = Check(4, "kernels", checks.kernels, 600)
     wrong = [
-        Check(1, "raises", raises, 60),
+        Check(1, "raises", raises, 600),
         Check(2, "hangs", hangs, 0.1),
-        Check(3, "dies", dies, 60),
+        Check(3, "dies", dies, 600),
     ]
-    first = Check(0, "environment", checks.environment, 60)
+    first = Check(0, "environment", checks.environment, 600)
     monkeypatch.setattr(accelerator, "every", lambda models: [first, *wrong, after])
     found, code = told(tmp_path, "")
     assert code == 2

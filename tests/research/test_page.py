@@ -236,7 +236,7 @@ def test_a_served_page_says_what_is_wrong_in_any_script(run, tmp_path):
     with server:
         (folder / "tokens" / "step-000004.npz").write_bytes(b"")
         with pytest.raises(urllib.error.HTTPError, match="503") as error:
-            urllib.request.urlopen(server.address, timeout=30)
+            urllib.request.urlopen(server.address, timeout=300)
         assert "пробег/tokens/step-000004.npz cannot be read" in error.value.read().decode()
         server.shutdown()
 
@@ -245,7 +245,7 @@ def test_a_served_page_wants_its_key_and_shows_new_steps(run, capsys):
     server = view.server((str(run),), 1000, 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with server:
-        get = lambda where: urllib.request.urlopen(where, timeout=30).read().decode()
+        get = lambda where: urllib.request.urlopen(where, timeout=300).read().decode()
         address = server.address
         assert json.loads(get(address + "data"))["live"]
         assert "<html" in get(address)
@@ -271,7 +271,7 @@ def test_one_request_at_a_time_reads_the_runs(run, monkeypatch):
     monkeypatch.setattr(page, "gathered", slow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with server, futures.ThreadPoolExecutor(3) as threads:
-        read = lambda _: urllib.request.urlopen(server.address, timeout=60).status
+        read = lambda _: urllib.request.urlopen(server.address, timeout=300).status
         assert [*threads.map(read, range(3))] == [200] * 3
         server.shutdown()
     assert most == [1] * 3

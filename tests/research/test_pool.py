@@ -106,15 +106,16 @@ def test_runs_save_and_end_when_the_study_is_killed(tmp_path, number):
     assert not ended()
     parent.send_signal(number)
     assert parent.wait() == (-number if number == signal.SIGKILL else 0)
-    until(ended, seconds=20)
+    until(ended, seconds=120)
     assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 def test_a_command_has_its_number_of_cores(run, tmp_path):
     before = os.sched_getaffinity(0)
-    tells = "import os; print(os.environ['NPROC'], *os.sched_getaffinity(0), flush=True)"
-    run({"a": tells + "; import time; time.sleep(1)", "b": tells}, workers=2)
+    tells = "import os, time; print(os.environ['NPROC'], *os.sched_getaffinity(0), flush=True)"
+    waits = "\nwhile not os.path.exists('begun'): time.sleep(0.01)"
+    run({"a": tells + waits, "b": tells + "; open('begun', 'w')"}, workers=2)
     said = [(tmp_path / f"{name}.log").read_text().split() for name in "ab"]
     assert [(threads, len(cores)) for threads, *cores in said] == [("1", 1)] * 2
     assert said[0] != said[1] or len(before) == 1

@@ -183,6 +183,12 @@ if __name__ == "__main__":
     assert (known.model / "config.json").exists()
     hangs = pathlib.Path(os.environ.get("FAKE_HANGS", "/nonexistent"))
     healthy = ("/health",) if os.environ.get("FAKE_HEALTHY") else ()
-    answer = lambda path, *_: time.sleep(600) if hangs.exists() and path not in healthy else None
+
+    def answer(path, *_):
+        if hangs.exists() and path not in healthy:
+            time.sleep(600)
+        if path == "/health" and "FAKE_SEEN" in os.environ:
+            pathlib.Path(os.environ["FAKE_SEEN"]).touch()
+
     Fake(path=known.uds, key=os.environ["VLLM_API_KEY"], fault=answer)
     time.sleep(600)

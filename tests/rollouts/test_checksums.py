@@ -200,7 +200,7 @@ def started_with(dtype="bfloat16"):
 
 def sampler(fake, root, dtype="bfloat16", shape=SHAPE, patience=5.0):
     return VllmSampler(
-        [Server(fake.url, "key", 5.0)],
+        [Server(fake.url, "key", 120.0)],
         WeightSync(root, patience=patience),
         served(shape),
         dtype=dtype,
@@ -223,7 +223,7 @@ def test_a_sound_server_has_the_trainers_weights(tmp_path, size, dtype):
         figures = pushed(fake, tmp_path, weights(1), dtype)
         assert fake.asked == ["jaxrl_reload", "jaxrl_checksums"]
     assert figures["sync/proof"] == 1.0
-    assert 0 < figures["sync/proof_seconds"] < 60
+    assert 0 < figures["sync/proof_seconds"] < 600
 
 
 def test_log_probs_are_compared_once_a_start_where_checksums_prove_the_rest(tmp_path):

@@ -71,7 +71,7 @@ def test_plain_http_leaves_this_machine_only_if_told_to(url, private):
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
-DRIP = [b"x"] * 1000
+DRIP = [b"x"] * 6000  # two minutes
 JSON = b'{"weight_version": "a-1"}'
 
 
@@ -110,9 +110,9 @@ def answering(pieces, pause=0.0):
         lambda: [HEAD, *([b"X: y\r\n"] * 90), *DRIP],
         lambda: [HEAD + b"Content-Length: 1000\r\n\r\n", *DRIP],
         lambda: [HEAD + b"\r\n", *DRIP],
-        lambda: [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *([b"1\r\nx\r\n"] * 1000)],
-        lambda: [HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", *([b"X: y\r\n"] * 1000)],
-        lambda: [b"HTTP/1.1 100 Continue\r\n\r\n"] * 1000,
+        lambda: [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *([b"1\r\nx\r\n"] * 6000)],
+        lambda: [HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", *([b"X: y\r\n"] * 6000)],
+        lambda: [b"HTTP/1.1 100 Continue\r\n\r\n"] * 6000,
         lambda: [],
     ],
 )
@@ -121,23 +121,22 @@ def test_a_drip_does_not_outlast_the_deadline(pieces):
         start = time.monotonic()
         with pytest.raises(NoAnswer):
             run(Server(url, timeout=0.3).label())
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 60
 
 
 def test_a_request_that_is_not_read_ends_too():
     with socket.create_server(("127.0.0.1", 0), backlog=4) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        start, body = time.monotonic(), {"prompt": "x" * (32 * MEGABYTES)}
+        body = {"prompt": "x" * (32 * MEGABYTES)}
         with pytest.raises(NoAnswer, match="time"):
             run(Server(url, timeout=0.3).post("/v1/completions", body))
-        assert time.monotonic() - start < 30
 
 
 def test_long_responses_have_more_time():
-    """Two seconds for eight tokens are no timeout of 0.5 s and a quarter of a second each."""
+    """A second and a half for 400 tokens is no timeout of 0.5 s and a quarter of a second each."""
     with Fake(seconds=1.5) as fake:
         server = Server(fake.url, "key", timeout=0.5)
-        assert len(run(server.complete([1], Sampling(max_tokens=8), 0, 50)).tokens) == 8
+        assert len(run(server.complete([1], Sampling(max_tokens=400), 0, 50)).tokens) == 400
         with pytest.raises(NoAnswer, match="time"):
             run(server.complete([1], Sampling(max_tokens=1), 0, 50))
 
@@ -163,7 +162,7 @@ def test_a_flood_costs_no_memory(pieces):
     with answering(pieces) as url:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(NoAnswer):
-            run(Server(url, timeout=20).label())
+            run(Server(url, timeout=120).label())
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 

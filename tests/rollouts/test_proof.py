@@ -85,7 +85,7 @@ def sampler_of(fake, root):
         score=logps_of,
     )
     return VllmSampler(
-        [Server(fake.url, "key", 5.0)],
+        [Server(fake.url, "key", 120.0)],
         WeightSync(root, patience=0.5),
         served,
         dtype="bfloat16",

@@ -32,6 +32,7 @@ from tests.rollouts.test_vllm import (
     sampler_of,
     server_folder,
 )
+from tests.training.process import port
 
 MEGABYTES = 2**20
 DRAW = np.random.default_rng(0)
@@ -247,7 +248,7 @@ def test_a_host_that_lost_them_half_way_gets_them_from_the_beginning(root, there
 def test_a_host_that_starts_anew_gets_them_again(root, there):
     """The server comes back without weights, label and files in the middle of a rollout."""
     with contextlib.ExitStack() as stack:
-        fake = stack.enter_context(Elsewhere(there))
+        fake = stack.enter_context(Elsewhere(there, port=port()))
         made = carried(fake, root=root)
         made.push(WEIGHTS, 7)
         fake.die()
@@ -413,7 +414,7 @@ def test_neither_side_holds_more_than_pieces_in_memory(tmp_path, there, monkeypa
         file.truncate(64 * MEGABYTES)
 
     with counting_listener() as (url, counted):
-        server = Server(url, "key", 60.0)
+        server = Server(url, "key", 600.0)
         tracemalloc.start()
         try:
             run(sync.send_file(server, path, "a"))

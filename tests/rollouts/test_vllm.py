@@ -24,6 +24,7 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server
 from jaxrl_llm.rollouts.vllm.sampler import Request, VllmSampler, answer_all, make_requests
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from tests.rollouts.fake_vllm import LOGP, Fake, completion, tokens_of
+from tests.training.process import port
 
 SAMPLING = Sampling(max_tokens=4)
 PROMPTS = [[1, 2], [3, 4], [5]]
@@ -37,9 +38,9 @@ def _quick(monkeypatch):
     monkeypatch.setattr(client, "CHECK_SECONDS", 0.05)
 
 
-def sampler_of(*fakes, root, key="key", timeout=5.0, expected=LOGP, **settings):
+def sampler_of(*fakes, root, key="key", timeout=120.0, expected=LOGP, **settings):
     settings = {"dtype": "float32", "concurrency": 4} | settings
-    waiting = {"patience": settings.pop("patience", 30.0)}
+    waiting = {"patience": settings.pop("patience", 120.0)}
     root.mkdir(exist_ok=True)
     served = SimpleNamespace(
         adapter=None,
@@ -162,10 +163,10 @@ def test_a_server_that_hangs_costs_a_timeout(tmp_path):
 
     def fault(path, body, number):
         if path == "/v1/completions" and number > 4 and next(hang, False):
-            leave.wait(20)
+            leave.wait(120)
 
     with Fake(fault=fault) as fake:
-        made = ready(fake, root=tmp_path, timeout=1.0)
+        made = ready(fake, root=tmp_path, timeout=3.0)
         answered = made.generate(PROMPTS, n=1, sampling=SAMPLING)
         leave.set()
     assert responses(answered) == expected_responses(1)
@@ -186,7 +187,7 @@ def test_a_server_that_dies_leaves_its_prompts_to_the_other(tmp_path):
 def test_a_server_that_returns_with_old_weights_is_brought_up_to_date(tmp_path):
     """Somebody else's server: nobody but the client can load and prove the newest weights."""
     with contextlib.ExitStack() as stack:
-        fake = stack.enter_context(Fake())
+        fake = stack.enter_context(Fake(port=port()))
         made = ready(fake, root=tmp_path)
         fake.die()
         new = stack.enter_context(Fake(port=fake.port))
@@ -201,7 +202,8 @@ def test_a_server_that_returns_with_old_weights_is_brought_up_to_date(tmp_path):
 def test_bringing_a_server_up_to_date_may_break_half_way(tmp_path, path):
     """At a push, and again when it has restarted."""
     with contextlib.ExitStack() as stack:
-        fake = stack.enter_context(Fake(fault=only(path, (500, b""), ConnectionError)))
+        fault = only(path, (500, b""), ConnectionError)
+        fake = stack.enter_context(Fake(port=port(), fault=fault))
         made = ready(fake, root=tmp_path)
         assert fake.label.endswith("-7")
         fake.die()
@@ -226,7 +228,7 @@ def test_weights_that_were_not_proved_are_not_used(tmp_path):
 
 def test_a_proof_that_is_cut_off_is_made_again(tmp_path):
     """The server has the weights by then, and nobody has seen that it computes with them."""
-    with Fake() as fake:
+    with Fake(port=port()) as fake:
         made = ready(fake, root=tmp_path)
         fake.die()
         with Fake(port=fake.port, fault=only("/v1/completions", None, (500, b""))) as new:
@@ -374,7 +376,7 @@ def test_a_server_that_does_not_take_the_label_is_not_used(tmp_path):
 
 @pytest.mark.parametrize("call", ["push", "generate"])
 def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call):
-    asked = threading.Event()
+    asked, over = threading.Event(), threading.Event()
 
     def look():
         if asked.is_set():
@@ -382,7 +384,7 @@ def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call)
 
     def hang(*_):
         asked.set()
-        time.sleep(1.0)
+        over.wait(120)
 
     with Fake() as fake:
         made = ready(fake, root=tmp_path, check=look)
@@ -391,6 +393,7 @@ def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call)
             made.push(WEIGHTS, 8) if call == "push" else made.generate(
                 PROMPTS, n=1, sampling=SAMPLING
             )
+        over.set()
 
 
 def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
@@ -405,7 +408,7 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
             return super().route(path, body)
 
     def interrupt():
-        asked.wait(30)
+        asked.wait(120)
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
@@ -414,11 +417,11 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             made.generate(PROMPTS, n=20, sampling=SAMPLING)
-        time.sleep(1.5)
-        sent = fake.calls["/v1/completions"]
+        sent = -1
+        while sent != fake.calls["/v1/completions"]:  # what was on its way comes yet
+            sent = fake.calls["/v1/completions"]
+            time.sleep(1.5)
         assert sent < 20
-        time.sleep(1.5)
-        assert fake.calls["/v1/completions"] == sent
         again = made.generate(PROMPTS, n=1, sampling=SAMPLING)
         assert responses(again) == expected_responses(1)
 
@@ -454,7 +457,7 @@ class Stub(Server):
         return self.width
 
 
-def answered_by(*servers, requests=REQUESTS, width=16, patience=30.0):
+def answered_by(*servers, requests=REQUESTS, width=16, patience=120.0):
     """Has them answer all requests; how often something was asked again."""
     limits = Patience(servers, patience)
     prepare = lambda server: server.prepare()
@@ -494,8 +497,8 @@ def test_what_fails_on_every_server_is_given_up():
             raise NoAnswer("a poison")
 
     servers = [Stub("a", fault), Stub("b", fault)]
-    with pytest.raises(UserError, match=r"has failed for 0\.3 s, last by: a poison"):
-        answered_by(*servers, patience=0.3)
+    with pytest.raises(UserError, match=r"has failed for 1 s, last by: a poison"):
+        answered_by(*servers, patience=1.0)
     assert all(server.prepared > 1 for server in servers)
 
 
@@ -545,13 +548,17 @@ def test_preparing_a_server_that_hangs_keeps_no_other_waiting():
 
 
 class Batching(Fake):
-    """A server with our extension that batches `batch` requests; it counts those at work."""
+    """A server with our extension that batches `batch` requests; it counts those at work.
+
+    It answers none before there have been `met` at once.
+    """
 
     batch: Any = 3
+    met = 1
 
     def __init__(self):
         super().__init__()
-        self.at_work, self.most, self.counting = 0, 0, threading.Lock()
+        self.at_work, self.most, self.counting = 0, 0, threading.Condition()
 
     def received(self, path, query, body):
         if path == EXTENSION and json.loads(body)["method"] == "jaxrl_batched":
@@ -559,11 +566,13 @@ class Batching(Fake):
         return super().received(path, query, body)
 
     def route(self, path, body):
-        if path != "/v1/completions":
+        if path != "/v1/completions" or "prompt_logprobs" in body:
             return super().route(path, body)
         with self.counting:
             self.at_work += 1
             self.most = max(self.most, self.at_work)
+            self.counting.notify_all()
+            self.counting.wait_for(lambda: self.most >= self.met, 120)
         made = super().route(path, body)
         with self.counting:
             self.at_work -= 1
@@ -574,7 +583,7 @@ class Batching(Fake):
 def test_a_server_has_as_many_requests_as_it_batches(own, batch, most, tmp_path):
     """Unless the engine says how many."""
     with Batching() as fake:
-        fake.batch, fake.seconds = batch, 0.05
+        fake.batch, fake.met, fake.seconds = batch, most, 0.05
         made = ready(fake, root=tmp_path / "w", concurrency=own)
         made.generate(PROMPTS, n=6, sampling=SAMPLING)
         assert fake.most == most

@@ -76,7 +76,7 @@ def test_a_race_between_two_builds_is_won_by_both(tmp_path):
     )
     run = [sys.executable, "-c", command, str(tmp_path)]
     both = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
+    outputs = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert outputs[0] == outputs[1] != ""
 

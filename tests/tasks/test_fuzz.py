@@ -129,14 +129,14 @@ BEGUN = (
 
 @pytest.mark.parametrize("reader", READERS)
 def test_no_repetition_takes_more_than_time_in_proportion(reader):
-    """Of 100,000 characters: milliseconds, where a second look for each would take many seconds."""
+    """Of 100,000 characters: milliseconds, where a second look for each would take a minute."""
     for begun in BEGUN:
         for piece in PIECES:
             text = begun + piece * (100_000 // len(piece)) + "!</answer>"
             start = time.thread_time()
             READERS[reader](text)
             READERS[reader](text[:-10])
-            assert time.thread_time() - start < 2, (begun, piece)
+            assert time.thread_time() - start < 10, (begun, piece)
 
 
 @pytest.mark.slow

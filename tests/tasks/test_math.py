@@ -65,9 +65,9 @@ def test_prompt_holds_the_question_and_opens_the_thought(task):
 
 
 def test_a_comparison_that_hangs_is_left_unchecked_and_harms_no_other(caplog):
-    hard = Problem("?", ("(x+1)^{98}(x+2)",))
-    answer = r"</think> \boxed{(x+1)^{98}(x+1.5)}"
-    with AnswerChecker(workers=1, seconds=0.02) as checker:
+    hard = Problem("?", ("(x+1)^{98}(x+2)^{97}(x+3)",))
+    answer = r"</think> \boxed{(x+1)^{98}(x+2)^{97}(x+3.5)}"
+    with AnswerChecker(workers=1, seconds=0.1) as checker:
         reward = MathTask([hard], [hard], checker).reward(hard, answer)
         assert (reward.score, reward.correct, reward.checked) == (0, False, False)
         assert "not checked" in caplog.text
@@ -79,7 +79,7 @@ ALGEBRA = (r"\sqrt{8}", r"2\sqrt{2}")  # a pair that numbers and notation alone 
 
 def test_a_worker_that_dies_or_stops_is_replaced_and_asked_again(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.tasks.workers._WALL", 2)
-    with AnswerChecker(workers=1, seconds=0.5) as pool:
+    with AnswerChecker(workers=1, seconds=2.0) as pool:
         for fatal in (signal.SIGKILL, signal.SIGSTOP):
             process = pool._workers._workers[0].process
             os.kill(process.pid, fatal)

@@ -32,7 +32,7 @@ def descendants():
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parents[int(folder.name)] = int(
-                folder.joinpath("stat").read_text().rsplit(")")[1].split()[1]
+                folder.joinpath("stat").read_text().rpartition(")")[2].split()[1]
             )
         except OSError:  # it has ended
             continue
@@ -90,6 +90,12 @@ def hasty(folder):
     return started(folder, seconds=1.0, memory=256 << 20)
 
 
+@pytest.fixture(scope="module")
+def narrow(folder):
+    """With time for what takes long to come to another limit."""
+    return started(folder, seconds=60.0, memory=256 << 20)
+
+
 @pytest.fixture
 def tool(request):
     """One of these."""
@@ -98,11 +104,11 @@ def tool(request):
 
 @pytest.fixture
 def nothing_stays_behind(python, hasty, folder):
-    """The same processes are there afterwards, none is the program's, and no folder of it is left."""
+    """No other processes are there afterwards, so none is the program's, and no folder of it is left."""
     before = descendants()
     yield
     assert python("print('alive')") == hasty("print('alive')") == "alive"
-    assert descendants() == before
+    assert descendants() <= before
     assert [*folder.glob("*/*")] == []
 
 
@@ -156,14 +162,23 @@ def test_an_error_shows_the_program_alone(python):
         pytest.param(
             "class E(Exception):\n def __str__(self):\n  while True: pass\nraise E", "", id="error"
         ),
+    ],
+)
+def test_limits(hasty, program, said, nothing_stays_behind):
+    assert said in hasty(program)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
         pytest.param("x = 1\n" * 300_000, "MemoryError", id="to compile"),
         pytest.param(
             "import os\nfor _ in range(1100): os.mkdir('a'); os.chdir('a')", "nothing", id="deep"
         ),
     ],
 )
-def test_limits(hasty, program, said, nothing_stays_behind):
-    assert said in hasty(program)
+def test_limits_that_take_a_while(narrow, program, said, nothing_stays_behind):
+    assert said in narrow(program)
 
 
 LIBC = """
@@ -364,11 +379,10 @@ def test_a_program_ends_with_its_worker(folder, landlock):
     while not children and asking.is_alive():
         children = [pid for pid, parent in descendants() if parent == worker]
         time.sleep(0.01)
-    time.sleep(0.5)  # it has its limits by then
-    os.kill(worker, signal.SIGKILL)
-    asking.join(20)
+    os.kill(worker, signal.SIGKILL)  # whatever limits it has by then
+    asking.join(120)
     assert said == ["the program could not be run"]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while time.monotonic() < end and os.path.exists(f"/proc/{children[0]}"):
         time.sleep(0.01)
     assert not os.path.exists(f"/proc/{children[0]}")
@@ -408,7 +422,7 @@ def test_workers_are_closed_while_one_is_asked(tmp_path, monkeypatch):
     while not [*tmp_path.iterdir()]:
         time.sleep(0.01)
     workers.close()
-    asking.join(20)
+    asking.join(120)
     assert said == [""]
     with pytest.raises(UserError, match="the workers are closed"):
         workers.ask(question, 300)

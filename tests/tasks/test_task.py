@@ -255,14 +255,15 @@ def handled():
 
 
 @pytest.mark.parametrize("hanging", HANGING)
-def test_a_reward_that_hangs_is_interrupted(hanging):
+def test_a_reward_that_hangs_is_interrupted(hanging, monkeypatch):
+    monkeypatch.setattr(deadline, "LOOK", 0.1)
     before = handled()
     good = lambda e: Reward(e, True)
     start = time.monotonic()
     scored = score_responses(
-        Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], RewardSettings(seconds=0.2)
+        Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], RewardSettings(seconds=0.5)
     )
-    assert 0.4 <= time.monotonic() - start < 60
+    assert 1.0 <= time.monotonic() - start < 60
     assert [r.checked for r in scored] == [True, False, True, False]
     assert [r.score for r in scored] == [5.0, 0.0, 7.0, 0.0]
     assert handled() == before
@@ -310,7 +311,7 @@ def test_a_reward_is_alive_while_it_has_time(threads, monkeypatch):
 def test_a_slow_reward_is_named_and_a_stop_is_not_kept_waiting(
     threads, hanging, caplog, monkeypatch
 ):
-    monkeypatch.setattr(deadline, "SLOW", 0.3)
+    monkeypatch.setattr(deadline, "SLOW", 1.0)
     monkeypatch.setattr(deadline, "LOOK", 0.1)
     good = lambda e: Reward(e, True)
     asked = lambda: bool(caplog.records)
@@ -354,7 +355,7 @@ def test_rewards_that_hang_in_threads_are_given_up():
     good = lambda e: Reward(e, True)
     responses = ["1", "1", "1", "0", "0", "0"]
     scored = score_responses(
-        Fake([good, hang]), list(range(6)), responses, RewardSettings(threads=2, seconds=0.3)
+        Fake([good, hang]), list(range(6)), responses, RewardSettings(threads=2, seconds=1.0)
     )
     release.set()
     assert [r.checked for r in scored] == [False] * 3 + [True] * 3
@@ -385,7 +386,7 @@ class Slow:
 scored = score_responses(Slow(), [1, 2], ["", ""], RewardSettings({threads}, 0.1))
 print(len(scored), any(reward.checked for reward in scored))
 """
-    end = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    end = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=600)
     assert (end.returncode, end.stdout.split()) == (0, [b"2", b"False"])
 
 
@@ -426,7 +427,7 @@ class Forks:
         return Reward(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), True)
 
 said = ["pool", "0", "7", "returns", "hangs"]
-for reward in score_responses(Forks(), [0] * 5, said, RewardSettings(int(sys.argv[1]), 20)):
+for reward in score_responses(Forks(), [0] * 5, said, RewardSettings(int(sys.argv[1]), 300)):
     os.write(1, f"{reward.score:g} ".encode())
 """
 
@@ -434,7 +435,7 @@ for reward in score_responses(Forks(), [0] * 5, said, RewardSettings(int(sys.arg
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_process_that_a_reward_forks_never_becomes_a_second_trainer(threads):
     command = [sys.executable, "-c", FORKS, str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.stdout.split(), done.returncode) == (["3", "0", "7", "0", "-15"], 0), done.stderr
 
 
@@ -464,7 +465,7 @@ def test_interruption_is_not_a_failed_sample():
 
 
 def test_threads_run_at_the_same_time():
-    barrier = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=120)
 
     def meet(_):
         barrier.wait()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -235,11 +236,11 @@ def failing(how: str) -> str:
 
 
 def test_a_tool_that_fails_says_how():
-    tools = Toolbox([failing], seconds=0.2)
+    tools = Toolbox([failing], seconds=1.0)
     says = lambda how: tools.answer(("failing", {"how": how}))
     assert says("x") == ("error: KeyError: 'x'", False)
     assert says("exits") == ("error: SystemExit: 0", False)
-    assert says("hangs") == ("error: TimeoutError: no result in 0.2 s", False)
+    assert says("hangs") == ("error: TimeoutError: no result in 1 s", False)
     assert "object object" in says("a")[0]
     with pytest.raises(UserError, match="the index is not there"):
         says("tells")
@@ -683,12 +684,12 @@ def test_coroutines_that_exit_or_are_cancelled_are_answered_and_rewards_keep_the
             at_once.pop()
             return super().reward(example, response)
 
-    tools = Toolbox([leaves, cancelled], seconds=3)
+    tools = Toolbox([leaves, cancelled])
     made, task = templates.of_bytes(templates.QWEN25), tools.for_task(Slow())
     turn = '<tool_call>{{"name": "{}", "arguments": {{"number": 3}}}}</tool_call>'.format
     tokens = [*made.encode(turn("leaves") + turn("cancelled")), made.eos]
     with Episodes(task, made, [(1, 2)] * 4, RewardSettings(threads=1)) as episodes:
-        heard = [reply.result(20)[0] for reply in [episodes(i, tokens) for i in range(4)]]
+        heard = [reply.result(120)[0] for reply in [episodes(i, tokens) for i in range(4)]]
     for one in heard:
         results = re.findall("<tool_response>\n(.*)\n", made.decode(one))
         assert results == ["error: SystemExit: 3", "error: RuntimeError: it was cancelled"]
@@ -698,10 +699,13 @@ def test_coroutines_that_exit_or_are_cancelled_are_answered_and_rewards_keep_the
 def test_coroutines_hold_no_thread():
     """Forty calls of twenty episodes wait for one another, beside one thread; others are answered meanwhile."""
     MEETING.clear()
-    tools = Toolbox([later, never, add], seconds=3)
-    made, task = templates.of_bytes(templates.QWEN25), tools.for_task(Sums())
+    patient, hasty = (
+        Toolbox([later, never, add], seconds=seconds).for_task(Sums()) for seconds in (120, 3)
+    )
+    made, task = templates.of_bytes(templates.QWEN25), SimpleNamespace()
+    task.environment = lambda last, words: [patient, hasty][last].environment((1, 2), words)
     turn = '<tool_call>{{"name": "{}", "arguments": {{"{}": {}}}}}</tool_call>'.format
-    with Episodes(task, made, [(1, 2)] * 21) as episodes:
+    with Episodes(task, made, [False] * 20 + [True]) as episodes:
         said = [turn("later", "number", i) + turn("later", "number", -1 - i) for i in range(20)]
         said += [turn("add", "a", 1) + turn("never", "number", 1) + turn("later", "a", 1)]
         replies = [episodes(i, [*made.encode(one), made.eos]) for i, one in enumerate(said)]
@@ -722,7 +726,7 @@ def test_a_tool_with_a_limit_of_its_own_has_no_other():
         Args:
             text: Any.
         """
-        time.sleep(0.3)
+        time.sleep(1.0)
         return text
 
     tools = Toolbox([slow], seconds=0.05)
@@ -736,6 +740,6 @@ def test_a_tool_with_a_limit_of_its_own_has_no_other():
 
 
 def test_a_late_tool_is_left_behind_and_others_go_on():
-    tools = Toolbox([failing, add], seconds=0.1)
+    tools = Toolbox([failing, add], seconds=1.0)
     assert not tools.answer(("failing", {"how": "hangs"}))[1]
     assert tools.answer(("add", {"a": 1})) == ("2", True)

@@ -1,6 +1,7 @@
 """A run in a process of its own, as a user starts it."""
 
 import contextlib
+import os
 import pathlib
 import random
 import socket
@@ -17,9 +18,10 @@ QUICK = "tests/training/quick.py"
 
 
 def port():
-    """One that is free, and not of those that the kernel gives to whoever asks for any."""
+    """One that is free, not of those that the kernel gives to whoever asks for any, nor another worker's."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        number = random.randrange(12_000, 32_000)
+        number = random.randrange(12_000 + worker % 16, 32_000, 16)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
             return number
 

@@ -30,10 +30,10 @@ def served() -> Iterator[int]:
     with subprocess.Popen(command, env=clean(), **quiet) as server:
         try:
             made = urllib.request.Request(f"http://127.0.0.1:{number}/{BUCKET}", method="PUT")
-            until = time.monotonic() + 120
+            until = time.monotonic() + 300
             while True:
                 try:
-                    urllib.request.urlopen(made, timeout=10).close()
+                    urllib.request.urlopen(made, timeout=100).close()
                     break
                 except OSError:
                     assert server.poll() is None

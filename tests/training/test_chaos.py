@@ -39,7 +39,7 @@ def config(*, servers: str = "", memory: str = ""):
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    made = Stage(tmp_path_factory.mktemp("c"), 200.0)
+    made = Stage(tmp_path_factory.mktemp("c"))
     yield made
     made.close()
 

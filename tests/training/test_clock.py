@@ -1,5 +1,7 @@
 """What a run's time goes into."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jaxrl_llm.training import clock as clocks
@@ -10,7 +12,7 @@ from jaxrl_llm.training.clock import Clock
 def now(monkeypatch):
     """The time, which the test sets."""
     now = [0.0]
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

@@ -23,17 +23,19 @@ from tests.processes import QUICKLY
 from tests.training.process import QUICK, ROOT, metrics, port
 
 SMALL = "tests/chaos/small.py"
-LOST = 15.0
+LOST = 15.0  # seconds, where one is to be lost
 
 
 class Job:
     """Processes of one run on this machine, with so many devices each."""
 
-    def __init__(self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None):
+    def __init__(
+        self, environment, out, count, devices, *flags, config=SMALL, outs=None, log=None, lost=60.0
+    ):
         self.log, self.out, self.processes = log or out, out, []
         where = f"127.0.0.1:{port()}"
         for i in range(count):
-            process = ["--process", f"{i}/{count}@{where}", "--lost", str(LOST)]
+            process = ["--process", f"{i}/{count}@{where}", "--lost", str(lost)]
             command = [sys.executable, "-m", "jaxrl_llm.cli", "train", config]
             command += ["--out", str((outs or [out] * count)[i]), *flags]
             with self._log(i).open("w") as file:
@@ -57,7 +59,7 @@ class Job:
     def ends(self):
         """The exit codes; none waits for ever, and where they stood is said."""
         try:
-            return [process.wait(timeout=600) for process in self.processes]
+            return [process.wait(timeout=3000) for process in self.processes]
         except subprocess.TimeoutExpired:
             for process in self.processes:
                 process.kill()
@@ -147,12 +149,12 @@ def test_a_signal_to_one_saves_once_and_stops_all_after_the_same_step(environmen
 def test_a_dead_one_ends_the_others_and_the_run_goes_on_to_the_same(
     environment, pair, tmp_path, victim
 ):
-    job = Job(environment, tmp_path / "run", 2, 2)
+    job = Job(environment, tmp_path / "run", 2, 2, lost=LOST)
     job.wait_for(3)
     start = time.monotonic()
     job.processes[victim].kill()
     ends, said = job.ends(), job.said(1 - victim)
-    assert time.monotonic() - start < LOST + 30
+    assert time.monotonic() - start < LOST + 120
     assert ends[victim] == -signal.SIGKILL
     assert "Traceback" not in said
     assert ends[1 - victim] == 2
@@ -266,8 +268,12 @@ import os, sys, time
 from jaxrl_llm import distributed
 
 with distributed._place(sys.argv[1]):
+    read, write = os.pipe()
     if child := os.fork():
+        os.read(read, 1)  # it has come to its first line
         print(child, flush=True)
+    else:
+        os.write(write, b".")
     time.sleep(60)
 """
 
@@ -310,7 +316,7 @@ def test_one_whose_others_are_never_started_says_so(environment, index):
     process = f"{index}/2@127.0.0.1:{port()}"
     ended = subprocess.run(
         [sys.executable, "-c", lonely, "train", SMALL, "--process", process],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
     lines = [line for line in ended.stderr.splitlines() if line.startswith("jaxrl-llm: ")]
@@ -355,23 +361,26 @@ def job(monkeypatch):
     monkeypatch.setattr(distributed, "LEAVE", 1.0)
     yield made
     for watch in [one for one in threading.enumerate() if "(_watch" in one.name]:
-        watch.join(30)  # it would find the store of another test
+        watch.join(120)  # it would find the store of another test
     jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "lost", "leave", "said"),
     [
-        ({}, "process 0 on a has not been heard of for 5 s"),
-        ({"ended/0": "disk full"}, "process 0 on a has ended: disk full"),
+        ({}, 2.0, 60.0, "process 0 on a has not been heard of for 2 s"),
+        ({"ended/0": "disk full"}, 60.0, 1.0, "process 0 on a has ended: disk full"),
     ],
 )
-def test_an_error_of_another_is_not_told_as_ones_own(job, there, said):
+def test_an_error_of_another_is_not_told_as_ones_own(job, monkeypatch, there, lost, leave, said):
     """A program that another is missing from raises one here, which ends nothing before the watch has seen who."""
+    ending = SimpleNamespace(**(vars(time) | {"sleep": job.ended.wait}))  # as the process ends then
+    monkeypatch.setattr(distributed, "time", ending)
+    monkeypatch.setattr(distributed, "LEAVE", leave)
     job.store.update(there)
     kind = ValueError if there else jax.errors.JaxRuntimeError  # as programs on CPUs raise them
     error = kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
-    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=5.0):
+    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=lost):
         raise UserError("cannot write a checkpoint") from error
     assert job.said[0] == said
 
@@ -386,22 +395,22 @@ def test_ones_own_error_is_told_the_others_at_once(job, error, told, gone):
     with pytest.raises(type(error)), distributed.joined("1/2@a:1", Stop()):
         raise error
     assert job.store.get("ended/1") == (None if gone else told)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50  # others are given up after 60
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_first_stays_until_the_others_have_read_its_error(job, monkeypatch, index):
-    monkeypatch.setattr(distributed, "LEAVE", 0.3)
+    monkeypatch.setattr(distributed, "LEAVE", leave := 60.0 * index or 0.3)
     job.index, start = index, time.monotonic()
     with pytest.raises(UserError), distributed.joined("0/2@a:1", Stop()):
         raise UserError("full")
-    assert (time.monotonic() - start > 0.3) == (index == 0)
+    assert (time.monotonic() - start > leave) == (index == 0)
 
 
 def wait_in_a_job(condition, stop):
-    """Until that holds, and no longer than half a minute."""
+    """Until that holds, and no longer than some minutes."""
     with suppress(UserError), distributed.joined("1/2@a:1", stop, lost=5.0):
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while not condition() and time.monotonic() < until:
             time.sleep(0.01)
         raise UserError("enough")
@@ -409,7 +418,7 @@ def wait_in_a_job(condition, stop):
 
 def test_a_first_process_that_does_not_answer_is_given_up(job, monkeypatch):
     """As that of a host without power, whose connections nobody closes."""
-    answers = lambda *_, **__: job.ended.wait(30)
+    answers = lambda *_, **__: job.ended.wait(300)
     monkeypatch.setattr(job.store, "key_value_set", answers, raising=False)
     wait_in_a_job(job.ended.is_set, Stop())
     assert job.said[0] == "process 0 on a, through which all meet, has not answered for 5 s"
@@ -436,11 +445,12 @@ def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
     waits, told = threading.Event(), []
     agree = lambda word: told.append(job.store.get("ended/1")) or [word]
     monkeypatch.setattr(distributed, "agree", agree)
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: waits.wait(60.0))
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: waits.wait(120.0))
+    job.store["ended/0"] = ""
     before = time.monotonic()
     with distributed.joined("1/2@a:1", Stop(), lost=0.5):
         pass
-    assert 0.4 < time.monotonic() - before < 20.0
+    assert 0.4 < time.monotonic() - before < 60.0
     assert told == [""]  # before the barrier: no one may be taken for lost behind it
     assert not job.said
     waits.set()
@@ -451,12 +461,12 @@ def test_one_that_stalls_tells_the_others_before_it_ends(job, monkeypatch, index
     """The first waits a little: the store, in which they read it, ends with it."""
     stop, told = Stop(), []
     job.index = index
-    monkeypatch.setattr(distributed, "LEAVE", 0.3)
+    monkeypatch.setattr(distributed, "LEAVE", leave := 60.0 * index or 0.3)
     monkeypatch.setattr(stop, "stall", lambda reason: told.append((reason, dict(job.store))))
     before = time.monotonic()
     distributed.stalled("no progress", stop)
     assert told == [("no progress", {f"ended/{index}": f"{distributed.STALLED}: no progress"})]
-    assert (time.monotonic() - before > 0.3) == (index == 0)
+    assert (time.monotonic() - before > leave) == (index == 0)
 
 
 def test_one_alone_that_stalls_has_nobody_to_tell(monkeypatch):

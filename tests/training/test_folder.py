@@ -518,7 +518,8 @@ def test_all_processes_have_to_see_the_folder_of_the_first(begun, tmp_path, monk
     RunFolder(begun).wait_for(identity)
     with pytest.raises(UserError, match="is another folder here"):
         RunFolder(begun).wait_for("another")
-    threading.Timer(0.2, shutil.copytree, (begun, late)).start()
+    copy = shutil.copytree(begun, tmp_path / "copy")
+    threading.Timer(0.2, copy.rename, (late,)).start()
     RunFolder(late).wait_for(identity)
     monkeypatch.setattr(sys.modules[RunFolder.__module__], "SHARED", 0.1)
     with pytest.raises(UserError, match="is another folder here"):

@@ -286,13 +286,13 @@ def test_loggers_have_the_same_names_and_tables(opened, hubs, tmp_path):
     assert not {*"<*\\"} & {*row.replace("<br>", "")}
 
 
-@pytest.mark.parametrize("how", ["api_key", "it takes more than 0.2 s"])
+@pytest.mark.parametrize("how", ["api_key", "it takes more than 1 s"])
 @pytest.mark.parametrize("call", ["log", "finish", "Table"])
 def test_loggers_never_end_a_run(opened, hubs, call, how, tmp_path, caplog, monkeypatch):
     """Nor hold it up: Weights & Biases waits for its server."""
     hubs["wandb"].broken = call
     if how != "api_key":
-        monkeypatch.setattr(loggers, "LIMIT", 0.2)
+        monkeypatch.setattr(loggers, "LIMIT", 1.0)
         monkeypatch.setattr(hubs["wandb"], "raises", threading.Event().wait)
     made = opened()
     for step in (1, 2):
@@ -411,7 +411,8 @@ def test_an_alarm_is_recorded_each_time_and_said_once(tmp_path, opened):
 
 def test_quick_steps_share_a_line(opened, monkeypatch):
     """The first, then one when 2 seconds have gone by, and the last."""
-    monkeypatch.setattr(log.time, "monotonic", (i / 4 for i in range(999)).__next__)
+    clock = (i / 4 for i in range(999))
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=clock.__next__))
     one = begun(made := opened(said=(said := io.StringIO())))
     for step in range(1, 21):
         make(one, step, {"updates": 1, "time/step": 0.25})

@@ -29,7 +29,7 @@ def tell(number):
     os.kill(os.getpid(), number)
 
 
-def wait_for(stop, seconds=20.0):
+def wait_for(stop, seconds=60.0):
     until = time.monotonic() + seconds
     while not stop.asked and time.monotonic() < until:
         time.sleep(0.01)
@@ -90,10 +90,10 @@ def test_a_timer_of_somebody_else_asks_nobody():
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 def test_nothing_is_left_behind():
     """No open pipe, and nothing that is told of signals."""
-    before = os.listdir("/proc/self/fd")
+    before = {*os.listdir("/proc/self/fd")}
     with stoppable(Stop()):
         pass
-    assert os.listdir("/proc/self/fd") == before
+    assert {*os.listdir("/proc/self/fd")} <= before
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -123,7 +123,7 @@ with leaving.stoppable(stop := leaving.Stop(), grace=grace):
 )
 def test_the_process_ends_when_its_grace_is_over(grace, signals, code, said):
     command = [sys.executable, "-c", BUSY, str(grace), *map(str, signals)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == bool(said)
@@ -141,14 +141,17 @@ def fork():
     if not (child := os.fork()):
         try:
             os.write(ready[1], b"!")
-            time.sleep(60)
+            for _ in range(6000):
+                time.sleep(0.01)
+                os.kill(os.getpid(), 0)  # a fork of a thread sees signals in few calls (Python 3.13)
         finally:
             os._exit(0)
     os.read(ready[0], 1)
     children.append(child)
 
 os.setpgrp()
-with leaving.stoppable(stop := leaving.Stop(), grace=30):
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
+with leaving.stoppable(stop := leaving.Stop(), grace=300):
     if where == "main":
         fork()
     else:
@@ -159,7 +162,9 @@ with leaving.stoppable(stop := leaving.Stop(), grace=30):
         assert os.WTERMSIG(os.waitpid(children[0], 0)[1]) == signal.SIGTERM
     if then == "is interrupted too":
         os.killpg(0, signal.SIGINT)
-    time.sleep(0.5)
+    until = time.monotonic() + (60 if then == "is interrupted too" else 0.5)
+    while not stop.asked and time.monotonic() < until:
+        time.sleep(0.01)
     print("asked" if stop.asked else "not asked", flush=True)
 print("the block has ended", flush=True)
 if then == "lives on":
@@ -184,7 +189,7 @@ with leaving.stoppable(stop := leaving.Stop(), grace=30):
 def test_a_child_that_is_terminated_at_once_stops_nothing():
     """Before its first line it has our handlers, and our pipe."""
     command = [sys.executable, "-c", AT_ONCE]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, timeout=300, check=True)
     assert done.stdout == b"not asked\n"
 
 
@@ -193,7 +198,7 @@ def test_a_child_that_is_terminated_at_once_stops_nothing():
 def test_a_forked_child_has_nothing_of_it(where, then):
     """It keeps no block from its end, signals end it, and are not counted here: as in a reward with a pool."""
     command = [sys.executable, "-c", FORKING, where, then]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=20, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
     asked = "asked" if then == "is interrupted too" else "not asked"
     assert (done.returncode, done.stdout.splitlines()) == (0, [asked, "the block has ended"])
 
@@ -212,7 +217,7 @@ assert stop.asked
 
 
 def test_a_signal_finds_no_lock_that_it_interrupts():
-    subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=600)
 
 
 SPEAKS = """
@@ -252,7 +257,7 @@ def test_what_nobody_takes_is_not_said(start, tmp_path):
     said, output = start([sys.executable, "-c", SPEAKS, str(tmp_path / "mark")])
     assert output.read(1)
     output.close()
-    _, complaint = said.communicate(timeout=60)
+    _, complaint = said.communicate(timeout=300)
     assert (said.returncode, complaint) == (0, b"")
     assert (tmp_path / "mark").read_text() == "went on"
 
@@ -285,7 +290,8 @@ def drop(phase, info):  # where nothing can be raised
 def work(words):
     gc.callbacks.append(drop)
     gc.collect()
-    time.sleep(30)
+    for _ in range(6000):
+        time.sleep(0.01)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main._run = work
@@ -296,7 +302,7 @@ main.entry()
 def test_a_ctrl_c_that_is_dropped_comes_again():
     """As in the call-back by which JAX hears of the garbage collector."""
     done = subprocess.run(
-        [sys.executable, "-c", DROPS_IT], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", DROPS_IT], capture_output=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (130, b"")
 
@@ -314,7 +320,7 @@ main.entry()
 def test_threads_that_wait_for_ever_do_not_keep_a_process(words, code):
     """As those of orbax do, if an error of the disk meets one of them alone; the exit code stays."""
     command = [sys.executable, "-c", WAITING, *words]
-    done = subprocess.run(command, capture_output=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False)
     assert done.returncode == code
 
 
@@ -324,10 +330,10 @@ def test_nothing_that_is_waited_for_counts_as_stalled():
 
 
 def test_a_watch_ends_with_its_block():
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     with leaving.watched(Clock(), least=60.0, factor=3.0, stalled=pytest.fail):
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
+        [watch] = {*threading.enumerate()} - before
+    assert not watch.is_alive()
 
 
 STALLING = """
@@ -336,17 +342,17 @@ from pathlib import Path
 from jaxrl_llm.training import leaving
 from jaxrl_llm.training.clock import Clock
 
-leaving.LOOK, leaving.WRITING, stop, clock = 0.05, 1.0, leaving.Stop(), Clock()
-stop.stacks = Path(sys.argv[1])
+leaving.LOOK, stop, clock = 0.05, leaving.Stop(), Clock()
+stop.stacks, leaving.WRITING = Path(sys.argv[1]), float(sys.argv[2])
 
 def a_reward_that_never_ends():
     time.sleep(60)
 
-with leaving.watched(clock, least=0.3, factor=3.0, stalled=stop.stall):
+with leaving.watched(clock, least=1.0, factor=3.0, stalled=stop.stall):
     for _ in range(20):
         with clock("update"):
             time.sleep(0.01)
-    for _ in range(10):  # longer than the limit as a whole, but with signs of life
+    for _ in range(12):  # longer than the limit as a whole, but with signs of life
         with clock("rollout"):
             time.sleep(0.1)
             clock.beat()
@@ -360,9 +366,8 @@ def test_a_run_that_stalls_says_where_and_ends(tmp_path, blocked):
     stacks = tmp_path / "stacks.txt"
     if blocked:
         os.mkfifo(stacks)  # opening it for writing waits for a reader
-    done = subprocess.run(
-        [sys.executable, "-c", STALLING, str(stacks)], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", STALLING, str(stacks), "1" if blocked else "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == leaving.STALLED
     assert "no progress in the phase update" in done.stderr
     assert ("a_reward_that_never_ends" in done.stderr) == blocked

@@ -199,7 +199,7 @@ def test_a_run_whose_terminal_closes_saves_what_it_has(start, environment, tmp_p
         assert read, said
     output.close()
     run.send_signal(signal.SIGTERM)  # SIGHUP may be ignored where the tests run
-    assert run.wait(timeout=120) == UNFINISHED
+    assert run.wait(timeout=600) == UNFINISHED
     last = max(record["step"] for record in journal.read(out))
     assert (out / "checkpoints" / str(last)).is_dir()
 

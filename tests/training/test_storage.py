@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,10 +76,10 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_name(tmp_path, sy
 @on_linux
 def test_a_tree_is_synced_with_all_its_names(tmp_path, synced):
     fill(tmp_path / "a", "b/c", "d")
-    before = os.listdir("/proc/self/fd")
+    before = {*os.listdir("/proc/self/fd")}
     storage.sync_tree(tmp_path / "a")
     assert {name for name, _ in synced} == {tmp_path.name, "a", "b", "c", "d"}
-    assert os.listdir("/proc/self/fd") == before
+    assert {*os.listdir("/proc/self/fd")} <= before
 
 
 @pytest.mark.parametrize(
@@ -268,11 +269,11 @@ def test_a_temporary_folder_that_is_being_made_is_in_use(tmp_path, monkeypatch):
 
 @on_linux
 def test_locks_of_temporary_folders_are_closed(tmp_path):
-    before = os.listdir("/proc/self/fd")
+    before = {*os.listdir("/proc/self/fd")}
     folder_with(tmp_path)
     with storage.temporary_folder(tmp_path):
         pass
-    assert os.listdir("/proc/self/fd") == before
+    assert {*os.listdir("/proc/self/fd")} <= before
 
 
 def test_the_temporary_folder_stands_in_for_memory(tmp_path, monkeypatch):
@@ -405,7 +406,7 @@ def test_files_are_brought_side_by_side(url, monkeypatch):
     forget()
     bucket, both = storage._file_system("s3"), threading.Barrier(2)
     inner = bucket.get_file
-    monkeypatch.setattr(bucket, "get_file", lambda *to: (both.wait(20), inner(*to)))
+    monkeypatch.setattr(bucket, "get_file", lambda *to: (both.wait(120), inner(*to)))
     monkeypatch.setattr(storage, "PATIENCE", 0.0)
     assert files(storage.local(url)) == ["a", "b/c"]
 
@@ -468,35 +469,49 @@ def test_a_folder_of_a_file_system_is_no_mirror(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch):
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds between attempts, in which no time goes by but on the clock of those."""
+    found = []
+    clock = {"monotonic": lambda: sum(found), "sleep": found.append}
+    monkeypatch.setattr(storage, "time", SimpleNamespace(**(vars(time) | clock)))
+    return found
+
+
+def test_a_network_that_comes_back_is_waited_for(url, wire, caplog, monkeypatch, pauses):
     here = storage.local(url)
     mirror = storage._mirror_of(here)
     monkeypatch.setattr(type(mirror._objects), "retries", 1)
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.5)
-    monkeypatch.setattr(storage, "SHORTEST", 0.1)  # several attempts, and one warning
     fill(here, "a")
     wire.cut()
-    start = time.monotonic()
-    threading.Timer(3, wire.mend).start()
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            wire.mend()
+
+    monkeypatch.setattr(storage.time, "sleep", pause)
     storage.push(here)
-    assert time.monotonic() - start > 2.5
+    assert len(pauses) == 4  # several attempts, and one warning
     assert caplog.text.count("does not answer") == 1
     assert [*objects(url)] == ["a"]
 
 
-def test_an_outage_is_waited_out_once(url, wire, monkeypatch):
+def test_an_outage_is_waited_out_once(url, wire, monkeypatch, pauses):
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
-    monkeypatch.setattr(storage, "PATIENCE", 3.0)
+    monkeypatch.setattr(storage, "PATIENCE", 30.0)
     mirror = storage._mirror_of(storage.local(url))
     monkeypatch.setattr(type(mirror._objects), "retries", 1)
     wire.cut()
-    took = []
+    waited = []
     for _ in range(2):
-        start = time.monotonic()
         with pytest.raises(UserError, match=f"cannot reach {url} .*the network"):
             mirror._list("")
-        took.append(time.monotonic() - start)
-    assert took[1] < 1.5 < took[0]
+        waited.append(sum(pauses))
+        pauses.clear()
+    assert 15.0 <= waited[0] <= 30.0
+    assert waited[1] == 0.0
 
 
 def test_what_no_attempt_would_cure():
@@ -523,11 +538,6 @@ def test_what_will_not_pass_is_said_at_once(wire, bucket, unset, said, monkeypat
 # The lease of a bucket.
 
 
-@pytest.fixture
-def hasty(monkeypatch):
-    monkeypatch.setattr(storage, "STALE", 2.0)
-
-
 def elsewhere(url, number=1):
     """Signs the lease as a writer on another machine."""
     path, beats = f"{url}/writers/{number:06d}", iter(range(1000))
@@ -538,8 +548,7 @@ def elsewhere(url, number=1):
     return sign
 
 
-@pytest.mark.usefixtures("hasty")
-def test_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url):
+def test_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url, monkeypatch):
     sign, done = elsewhere(url), threading.Event()
 
     def beat():
@@ -552,22 +561,24 @@ def test_a_beating_writer_is_alive_and_a_silent_one_is_given_up(url):
     done.set()
     heart.join()
     mirror = storage._mirror_of(storage.local(url))
+    monkeypatch.setattr(storage, "STALE", 2.0)
     with storage.locked(mirror.folder):
-        (number, said), until = mirror._writer(), time.monotonic() + 30
+        (number, said), until = mirror._writer(), time.monotonic() + 120
         assert number == 2
         while mirror._writer() == (number, said):  # it gives signs of life itself
             assert time.monotonic() < until
             time.sleep(0.1)
     assert objects(url)["writers/000002"] == 0
+    monkeypatch.setattr(storage, "STALE", 120.0)
     start = time.monotonic()
     with storage.locked(storage.local(url)):  # nobody is waited for
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 60
         assert "writers/000003" in objects(url)
 
 
 @pytest.mark.parametrize("stood", ["the process", "the machine, and one of its clocks"])
-@pytest.mark.usefixtures("hasty")
 def test_who_stood_still_stores_and_removes_nothing_more(stood, url, monkeypatch):
+    monkeypatch.setattr(storage, "STALE", 2.0)
     here, now = storage.local(url), time.time
     fill(here, "a")
     with storage.locked(here):
@@ -621,14 +632,14 @@ def test_of_many_at_once_one_writes(url, monkeypatch):
         try:
             with mirror.lease():
                 outcomes.append(mirror._lease)
-                done.wait(60)
+                done.wait(600)
         except UserError:
             outcomes.append(0)
 
     threads = [threading.Thread(target=take, args=(mirror,)) for mirror in mirrors]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while len(outcomes) < len(mirrors) and time.monotonic() < until:
         time.sleep(0.05)
     done.set()
