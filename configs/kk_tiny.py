@@ -157,7 +157,7 @@ def config(
         steps=steps,
         prompts=32,
         group_size=8,
-        drop_even_groups=algo in ("dapo", "entropy_80_20"),
+        drop_constant_groups=algo in ("dapo", "entropy_80_20"),
         max_resamples=max_resamples,
         keep_tokens=keep_tokens,
         sampling=Sampling(temperature=1.0),

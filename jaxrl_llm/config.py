@@ -169,11 +169,11 @@ class Config:
     both in host memory while unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
-    (`long_prompts`). `drop_even_groups` learns nothing from groups of equal rewards; `max_resamples` puts
+    (`long_prompts`). `drop_constant_groups` learns nothing from groups of equal rewards; `max_resamples` puts
     groups of the next prompts in their place, in so many rounds at most. A response
-    whose reward, or a step of whose environment, raises or takes `reward_seconds`, is unchecked:
-    not learned from, and neither right nor wrong; the run ends if more than `most_unchecked` of the
-    last steps' responses are unchecked.
+    whose reward, or a step of whose environment, raises or takes `reward_seconds`, is ungraded:
+    not learned from, and neither right nor wrong; the run ends if more than `max_ungraded` of the
+    last steps' responses are ungraded.
 
     Samples are written every `show_samples_every` steps (0: never), and the numbers of each token of
     a step's first `keep_tokens` groups, for `jaxrl-llm view`; checkpoints every `save_every` steps,
@@ -215,11 +215,11 @@ class Config:
     ratios: Literal["trainer", "sampler"] = "trainer"
     max_lag: int = 0
     long_prompts: Literal["skip", "refuse"] = "skip"
-    drop_even_groups: bool = False
+    drop_constant_groups: bool = False
     max_resamples: int = 0
     reward_threads: int = 1
     reward_seconds: float = 300.0
-    most_unchecked: float = 0.5
+    max_ungraded: float = 0.5
     save_every: int = 20
     save_minutes: float = 0.0
     keep_checkpoints: int = 2

@@ -42,19 +42,19 @@ _FOREVER = 10**6  # seconds: turns off JAX's own watchdog, which ends with a pag
 
 
 class Stop(Protocol):
-    """A request to stop the run: `asked` says whether it was made, `ask` makes it.
+    """A request to stop the run: `requested` says whether it was made, `request` makes it.
 
-    `due` says whether it is time to save, in this process's view; `save` whether all have agreed to.
+    `save_is_due` says whether it is time to save, in this process's view; `wants_save` whether all have agreed to.
     `stall(reason)` ends the process at once, with the stacks of its threads.
     """
 
-    asked: bool
-    save: bool
+    requested: bool
+    wants_save: bool
 
     @property
-    def due(self) -> bool: ...
+    def save_is_due(self) -> bool: ...
 
-    def ask(self) -> None: ...
+    def request(self) -> None: ...
 
     def stall(self, reason: str) -> NoReturn: ...
 
@@ -167,11 +167,11 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def check(stop: Stop) -> None:
-    """Raises StopRequested in all processes if one was asked to stop; sets `save` if it is time in one."""
-    words = agree("leave" if stop.asked else "save" if stop.due else "")
+    """Raises StopRequested in all processes if one was asked to stop; sets `wants_save` if it is time in one."""
+    words = agree("leave" if stop.requested else "save" if stop.save_is_due else "")
     if "leave" in words:
         raise StopRequested
-    stop.save = "save" in words
+    stop.wants_save = "save" in words
 
 
 def share(
@@ -189,7 +189,7 @@ def share(
     try:
         made.append(work())
     except StopRequested:
-        stop.asked = True
+        stop.requested = True
     check(stop)
     if _JOB.count == 1:
         return made
@@ -336,7 +336,7 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
     seen: dict[str, tuple[str, float]] = {}
     while not done.wait(BEAT):
         try:
-            _put(f"alive/{_JOB.index}", f"{_JOB.heard} {'leaving' if stop.asked else ''}")
+            _put(f"alive/{_JOB.index}", f"{_JOB.heard} {'leaving' if stop.requested else ''}")
             alive = dict(_JOB.store.key_value_dir_get("alive/"))
             ended = dict(_JOB.store.key_value_dir_get("ended/"))
         except jax.errors.JaxRuntimeError:
@@ -355,8 +355,8 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
                 _end(f"{name} has ended: {end}")
             if end is None and now - seen[name][1] > lost:
                 _end(f"{name} has not been heard of for {lost:g} s")
-            if value.endswith("leaving") and not stop.asked:
-                stop.ask()
+            if value.endswith("leaving") and not stop.requested:
+                stop.request()
 
 
 def _watch_the_store(done: threading.Event, lost: float, stop: Stop) -> None:

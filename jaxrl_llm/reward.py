@@ -13,20 +13,20 @@ class Reward:
     `checked` is False where nobody could decide whether the response is right: it is left out of
     the batch and its statistics.
 
-    >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).checked
+    >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).graded
     True
     """
 
     score: float
     correct: bool
     fields: Mapping[str, float] = field(default_factory=dict)
-    checked: bool = True
+    graded: bool = True
 
     def __str__(self) -> str:
         """As text: `reward 1, correct`."""
-        if not self.checked:
-            return "unchecked"
+        if not self.graded:
+            return "ungraded"
         return f"reward {self.score:g}, {'correct' if self.correct else 'wrong'}"
 
 
-UNCHECKED = Reward(0.0, False, checked=False)
+UNGRADED = Reward(0.0, False, graded=False)

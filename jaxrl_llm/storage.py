@@ -305,7 +305,7 @@ def delete(path: Path) -> None:
         logger.warning("%s cannot be removed and is left (%s)", path, first_line(error))
 
 
-def spoken(text: Any) -> str:
+def display_path(text: Any) -> str:
     """The text with paths of mirrors replaced by their URLs, for messages."""
     text = str(text)
     for url, mirror in _MIRRORS.items():
@@ -441,7 +441,7 @@ class _Mirror:
             self._sign(self._me + str(time.monotonic()).encode())
 
     def _require_lease(self) -> None:
-        """A UserError if another process took the lease; unchecked where none is taken (data).
+        """A UserError if another process took the lease; nothing is looked at where none is taken (data).
 
         Asks at most every `STALE` / 2 seconds: nobody takes it sooner than `STALE` after a sign. The
         monotonic clock stands still with a machine that is suspended, the other may be set back.

@@ -28,7 +28,7 @@ _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INS
 
 
 @contextmanager
-def instead(copies: Mapping[Path, Path], folder: Path) -> Iterator[None]:
+def redirected(copies: Mapping[Path, Path], folder: Path) -> Iterator[None]:
     """For the block, `run(original)` runs `copies[original]` as if it were the original.
 
     Relative paths are taken from `folder`; a file without a copy is a UserError.
@@ -45,12 +45,12 @@ def absolute(path: Path, folder: Path | None = None) -> Path:
     return Path(os.path.normpath((folder or Path.cwd()) / path))
 
 
-def forget() -> None:
+def reset() -> None:
     """Empties the list that `ran` returns."""
     _RAN.clear()
 
 
-def ran(*, but: Path) -> list[Path]:
+def executed_files(*, but: Path) -> list[Path]:
     """The original paths of the files that were run so far, except `but`."""
     return [path for path in _RAN if path != absolute(but)]
 

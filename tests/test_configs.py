@@ -19,7 +19,7 @@ from jaxrl_llm.config import Config, Evaluation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
-from jaxrl_llm.objectives import Seen, kl, losses, partition, recipes
+from jaxrl_llm.objectives import TokenData, kl, losses, partition, recipes
 from jaxrl_llm.objectives.seen import sampler
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
@@ -117,7 +117,7 @@ def test_an_evaluation_has_a_temperature_from_0_on(temperature):
 
 def test_recipes_that_drop_even_groups_do():
     config = load("kk_tiny").config
-    dropping = {algo for algo in recipes.BY_NAME if config(algo).drop_even_groups}
+    dropping = {algo for algo in recipes.BY_NAME if config(algo).drop_constant_groups}
     assert dropping == {"dapo", "entropy_80_20"}
 
 
@@ -220,14 +220,14 @@ def test_the_people_of_calculator_are_what_the_config_says():
     known = TokenTask(task, tokenizer.of_words(calculator.config().model.words))
     pairs = task.train[:3000]
     turns = [calculator.person(pair, 0.1) for pair in pairs]
-    rewards = [known.tried(pair, said) for pair, said in zip(pairs, turns, strict=True)]
+    rewards = [known.try_reward(pair, said) for pair, said in zip(pairs, turns, strict=True)]
     assert all(reward.correct for reward in rewards)
     share = lambda name: sum(reward.fields[name] for reward in rewards) / len(rewards)
     assert share("tool_used") == share("tool_calls") == pytest.approx(0.1, abs=0.02)
     assert share("tool_errors") == pytest.approx(0.05, abs=0.015)
-    [asked] = known.played([(37, 85)], [["calculate 3 7 * 8 5 ;", "3 1 4 5"]])
+    [asked] = known.replay([(37, 85)], [["calculate 3 7 * 8 5 ;", "3 1 4 5"]])
     assert known.tokenizer.decode(asked.tokens) == ("calculate 3 7 * 8 5 ; <eos> 3 1 4 5 3 1 4 5")
-    assert not known.tried((37, 85), "3 1 4 6").correct
+    assert not known.try_reward((37, 85), "3 1 4 6").correct
     assert max(map(len, known.prompts(pairs))) == 6
 
 
@@ -247,7 +247,7 @@ def test_the_last_number_of_a_sum_counts():
 
 def test_the_controls_of_pretrained():
     config, old_logp = load("pretrained").config, jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]]))
-    seen = Seen(mask=jnp.ones((1, 4), bool), old_logp=old_logp)
+    seen = TokenData(mask=jnp.ones((1, 4), bool), old_logp=old_logp)
     twice = config(stages="twice").objective
     assert twice.partition(seen).tolist() == [[[True] * 4]] * 2
     split = config(stages="random_matched").objective.partition
@@ -294,7 +294,7 @@ def test_the_ablations_of_kk_tiny(stages, eta, first):
     objective = load("kk_tiny").config(stages=stages, eta=eta).objective
     assert objective.stages == (1 if stages.startswith("drop") else 2)
     old_logp, mask = jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]])), jnp.ones((1, 4), bool)
-    seen = Seen(mask=mask, old_logp=old_logp)
+    seen = TokenData(mask=mask, old_logp=old_logp)
     assert objective.partition(seen)[0, 0].tolist() == [bool(x) for x in first]
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
 from jaxrl_llm.models import families
 from jaxrl_llm.models import tokenizer as tokenizers
-from jaxrl_llm.objectives import Seen, recipes
+from jaxrl_llm.objectives import TokenData, recipes
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal, tokens
 from tests import tiny
@@ -96,7 +96,7 @@ def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, mon
     (path := tmp_path / "mine.py").write_text(text := snippet("objectives.md", 1))
     assert text.count("\n") <= 10
     made = configs.build(configs.load(path), path, floor=-3.0)
-    seen = Seen(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))
+    seen = TokenData(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))
     loss = made.objective.surrogate(seen.old_logp, np.asarray([[1.0, 1.0]]), seen)
     assert loss.tolist() == [[2.0, 0.0]]
     assert made.objective.stages == 2  # the rest is that of kk_tiny
@@ -305,7 +305,7 @@ def test_a_class_made_for_trl_is_a_task():
 
 def test_an_advantage_sees_turns():
     late = run("environments.md", 4)["late_turns"]
-    seen = Seen(
+    seen = TokenData(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),
         turn=jnp.asarray([[1, 1, 2], [1, 2, 3]]),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.learning import metrics
-from jaxrl_llm.objectives import Objective, Seen, advantages, losses
+from jaxrl_llm.objectives import Objective, TokenData, advantages, losses
 
 MASK = jnp.asarray([[True, True, True], [True, False, False]])
 OLD = jnp.log(jnp.asarray([[0.9, 0.4, 0.2], [0.3, 1.0, 1.0]]))
@@ -34,7 +34,7 @@ def test_the_mismatch_of_a_sampler():
 def test_imitation_is_the_mean_negative_log_likelihood():
     objective = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
     zero = jnp.zeros_like(OLD)
-    advantage, weight, seen = objective.credit(jnp.ones((2, 1)), Seen(MASK, zero))
+    advantage, weight, seen = objective.credit(jnp.ones((2, 1)), TokenData(MASK, zero))
     surrogate, penalty = objective.per_token(OLD, advantage, seen)
     loss = jnp.sum(weight[0] * (surrogate + penalty))
     assert loss == pytest.approx(-np.log([0.9, 0.4, 0.2, 0.3]).mean(), rel=1e-6)

@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import Seen, advantages, losses, partition
+from jaxrl_llm.objectives import TokenData, advantages, losses, partition
 from jaxrl_llm.tasks.task import LARGEST
 from tests import hlo, tiny
 
@@ -361,7 +361,7 @@ def test_logits_never_exist_as_a_whole():
         ),
         advantage=floats,
         weight=jax.ShapeDtypeStruct((2, 1, 1, 4, 1024), jnp.float32),
-        seen=Seen(jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_), floats, floats),
+        seen=TokenData(jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_), floats, floats),
     )
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     state = update.TrainState(shapes, jax.eval_shape(optimizer.init, shapes), scalar, scalar)

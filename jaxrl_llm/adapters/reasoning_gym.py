@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
-from jaxrl_llm.reward import UNCHECKED, Reward
+from jaxrl_llm.reward import UNGRADED, Reward
 from jaxrl_llm.tasks.task import Mapped, Prompt
 from jaxrl_llm.tasks.workers import Workers, serve
 
@@ -48,7 +48,7 @@ class ReasoningGym:
     """Puzzles of the generator `name`, which `settings` go to; an example is a `Puzzle`.
 
     The score is the verifier's, 0 to 1, and 1 is correct; what it cannot read is wrong. A verifier
-    that takes over `seconds` of CPU time leaves a response unchecked. `frame` makes a prompt of a
+    that takes over `seconds` of CPU time leaves a response ungraded. `frame` makes a prompt of a
     question, `read` takes the answer from a response (None: it gives none). A question of the test
     is not trained on, unless 20 seeds make no other.
     """
@@ -89,7 +89,7 @@ class ReasoningGym:
             return Reward(0.0, False, {"answered": 0.0})
         reply = self._workers.ask([example.seed, answer], self._seconds)
         if not reply:
-            return UNCHECKED
+            return UNGRADED
         score = 0.0 if reply == "failed" else float(reply)
         return Reward(score, score == 1.0, {"answered": 1.0})
 

@@ -81,4 +81,4 @@ def main(
     console.print(analysis_report.table(found))
     analysis_report.write(found, target)
     storage.push(target)
-    console.print(f"written to {storage.spoken(target)}")
+    console.print(f"written to {storage.display_path(target)}")

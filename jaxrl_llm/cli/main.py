@@ -71,13 +71,13 @@ def main(words: list[str] | None = None) -> None:
         try:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
-            said = storage.spoken(" ".join(str(error).split()))
+            said = storage.display_path(" ".join(str(error).split()))
             print(f"jaxrl-llm: {printable(said)}", file=sys.stderr)
             raise SystemExit(2) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            said = storage.spoken(f"{error.filename or 'a file'}: {error.strerror or error}")
+            said = storage.display_path(f"{error.filename or 'a file'}: {error.strerror or error}")
             print(f"jaxrl-llm: cannot read or write {printable(said)}", file=sys.stderr)
             raise SystemExit(2) from error
         except KeyboardInterrupt as error:
@@ -122,7 +122,7 @@ class _Said(logging.Handler):
         kind = "warning: " if record.levelno >= logging.WARNING else ""
         # the terminal may be closed, or a signal may have come while it is written to
         with contextlib.suppress(OSError, RuntimeError):
-            said = storage.spoken(kind + record.getMessage())
+            said = storage.display_path(kind + record.getMessage())
             print(printable(said), file=sys.stderr, flush=True)
 
 

@@ -49,7 +49,7 @@ def with_config(
             f"{name} wants a config, a file or a name: jaxrl-llm {name} kk_tiny (jaxrl-llm configs lists names)"
         )
     path, words = named(words[0]), words[1:]
-    userfile.forget()
+    userfile.reset()
     make, prog = configs.load(path), f"jaxrl-llm {name} {path}"
     twice = {*inspect.signature(make).parameters} & {x.name for x in dataclasses.fields(options)}  # pyright: ignore[reportArgumentType]
     for flag in sorted(twice):
@@ -71,7 +71,7 @@ def with_config(
     chosen, given = ask(both, words, prog=prog)
     config = configs.build(make, path, *given.args, **given.kwargs)
     record.require_kept(make, given.arguments)
-    return chosen, config, Source(path, given.arguments, tuple(userfile.ran(but=path)))
+    return chosen, config, Source(path, given.arguments, tuple(userfile.executed_files(but=path)))
 
 
 def named(word: str) -> Path:

@@ -58,7 +58,7 @@ class Options:
     """save and stop after this many minutes"""
     grace: float = 60.0
     """most seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process"""
-    origin: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    init_from: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """begin with the warm start of another run (a folder or URL) instead of making one"""
     process: str | None = None
     """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU,
@@ -144,7 +144,7 @@ def main(options: Options, config: Config, source: Source) -> None:
                 config,
                 options.where(source.path),
                 resume=options.resume,
-                origin=options.origin,
+                init_from=options.init_from,
                 source=source,
                 data=options.data_folder,
                 session=Session(

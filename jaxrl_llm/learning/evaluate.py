@@ -44,10 +44,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """The table by group, its last line over all examples; and how many responses are unchecked."""
+    """The table by group, its last line over all examples; and how many responses are ungraded."""
 
     lines: tuple[Line, ...]
-    unchecked: int
+    ungraded: int
 
     @property
     def total(self) -> Line:
@@ -56,7 +56,7 @@ class Result:
 
     def metrics(self) -> dict[str, float]:
         """The results by flat names, such as `accuracy/GROUP`."""
-        out: dict[str, float] = {"examples": self.total.examples, "unchecked": self.unchecked}
+        out: dict[str, float] = {"examples": self.total.examples, "ungraded": self.ungraded}
         for line in self.lines:
             measured = {"accuracy": (line.greedy, line.interval)}
             if line.k:
@@ -93,10 +93,10 @@ def evaluate(
     if samples:
         found = task.answer(sampler, asked, n=samples, sampling=sampling, stop=stop)
         drawn = [group.rewards for group in found]
-    unchecked = sum(not reward.checked for each in (rewards, *drawn) for reward in each)
+    ungraded = sum(not reward.graded for each in (rewards, *drawn) for reward in each)
     groups: dict[float, list[int]] = {}
     for i, (first, others) in enumerate(zip(rewards, drawn, strict=True)):
-        known = (r.fields[by] for r in (first, *others) if r.checked and by in r.fields)
+        known = (r.fields[by] for r in (first, *others) if r.graded and by in r.fields)
         group = next(known, None)
         if group is not None:
             groups.setdefault(group + 0.0, []).append(i)  # -0.0 is 0.0
@@ -105,7 +105,7 @@ def evaluate(
         _line(name, index, rewards, responses, drawn)
         for name, index in [*named, (ALL, range(len(asked)))]
     ]
-    return Result(tuple(lines), unchecked)
+    return Result(tuple(lines), ungraded)
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
@@ -126,7 +126,7 @@ def _line(
     drawn: Sequence[Sequence[Reward]],
 ) -> Line:
     """The line of the examples at `index`; `drawn` has the rewards of each example's k samples."""
-    greedy = [i for i in index if rewards[i].checked]
+    greedy = [i for i in index if rewards[i].graded]
     solved = sum(rewards[i].correct for i in greedy)
     line = Line(
         name=name,
@@ -139,7 +139,7 @@ def _line(
     )
     if not any(drawn):
         return line
-    known = [[r.correct for r in drawn[i] if r.checked] for i in index]
+    known = [[r.correct for r in drawn[i] if r.graded] for i in index]
     known = [correct for correct in known if correct]
     shares, k = np.asarray([np.mean(c) for c in known]), len(drawn[0])
     passed = [any(correct) for correct in known if len(correct) == k]

@@ -39,7 +39,7 @@ class Group:
     @property
     def is_constant(self) -> bool:
         """Whether no two checked rewards differ, in float32; never where it has one response."""
-        scores = np.asarray([r.score for r in self.rewards if r.checked], np.float32)
+        scores = np.asarray([r.score for r in self.rewards if r.graded], np.float32)
         return len(self.trajectories) > 1 and not (len(scores) and scores.max() > scores.min())
 
 
@@ -91,7 +91,7 @@ class TokenTask:
         parts = [tuple(made[i * n : (i + 1) * n]) for i in range(len(mine))]
         return [Group(examples[i], part) for i, part in zip(mine, parts, strict=True)]
 
-    def played(
+    def replay(
         self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]
     ) -> list[Trajectory]:
         """Episodes in which the policy says these turns, or this one, each with its end."""
@@ -108,10 +108,10 @@ class TokenTask:
         pairs = zip(made, reply.rewards, strict=True)
         return [replace(draft.done(0, episode=True), reward=reward) for draft, reward in pairs]
 
-    def tried(self, example: Any, response: str | Sequence[str]) -> Reward:
+    def try_reward(self, example: Any, response: str | Sequence[str]) -> Reward:
         """The reward of one response, or of the turns of an episode."""
         if isinstance(self.task, Interactive):
-            [reward] = [one.reward for one in self.played([example], [response])]
+            [reward] = [one.reward for one in self.replay([example], [response])]
             assert reward is not None
             return reward
         said = [response] if isinstance(response, str) else response

@@ -59,7 +59,7 @@ def demonstrations(
     """
     said = map(demonstration, examples)
     if isinstance(task.task, Interactive):
-        whole = [replace(one, finished=True) for one in task.played(examples, list(said))]
+        whole = [replace(one, finished=True) for one in task.replay(examples, list(said))]
     else:
         texts = [*map(task.turn, examples, said)]
         pairs = zip(task.prompts(examples), texts, strict=True)

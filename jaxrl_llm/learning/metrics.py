@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.objectives import Objective, Seen, kl
+from jaxrl_llm.objectives import Objective, TokenData, kl
 
 Tokens = Float[Array, "R C"]
 
@@ -21,7 +21,7 @@ class Sums(NamedTuple):
 
 
 def token_sums(
-    objective: Objective, logp: Tokens, advantage: Tokens, weight: Tokens, seen: Seen
+    objective: Objective, logp: Tokens, advantage: Tokens, weight: Tokens, seen: TokenData
 ) -> Sums:
     """Sums over the tokens of a micro-batch, at the current log-probs `logp`.
 
@@ -49,7 +49,7 @@ def token_sums(
 
 
 def without_slope(
-    objective: Objective, logp: Tokens, advantage: Tokens, seen: Seen
+    objective: Objective, logp: Tokens, advantage: Tokens, seen: TokenData
 ) -> Bool[Array, "R C"]:
     """Where the surrogate has lost its gradient though there is an advantage."""
     pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
@@ -93,7 +93,7 @@ def describe_policy(
         "rare_quarter": mean(old_logp < jnp.log(0.25)),
     }
     if ref_logp is not None:
-        described["kl_reference"] = mean(kl.k3(old_logp, Seen(mask, old_logp, ref_logp)))
+        described["kl_reference"] = mean(kl.k3(old_logp, TokenData(mask, old_logp, ref_logp)))
     return described
 
 

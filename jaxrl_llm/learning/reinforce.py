@@ -40,17 +40,17 @@ class Step:
     reference: Any = None
     frozen: Any = None
     sampler_ratios: bool = False
-    drop_even_groups: bool = False
+    drop_constant_groups: bool = False
 
     def batch(self, groups: Sequence[Group]) -> tuple[Batch, jax.Array]:
         """The batch on the devices, and its rewards `[P,G]`."""
-        keep = learned_from(groups, self.drop_even_groups)
+        keep = learned_from(groups, self.drop_constant_groups)
         batch = update.place(self.collate(trajectories(groups), keep.tolist()), self.mesh)
         reward = np.asarray([[r.score for r in group.rewards] for group in groups], np.float32)
         return batch, sharding.replicated(reward, self.mesh)
 
     def score(self, params: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of `Seen` by the policy and its reference, and metrics of them."""
+        """Fields of `TokenData` by the policy and its reference, and metrics of them."""
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
         old = _of_sampler(batch) if self.sampler_ratios else now.logp
@@ -67,11 +67,11 @@ class Step:
         return self.programs.update(state, credited, frozen=self.frozen)
 
     @cached_property
-    def look(self) -> Callable[..., dict[str, np.ndarray]]:
+    def token_stats(self) -> Callable[..., dict[str, np.ndarray]]:
         """`(params, batch, reward, credited, rows)`: numbers of these rows' tokens after the update."""
         from jaxrl_llm.learning import tokens  # plans do without
 
-        return tokens.looking(self.objective, self._scores, self.mesh)
+        return tokens.token_stats(self.objective, self._scores, self.mesh)
 
     def _scores(self, trained: Any, inputs: Any) -> Any:
         return self.programs.score(joined(trained, self.frozen), inputs)
@@ -113,7 +113,7 @@ def learned_from(groups: Sequence[Group], drop_constant: bool) -> np.ndarray:
 
     With `drop_constant` none of a group whose rewards are all equal.
     """
-    checked = np.asarray([[r.checked for r in group.rewards] for group in groups], bool)
+    checked = np.asarray([[r.graded for r in group.rewards] for group in groups], bool)
     keep = checked & (checked.sum(1, keepdims=True) >= min(checked.shape[1], 2))
     if drop_constant:
         keep &= ~np.asarray([group.is_constant for group in groups], bool)[:, None]
@@ -125,13 +125,13 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
 
     `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint).
     """
-    responses, checked = trajectories(groups), [r for r in rewards(groups) if r.checked]
+    responses, checked = trajectories(groups), [r for r in rewards(groups) if r.graded]
     lengths = [one.length for one in responses]
     out = {
         "length": float(np.mean(lengths)),
         "cut": 1.0 - float(np.mean([one.finished for one in responses])),
-        "unchecked": len(lengths) - len(checked),
-        "unchecked_share": 1.0 - len(checked) / len(lengths),
+        "ungraded": len(lengths) - len(checked),
+        "ungraded_share": 1.0 - len(checked) / len(lengths),
         "time/sampling": seconds,
     }
     if seconds:
@@ -140,9 +140,9 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
         out["turns"] = float(np.mean([len(one.turns) for one in responses]))
     if any(one.restarts for one in responses):
         out["segments"] = 1.0 + float(np.mean([len(one.restarts) for one in responses]))
-    comparable = [group for group in groups if sum(r.checked for r in group.rewards) > 1]
+    comparable = [group for group in groups if sum(r.graded for r in group.rewards) > 1]
     if comparable:
-        out["even_groups"] = float(np.mean([group.is_constant for group in comparable]))
+        out["constant_groups"] = float(np.mean([group.is_constant for group in comparable]))
     if checked:
         out["reward"] = float(np.mean([r.score for r in checked]))
         out["accuracy"] = float(np.mean([r.correct for r in checked]))
@@ -155,7 +155,7 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
 
 def describe_learned(groups: Sequence[Group], drawn: Sequence[Group]) -> dict[str, float]:
     """Metrics of the responses learned from, where others were drawn as well; and how many were."""
-    names = ("length", "reward", "accuracy", "even_groups")
+    names = ("length", "reward", "accuracy", "constant_groups")
     found = describe_answers(groups, 0.0)
     learned = {f"learned/{name}": found[name] for name in names if name in found}
     return learned | {"drawn": float(len(drawn))}

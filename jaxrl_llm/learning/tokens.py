@@ -18,7 +18,7 @@ from jaxrl_llm.models.sharding import BATCH, constrain
 from jaxrl_llm.objectives import Objective
 
 
-def looking(
+def token_stats(
     objective: Objective, score: Callable[[Any, Any], Any], mesh: Mesh
 ) -> Callable[..., dict[str, np.ndarray]]:
     """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, 0 without a token.

@@ -20,7 +20,7 @@ from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import Inputs, joined, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
-from jaxrl_llm.objectives import Objective, Seen
+from jaxrl_llm.objectives import Objective, TokenData
 from jaxrl_llm.objectives.seen import UNKNOWN
 
 PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
@@ -42,7 +42,7 @@ class Credited(NamedTuple):
     inputs: Inputs
     advantage: Binned
     weight: Float[Array, "S M m R C"]
-    seen: Seen
+    seen: TokenData
 
 
 # Orders in which a step visits the pairs (mini-batch, stage).
@@ -143,7 +143,7 @@ def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
 def make_credit(objective: Objective) -> Callable[..., Credited]:
     """`(batch, reward [P,G], **scores) -> Credited`, with statistics over the whole global batch.
 
-    The scores are fields of `Seen` in the model's layout: `old_logp`, and others as they are read.
+    The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read.
     """
 
     reads_turn = objective.reads("turn")
@@ -152,7 +152,7 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
         layout: Layout = batch.layout
         turn: Any = batch.mask.astype(jnp.int32) if batch.turn is None else batch.turn
-        seen = Seen(
+        seen = TokenData(
             mask=batch.mask,
             sampler_logp=batch.sampler_logp,
             turn=turn if reads_turn else UNKNOWN,

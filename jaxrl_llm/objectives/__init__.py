@@ -10,11 +10,11 @@ from jaxrl_llm.objectives import (
     selections,
 )
 from jaxrl_llm.objectives.objective import Objective
-from jaxrl_llm.objectives.seen import Seen
+from jaxrl_llm.objectives.seen import TokenData
 
 __all__ = [
     "Objective",
-    "Seen",
+    "TokenData",
     "advantages",
     "aggregation",
     "factors",

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.objectives import kl
-from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
+from jaxrl_llm.objectives.seen import Mask, Rewards, TokenData, Tokens
 
 
-def imitation(reward: Rewards, seen: Seen) -> Tokens:
+def imitation(reward: Rewards, seen: TokenData) -> Tokens:
     """1 on every token; the loss with `losses.reinforce` is then the negative log-likelihood."""
     del reward
     return jnp.where(seen.mask, jnp.ones_like(seen.old_logp), 0.0)
 
 
-def grpo(reward: Rewards, seen: Seen) -> Tokens:
+def grpo(reward: Rewards, seen: TokenData) -> Tokens:
     """Reward standardised in its group: (R - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300).
 
     A group whose rewards are all equal gets exactly 0; a group of one has mean 0 and std 1.
@@ -34,7 +34,7 @@ def grpo(reward: Rewards, seen: Seen) -> Tokens:
     return _to_tokens(score, seen)
 
 
-def dr_grpo(reward: Rewards, seen: Seen) -> Tokens:
+def dr_grpo(reward: Rewards, seen: TokenData) -> Tokens:
     """Reward minus the mean of its group, not divided by its deviation (arXiv:2503.20783).
 
     A lone response gets its reward.
@@ -44,7 +44,7 @@ def dr_grpo(reward: Rewards, seen: Seen) -> Tokens:
     return _to_tokens(jnp.where(alone, reward, score), seen)
 
 
-def rloo(reward: Rewards, seen: Seen) -> Tokens:
+def rloo(reward: Rewards, seen: TokenData) -> Tokens:
     """Reward minus the mean of the group's other rewards (arXiv:2402.14740); alone, the reward."""
     valid, count, alone = _group(reward, seen)
     scale = count / jnp.maximum(count - 1, 1)
@@ -52,7 +52,7 @@ def rloo(reward: Rewards, seen: Seen) -> Tokens:
     return _to_tokens(jnp.where(alone, reward, score), seen)
 
 
-def opo(reward: Rewards, seen: Seen) -> Tokens:
+def opo(reward: Rewards, seen: TokenData) -> Tokens:
     """Reward minus the group's length-weighted mean (arXiv:2505.23585); alone, the reward."""
     valid, _, alone = _group(reward, seen)
     length = seen.mask.sum(1, dtype=jnp.float32).reshape(reward.shape)
@@ -62,7 +62,7 @@ def opo(reward: Rewards, seen: Seen) -> Tokens:
     return _to_tokens(jnp.where(alone, reward, score), seen)
 
 
-def maxrl(reward: Rewards, seen: Seen) -> Tokens:
+def maxrl(reward: Rewards, seen: TokenData) -> Tokens:
     """(R - mean) / mean of the group, 0 where the mean is not positive (arXiv:2602.02710).
 
     The authors' code divides by mean + 1e-6, which flips every sign where the mean is negative. A
@@ -74,7 +74,7 @@ def maxrl(reward: Rewards, seen: Seen) -> Tokens:
     return _to_tokens(jnp.where(some, (reward - mean) / jnp.where(some, mean, 1.0), 0.0), seen)
 
 
-def asymre(reward: Rewards, seen: Seen, *, shift: float = -0.1) -> Tokens:
+def asymre(reward: Rewards, seen: TokenData, *, shift: float = -0.1) -> Tokens:
     """Reward minus (mean of the group + shift), for plain -A log pi (arXiv:2506.20520).
 
     A group of equal rewards gets -shift: do not drop such groups. A lone response gets its reward.
@@ -83,7 +83,7 @@ def asymre(reward: Rewards, seen: Seen, *, shift: float = -0.1) -> Tokens:
     return _to_tokens(jnp.where(alone, reward, reward - (_mean(reward, valid) + shift)), seen)
 
 
-def w_reinforce(reward: Rewards, seen: Seen, *, positive: float = 0.1) -> Tokens:
+def w_reinforce(reward: Rewards, seen: TokenData, *, positive: float = 0.1) -> Tokens:
     """`positive` for a reward above 0, -1 for any other: no baseline, no group (arXiv:2506.01347).
 
     The paper has rewards of 1 and 0; published code leaves any other reward unweighted.
@@ -93,11 +93,11 @@ def w_reinforce(reward: Rewards, seen: Seen, *, positive: float = 0.1) -> Tokens
 
 def reinforce_plus_plus(
     reward: Rewards,
-    seen: Seen,
+    seen: TokenData,
     *,
     kl_coef: float = 1e-3,
     gamma: float = 1.0,
-    estimator: Callable[[Tokens, Seen], Tokens] = kl.k1,
+    estimator: Callable[[Tokens, TokenData], Tokens] = kl.k1,
 ) -> Tokens:
     """Batch-whitened returns of r_t = R [t = last] - kl_coef * KL_t (arXiv:2501.03262)."""
     rewards = token_rewards(reward, seen, kl_coef=kl_coef, estimator=estimator)
@@ -106,10 +106,10 @@ def reinforce_plus_plus(
 
 def token_rewards(
     reward: Rewards,
-    seen: Seen,
+    seen: TokenData,
     *,
     kl_coef: float,
-    estimator: Callable[[Tokens, Seen], Tokens] = kl.k1,
+    estimator: Callable[[Tokens, TokenData], Tokens] = kl.k1,
 ) -> Tokens:
     """The reward on the last token of each response, minus kl_coef times the KL on every token."""
     penalty = jnp.where(seen.mask, estimator(seen.old_logp, seen), 0.0)
@@ -140,16 +140,16 @@ def whiten(x: Tokens, mask: Mask) -> Tokens:
 
 def shaped(
     reward: Rewards,
-    seen: Seen,
+    seen: TokenData,
     *,
-    by: Callable[[Rewards, Seen], Rewards],
-    then: Callable[[Rewards, Seen], Tokens] = grpo,
+    by: Callable[[Rewards, TokenData], Rewards],
+    then: Callable[[Rewards, TokenData], Tokens] = grpo,
 ) -> Tokens:
     """then(by(reward, seen), seen): the reward shaping `by`, then the advantage function `then`."""
     return then(by(reward, seen), seen)
 
 
-def unlikeliness(reward: Rewards, seen: Seen, *, beta: float = 0.25) -> Rewards:
+def unlikeliness(reward: Rewards, seen: TokenData, *, beta: float = 0.25) -> Rewards:
     """R (1 - beta * rank / G), rank 0 the least likely response of its group (arXiv:2506.02355).
 
     For R >= 0: a negative reward would favour likely responses. Equal rewards get advantages too.
@@ -164,7 +164,7 @@ def unlikeliness(reward: Rewards, seen: Seen, *, beta: float = 0.25) -> Rewards:
 
 def overlong(
     reward: Rewards,
-    seen: Seen,
+    seen: TokenData,
     *,
     longest: int,
     buffer: int = 4096,

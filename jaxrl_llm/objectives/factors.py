@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from jaxrl_llm.objectives import aggregation
 from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.objectives.seen import Mask, Seen, Tokens, ratio
+from jaxrl_llm.objectives.seen import Mask, TokenData, Tokens, ratio
 
-Selection = Callable[[Tokens, Seen], Mask]
-Factor = Callable[[Tokens, Seen], Tokens]
+Selection = Callable[[Tokens, TokenData], Mask]
+Factor = Callable[[Tokens, TokenData], Tokens]
 
 
-def linear_in_probability(advantage: Tokens, seen: Seen, *, alpha: float = 0.3) -> Tokens:
+def linear_in_probability(advantage: Tokens, seen: TokenData, *, alpha: float = 0.3) -> Tokens:
     """alpha pi_old + 1 - alpha: Advantage Reweighting (arXiv:2505.12929); alpha = 0 is 1."""
     del advantage
     return alpha * jnp.exp(seen.old_logp) + 1.0 - alpha
@@ -26,29 +26,29 @@ def linear_in_probability(advantage: Tokens, seen: Seen, *, alpha: float = 0.3) 
 # Importance weights `(seen) -> [B,T]`, the argument `weight` of `truncated` and `masked`.
 
 
-def token_ratio(seen: Seen) -> Tokens:
+def token_ratio(seen: TokenData) -> Tokens:
     """rho of each token."""
     return ratio(seen.old_logp, seen.sampler_logp)
 
 
-def response_ratio(seen: Seen) -> Tokens:
+def response_ratio(seen: TokenData) -> Tokens:
     """The product of rho over the response: small biases of tokens make it vanish or explode."""
     gap = per_response.total(seen.old_logp - seen.sampler_logp, seen)
     return jnp.exp(jnp.clip(gap, -20.0, 20.0))
 
 
-def mean_ratio(seen: Seen) -> Tokens:
+def mean_ratio(seen: TokenData) -> Tokens:
     """The geometric mean of rho over the token's response."""
     return jnp.exp(per_response.mean(seen.old_logp - seen.sampler_logp, seen))
 
 
 def truncated(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     cap: float = 2.0,
     floor: float = 0.0,
-    weight: Callable[[Seen], Tokens] = token_ratio,
+    weight: Callable[[TokenData], Tokens] = token_ratio,
 ) -> Tokens:
     """The weight clipped to [floor, cap]: TIS (Yao et al. 2025; truncation: Ionides 2008).
 
@@ -60,11 +60,11 @@ def truncated(
 
 def masked(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 0.5,
     high: float = 5.0,
-    weight: Callable[[Seen], Tokens] = token_ratio,
+    weight: Callable[[TokenData], Tokens] = token_ratio,
 ) -> Tokens:
     """The weight where it lies in [low, high], else 0; by default IcePop (arXiv:2510.18855).
 
@@ -77,7 +77,7 @@ def masked(
 
 def normalised(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     by: Factor,
     over: Callable[[Mask], Tokens] = aggregation.token_mean,
@@ -96,17 +96,17 @@ def normalised(
 # Masks that drop tokens; the loss's denominator still counts all tokens, but for `renormalised`.
 
 
-def only(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
+def only(advantage: Tokens, seen: TokenData, *, select: Selection) -> Tokens:
     """1 on the selected tokens, 0 on the others; with `selections.highest_entropy` it is 80/20."""
     return select(advantage, seen).astype(advantage.dtype)
 
 
-def without(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
+def without(advantage: Tokens, seen: TokenData, *, select: Selection) -> Tokens:
     """0 on the selected tokens, 1 on others; with `selections.covariance_band` it is Clip-Cov."""
     return 1.0 - only(advantage, seen, select=select)
 
 
-def renormalised(advantage: Tokens, seen: Seen, *, select: Selection) -> Tokens:
+def renormalised(advantage: Tokens, seen: TokenData, *, select: Selection) -> Tokens:
     """`only` times tokens / selected tokens: a token mean is then over the selected tokens."""
     kept = only(advantage, seen, select=select)
     return kept / jnp.maximum(_mean(kept, seen.mask), 1.0 / seen.mask.size)

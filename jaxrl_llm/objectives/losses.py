@@ -11,19 +11,21 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.objectives.seen import Mask, Seen, Tokens, ratio, trainer
+from jaxrl_llm.objectives.seen import Mask, TokenData, Tokens, ratio, trainer
 
-Surrogate = Callable[[Tokens, Tokens, Seen], Tokens]
-Anchor = Callable[[Seen], Tokens]
+Surrogate = Callable[[Tokens, Tokens, TokenData], Tokens]
+Anchor = Callable[[TokenData], Tokens]
 
 
-def reinforce(logp: Tokens, advantage: Tokens, seen: Seen) -> Tokens:
+def reinforce(logp: Tokens, advantage: Tokens, seen: TokenData) -> Tokens:
     """-A log pi, the plain policy gradient (Williams 1992)."""
     del seen
     return -advantage * logp
 
 
-def importance(logp: Tokens, advantage: Tokens, seen: Seen, *, anchor: Anchor = trainer) -> Tokens:
+def importance(
+    logp: Tokens, advantage: Tokens, seen: TokenData, *, anchor: Anchor = trainer
+) -> Tokens:
     """-A r without clipping; `anchor` gives the log-probs in the denominator of r."""
     return -advantage * jnp.exp(logp - anchor(seen))
 
@@ -31,7 +33,7 @@ def importance(logp: Tokens, advantage: Tokens, seen: Seen, *, anchor: Anchor = 
 def clipped(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 0.2,
     high: float = 0.24,
@@ -49,7 +51,7 @@ def clipped(
 def cispo(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 1.0,
     high: float = 4.0,
@@ -67,7 +69,7 @@ def cispo(
 def dppo_tv(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 0.15,
     high: float = 0.15,
@@ -87,7 +89,7 @@ def dppo_tv(
 def dppo_kl(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 0.05,
     high: float = 0.05,
@@ -106,7 +108,7 @@ def dppo_kl(
 
 
 def gspo(
-    logp: Tokens, advantage: Tokens, seen: Seen, *, low: float = 3e-4, high: float = 4e-4
+    logp: Tokens, advantage: Tokens, seen: TokenData, *, low: float = 3e-4, high: float = 4e-4
 ) -> Tokens:
     """PPO with s = exp(mean of log r over the response) in place of r (arXiv:2507.18071).
 
@@ -118,7 +120,7 @@ def gspo(
 
 
 def gmpo(
-    logp: Tokens, advantage: Tokens, seen: Seen, *, low: float = 0.4, high: float = 0.4
+    logp: Tokens, advantage: Tokens, seen: TokenData, *, low: float = 0.4, high: float = 0.4
 ) -> Tokens:
     """-A exp(mean over the response of log r, clipped one-sidedly in log space) (arXiv:2507.20673).
 
@@ -133,7 +135,7 @@ def gmpo(
 def sapo(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
@@ -147,7 +149,7 @@ def sapo(
 def ce_gppo(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 0.2,
     high: float = 0.2,
@@ -169,7 +171,7 @@ def ce_gppo(
 def aspo(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     calm: float = 0.2,
     open: float = 0.4,  # noqa: A002
@@ -186,7 +188,7 @@ def aspo(
     return -advantage * jnp.where(weight > dual, dual * logp, weight)
 
 
-def positive_reward(advantage: Tokens, seen: Seen) -> Mask:
+def positive_reward(advantage: Tokens, seen: TokenData) -> Mask:
     """Tokens of responses with R > 0."""
     return seen.reward > 0
 
@@ -194,9 +196,9 @@ def positive_reward(advantage: Tokens, seen: Seen) -> Mask:
 def topr(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
-    positive: Callable[[Tokens, Seen], Mask] = positive_reward,
+    positive: Callable[[Tokens, TokenData], Mask] = positive_reward,
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> Tokens:
     """-A w log pi, w = 1 on positive responses and sg(min(r, 1)) on the others (arXiv:2503.14286).
@@ -211,7 +213,7 @@ def topr(
 def lp_reg(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     low: float = 1.0,
     high: float = 9.0,
@@ -231,7 +233,7 @@ def lp_reg(
 def opsm(
     logp: Tokens,
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     delta: float = 1e-4,
     anchor: Anchor = trainer,

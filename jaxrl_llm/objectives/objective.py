@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.objectives import aggregation, losses, partition, selections
-from jaxrl_llm.objectives.seen import Mask, Rewards, Seen, Tokens
+from jaxrl_llm.objectives.seen import Mask, Rewards, TokenData, Tokens
 
 Weights = Float[Array, "S B T"]
 
@@ -19,7 +19,7 @@ class Objective:
     """A policy-gradient loss: `credit` is constant in the parameters, `per_token` differentiated.
 
     `advantage` sees the whole batch, the other functions one mini-batch. `seen.proxy_logp` leaves
-    out tokens less likely than `proxy` times the most likely. Which fields of `Seen` are read is
+    out tokens less likely than `proxy` times the most likely. Which fields of `TokenData` are read is
     found by tracing the functions on the shapes `tried_on`: prompts, responses a prompt, tokens a
     response; a config sets its own.
 
@@ -33,19 +33,19 @@ class Objective:
     2
     """
 
-    advantage: Callable[[Rewards, Seen], Tokens]
-    factors: tuple[Callable[[Tokens, Seen], Tokens], ...] = ()
-    select: Callable[[Tokens, Seen], Mask] = selections.nothing
-    surrogate: Callable[[Tokens, Tokens, Seen], Tokens] = losses.clipped
-    penalties: tuple[tuple[float, Callable[[Tokens, Seen], Tokens]], ...] = ()
+    advantage: Callable[[Rewards, TokenData], Tokens]
+    factors: tuple[Callable[[Tokens, TokenData], Tokens], ...] = ()
+    select: Callable[[Tokens, TokenData], Mask] = selections.nothing
+    surrogate: Callable[[Tokens, Tokens, TokenData], Tokens] = losses.clipped
+    penalties: tuple[tuple[float, Callable[[Tokens, TokenData], Tokens]], ...] = ()
     aggregate: Callable[[Mask], Tokens] = aggregation.token_mean
-    partition: Callable[[Seen], Bool[Array, "S B T"]] = partition.together
+    partition: Callable[[TokenData], Bool[Array, "S B T"]] = partition.together
     proxy: float = 0.02
     tried_on: tuple[int, int, int] = field(default=(16, 64, 32), compare=False)
 
     def credit(
-        self, reward: Rewards, seen: Seen, *, minibatches: int = 1
-    ) -> tuple[Tokens, Weights, Seen]:
+        self, reward: Rewards, seen: TokenData, *, minibatches: int = 1
+    ) -> tuple[Tokens, Weights, TokenData]:
         """Advantage [B,T], weight [S,B,T], and `seen` with `reward`, `response`, `selected` set.
 
         Each of `minibatches` equal consecutive parts of the rows has its own denominator and
@@ -57,10 +57,12 @@ class Objective:
         advantage, weight, seen = of_one(*split((self._advantage(reward, seen), seen)))
         return join(advantage), jax.vmap(join)(weight), join(seen)
 
-    def _advantage(self, reward: Rewards, seen: Seen) -> Tokens:
+    def _advantage(self, reward: Rewards, seen: TokenData) -> Tokens:
         return _of_tokens("advantage", self.advantage(reward, seen), seen.mask)
 
-    def _credit_minibatch(self, advantage: Tokens, seen: Seen) -> tuple[Tokens, Weights, Seen]:
+    def _credit_minibatch(
+        self, advantage: Tokens, seen: TokenData
+    ) -> tuple[Tokens, Weights, TokenData]:
         for factor in self.factors:
             weight = factor(advantage, seen)
             if jnp.ndim(weight) == 1:  # of responses, or of columns: no product may choose
@@ -76,7 +78,7 @@ class Objective:
         _of_tokens("a stage of partition", stages[0], seen.mask)
         return advantage, _of_tokens("aggregate", weight, seen.mask)[None] * stages, seen
 
-    def per_token(self, logp: Tokens, advantage: Tokens, seen: Seen) -> tuple[Tokens, Tokens]:
+    def per_token(self, logp: Tokens, advantage: Tokens, seen: TokenData) -> tuple[Tokens, Tokens]:
         """The surrogate and the weighted sum of penalties, each `[B,T]`; the loss adds the two."""
         penalty = jnp.zeros_like(logp)
         for coefficient, estimator in self.penalties:
@@ -99,7 +101,7 @@ class Objective:
         return not read.isdisjoint(("response", "turn"))
 
     def reads(self, field: str) -> bool:
-        """Whether any function of the objective reads this field of `Seen`."""
+        """Whether any function of the objective reads this field of `TokenData`."""
         return field in self._read(self._everything)
 
     @property
@@ -113,17 +115,17 @@ class Objective:
         weighs = lambda _, x, seen: (self._chosen(x, seen), self.surrogate(x, x, seen))
         return "sampler_logp" in self._read(weighs)
 
-    def _chosen(self, advantage: Tokens, seen: Seen):
+    def _chosen(self, advantage: Tokens, seen: TokenData):
         for factor in self.factors:
             factor(advantage, seen)
         self.select(advantage, seen)
 
-    def _everything(self, reward: Rewards, logp: Tokens, seen: Seen):
+    def _everything(self, reward: Rewards, logp: Tokens, seen: TokenData):
         self._credit_minibatch(self._advantage(reward, seen), seen)
         self.per_token(logp, logp, seen)
 
-    def _read(self, call: Callable[[Rewards, Tokens, Seen], object]) -> set[str]:
-        """The fields of `Seen` that a call reads, found by tracing it on shapes."""
+    def _read(self, call: Callable[[Rewards, Tokens, TokenData], object]) -> set[str]:
+        """The fields of `TokenData` that a call reads, found by tracing it on shapes."""
         notes = _Notes()
 
         def traced(reward, tokens, seen):
@@ -134,14 +136,14 @@ class Objective:
         jax.eval_shape(traced, rewards, seen.old_logp, seen)
         return notes.fields
 
-    def _example(self) -> Seen:
+    def _example(self) -> TokenData:
         """The shapes of a batch with every field known."""
         prompts, responses, tokens = self.tried_on
         of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
-        known: dict[str, Any] = dict.fromkeys(Seen._fields, of(jnp.float32))
+        known: dict[str, Any] = dict.fromkeys(TokenData._fields, of(jnp.float32))
         known |= dict.fromkeys(("mask", "selected"), of(jnp.bool_))
         known |= dict.fromkeys(("response", "turn"), of(jnp.int32))
-        return Seen(**known)
+        return TokenData(**known)
 
 
 class _Notes:
@@ -151,8 +153,8 @@ class _Notes:
         self.fields: set[str] = set()
 
 
-class _Watched(Seen):
-    """A `Seen` that records which of its fields are read, inside transformations such as vmap too.
+class _Watched(TokenData):
+    """A `TokenData` that records which of its fields are read, inside transformations such as vmap too.
 
     A field set by `_replace` is the function's own value, so reading it is not recorded.
     """
@@ -169,7 +171,7 @@ class _Watched(Seen):
         return watched
 
     def __getattribute__(self, name):
-        if name in Seen._fields and name not in self._replaced:
+        if name in TokenData._fields and name not in self._replaced:
             self._notes.fields.add(name)
         return super().__getattribute__(name)
 
@@ -177,7 +179,7 @@ class _Watched(Seen):
         return (getattr(self, name) for name in self._fields)
 
     def _replace(self, **changes):
-        changed = Seen(*tuple.__iter__(self))._replace(**changes)
+        changed = TokenData(*tuple.__iter__(self))._replace(**changes)
         return _Watched.of(changed, self._notes, self._replaced.union(changes))
 
 
@@ -201,7 +203,7 @@ def _of_tokens(name: str, made: Any, like: Any) -> Any:
     return made
 
 
-def _complete(reward: Rewards, seen: Seen) -> Seen:
+def _complete(reward: Rewards, seen: TokenData) -> TokenData:
     """`seen` with each token's reward and response number: 1, as a row is one response."""
     by_token = jnp.where(seen.mask, reward.reshape(-1, 1), 0.0)
     return seen._replace(reward=by_token, response=seen.mask.astype(jnp.int32))

@@ -61,7 +61,7 @@ def dr_grpo(length: int) -> Objective:
 
 
 def dapo(length: int) -> Objective:
-    """DAPO (arXiv:2503.14476): higher upper bound, overlong penalty; config `drop_even_groups`."""
+    """DAPO (arXiv:2503.14476): higher upper bound, overlong penalty; config `drop_constant_groups`."""
     shape = partial(advantages.overlong, longest=length, buffer=max(1, length // 5))
     return Objective(
         advantage=partial(advantages.shaped, by=shape, then=advantages.grpo),

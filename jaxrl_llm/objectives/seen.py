@@ -1,4 +1,4 @@
-"""`Seen`: the data of a batch's tokens that an objective reads, constant in the parameters."""
+"""`TokenData`: the data of a batch's tokens that an objective reads, constant in the parameters."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ Rewards: TypeAlias = Float[Array, "P G"]
 UNKNOWN: Any = None
 
 
-class Seen(NamedTuple):
+class TokenData(NamedTuple):
     """Per-token data of a batch; all fields have the same shape, and None is a field not computed.
 
     In `Objective.credit` a row is a response, `[B,T]`; in the update a row is a bin, which may hold
@@ -41,24 +41,24 @@ class Seen(NamedTuple):
     """the number of the token's turn in its episode, from 1; 0 on padding"""
 
 
-def trainer(seen: Seen) -> Tokens:
+def trainer(seen: TokenData) -> Tokens:
     """`old_logp`, by default the denominator of a ratio."""
     return seen.old_logp
 
 
-def sampler(seen: Seen) -> Tokens:
+def sampler(seen: TokenData) -> Tokens:
     """`sampler_logp`: as the denominator of a ratio it corrects for the sampler's mismatch too."""
     return seen.sampler_logp
 
 
-def total(x: Tokens, seen: Seen) -> Tokens:
+def total(x: Tokens, seen: TokenData) -> Tokens:
     """The sum of x over the response of each token; 0 on padding."""
     segments = x.shape[1] + 1
     add = jax.vmap(lambda row, number: jax.ops.segment_sum(row, number, segments)[number])
     return jnp.where(seen.mask, add(jnp.where(seen.mask, x, 0.0), seen.response), 0.0)
 
 
-def mean(x: Tokens, seen: Seen) -> Tokens:
+def mean(x: Tokens, seen: TokenData) -> Tokens:
     """The mean of x over the response of each token; 0 on padding."""
     return total(x, seen) / jnp.maximum(total(jnp.ones_like(x), seen), 1.0)
 

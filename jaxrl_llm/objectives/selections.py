@@ -12,16 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.objectives.factors import mean_ratio, token_ratio
-from jaxrl_llm.objectives.seen import Mask, Seen, Tokens
+from jaxrl_llm.objectives.seen import Mask, TokenData, Tokens
 
 
-def nothing(advantage: Tokens, seen: Seen) -> Mask:
+def nothing(advantage: Tokens, seen: TokenData) -> Mask:
     """No token."""
     return jnp.zeros_like(seen.mask)
 
 
 def covariance(
-    advantage: Tokens, seen: Seen, *, share: float = 2e-3, logp: Tokens | None = None
+    advantage: Tokens, seen: TokenData, *, share: float = 2e-3, logp: Tokens | None = None
 ) -> Mask:
     """KL-Cov's: the `share` of tokens, at least one, with the highest covariance of log-prob and A.
 
@@ -33,7 +33,7 @@ def covariance(
 
 def covariance_band(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     share: float = 2e-4,
     lower: float = 1.0,
@@ -55,7 +55,7 @@ def covariance_band(
 
 def band(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     lower: float,
     upper: float,
@@ -72,7 +72,7 @@ def band(
 
 def lowest_probability(
     advantage: Tokens,
-    seen: Seen,
+    seen: TokenData,
     *,
     share: float = 0.01,
     positive_share: float = 0.0,
@@ -92,21 +92,21 @@ def lowest_probability(
     return among(negative, share) | among(positive, positive_share)
 
 
-def calm(advantage: Tokens, seen: Seen, *, quantile: float = 0.8) -> Mask:
+def calm(advantage: Tokens, seen: TokenData, *, quantile: float = 0.8) -> Mask:
     """ASPO's: tokens with entropy up to this quantile of their response's (arXiv:2510.06062)."""
     del advantage
     entropy = jnp.where(seen.mask, seen.entropy, jnp.nan)
     return seen.mask & (seen.entropy <= jnp.nanquantile(entropy, quantile, axis=1, keepdims=True))
 
 
-def highest_entropy(advantage: Tokens, seen: Seen, *, share: float = 0.2) -> Mask:
+def highest_entropy(advantage: Tokens, seen: TokenData, *, share: float = 0.2) -> Mask:
     """Tokens with an entropy from the (1 - share) quantile upwards: 80/20 (arXiv:2506.01939)."""
     del advantage
     entropy = jnp.where(seen.mask, seen.entropy, jnp.nan)
     return seen.mask & (seen.entropy >= jnp.nanquantile(entropy, 1.0 - share))
 
 
-def top_entropy(advantage: Tokens, seen: Seen, *, share: float = 0.2) -> Mask:
+def top_entropy(advantage: Tokens, seen: TokenData, *, share: float = 0.2) -> Mask:
     """Exactly floor(share * tokens) tokens of the highest entropy: 80/20 as other code has it."""
     del advantage
     return lowest(-seen.entropy, seen.mask, part(share, seen.mask.sum()))
@@ -115,19 +115,21 @@ def top_entropy(advantage: Tokens, seen: Seen, *, share: float = 0.2) -> Mask:
 # Rejection by distance from the sampler; the bounds are on 1 / rho = pi_sampler / pi_old.
 
 
-def near_token(advantage: Tokens, seen: Seen, *, low: float = 0.5, high: float = 2.0) -> Mask:
+def near_token(advantage: Tokens, seen: TokenData, *, low: float = 0.5, high: float = 2.0) -> Mask:
     """Tokens with 1 / rho in [low, high]."""
     del advantage
     return seen.mask & _within(1.0 / token_ratio(seen), low, high)
 
 
-def near_response(advantage: Tokens, seen: Seen, *, low: float = 0.99, high: float = 1.01) -> Mask:
+def near_response(
+    advantage: Tokens, seen: TokenData, *, low: float = 0.99, high: float = 1.01
+) -> Mask:
     """Responses whose geometric mean of 1 / rho lies in [low, high]."""
     del advantage
     return seen.mask & _within(1.0 / mean_ratio(seen), low, high)
 
 
-def near_response_k3(advantage: Tokens, seen: Seen, *, high: float = 0.001) -> Mask:
+def near_response_k3(advantage: Tokens, seen: TokenData, *, high: float = 0.001) -> Mask:
     """Responses whose mean of rho - 1 - log rho is at most `high`."""
     del advantage
     gap = seen.old_logp - seen.sampler_logp
@@ -150,7 +152,7 @@ def lowest(x: Tokens, some: Mask, count: Int[Array, ""]) -> Mask:
     return some & (rank.reshape(x.shape) < count)
 
 
-def noise(seen: Seen, seed: int) -> Float[Array, "B T"]:
+def noise(seen: TokenData, seed: int) -> Float[Array, "B T"]:
     """Uniform draws in [0, 1): new in every batch, the same on resume, on any padding and devices.
 
     The key is made from the seed, the lengths and the rewards, whose bits are the same everywhere

@@ -418,18 +418,18 @@ def checked(of: Subject, samples: Sequence[list[Group]]) -> tuple[list[str], lis
         (of.components.tokenizer.decode(one.tokens), one.reward.score)
         for groups in samples
         for one in trajectories(groups)
-        if one.reward and one.reward.checked
+        if one.reward and one.reward.graded
     ]
     return [text for text, _ in known], [score for _, score in known]
 
 
 def described(samples: Sequence[list[Group]]) -> dict[str, Any]:
-    """Counts and means of the responses; means leave out unchecked ones."""
+    """Counts and means of the responses; means leave out ungraded ones."""
     each = [reward for groups in samples for reward in rewards(groups)]
-    known, count = [reward for reward in each if reward.checked], len(each)
+    known, count = [reward for reward in each if reward.graded], len(each)
     return {
         "responses": count,
-        "unchecked": count - len(known),
+        "ungraded": count - len(known),
         "reward": mean(np.asarray([r.score for r in known])),
         "accuracy": mean(np.asarray([r.correct for r in known])),
     }

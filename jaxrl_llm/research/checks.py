@@ -436,6 +436,6 @@ def _member(i: int, where: str) -> list[bytes]:
     """What one of them gathers."""
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[i % len(visible)]
-    stop: Any = SimpleNamespace(asked=False, save=False, due=False)
+    stop: Any = SimpleNamespace(requested=False, wants_save=False, save_is_due=False)
     with distributed.joined(f"{i}/2@{where}", stop):
         return distributed.gather(str(i).encode())

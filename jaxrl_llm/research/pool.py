@@ -49,14 +49,14 @@ def run(
     def one(name: str) -> int | None:
         code, slot = None, slots.get()
         try:
-            while not stop.asked and code in (None, UNFINISHED):
+            while not stop.requested and code in (None, UNFINISHED):
                 say(name, None)
                 code = _finished(
                     commands[name], logs / f"{name}.log", slot, threads, environment, stop
                 )
                 say(name, code)
         except BaseException:
-            stop.ask()  # the others save, and are not waited for in vain
+            stop.request()  # the others save, and are not waited for in vain
             raise
         finally:
             slots.put(slot)
@@ -92,7 +92,7 @@ def _finished(
         ) as process,
     ):
         while process.poll() is None:
-            if stop.asked and not asked:
+            if stop.requested and not asked:
                 process.terminate()
                 asked = True
             time.sleep(POLL)

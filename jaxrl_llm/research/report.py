@@ -35,7 +35,7 @@ CHARTS = {
     "mismatch_mean": "sampler's log-probs against the trainer's, nats a token",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 46, 14, 8, 20  # of a chart, in pixels
-FIGURES = ("length", "cut", "unchecked")  # of each evaluation
+FIGURES = ("length", "cut", "ungraded")  # of each evaluation
 SHOWN, RECENT = 2, 10  # responses of a kind; kept steps from which the best and worst come
 # all control characters but tab and line feed, marks of direction and of no width, surrogates
 _SPECIAL = re.compile(
@@ -138,7 +138,7 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
         step, rows = _known(analysed, lambda found: (found["step"], analysis_report.rows(found)))
         parts += [tag("h2", "Analysis"), table(f"of step {step}", (), rows)]
         parts += _pictures(sorted(analysed.parent.glob("*.png")))
-    return Path(storage.spoken(folder.absolute())).name, [*parts, *_made(run)]
+    return Path(storage.display_path(folder.absolute())).name, [*parts, *_made(run)]
 
 
 def _summary(records: Sequence[Record]) -> Element:
@@ -207,10 +207,10 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
         row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
         row += [_measured(r, of, name) for name in ("accuracy", *extra)]
-        row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/unchecked']:.0f}"]
+        row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/ungraded']:.0f}"]
         rows.append(row)
-    head = ["step", "examples of", "checked", "greedy, % (95% interval)"]
-    head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "unchecked"]
+    head = ["step", "examples of", "graded", "greedy, % (95% interval)"]
+    head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "ungraded"]
     made = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
     last, of = found[-1]
     groups = [k.split("/", 2)[2] for k in last if k.startswith(f"{of}/accuracy/")]
@@ -246,7 +246,7 @@ def _responses(folder: Path, last: int) -> list[Part]:
         for i, (r, (row, moved)) in enumerate(zip(found.responses, _rows(found), strict=True)):
             key = hash((r["prompt"], row.tobytes()))
             sizes[step, key] = _size(moved), step, i
-            if step in kept[-RECENT:] and r["checked"]:
+            if step in kept[-RECENT:] and r["graded"]:
                 rewards[key] = r["reward"], step, i
     order = [at for _, *at in sorted(rewards.values())]
     count = min(SHOWN, len(order) // 2)
@@ -288,7 +288,7 @@ def _response(kept: tokens.Step, texts: Sequence[str], i: int) -> Element:
         shade = f"background: rgb(var(--{'up' if x > 0 else 'down'}) / {abs(x) / 2:.2f})"
         styled = {"style": shade} if abs(x) > 0.02 else {}
         inside.append(tag("span" if kept.sampled[at] else "i", texts[at] or "·", **styled))
-    verdict = ("correct" if r["correct"] else "wrong") if r["checked"] else "unchecked"
+    verdict = ("correct" if r["correct"] else "wrong") if r["graded"] else "ungraded"
     said = f"step {kept.step}: reward {r['reward']:g}, {verdict}, {r['tokens']} tokens"
     said += f" in {len(turns)} turns" if len(turns := r.get("turns", [])) > 1 else ""
     said += "" if r["finished"] else ", cut at the limit"

@@ -206,7 +206,7 @@ def run(
             codes = _make(grid, kept, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}
     _report(grid, kept | done, console)
-    if stop.asked and any(code != 0 for code in codes.values()):
+    if stop.requested and any(code != 0 for code in codes.values()):
         console.print(f"stopped and saved in {grid.out}; the same command goes on")
         raise SystemExit(UNFINISHED)
     if failed := [name for name, code in codes.items() if code != 0]:
@@ -236,7 +236,7 @@ def _make(
         last = scores[-1:] if code is not None else []
         score = "".join(f", {100 * r['eval/accuracy']:.1f}% at step {r['step']}" for r in last)
         state = {None: "running", 0: "done"}.get(
-            code, "stopped" if stop.asked or code == UNFINISHED else "failed"
+            code, "stopped" if stop.requested or code == UNFINISHED else "failed"
         )
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 

@@ -120,7 +120,7 @@ class Errors:
         """Logs each new kind with its first message."""
         for kind, messages in self._messages.items():
             if kind not in self._logged:
-                count = f"{len(messages)} of {responses} responses unchecked"
+                count = f"{len(messages)} of {responses} responses ungraded"
                 logger.warning("%s: %s; %s", kind, messages[0], count)
         self._logged.update(self._messages)
 

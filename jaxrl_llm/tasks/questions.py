@@ -52,7 +52,7 @@ class Questions:
         fields = {key: x for part in parts.values() for key, x in part.fields.items()}
         if len(parts) > 1:
             fields |= {name: part.score for name, part in parts.items()}
-        checked = all(part.checked for part in parts.values())
+        checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
 
 

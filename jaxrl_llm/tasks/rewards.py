@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import UNCHECKED, Reward
+from jaxrl_llm.reward import UNGRADED, Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
 
 Scored = Callable[[Question, str], Reward]
@@ -169,7 +169,7 @@ def as_reward(made: Any, name: str) -> Reward:
     if isinstance(made, Reward):
         return made
     if made is None:
-        return UNCHECKED
+        return UNGRADED
     fields: dict[str, float] = {}
     if isinstance(made, Mapping):
         numbers = {n: float(x) for n, x in made.items() if isinstance(x, int | float)}

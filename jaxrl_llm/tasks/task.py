@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import LARGEST, UNCHECKED, Reward
+from jaxrl_llm.reward import LARGEST, UNGRADED, Reward
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
 E = TypeVar("E")
@@ -134,7 +134,7 @@ def score_responses(
     responses: Sequence[str],
     settings: RewardSettings | None = None,
 ) -> list[Reward]:
-    """The responses' rewards; unchecked where it raises, is not finite or takes too long.
+    """The responses' rewards; ungraded where it raises, is not finite or takes too long.
 
     Logs a reward that takes over SLOW seconds, and each new kind of error. With one thread (the main
     one) a late reward is interrupted. With several it is given up and goes on in the background;
@@ -153,7 +153,7 @@ def score_responses(
     ]  # fmt: skip
     rewards = deadline.run(calls, settings.threads, errors)
     errors.log(len(calls))
-    return [reward or UNCHECKED for reward in rewards]
+    return [reward or UNGRADED for reward in rewards]
 
 
 class Episodes:
@@ -162,7 +162,7 @@ class Episodes:
     It gives a future of what the environment says next, and whether anew; None at the end.
     `rewards` are the newest.
     A step that raises, says what are no tokens of the tokenizer or takes too long ends its episode
-    unchecked. Steps that are coroutines need no thread. What is logged when the block ends is what
+    ungraded. Steps that are coroutines need no thread. What is logged when the block ends is what
     `score_responses` logs.
     """
 
@@ -176,7 +176,7 @@ class Episodes:
         from jaxrl_llm.tasks import deadline
 
         settings = settings or RewardSettings()
-        self.rewards = [UNCHECKED] * len(examples)
+        self.rewards = [UNGRADED] * len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment] = {}
         self._settings = settings
@@ -203,7 +203,7 @@ class Episodes:
 
         def settle(done: Future[deadline.Outcome]) -> None:
             try:
-                settled = self._errors.settled(call, done.result()) or (None, UNCHECKED)
+                settled = self._errors.settled(call, done.result()) or (None, UNGRADED)
                 given, self.rewards[index] = settled
                 reply.set_result(given if given is None else (given, isinstance(given, NewContext)))
             except BaseException as error:
@@ -249,7 +249,7 @@ def _plain(reward: Reward) -> Reward:
         raise ValueError(
             f"reward() returned a number that is not finite, or a score over 1e15: {reward!r}"
         )
-    return Reward(score, bool(reward.correct), fields, bool(reward.checked))
+    return Reward(score, bool(reward.correct), fields, bool(reward.graded))
 
 
 def load_task(spec: str) -> Task[Any]:

@@ -7,14 +7,14 @@ Records = Sequence[Mapping[str, float]]
 
 WINDOW = 3  # steps that a mean is taken over
 FLAT = 5  # steps without a difference between rewards
-FAILING = 0.1  # share of unchecked responses
+FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
 
 
 def alarms(records: Records) -> dict[str, str]:
     """Warnings about the last of these records: texts by kind."""
     checks = {
-        "unchecked": _unchecked,
+        "ungraded": _ungraded,
         "skipped": _skipped,
         "flat": _flat,
         "entropy": lambda found: _collapsed("entropy", found),
@@ -23,15 +23,15 @@ def alarms(records: Records) -> dict[str, str]:
     return {kind: text for kind, check in checks.items() if (text := check(records))}
 
 
-def reason_to_stop(records: Records, most_unchecked: float) -> str:
+def reason_to_stop(records: Records, max_ungraded: float) -> str:
     """Why the run should not go on; empty if it may."""
     last = records[-WINDOW:]
     if len(last) < WINDOW:
         return ""
-    if (share := _mean("unchecked_share", last)) > most_unchecked:
+    if (share := _mean("ungraded_share", last)) > max_ungraded:
         return (
-            f"{share:.0%} of the responses of the last {WINDOW} steps are unchecked, more than most_unchecked = "
-            f"{most_unchecked:g}: the warnings say why; mend the reward and start anew with another --out, or, if "
+            f"{share:.0%} of the responses of the last {WINDOW} steps are ungraded, more than max_ungraded = "
+            f"{max_ungraded:g}: the warnings say why; mend the reward and start anew with another --out, or, if "
             "only something it needs was away, go on with --resume"
         )
     if all(map(_all_skipped, last)):
@@ -43,8 +43,8 @@ def reason_to_stop(records: Records, most_unchecked: float) -> str:
     return ""
 
 
-def _unchecked(records: Records) -> str:
-    share = _mean("unchecked_share", records[-WINDOW:])
+def _ungraded(records: Records) -> str:
+    share = _mean("ungraded_share", records[-WINDOW:])
     if share <= FAILING:
         return ""
     return f"{share:.0%} of the last responses have no reward: the warnings say why"
@@ -58,7 +58,7 @@ def _skipped(records: Records) -> str:
 
 def _flat(records: Records) -> str:
     last = records[-FLAT:]
-    if len(last) < FLAT or any(record.get("even_groups", 0.0) < 1.0 for record in last):
+    if len(last) < FLAT or any(record.get("constant_groups", 0.0) < 1.0 for record in last):
         return ""
     return f"all responses to a prompt were worth the same for {FLAT} steps: there is nothing to learn from"
 

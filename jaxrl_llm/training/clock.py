@@ -76,7 +76,7 @@ class Clock:
         """The present phase, and when something was last done in it."""
         return self._phase, max(self._turned, self._beaten, storage.heard())
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Something was done in the phase: a longer wait begins anew. Callable from any thread."""
         self._beaten = time.perf_counter()
 

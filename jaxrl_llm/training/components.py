@@ -159,7 +159,7 @@ class Components:
             reference=reference,
             frozen=self.frozen,
             sampler_ratios=config.ratios == "sampler",
-            drop_even_groups=config.drop_even_groups,
+            drop_constant_groups=config.drop_constant_groups,
         )
 
 

@@ -113,7 +113,7 @@ def _plain(axis: Any) -> None:
 
 def names(folders: Sequence[Path]) -> list[str]:
     """The shortest path endings that tell the runs apart."""
-    paths = [Path(storage.spoken(folder.absolute())).parts for folder in folders]
+    paths = [Path(storage.display_path(folder.absolute())).parts for folder in folders]
     length = 1
     while len({path[-length:] for path in paths}) < len(set(paths)):
         length += 1

@@ -49,7 +49,7 @@ class RunFolder:
 
     def pull(self) -> Path:
         """Brings what others have written to a bucket until now; the folder."""
-        return storage.local(storage.spoken(self.path), but=FEW_READ)
+        return storage.local(storage.display_path(self.path), but=FEW_READ)
 
     @property
     def holds_run(self) -> bool:
@@ -137,11 +137,11 @@ class RunFolder:
         self,
         components: Components,
         source: Source | None,
-        origin: Path | None,
+        init_from: Path | None,
         given: Mapping[str, Any] | None,
     ) -> None:
         """Writes the files of a new run; run.json last, because it marks the folder as a run."""
-        run = record.new(source, origin, given)
+        run = record.new(source, init_from, given)
         components.tokenizer.save(self.path / MODEL)
         described = {
             **_described(components),
@@ -247,12 +247,12 @@ class RunFolder:
         copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
         copies[path] = self.path / CONFIG
         begun_in = Path(run.get("folder", ""))
-        with userfile.instead(copies, begun_in):
+        with userfile.redirected(copies, begun_in):
             make: Callable[..., Config] = configs.load(path)
             made = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
 
         def task(data: Path) -> Any:
-            with userfile.instead(copies, begun_in):
+            with userfile.redirected(copies, begun_in):
                 return made.task(data)
 
         return self.pinned(replace(made, task=task))
@@ -299,7 +299,7 @@ class RunFolder:
         if (where := where or recorded) is None:
             return None
         there = RunFolder(where, bring=False)
-        if storage.spoken(there.path) != recorded or not self.checkpoints().steps:
+        if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
             there.pull()
         there.path = there.path.absolute()
         return there

@@ -70,7 +70,7 @@ def fit(
 class Journal:
     """Writes the records of a run; processes other than the writer only keep them in `records`.
 
-    `records` are those of the run so far, of the writer's folder; `told` is called with each new
+    `records` are those of the run so far, of the writer's folder; `on_record` is called with each new
     one, by the writer. Leaving the block without an error ends the run for its loggers, too.
     """
 
@@ -81,9 +81,14 @@ class Journal:
         records: list[Record] | None = None,
         *,
         writes: bool = True,
-        told: Callable[[Record], None] | None = None,
+        on_record: Callable[[Record], None] | None = None,
     ):
-        self.folder, self.console, self._writes, self._told = folder, console, writes, told
+        self.folder, self.console, self._writes, self._on_record = (
+            folder,
+            console,
+            writes,
+            on_record,
+        )
         self.records = read(folder) if records is None else records
         self._loggers: Loggers | None = None
 
@@ -125,8 +130,8 @@ class Journal:
             with _part(self.folder, len(self.records)).open("ab") as file:
                 file.write(_line(record))
             self._loggers.log(step, {f"{phase}/{name}": value for name, value in values.items()})
-            if self._told:
-                self._told(record)
+            if self._on_record:
+                self._on_record(record)
         self.records.append(record)
 
     def find(self, name: str, step: int, phase: str) -> float | None:

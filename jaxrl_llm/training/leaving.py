@@ -36,26 +36,26 @@ class Stop:
     """Whether the run was asked to stop. Signals raise nothing: running work checks the flag."""
 
     def __init__(self) -> None:
-        self.asked = self.save = False
+        self.requested = self.wants_save = False
         self.save_seconds = math.inf  # between two saves that nothing else asks for
         self.saved = time.monotonic()
         self.stacks: Path | None = None  # where `stall` writes the stacks of all threads
         self._bell = -1  # a pipe that wakes `_watch`
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Asks to stop; callable from any thread."""
-        self.asked = True
+        self.requested = True
         if self._bell >= 0:
             os.write(self._bell, b"\0")
 
     @property
-    def due(self) -> bool:
+    def save_is_due(self) -> bool:
         """Whether it is time for a save."""
         return time.monotonic() - self.saved > self.save_seconds
 
     def check(self) -> None:
         """Raises StopRequested if the run was asked to stop; for places where work may be dropped."""
-        if self.asked:
+        if self.requested:
             raise StopRequested
 
     def stall(self, reason: str) -> NoReturn:
@@ -86,7 +86,7 @@ class Progress(Protocol):
 
 
 @contextmanager
-def watched(
+def stall_watchdog(
     progress: Progress,
     *,
     least: float,
@@ -178,7 +178,7 @@ def _watch(
             _end(grace, interrupted=interrupts > 1)
         latest = time.monotonic() + (grace if interrupts < 2 else HURRY)
         deadline = latest if deadline is None else min(deadline, latest)
-        stop.asked = True
+        stop.requested = True
 
 
 def _end(grace: float, *, interrupted: bool) -> None:

@@ -39,8 +39,8 @@ class RunLog:
     steps of the phase, and at its end.
     """
 
-    def __init__(self, journal: Journal, clock: Clock, most_unchecked: float = 1.0):
-        self.journal, self.clock, self._most_unchecked = journal, clock, most_unchecked
+    def __init__(self, journal: Journal, clock: Clock, max_ungraded: float = 1.0):
+        self.journal, self.clock, self._most_ungraded = journal, clock, max_ungraded
         self._pending: tuple[int, Figures] | None = None
         self._figures: Figures = dict
         self._at_end: list[Callable[[], None]] = []
@@ -111,7 +111,7 @@ class RunLog:
     def _require_progress(self) -> None:
         """A UserError if the steps recorded by this process show that the run should not go on."""
         here = self._records[max(self._before, len(self._records) - alarms.WINDOW) :]
-        if reason := alarms.reason_to_stop(here, self._most_unchecked):
+        if reason := alarms.reason_to_stop(here, self._most_ungraded):
             raise UserError(reason)
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:

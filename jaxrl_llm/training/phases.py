@@ -174,7 +174,7 @@ class Reinforcement:
             jax.block_until_ready(state)
         host = self._rollouts.report(step, groups)
         log.later(reinforce.describe_update, visits, described, host)
-        tokens = partial(self._learn.look, state.params, batch, reward, credited)
+        tokens = partial(self._learn.token_stats, state.params, batch, reward, credited)
         log.at_end(self._show, log, step + 1, groups, tokens)
         return state
 

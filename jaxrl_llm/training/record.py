@@ -61,9 +61,9 @@ class Source:
 
 
 def new(
-    source: Source | None, origin: Path | None = None, given: Mapping[str, Any] | None = None
+    source: Source | None, init_from: Path | None = None, given: Mapping[str, Any] | None = None
 ) -> Run:
-    """The record of a new run; `origin` is the folder of the run whose warm start it uses.
+    """The record of a new run; `init_from` is the folder of the run whose warm start it uses.
 
     `given` are checksums of what its numbers depend on beside the config, by name. Without a source
     the config was made by a program, and only that can resume the run.
@@ -77,8 +77,8 @@ def new(
         "files": {},
         "sums": {},
         "folder": str(Path.cwd()),
-        "from": origin and storage.spoken(origin),
-        "from_id": origin and identity(origin),
+        "from": init_from and storage.display_path(init_from),
+        "from_id": init_from and identity(init_from),
         "given": dict(given or {}),
         "sessions": [_session(flags)],
     }
@@ -221,7 +221,7 @@ def continued(
     folder: Path,
     run: Run,
     source: Source | None,
-    origin: Path | None,
+    init_from: Path | None,
     given: Mapping[str, Any] | None = None,
 ) -> Run:
     """The record with one more session; a UserError for whatever would make it another run.
@@ -229,7 +229,7 @@ def continued(
     Another version of the package or a library is a warning.
     """
     require_sources(folder, run)
-    now, versions = new(source, origin, given), list[str]()
+    now, versions = new(source, init_from, given), list[str]()
     paths = dict(zip(now["sums"], [now["config"], *now["files"]], strict=False))
     flags = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
     flags |= {name: value for name, value in now["flags"].items() if name in LENGTHS}

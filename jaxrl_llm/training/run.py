@@ -28,7 +28,7 @@ from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
-from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, watched
+from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
 from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
@@ -59,7 +59,7 @@ def train(
     out: str | Path,
     *,
     resume: Resume = False,
-    origin: str | Path | None = None,
+    init_from: str | Path | None = None,
     source: Source | None = None,
     data: str | Path = DATA,
     session: Session | None = None,
@@ -67,7 +67,7 @@ def train(
     """Runs a config: warm start, reinforcement, test, and a picture of curves; returns its folder.
 
     `resume` goes on from the newest checkpoint ("auto": if there is a run), or from that of a step,
-    and keeps the later ones aside. `origin` is a run whose warm start to use. `source` records how
+    and keeps the later ones aside. `init_from` is a run whose warm start to use. `source` records how
     the config was made, for later commands. Raises StopRequested, after saving, when the session's
     `stop` is asked; a UserError for faults outside the program.
     """
@@ -75,7 +75,7 @@ def train(
         config,
         out,
         resume=resume,
-        origin=origin,
+        init_from=init_from,
         source=source,
         data=data,
         session=session or Session(),
@@ -110,7 +110,7 @@ class Run:
         out: str | Path,
         *,
         resume: Resume,
-        origin: str | Path | None,
+        init_from: str | Path | None,
         source: Source | None,
         data: str | Path,
         session: Session,
@@ -121,44 +121,48 @@ class Run:
         stalled = partial(distributed.stalled, stop=stop)
         with ExitStack() as stack:
             stack.enter_context(clock)
-            stack.enter_context(watched(clock, least=least, factor=factor, stalled=stalled))
+            stack.enter_context(stall_watchdog(clock, least=least, factor=factor, stalled=stalled))
             folder = RunFolder(out)
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)
             components, given = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
             if source is not None:  # making the task ran its file
-                ran = userfile.ran(but=source.path)
+                ran = userfile.executed_files(but=source.path)
                 source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
 
             # one run, the same in all processes, that can go on or begin
             resuming = distributed.from_first(
                 lambda: folder.holds_run if resume == "auto" else resume is not False
             )
-            init_from = folder.init_from(origin, resuming)
+            begun = folder.init_from(init_from, resuming)
             if distributed.count() > 1:
-                require_alike(new(source, init_from and init_from.path, given), resume)
+                require_alike(new(source, begun and begun.path, given), resume)
             earlier = None if isinstance(resume, (bool, str)) else resume
             if resuming:
                 folder.require_at_most(first, config.steps, earlier)
-            if init_from is not None and not folder.checkpoints().steps:
-                init_from.require_warm_start(components, first)
+            if begun is not None and not folder.checkpoints().steps:
+                begun.require_warm_start(components, first)
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
                 stop.stacks = folder.path / f"stacks-{distributed.index()}.txt"
 
             # the folder, which the first process alone writes to
-            stack.enter_context(_told(folder, console))
+            stack.enter_context(_explained(folder, console))
             if distributed.first():
                 stack.enter_context(
-                    folder.open(components, source, given, resume=resuming, init_from=init_from)
+                    folder.open(components, source, given, resume=resuming, init_from=begun)
                 )
             folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
             known = distributed.from_first(lambda: read(folder.path))
             journal = stack.enter_context(
                 Journal(
-                    folder.path, console, known, writes=distributed.first(), told=session.on_record
+                    folder.path,
+                    console,
+                    known,
+                    writes=distributed.first(),
+                    on_record=session.on_record,
                 )
             )
             checkpoints = stack.enter_context(
@@ -183,15 +187,15 @@ class Run:
 
             # the engine
             def alive() -> None:
-                clock.beat()
+                clock.heartbeat()
                 stop.check()
 
             sampler = stack.enter_context(
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
-            log = RunLog(journal, clock, config.most_unchecked)
+            log = RunLog(journal, clock, config.max_ungraded)
             rollouts = Rollouts(components, sampler, log, stop)
-            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, init_from)
+            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, begun)
 
     def warm_up(self) -> Any:
         """The parameters that reinforcement begins with, which are kept where they are read again."""
@@ -221,7 +225,7 @@ class Run:
         try:
             while True:
                 best = phase.evaluates_at(step) and self.evaluate(phase, step, state)
-                due = best or self.components.config.saves(step) or self.stop.save
+                due = best or self.components.config.saves(step) or self.stop.wants_save
                 if due and step != saved and phase.keeps(step):
                     self.save(phase, step, state)
                     saved = step
@@ -247,7 +251,7 @@ class Run:
             self.checkpoints.save(step, state, note)
             if not self.checkpoints.steps:  # records without any mean that they are gone
                 self.checkpoints.wait()
-        self.stop.save, self.stop.saved = False, time.monotonic()
+        self.stop.wants_save, self.stop.saved = False, time.monotonic()
 
     def evaluate(self, phase: Phase, step: int, state: TrainState) -> bool:
         """Validates the policy, unless that is recorded; whether it is the best of reinforcement so far.
@@ -272,10 +276,10 @@ class Run:
         said = (
             f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
         )
-        if result.unchecked:
-            said = f"{said}, {result.unchecked} unchecked"
+        if result.ungraded:
+            said = f"{said}, {result.ungraded} ungraded"
         if not total.examples:
-            said = f"unknown: all {len(examples)} responses are unchecked"
+            said = f"unknown: all {len(examples)} responses are ungraded"
         self.log.journal.say(f"  step {step}: validation accuracy {said}")
         return total.greedy
 
@@ -321,7 +325,7 @@ class Run:
         with self.log.phase("evaluation"):
             result = evaluate(
                 self.rollouts.sampler,
-                self.components.token_task(self.log.clock.beat, lambda: self.stop.asked),
+                self.components.token_task(self.log.clock.heartbeat, lambda: self.stop.requested),
                 examples,
                 self.components.sampling(temperature=settings.temperature, seed=config.seed),
                 samples=settings.samples,
@@ -365,13 +369,13 @@ def _components(
 
 
 @contextmanager
-def _told(folder: RunFolder, console: rich.console.Console) -> Iterator[None]:
+def _explained(folder: RunFolder, console: rich.console.Console) -> Iterator[None]:
     """For the block, says where a run that leaves is saved, and that its folder cannot be written to."""
     try:
         yield
     except StopRequested:
         known = folder.checkpoints().steps
-        saved = f"stopped and saved in {storage.spoken(folder.path)}; go on with --resume"
+        saved = f"stopped and saved in {storage.display_path(folder.path)}; go on with --resume"
         console.print(saved if known else "stopped before there was anything to save")
         raise
     except OSError as error:
@@ -447,16 +451,16 @@ def _resumed(
 
 
 def _try_reward(components: Components, journal: Journal, stop: Stop) -> None:
-    """Warns, before anything takes long, if a first response's reward raises or is unchecked."""
+    """Warns, before anything takes long, if a first response's reward raises or is ungraded."""
     what, response, example = "an empty response", "", components.splits.train[0]
     if warm := components.config.warm_start:
         demonstrate = imitate.demonstration(warm.demonstration, components.task)
         what, response = "a demonstration", demonstrate(example)
-    task = components.token_task(stop_requested=lambda: stop.asked)
+    task = components.token_task(stop_requested=lambda: stop.requested)
     with suppress(StopRequested):  # other processes do not know: they agree on that later
-        if not task.tried(example, response).checked:
+        if not task.try_reward(example, response).graded:
             journal.say(
-                f"warning: so the reward, tried on {what} for the first example, leaves it unchecked; nothing "
+                f"warning: so the reward, tried on {what} for the first example, leaves it ungraded; nothing "
                 "is learned from responses like it"
             )
 
@@ -493,7 +497,7 @@ def _summarise(
     from jaxrl_llm.training import curves, tables
 
     curves.draw([folder], folder / curves.PICTURE)
-    where = storage.spoken(folder)
+    where = storage.display_path(folder)
     if tested is None:
         journal.say(f"nothing was left to do in {where}")
         return

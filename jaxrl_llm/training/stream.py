@@ -44,7 +44,7 @@ class Rollouts:
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
         self._components, self._sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
-        self._task = components.token_task(log.clock.beat, lambda: stop.asked)
+        self._task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         examples = components.splits.train
         self._data = Batches(examples, self._config.prompts, seed=self._config.seed + 1)
         self._ahead = deque[_Batch]()

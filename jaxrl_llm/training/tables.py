@@ -13,7 +13,7 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
     k = result.total.k
     drawn = (f"avg@{k}", f"pass@{k}") if k else ()
     out = rich.table.Table(by or "", "examples", "greedy", *drawn, title=title)
-    out.caption = _unchecked([result])
+    out.caption = _ungraded([result])
     for line in result.lines:
         cells = [percent(line.greedy, line.interval)]
         if k:
@@ -26,7 +26,7 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
 def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
     """Accuracies in percent on several sets: a column a checkpoint, then their mean."""
     out = rich.table.Table("", "examples", *(f"step {step}" for step in found), title=title)
-    out.caption = _unchecked(one for results in found.values() for one in results.values())
+    out.caption = _ungraded(one for results in found.values() for one in results.values())
     if len(found) > 1:
         out.add_column(f"mean of {len(found)}")
     for name in next(iter(found.values())):
@@ -45,14 +45,14 @@ def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.t
     return out
 
 
-def _unchecked(results: Iterable[Result]) -> str | None:
-    count = sum(result.unchecked for result in results)
-    return f"unchecked responses, which count nowhere: {count}" if count else None
+def _ungraded(results: Iterable[Result]) -> str | None:
+    count = sum(result.ungraded for result in results)
+    return f"ungraded responses, which count nowhere: {count}" if count else None
 
 
 def percent(value: float, interval: tuple[float, float]) -> str:
     """A share and its 95% interval, in percent."""
     low, high = interval
     if interval == wilson(0, 0):
-        return "all unchecked"
+        return "all ungraded"
     return f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"

@@ -54,7 +54,7 @@ def write(
             "tokens": len(one.tokens),
             "reward": reward.score,
             "correct": reward.correct,
-            "checked": reward.checked,
+            "graded": reward.graded,
             "fields": dict(reward.fields),
             "finished": bool(one.finished),
             "version": one.version,

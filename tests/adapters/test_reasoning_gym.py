@@ -45,10 +45,10 @@ def test_the_last_tagged_answer_is_read():
 def test_the_verifier_decides(sums):
     example = sums.train[3]
     right = sums.reward(example, f"so <answer>0</answer>, no: <answer> {example.answer} </answer>")
-    assert (right.score, right.correct, right.checked) == (1.0, True, True)
+    assert (right.score, right.correct, right.graded) == (1.0, True, True)
     for wrong in (f"<answer>{example.answer}1</answer>", str(example.answer), "<answer></answer>"):
         reward = sums.reward(example, wrong)
-        assert (reward.score < 1, reward.correct, reward.checked) == (True, False, True)
+        assert (reward.score < 1, reward.correct, reward.graded) == (True, False, True)
     assert sums.reward(example, "nothing").fields == {"answered": 0.0}
 
 
@@ -62,7 +62,7 @@ def test_what_ends_its_worker_is_unchecked_and_the_next_answer_is_judged(sums):
     example = sums.train[0]
     right = f"<answer>{example.answer}</answer>"
     os.kill(sums._workers._workers[0].process.pid, signal.SIGKILL)
-    assert not sums.reward(example, right).checked
+    assert not sums.reward(example, right).graded
     assert sums.reward(example, right).correct
 
 

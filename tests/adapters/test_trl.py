@@ -99,7 +99,7 @@ def test_a_policy_is_judged_by_what_it_was_told():
     task = TokenTask(Environments("doors", Doors, [{"prompt": "is"}], []), WORDS)
     [prompt] = task.prompts(task.task.train)
     told = WORDS.decode(prompt).split()[1]
-    tried = lambda: task.tried(task.task.train[0], [f"guess {told} ;", "done"]).score
+    tried = lambda: task.try_reward(task.task.train[0], [f"guess {told} ;", "done"]).score
     with pytest.raises(UserError, match=r"doors: reset\(\) says .* let it draw from the row"):
         assert [tried() for _ in range(20)] == [1.0] * 20
 
@@ -141,21 +141,21 @@ class Later(Owning):
 def test_get_reward_is_the_reward_and_no_tool(kind, scores):
     task = TokenTask(Environments("own", kind, rows(3), []), WORDS)
     once, twice = (["guess 4 ;"] * count + ["done"] for count in (1, 2))
-    tried = [task.tried(task.task.train[0], turns) for turns in (once, twice)]
+    tried = [task.try_reward(task.task.train[0], turns) for turns in (once, twice)]
     assert tuple(one.score for one in tried) == scores
-    assert all(one.checked for one in tried)
+    assert all(one.graded for one in tried)
     assert [*task.task.prompt(task.task.train[0]).tools.schemas] == ["guess"]
 
 
 def test_methods_are_tools_and_each_response_has_an_object_of_its_own():
     task = TokenTask(TASK, WORDS)
     said = [["guess 3 ;", "done"], ["guess 9 ;", "guess 7 ;", "done"]]
-    played = task.played(TASK.train, said)
+    played = task.replay(TASK.train, said)
     heard = [WORDS.decode(one.tokens).replace("<eos> ", "") for one in played]
     assert heard == ["guess 3 ; higher done", "guess 9 ; lower guess 7 ; higher done"]
     assert [one.reward.score for one in played] == [1.0, 0.5]
     assert [one.reward.correct for one in played] == [True, False]
-    first, second = (task.tried(TASK.train[0], turns) for turns in (["done"], ["guess 3 ;"]))
+    first, second = (task.try_reward(TASK.train[0], turns) for turns in (["done"], ["guess 3 ;"]))
     assert (first.score, second.score) == (0.0, 1.0)
     assert second.fields["tool_calls"] == 1
 
@@ -163,7 +163,8 @@ def test_methods_are_tools_and_each_response_has_an_object_of_its_own():
 def test_a_score_of_ones_own():
     task = Environments("g", Guessing, rows(3), rows(5), score=lambda made, said: made.tried / 4)
     assert (
-        TokenTask(task, WORDS).tried(task.train[0], ["guess 1 ;", "guess 2 ;", "done"]).score == 0.5
+        TokenTask(task, WORDS).try_reward(task.train[0], ["guess 1 ;", "guess 2 ;", "done"]).score
+        == 0.5
     )
 
 

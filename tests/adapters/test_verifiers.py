@@ -57,7 +57,7 @@ def test_the_tokens_are_those_of_its_requests(task):
         f"{one.asked} :" for one in task.train[:2]
     ]
     said = [["ask", larger], [min(first, second)], ["ask", "ask", "ask"], ["? ? ?"]]
-    played = known.played([row] * 4, said)
+    played = known.replay([row] * 4, said)
     told = "first" if first == larger else "second"
     assert [words.decode(one.tokens).replace("<eos> ", "") for one in played] == [
         f"ask {told} : {larger}",
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_its_requests(task):
     rewards = [one.reward for one in played]
     assert [(r.score, r.correct) for r in rewards] == [(1.0, True)] + [(0.0, False)] * 3
     assert [r.fields["asked"] for r in rewards] == [1.0, 0.0, 2.0, 0.0]
-    assert [r.checked for r in rewards] == [True] * 4
+    assert [r.graded for r in rewards] == [True] * 4
 
 
 def demonstration(row):
@@ -104,7 +104,7 @@ def test_a_run_learns_from_its_rewards(task, tmp_path):
     train(config(task), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
     assert [r["step"] for r in steps] == [4, 5, 6]
-    assert all(r["unchecked"] == 0 for r in steps)
+    assert all(r["ungraded"] == 0 for r in steps)
     assert all(r["turns"] >= 1 and "reward/asked" in r for r in steps)
 
 
@@ -114,14 +114,14 @@ def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
         words, row = tokenizer.of_words(WORDS), task.train[0]
         first, second, _ = row.asked.split()
         told = "first" if first > second else "second"
-        [played] = TokenTask(task, words).played([row], [["ask", max(first, second)]])
+        [played] = TokenTask(task, words).replay([row], [["ask", max(first, second)]])
         again = f"{first} {second} ? {told} :"
         assert words.decode(played.tokens) == f"ask <eos> {again} {max(first, second)}"
         assert (played.turns, played.restarts) == (((0, 2), (7, 9)), ((2, 7),))
         assert played.reward.score == 1.0
         train(config(task, forgets=True), tmp_path / "run")
     steps = [r for r in journal.read(tmp_path / "run") if "reward" in r]
-    assert all(r["unchecked"] == 0 for r in steps)
+    assert all(r["ungraded"] == 0 for r in steps)
     assert max(r.get("segments", 1.0) for r in steps) > 1
 
 
@@ -130,7 +130,7 @@ def call(a, b, name="add"):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-SAID = {  # turns about "0 3 ?", what a tool says after each but the last, the reward (None: unchecked)
+SAID = {  # turns about "0 3 ?", what a tool says after each but the last, the reward (None: ungraded)
     "a call": ([call(0, 3), "3"], ["3"], 1.0),
     "written as by no template": (
         ['So: <tool_call>{"arguments":{"b":3, "a":0},"name":"add"}</tool_call>', " 3 "], ["3"], 1.0
@@ -151,14 +151,14 @@ def test_results_of_tools_are_given_tokens():
     with closing(adding.task_of("adder", {"name": "qwen3"}, train=4, test=0)) as task:
         made, row = templates.of_bytes(None), task.train[3]
         known = TokenTask(task, made)
-        played = known.played([row] * len(SAID), [turns for turns, *_ in SAID.values()])
+        played = known.replay([row] * len(SAID), [turns for turns, *_ in SAID.values()])
     assert '"description": "The sum of two numbers below 8."' in made.decode(played[0].prompt)
     for one, (turns, results, reward) in zip(played, SAID.values(), strict=True):
         response, spans, found = one.tokens, one.turns, one.reward
         assert [made.decode(response[start:end]) for start, end in spans] == turns
         given = [made.decode(response[end:start]) for (_, end), (start, _) in pairwise(spans)]
         assert given == [GIVEN.format(result) for result in results]
-        assert (found.score if found.checked else None) == reward
+        assert (found.score if found.graded else None) == reward
     assert adding.require_what_the_package_has(played) == [1, 1, 2, 1, 0]
 
 
@@ -181,17 +181,17 @@ def test_an_episode_that_is_given_up_ends(task, monkeypatch):
     known, start = TokenTask(task, words), task._start(row)
     known.prompts([row])
     monkeypatch.setattr(task, "_start", lambda _: start)
-    known.played([row], [["ask"]])  # and then nothing
+    known.replay([row], [["ask"]])  # and then nothing
     with httpx.Client(**{**task.server, "timeout": 300}) as client:
         assert client.post("/step", json={"id": start["id"]}).text == "the episode is over"
 
 
-def test_an_environment_that_fails_leaves_its_episode_unchecked(task):
+def test_an_environment_that_fails_leaves_its_episode_ungraded(task):
     words = tokenizer.of_words(WORDS)
     known = TokenTask(task, words)
     known.prompts(task.train[:1])
     task.close()
-    assert not known.tried(task.train[0], ["ask", "3"]).checked
+    assert not known.try_reward(task.train[0], ["ask", "3"]).graded
 
 
 def test_the_routes_want_the_key_on_the_loopback_interface(task):

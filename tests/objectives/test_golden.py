@@ -18,7 +18,7 @@ from jaxrl_llm.objectives import (
     losses,
     partition,
 )
-from jaxrl_llm.objectives.seen import Seen
+from jaxrl_llm.objectives.seen import TokenData
 from tests.shared import GOLDEN
 
 AGGREGATE = {
@@ -66,7 +66,7 @@ def test_every_array(i, algorithm, stage):
     p, a = case(i)
     objective = build(algorithm, p, stage)
     logp, reward = a["in/logp"], a["in/rewards"].reshape(-1, p["group_size"])
-    seen = Seen(a["in/mask"] > 0, a["in/old_logp"], a["in/ref_logp"])
+    seen = TokenData(a["in/mask"] > 0, a["in/old_logp"], a["in/ref_logp"])
     want = {k.removeprefix(f"out/{algorithm}_"): v for k, v in a.items()}
 
     close(objective.advantage(reward, seen), want["advantages"])

@@ -23,7 +23,7 @@ from jaxrl_llm.objectives import (
     selections,
 )
 from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.objectives.seen import Seen
+from jaxrl_llm.objectives.seen import TokenData
 from jaxrl_llm.tasks.task import LARGEST
 from tests import tiny
 
@@ -56,7 +56,7 @@ def data(seed, rows=8, width=7):
 
     reward = jnp.asarray(rng.choice([-3.0, -1.0, -0.5, 3.0], rows), jnp.float32)
     old, ref, new = logp(), logp(), logp()
-    seen = Seen(jnp.asarray(mask), old, ref, old, response=jnp.asarray(mask, jnp.int32))
+    seen = TokenData(jnp.asarray(mask), old, ref, old, response=jnp.asarray(mask, jnp.int32))
     seen = seen._replace(reward=jnp.where(seen.mask, reward[:, None], 0))
     return reward.reshape(2, -1), seen, new
 
@@ -180,7 +180,7 @@ def expected_where_all_earn_the_same(logits, weight):
 def test_reweighting_sharpens_where_no_word_is_better_than_another(alpha):
     """By alpha/2 times the gradient of sum p^2; without it nothing is pushed."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=9), jnp.float32)
-    seen = Seen(jnp.ones((1, 9), bool), jax.nn.log_softmax(logits)[None])
+    seen = TokenData(jnp.ones((1, 9), bool), jax.nn.log_softmax(logits)[None])
     [weight] = factors.linear_in_probability(jnp.ones((1, 9)), seen, alpha=alpha)
     sharper = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(logits)
     close(expected_where_all_earn_the_same(logits, weight), alpha / 2 * sharper)
@@ -189,7 +189,7 @@ def test_reweighting_sharpens_where_no_word_is_better_than_another(alpha):
 def test_stages_of_lopti_pull_against_each_other_where_no_word_is_better_than_another():
     """The unlikely words first, and the likely ones then: two steps that add up to none."""
     logits = jnp.asarray([2.0, 0.3, 0.1, -0.2, -1.0], jnp.float32)
-    seen = Seen(jnp.ones((1, 5), bool), jax.nn.log_softmax(logits)[None])
+    seen = TokenData(jnp.ones((1, 5), bool), jax.nn.log_softmax(logits)[None])
     first, second = (
         expected_where_all_earn_the_same(logits, stage[0])
         for stage in partition.lopti(seen, eta=0.5)
@@ -212,7 +212,7 @@ def test_stages_of_lopti_pull_against_each_other_where_no_word_is_better_than_an
 )
 def test_clip_acts_on_the_right_side(advantage, ratio, gradient):
     x = jnp.log(jnp.full((1, 1), ratio))
-    seen = Seen(jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
+    seen = TokenData(jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
     grad = jax.grad(lambda x: losses.clipped(x, jnp.full((1, 1), advantage), seen).sum())(x)
     close(grad, [[gradient]])
 
@@ -230,7 +230,7 @@ def test_kl_estimators_agree_with_the_kl_in_expectation():
     logits, ref_logits = jnp.asarray(rng.normal(size=(2, 6)), jnp.float32) * 0.3
     p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
     exact = jnp.sum(jnp.exp(p) * (p - q))
-    seen = Seen(jnp.ones((1, 6), bool), p[None], q[None])
+    seen = TokenData(jnp.ones((1, 6), bool), p[None], q[None])
     expected = lambda f: jnp.sum(jnp.exp(p) * f(p[None], seen)[0])
     close(expected(kl.k1), exact)
     close(expected(kl.k3), exact, rtol=1e-4)
@@ -279,7 +279,7 @@ def test_lopti_is_low_first_and_strict():
     old = jnp.log(jnp.asarray([[0.49, 0.5, 0.51, 0.1]]))
     old = old.at[0, 1].set(jnp.log(0.5))
     mask = jnp.asarray([[True, True, True, False]])
-    seen = Seen(mask, old)
+    seen = TokenData(mask, old)
     low, high = partition.lopti(seen, eta=0.5)
     assert low.tolist() == [[True, bool(jnp.exp(old[0, 1]) < 0.5), False, False]]
     assert np.array_equal(partition.reversed(seen), jnp.stack([high, low]))
@@ -315,7 +315,7 @@ def test_sums_over_responses_do_not_depend_on_the_layout():
     close(rows[:, 0], jnp.sum(x, 1, where=seen.mask))
     one_bin = lambda y: y.reshape(1, -1)
     number = seen.response * jnp.arange(1, 9)[:, None]
-    binned = Seen(one_bin(seen.mask), one_bin(seen.old_logp), response=one_bin(number))
+    binned = TokenData(one_bin(seen.mask), one_bin(seen.old_logp), response=one_bin(number))
     close(per_response.total(one_bin(x), binned).reshape(x.shape), rows)
     length = np.asarray(seen.mask).sum(1, keepdims=True)
     close(per_response.mean(one_bin(x), binned).reshape(x.shape), rows / length)
@@ -418,7 +418,7 @@ def test_gradient_at_the_logits_is_bounded_by_one_minus_pi(vocab, weight, scale,
     def loss(logits):
         logp = jax.nn.log_softmax(logits)[token].reshape(1, 1)
         advantage = jnp.full((1, 1), weight, jnp.float32)
-        seen = Seen(jnp.ones((1, 1), bool), jax.lax.stop_gradient(logp))
+        seen = TokenData(jnp.ones((1, 1), bool), jax.lax.stop_gradient(logp))
         return losses.clipped(logp, advantage, seen).sum()
 
     norm = float(jnp.linalg.norm(jax.grad(loss)(jnp.asarray(logits))))
@@ -570,7 +570,7 @@ def test_rows_without_tokens_count_in_no_aggregation(function):
 
 def test_a_small_share_is_one_token_at_least():
     likely = jnp.asarray([[0.1, 0.5, 0.9], [0.2, 0.6, 0.8]])
-    seen = Seen(jnp.ones((2, 3), bool), jnp.log(likely))
+    seen = TokenData(jnp.ones((2, 3), bool), jnp.log(likely))
     advantage = jnp.asarray([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
     assert selections.covariance(advantage, seen, share=1e-4).sum() == 1
     lowest = selections.lowest_probability(advantage, seen, share=1e-4, positive_share=1e-4)
@@ -578,17 +578,17 @@ def test_a_small_share_is_one_token_at_least():
 
 
 def test_where_nothing_is_kept_nothing_is_learned():
-    seen = Seen(jnp.ones((2, 3), bool), jnp.zeros((2, 3)))
+    seen = TokenData(jnp.ones((2, 3), bool), jnp.zeros((2, 3)))
     factor = factors.renormalised(jnp.ones((2, 3)), seen, select=selections.nothing)
     assert not np.any(factor)
 
 
 def test_rewards_of_other_rows_are_refused():
     with pytest.raises(ValueError, match="rewards"):
-        advantages.grpo(jnp.ones((2, 3)), Seen(jnp.ones((4, 2), bool), jnp.zeros((4, 2))))
+        advantages.grpo(jnp.ones((2, 3)), TokenData(jnp.ones((4, 2), bool), jnp.zeros((4, 2))))
 
 
 def test_k3_is_bounded():
     ref = jnp.asarray([[3.0, 20.0, -20.0]])
-    seen = Seen(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)
+    seen = TokenData(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)
     close(kl.k3(jnp.zeros((1, 3)), seen), [[10.0, 10.0, np.exp(-5) + 4]])

@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.models import logprobs
 from jaxrl_llm.objectives import (
     Objective,
-    Seen,
+    TokenData,
     advantages,
     aggregation,
     factors,
@@ -180,7 +180,7 @@ def seen_of(a):
     mask = field("mask")
     old = field("old_logp")
     old = jnp.zeros(mask.shape, jnp.float32) if old is None else old
-    return Seen(mask, old, **{name: field(name) for name in names})
+    return TokenData(mask, old, **{name: field(name) for name in names})
 
 
 def pack(x, lengths, columns=48):
@@ -246,7 +246,7 @@ def test_losses(case):
 
     lengths = mask.sum(1).tolist()
     packed = lambda x: None if x is None else pack(np.asarray(x), lengths)[0]
-    bins = Seen(*map(packed, seen))._replace(response=pack(mask, lengths)[1])
+    bins = TokenData(*map(packed, seen))._replace(response=pack(mask, lengths)[1])
     there = [packed(x) for x in (logp, advantage, weight[0])]
     (value, _), slopes = slope(*there, bins)
     near(value, a["out/loss"])
@@ -307,7 +307,7 @@ def test_advantages_and_rewards(case):
         floor = -jnp.inf if name == "overlong_verl" else -1.0
         shaped = advantages.overlong(
             reward,
-            Seen(mask, jnp.zeros(mask.shape)),
+            TokenData(mask, jnp.zeros(mask.shape)),
             longest=p["longest"],
             buffer=p["buffer"],
             factor=p.get("factor", 1.0),

@@ -8,7 +8,7 @@ import rich.console
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.research import analysis, analysis_report, words
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
-from jaxrl_llm.tasks.task import UNCHECKED, Reward
+from jaxrl_llm.tasks.task import UNGRADED, Reward
 from tests import tiny
 
 CONFIG = """
@@ -81,9 +81,9 @@ def test_an_optimizer_may_begin_anew(run, found, tmp_path):
 
 
 def test_what_is_unchecked_counts_for_nothing():
-    rewards = [Reward(1.0, True), Reward(0.0, False), UNCHECKED]
+    rewards = [Reward(1.0, True), Reward(0.0, False), UNGRADED]
     found = analysis.described([tiny.groups(tiny.responses(rows=3), rewards, n=3)])
-    assert (found["responses"], found["unchecked"]) == (3, 1)
+    assert (found["responses"], found["ungraded"]) == (3, 1)
     assert found["reward"] == found["accuracy"] == 0.5
 
 

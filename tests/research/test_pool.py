@@ -78,7 +78,7 @@ def test_one_that_leaves_unasked_goes_on(run):
 
 def test_when_asked_to_stop_runs_save_and_no_other_starts(run, tmp_path):
     stop, ready = Stop(), (tmp_path / "ready").exists
-    threading.Thread(target=lambda: (until(ready), stop.ask()), daemon=True).start()
+    threading.Thread(target=lambda: (until(ready), stop.request()), daemon=True).start()
     assert run({"a": WAITS, "b": ""}, stop=stop) == {"a": UNFINISHED, "b": None}
     assert (tmp_path / "saved").exists()
 

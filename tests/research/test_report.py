@@ -24,7 +24,7 @@ STUDIES = Path(__file__).parents[2] / "configs" / "studies" / "results"
 def evaluation(of, right, n, **more):
     low, high = wilson(right, n)
     found = {"accuracy": right / n, "accuracy_low": low, "accuracy_high": high, "examples": n}
-    found |= {"length": 9.5, "cut": 0.25, "unchecked": 1, "score": 0.5, **more}
+    found |= {"length": 9.5, "cut": 0.25, "ungraded": 1, "score": 0.5, **more}
     return {f"{of}/{name}": value for name, value in found.items()}
 
 
@@ -119,12 +119,12 @@ def test_numbers_are_those_of_the_records(whole, lines, tmp_path, capsys):
     counts = [(1, 10), (1, 10), (4, 40), (8, 40), (12, 40), (30, 200)]
     for row, (right, n) in zip(rows, counts, strict=True):
         shown = dict(zip(head, row, strict=True))
-        assert shown["checked"] == str(n)
+        assert shown["graded"] == str(n)
         p, z = right / n, 1.96
         middle, half = p + z * z / 2 / n, z * np.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
         ends = [(middle + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
         assert shown["greedy, % (95% interval)"] == of_percent(p, *ends)
-        assert (shown["length"], shown["cut, %"], shown["unchecked"]) == ("9.5", "25.0", "1")
+        assert (shown["length"], shown["cut, %"], shown["ungraded"]) == ("9.5", "25.0", "1")
     average, whole_groups = (head.index(f"{x}@8, % (95% interval)") for x in ("avg", "pass"))
     ends = of_percent(0.375, 0.25, 0.5)
     assert [row[average] for row in rows] == ["", "", "37.5", ends, ends, ""]

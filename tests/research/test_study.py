@@ -265,7 +265,7 @@ def test_the_folder_is_of_one_study_at_a_time_and_a_stop_is_told(small, out, mon
 
     def stopped(commands, *_, stop, **__):
         seen.append(refused(small, "--out", out))
-        stop.ask()
+        stop.request()
         return dict.fromkeys(commands)
 
     monkeypatch.setattr(pool, "run", stopped)

@@ -126,15 +126,15 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def wrongly_accepted(count: int, seed: int, checker: AnswerChecker) -> tuple[list[Case], int]:
-    """The wrong answers that were taken for right, and how many were left unchecked."""
+    """The wrong answers that were taken for right, and how many were left ungraded."""
     task = MathTask([], [], checker)
-    accepted, unchecked = [], 0
+    accepted, ungraded = [], 0
     for case in wrong_math(count, seed):
         reward = task.reward(case[1], boxed(case[2]))
-        unchecked += not reward.checked
+        ungraded += not reward.graded
         if reward.correct:
             accepted.append(case)
-    return accepted, unchecked
+    return accepted, ungraded
 
 
 def verdicts(
@@ -152,8 +152,8 @@ def verdicts(
 
 def report(count: int, seed: int, checker: AnswerChecker) -> list[tuple]:
     """Prints the figures of one pass, and returns its verdicts."""
-    accepted, unchecked = wrongly_accepted(count, seed, checker)
-    print(f"math: {count} wrong answers, {len(accepted)} accepted, {unchecked} unchecked")
+    accepted, ungraded = wrongly_accepted(count, seed, checker)
+    print(f"math: {count} wrong answers, {len(accepted)} accepted, {ungraded} ungraded")
     for case in accepted[:20]:
         print("  accepted:", case[0], case[1].truths, case[2])
     taken = {trick for trick, reward in wrong_puzzles(count, seed) if reward.correct}
@@ -165,7 +165,7 @@ def report(count: int, seed: int, checker: AnswerChecker) -> list[tuple]:
     print(
         f"published: {len(right) - len(refused)} of {len(right)} right answers accepted, "
         f"{len(wrong)} of {len(graded) - len(right)} wrong ones, "
-        f"{sum(not g[3].checked for g in graded)} unchecked"
+        f"{sum(not g[3].graded for g in graded)} ungraded"
     )
     for truth, text, _, _ in refused[:20] + wrong[:20]:
         print("  mistaken:", repr(truth), repr(text))

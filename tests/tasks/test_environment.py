@@ -1,4 +1,4 @@
-"""Environments: what a step says goes on, what fails ends its episode unchecked, and nothing else waits."""
+"""Environments: what a step says goes on, what fails ends its episode ungraded, and nothing else waits."""
 
 import asyncio
 import gc
@@ -51,7 +51,7 @@ def test_a_step_gives_the_next_tokens_and_the_reward_so_far():
     task = Of(echo)
     with Episodes(task, WORDS, [1, 2]) as episodes:
         assert episodes(0, [3, 1]).result() == ([3, 1, 2], False)
-        assert episodes.rewards == [Reward(2.0, True, {"at": 1.0}), tasks.UNCHECKED]
+        assert episodes.rewards == [Reward(2.0, True, {"at": 1.0}), tasks.UNGRADED]
         assert episodes(0, [3, 1, 1]).result() is None
         assert episodes(1, []).result() == ([2], False)
     assert task.made == [1, 2]
@@ -163,12 +163,12 @@ async def cancelled(example, tokens):
         (lambda *_: None, r"TypeError in "),
     ],
 )
-def test_a_step_that_fails_leaves_its_episode_unchecked(bad, message, caplog):
+def test_a_step_that_fails_leaves_its_episode_ungraded(bad, message, caplog):
     step = lambda example, tokens: bad(example, tokens) if example == 2 else echo(example, tokens)
     with Episodes(Of(step), WORDS, [1, 2, 3], RewardSettings(seconds=1.0, threads=2)) as episodes:
         replies = [episodes(i, [1]) for i in range(3)]
         assert [reply.result() for reply in replies] == [([1, 2], False), None, ([1, 2], False)]
-    assert [reward.checked for reward in episodes.rewards] == [True, False, True]
+    assert [reward.graded for reward in episodes.rewards] == [True, False, True]
     [line] = said(caplog)
     assert re.search(message, line), line
 

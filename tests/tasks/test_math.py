@@ -53,7 +53,7 @@ def test_reward_is_one_for_an_equivalent_answer(task, caplog):
     responses = [r"so </think> \boxed{0.5}", r"so </think> \boxed{2}", r"so \boxed{0.5}"]
     scored = score_responses(task, [PROBLEM] * 3, responses, RewardSettings(threads=2))
     assert [(r.score, r.correct) for r in scored] == [(1, True), (0, False), (0, False)]
-    assert all(reward.checked for reward in scored)
+    assert all(reward.graded for reward in scored)
     assert not caplog.records
 
 
@@ -69,7 +69,7 @@ def test_a_comparison_that_hangs_is_left_unchecked_and_harms_no_other(caplog):
     answer = r"</think> \boxed{(x+1)^{98}(x+2)^{97}(x+3.5)}"
     with AnswerChecker(workers=1, seconds=0.1) as checker:
         reward = MathTask([hard], [hard], checker).reward(hard, answer)
-        assert (reward.score, reward.correct, reward.checked) == (0, False, False)
+        assert (reward.score, reward.correct, reward.graded) == (0, False, False)
         assert "not checked" in caplog.text
         assert checker.check("1", "1.0") is Verdict.EQUAL
 
@@ -143,7 +143,7 @@ def test_more_threads_than_workers_wait_their_turn(checker):
 
 
 @pytest.mark.parametrize(
-    ("found", "checked", "correct"),
+    ("found", "graded", "correct"),
     [
         ([Verdict.UNDECIDED, Verdict.DIFFERENT], False, False),
         ([Verdict.UNDECIDED, Verdict.EQUAL], True, True),
@@ -154,4 +154,4 @@ def test_of_several_truths_one_is_enough(found, checked, correct):
     left = iter(found)
     task = MathTask([], [], SimpleNamespace(check=lambda *_: next(left)))
     reward = task.reward(Problem("?", ("1", "2")), r"</think> \boxed{3}")
-    assert (reward.checked, reward.correct) == (checked, correct)
+    assert (reward.graded, reward.correct) == (checked, correct)

@@ -299,7 +299,7 @@ def test_functions_are_taken_as_they_are_written(functions):
         ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
     ]:
         assert functions(name)(question, response) == reward
-    assert not functions("trl_none")(plain, "").checked
+    assert not functions("trl_none")(plain, "").graded
     with pytest.raises(UserError, match="takes level, of which the data have no column"):
         functions("trl_missing")(plain, "")
     with pytest.raises(TypeError, match="returned 'good', which is no number"):

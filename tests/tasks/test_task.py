@@ -75,9 +75,9 @@ def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
     with caplog.at_level(logging.WARNING):
         scored = score_responses(task, [5, 6, 7], ["0", "1", "2"], RewardSettings(threads=threads))
     assert [reward.score for reward in scored] == [5.0, 0.0, -7.0]
-    assert [reward.checked for reward in scored] == [True, False, True]
+    assert [reward.graded for reward in scored] == [True, False, True]
     assert scored[0].fields == {"length": 5.0}
-    assert sum(not reward.checked for reward in scored) == 1
+    assert sum(not reward.graded for reward in scored) == 1
     assert "boom" in caplog.text
     assert len(caplog.records) == 1
 
@@ -97,13 +97,13 @@ def test_each_kind_of_error_is_said_once_with_its_place_and_number(caplog):
         line(test_each_kind_of_error_is_said_once_with_its_place_and_number) + 1,
     )
     assert said(caplog) == [
-        f"RuntimeError in boom (test_task.py:{line(boom) + 1}): boom; 2 of 6 responses unchecked",
+        f"RuntimeError in boom (test_task.py:{line(boom) + 1}): boom; 2 of 6 responses ungraded",
         f"ValueError in <lambda> (test_task.py:{number}): invalid literal for int() with base 10: 'x'; "
-        "2 of 6 responses unchecked",
+        "2 of 6 responses ungraded",
         f"TypeError in reward (test_task.py:{reward}): reward() returned int, not Reward; "
-        "1 of 6 responses unchecked",
+        "1 of 6 responses ungraded",
         f"TypeError in reward (test_task.py:{reward + 1}): 'int' object is not iterable; "
-        "1 of 6 responses unchecked",
+        "1 of 6 responses ungraded",
     ]
 
 
@@ -123,13 +123,13 @@ async def later(_):
         lambda e: Reward(1.0, True, {"x": float("inf")}),
         lambda e: Reward("much", True),  # pyright: ignore[reportArgumentType]
         lambda e: Reward(
-            0.0, False, {"x": 1}, checked=False
+            0.0, False, {"x": 1}, graded=False
         ),  # as a task says that it does not know
     ],
 )
 def test_an_unusable_reward_is_a_failure(bad):
     scored = score_responses(Fake([bad]), [1], ["0"])
-    assert (scored[0].score, scored[0].checked) == (0.0, False)
+    assert (scored[0].score, scored[0].graded) == (0.0, False)
     with pytest.raises(ValueError, match="shorter"):
         score_responses(Fake([bad]), [1, 2], ["0"])
     gc.collect()  # what was never awaited warns here, and not in another test
@@ -264,7 +264,7 @@ def test_a_reward_that_hangs_is_interrupted(hanging, monkeypatch):
         Fake([good, hanging]), [5, 6, 7, 8], ["0", "1", "0", "1"], RewardSettings(seconds=0.5)
     )
     assert 1.0 <= time.monotonic() - start < 60
-    assert [r.checked for r in scored] == [True, False, True, False]
+    assert [r.graded for r in scored] == [True, False, True, False]
     assert [r.score for r in scored] == [5.0, 0.0, 7.0, 0.0]
     assert handled() == before
 
@@ -282,7 +282,7 @@ def test_a_stop_reaches_a_reward_that_hangs(hanging, monkeypatch):
                 Fake([good, hanging]),
                 [5, 6],
                 ["0", "1"],
-                RewardSettings(stop_requested=lambda: stop.asked),
+                RewardSettings(stop_requested=lambda: stop.requested),
             )
         assert handled() == before
 
@@ -358,7 +358,7 @@ def test_rewards_that_hang_in_threads_are_given_up():
         Fake([good, hang]), list(range(6)), responses, RewardSettings(threads=2, seconds=1.0)
     )
     release.set()
-    assert [r.checked for r in scored] == [False] * 3 + [True] * 3
+    assert [r.graded for r in scored] == [False] * 3 + [True] * 3
     assert [r.score for r in scored] == [0.0] * 3 + [3.0, 4.0, 5.0]
 
 
@@ -370,7 +370,7 @@ def test_a_reward_that_ends_the_program_ends_itself(threads, caplog):
     scored = score_responses(
         Fake([good, leave]), [5, 6, 7], ["0", "1", "0"], RewardSettings(threads=threads)
     )
-    assert [r.checked for r in scored] == [True, False, True]
+    assert [r.graded for r in scored] == [True, False, True]
     assert "it called exit(0)" in caplog.text
 
 
@@ -384,13 +384,13 @@ class Slow:
     def reward(self, example, response):
         time.sleep(3600)
 scored = score_responses(Slow(), [1, 2], ["", ""], RewardSettings({threads}, 0.1))
-print(len(scored), any(reward.checked for reward in scored))
+print(len(scored), any(reward.graded for reward in scored))
 """
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=600)
     assert (end.returncode, end.stdout.split()) == (0, [b"2", b"False"])
 
 
-def test_a_reward_that_ends_when_its_time_does_is_whole_or_unchecked():
+def test_a_reward_that_ends_when_its_time_does_is_whole_or_ungraded():
     """What interrupts it comes at any moment of its end, and never after it."""
     before = handled()
 
@@ -401,7 +401,7 @@ def test_a_reward_that_ends_when_its_time_does_is_whole_or_unchecked():
     scored = score_responses(
         Fake([about]), range(180, 230), ["0"] * 50, RewardSettings(seconds=0.002)
     )
-    assert {(r.checked, r.score) for r in scored} <= {(True, 1.0), (False, 0.0)}
+    assert {(r.graded, r.score) for r in scored} <= {(True, 1.0), (False, 0.0)}
     assert handled() == before
 
 
@@ -452,7 +452,7 @@ def test_whatever_a_reward_raises_costs_its_own_sample(threads, caplog):
     scored = score_responses(
         Fake([good, cancel]), [5, 6], ["0", "1"], RewardSettings(threads=threads)
     )
-    assert [r.checked for r in scored] == [True, False]
+    assert [r.graded for r in scored] == [True, False]
     assert "Cancelled in cancel" in caplog.text
 
 
@@ -472,7 +472,7 @@ def test_threads_run_at_the_same_time():
         return Reward(1.0, True)
 
     scored = score_responses(Fake([meet]), [1, 2, 3], ["0"] * 3, RewardSettings(threads=3))
-    assert all(reward.checked for reward in scored)
+    assert all(reward.graded for reward in scored)
 
 
 def test_mapped_source_is_the_function_of_each_example():
@@ -486,7 +486,7 @@ def test_a_user_task_is_one_small_file(tmp_path, caplog):
     assert task.prompt(task.train[7]) == "1 + 2 = "
     scored = score_responses(task, [task.train[7]] * 3, ["3", "4", "three"])
     assert [reward.score for reward in scored] == [1.0, 0.0, 0.0]
-    assert sum(not reward.checked for reward in scored) == 1
+    assert sum(not reward.graded for reward in scored) == 1
     assert f"ValueError in reward ({tmp_path / 'sums.py'}:14): invalid literal" in caplog.text
     assert not isinstance(task, Demonstrator)
 

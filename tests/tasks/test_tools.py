@@ -501,7 +501,7 @@ def test_a_demonstrated_turn_ends_as_the_template_ends_it(template, eos, ends, w
     inner.eos_token = eos
     made = tokenizer.Tokenizer(inner, [inner.get_vocab()[end] for end in ends], chat=True)
     task, want = TOOLS.for_task(Sums()), inner.get_vocab()[want]
-    [played] = TokenTask(task, made).played([(1, 2)], ["3"])
+    [played] = TokenTask(task, made).replay([(1, 2)], ["3"])
     [shown] = imitate.demonstrations(TokenTask(Sums(), made), lambda _: "3", 9, [(1, 2)])
     assert played.tokens == shown.tokens == [*made.encode("3"), want]
     plain = TokenTask(Sums(), tokenizer.Tokenizer(inner, made.stops))
@@ -541,9 +541,9 @@ WORDS = tokenizer.of_words(
 )
 
 
-def played(turns, task=None, **how):
+def replay(turns, task=None, **how):
     task = TokenTask(Toolbox([plus, shout], **how).for_task(task or Sums()), WORDS)
-    [one] = task.played([(1, 2)], [turns])
+    [one] = task.replay([(1, 2)], [turns])
     return WORDS.decode(one.tokens), one.reward
 
 
@@ -587,7 +587,7 @@ def test_the_reward_sees_the_last_turn_or_all():
                 return Reward(0.0, False)
 
         task = TokenTask(Toolbox([plus]).for_task(Noting(), whole=whole), WORDS)
-        task.played([(1, 2)], [["plus 1 2 ;", "so 3"]])
+        task.replay([(1, 2)], [["plus 1 2 ;", "so 3"]])
         assert said == ["plus 1 2 ;", seen]
 
 

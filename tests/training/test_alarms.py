@@ -5,7 +5,7 @@ import pytest
 from jaxrl_llm.training.alarms import alarms, reason_to_stop
 
 FINE = {
-    "unchecked_share": 0.0, "updates": 4, "skipped": 0, "even_groups": 0.2, "entropy": 1.0,
+    "ungraded_share": 0.0, "updates": 4, "skipped": 0, "constant_groups": 0.2, "entropy": 1.0,
     "length": 80.0,
 }  # fmt: skip
 
@@ -24,9 +24,9 @@ def test_nothing_is_wrong_with_a_run_in_order():
 @pytest.mark.parametrize(
     ("records", "kind"),
     [
-        (steps(1, unchecked_share=0.2), "unchecked"),
+        (steps(1, ungraded_share=0.2), "ungraded"),
         (steps(4) + steps(1, updates=0, skipped=4), "skipped"),
-        (steps(3) + steps(5, even_groups=1.0), "flat"),
+        (steps(3) + steps(5, constant_groups=1.0), "flat"),
         (steps(3) + steps(3, entropy=0.09), "entropy"),
         (steps(3) + steps(3, length=7.0), "length"),
     ],
@@ -39,15 +39,15 @@ def test_each_alarm(records, kind):
 @pytest.mark.parametrize(
     "records",
     [
-        steps(6) + steps(1, unchecked_share=0.25),  # of three steps: 8%
+        steps(6) + steps(1, ungraded_share=0.25),  # of three steps: 8%
         steps(3) + steps(3, updates=3, skipped=1),
-        steps(3) + steps(4, even_groups=1.0),
+        steps(3) + steps(4, constant_groups=1.0),
         steps(3) + steps(3, entropy=0.11),
         steps(3) + steps(3, updates=0, entropy=0.0),  # of an empty batch
         steps(1, entropy=0.01) + steps(9),
-        steps(4, even_groups=1.0),  # a few steps are none
+        steps(4, constant_groups=1.0),  # a few steps are none
         steps(2) + steps(3, entropy=0.01),
-        steps(1, unchecked_share=0.1),
+        steps(1, ungraded_share=0.1),
     ],
 )
 def test_no_false_alarm(records):
@@ -78,10 +78,10 @@ def test_a_long_run_reads_no_more(record):
 
 
 def test_when_to_stop():
-    assert "67% of the responses" in reason_to_stop(steps(1) + steps(2, unchecked_share=1.0), 0.5)
-    assert reason_to_stop(steps(2) + steps(1, unchecked_share=1.0), 0.5) == ""
-    assert reason_to_stop(steps(2, unchecked_share=1.0), 0.5) == ""  # too early to tell
-    assert reason_to_stop(steps(3, unchecked_share=1.0), 1.0) == ""
+    assert "67% of the responses" in reason_to_stop(steps(1) + steps(2, ungraded_share=1.0), 0.5)
+    assert reason_to_stop(steps(2) + steps(1, ungraded_share=1.0), 0.5) == ""
+    assert reason_to_stop(steps(2, ungraded_share=1.0), 0.5) == ""  # too early to tell
+    assert reason_to_stop(steps(3, ungraded_share=1.0), 1.0) == ""
     skipped = steps(3, updates=0, skipped=4)
     said = reason_to_stop(skipped, 0.5)
     assert "no gradient of the last 3 steps was finite" in said

@@ -94,7 +94,7 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
     path = tmp_path / "mine.py"
     path.write_text(
         "from tests.training.quick import *\nimport dataclasses\nfrom jaxrl_llm.config import Pretrained\n"
-        "made = config(warm_steps=0, steps=1, drop_even_groups=True, ratios='sampler')\n"
+        "made = config(warm_steps=0, steps=1, drop_constant_groups=True, ratios='sampler')\n"
         "made = dataclasses.replace(made, evaluation=Evaluation(every=0, validation=8), show_samples_every=0)\n"
         f"def config(): return dataclasses.replace(made, model=Pretrained({str(exported)!r}))\n"
     )
@@ -156,14 +156,14 @@ def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path
     out, err = capsys.readouterr()
     kind = f"warning: ZeroDivisionError in reward ({tmp_path / 'mine.py'}:8): division by zero; "
     warned = [line.removeprefix(kind) for line in err.splitlines() if line.startswith(kind)]
-    assert warned[0] == "1 of 1 responses unchecked"
-    assert "8 of 8 responses unchecked" in warned
+    assert warned[0] == "1 of 1 responses ungraded"
+    assert "8 of 8 responses ungraded" in warned
     assert "WARNING" not in err
     tried = out.index("warning: so the reward, tried on an empty response for the first example")
     assert tried < out.index("reinforce: the first step")
-    assert "validation accuracy unknown: all 1 responses are unchecked" in out
-    assert "all unchecked" in out
-    assert "unchecked responses, which count nowhere: 6" in " ".join(out.split())
+    assert "validation accuracy unknown: all 1 responses are ungraded" in out
+    assert "all ungraded" in out
+    assert "ungraded responses, which count nowhere: 6" in " ".join(out.split())
     assert "0.0" not in "".join(line for line in out.splitlines() if "accuracy" in line)
 
 

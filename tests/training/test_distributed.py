@@ -426,8 +426,8 @@ def test_a_first_process_that_does_not_answer_is_given_up(job, monkeypatch):
 
 def test_a_wish_to_stop_reaches_the_others(job):
     job.store["alive/0"], stop = "7 leaving", Stop()
-    wait_in_a_job(lambda: stop.asked, stop)
-    assert stop.asked
+    wait_in_a_job(lambda: stop.requested, stop)
+    assert stop.requested
 
 
 def test_a_hang_of_another_ends_this_one_with_its_stacks(job, monkeypatch):
@@ -481,7 +481,7 @@ def test_a_share_is_left_by_all_if_one_is_asked_to_stop(job, monkeypatch, asked)
     stop, said = Stop(), []
     elsewhere = "leave" if asked == "elsewhere" else ""
     monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [elsewhere, word])
-    stop.asked = asked == "here"
+    stop.requested = asked == "here"
 
     def work():
         if asked == "while it works":
@@ -587,7 +587,7 @@ def test_all_save_where_one_finds_it_is_time(job, monkeypatch, where):
     monkeypatch.setattr(distributed, "agree", lambda word: said.append(word) or [other, word])
     distributed.check(stop)
     assert said == ["save" if where == "here" else ""]
-    assert stop.save == bool(where)
+    assert stop.wants_save == bool(where)
 
 
 def test_who_does_not_meet_the_others_says_so(monkeypatch):

@@ -163,7 +163,7 @@ def test_only_what_lies_in_its_folder_is_written_by_a_run(error, said, tmp_path)
         error.filename = error.filename.format(out)
     with (
         pytest.raises(UserError if said else FileNotFoundError, match=said),
-        run._told(RunFolder(out), terminal.console(quiet=True)),
+        run._explained(RunFolder(out), terminal.console(quiet=True)),
     ):
         raise error
 

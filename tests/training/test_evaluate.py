@@ -10,7 +10,7 @@ from jaxrl_llm.learning import evaluate, imitate
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks.task import UNCHECKED, Reward
+from jaxrl_llm.tasks.task import UNGRADED, Reward
 from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 from tests.rollouts.fake import Scripted
@@ -63,7 +63,7 @@ def test_shares_by_group(result):
     assert total.pass_k == pytest.approx(4 / 7)
     assert total.score == pytest.approx(4 / 7)
     assert total.cut == pytest.approx(1 / 7)
-    assert result.unchecked == result.metrics()["unchecked"] == 1 + 4
+    assert result.ungraded == result.metrics()["ungraded"] == 1 + 4
     assert result.metrics()["accuracy/1"] == 0.5
     metrics = result.metrics()
     assert metrics["pass@4"] == total.pass_k
@@ -97,19 +97,19 @@ def test_the_interval_of_a_mean_sees_that_samples_of_a_prompt_are_alike(result):
 
 
 def test_where_nothing_is_checked_nothing_is_known():
-    line = evaluate._line("all", [], [UNCHECKED] * 2, _responses(2), [[UNCHECKED] * 3] * 2)
+    line = evaluate._line("all", [], [UNGRADED] * 2, _responses(2), [[UNGRADED] * 3] * 2)
     assert (line.examples, line.greedy, line.interval) == (0, 0.0, (0.0, 1.0))
     assert (line.mean_k, line.pass_k, line.pass_interval) == (0.0, 0.0, (0.0, 1.0))
 
 
 def test_unchecked_samples_leave_the_others_of_their_prompt():
     right, wrong = Reward(1.0, True), Reward(0.0, False)
-    drawn = [[right, UNCHECKED], [right, wrong], [UNCHECKED, UNCHECKED]]
+    drawn = [[right, UNGRADED], [right, wrong], [UNGRADED, UNGRADED]]
     line = evaluate._line("all", [0, 1, 2], [right] * 3, _responses(3), drawn)
     assert (line.k, line.mean_k) == (2, 0.75)
     # nobody knows what k samples of the first would have had: pass@k of one sample is another number
     assert (line.pass_k, line.pass_interval) == (1.0, evaluate.wilson(1, 1))
-    drawn[0] = [wrong, UNCHECKED]
+    drawn[0] = [wrong, UNGRADED]
     line = evaluate._line("all", [0, 1, 2], [right] * 3, _responses(3), drawn)
     assert (line.mean_k, line.pass_k, line.pass_interval) == (0.25, 1.0, evaluate.wilson(1, 1))
 
@@ -141,7 +141,7 @@ class Unsure(Echo):
         return super().reward(example, response)
 
 
-def test_the_samples_of_an_example_count_whose_greedy_response_is_unchecked():
+def test_the_samples_of_an_example_count_whose_greedy_response_is_ungraded():
     first, _, total = evaluated(Unsure()).lines
     assert (first.examples, first.greedy) == (2, 0.5)  # 0 and 3
     assert (first.mean_k, first.pass_k) == (pytest.approx(1 / 6), 0.5)  # the mean has 2 as well

@@ -78,7 +78,7 @@ class Trial:
             score=lambda params, batch: ({}, {}),
             credit=lambda batch, reward: batch,
             update=lambda *args: self.update(*args),
-            look=lambda *_: {},
+            token_stats=lambda *_: {},
         )
         components: Any = SimpleNamespace(
             config=config, token_task=lambda *_: TokenTask(task(), WORDS), task=task(),
@@ -218,7 +218,7 @@ def test_saves_by_time(trial, seconds, saved):
 
 def leave(made):
     """A signal: work that looks at it is dropped."""
-    made.stop.ask()
+    made.stop.request()
     raise StopRequested
 
 
@@ -228,7 +228,7 @@ def fail(made):
 
 def hear(made):
     """A signal while nobody looks."""
-    made.stop.ask()
+    made.stop.request()
 
 
 DROPPED = [
@@ -289,16 +289,16 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, max_resampl
         assert [len(one.tokens) for one in responses] == [2, 3, 2, 3]
         odd = [e % 2 for e in every]
         assert record["reward"] == sum(odd) / len(odd) / 2
-        assert record["even_groups"] == pytest.approx(1 - sum(odd) / len(odd))
+        assert record["constant_groups"] == pytest.approx(1 - sum(odd) / len(odd))
         if max_resamples:
             assert record["drawn"] == len(every)
             assert record["learned/reward"] == sum(e % 2 for e in kept) / 4
-            assert record["learned/even_groups"] == sum(e % 2 == 0 for e in kept) / 2
+            assert record["learned/constant_groups"] == sum(e % 2 == 0 for e in kept) / 2
         else:
             assert not {"drawn", "learned/reward"} & set(record)
         assert ahead or record["lag"] == 0
     if max_resamples == 9:
-        assert all(r["learned/even_groups"] == 0 for r in records)
+        assert all(r["learned/constant_groups"] == 0 for r in records)
     assert stream.get_state() == made.last.note["data"]
 
 
@@ -329,7 +329,7 @@ def test_a_run_that_ends_early_goes_on_to_the_same(trial, how, event, nth, happe
 
 def test_a_signal_loses_no_step(trial):
     made = trial(saves=lambda step: step == 6)
-    made.at["push 5"] = made.stop.ask
+    made.at["push 5"] = made.stop.request
     with pytest.raises(StopRequested):
         made.reinforce()
     assert [*made.saved] == [0, 3, 5]  # the best, and on the way out
@@ -352,7 +352,7 @@ def test_a_push_is_left_by_all_if_one_is_asked_to_stop(trial, monkeypatch, here)
 def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
     """The first process alone tries it: if it left there, the others would go on without it."""
     stop = Stop()
-    stop.ask()
+    stop.request()
     token_task = lambda stop_requested: TokenTask(
         Echo(), WORDS, RewardSettings(stop_requested=stop_requested)
     )
@@ -361,7 +361,7 @@ def test_a_signal_while_the_reward_is_tried_waits_for_where_all_agree():
         config=config, task=Echo(), token_task=token_task, splits=SimpleNamespace(train=Echo.train)
     )
     run._try_reward(made, None, stop)  # pyright: ignore[reportArgumentType]
-    assert stop.asked
+    assert stop.requested
 
 
 ERRORS = [FileNotFoundError(2, "gone", "data.jsonl"), ZeroDivisionError("by zero"), SystemExit(0)]

@@ -46,7 +46,7 @@ def opening(made, tmp_path):
     """Opens a run's folder, and closes it."""
 
     def opened(
-        out=None, source: Source | None = SOURCE, *, resume=True, origin=None, components=made
+        out=None, source: Source | None = SOURCE, *, resume=True, init_from=None, components=made
     ):
         out = tmp_path / "run" if out is None else out
         other = RunFolder(origin) if isinstance(origin, Path) else origin
@@ -453,13 +453,13 @@ def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wir
     """Though the bucket of that is away."""
     url = f"s3://{s3.BUCKET}/origin"
     with RunFolder(url).open(made, SOURCE, resume=False):
-        out = opening(resume=False, origin=RunFolder(url).path)
+        out = opening(resume=False, init_from=RunFolder(url).path)
     with Checkpoints(out / CHECKPOINTS) as there:
         there.save(4, {"a": jnp.ones(3)}, {})
     forget()
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
     wire.cut()
-    opening(out, origin=RunFolder(out).init_from(None, resuming=True))
+    opening(out, init_from=RunFolder(out).init_from(None, resuming=True))
     with pytest.raises(UserError, match="cannot reach"):
         RunFolder(out).init_from(f"{url}/another", resuming=True)
 
@@ -577,9 +577,9 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     base = tmp_path / "base.py"
     mine.write_text(LOADS)
     shutil.copy(ROOT / QUICK, base)
-    userfile.forget()
+    userfile.reset()
     made = Components.make(config.load(mine)(), tmp_path)
-    source = Source(mine, {}, tuple(userfile.ran(but=mine)))
+    source = Source(mine, {}, tuple(userfile.executed_files(but=mine)))
     run = opening(source=source, resume=False, components=made)
     base.write_text(base.read_text().replace("1e-3", "1e-4"))
     assert RunFolder(run).config().steps == 3
@@ -618,9 +618,9 @@ def relative(opening, tmp_path, monkeypatch):
 
 def _started(here):
     """The source of a run of the config there, from the working folder."""
-    userfile.forget()
+    userfile.reset()
     made = Components.make(config.load(here / "mine.py")(), ".")
-    source = Source(here / "mine.py", {}, tuple(userfile.ran(but=here / "mine.py")))
+    source = Source(here / "mine.py", {}, tuple(userfile.executed_files(but=here / "mine.py")))
     assert made.task.name == "a"
     return source
 
@@ -766,14 +766,14 @@ def test_a_damaged_or_foreign_tokenizer_is_one_line(begun):
 
 def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tmp_path):
     origin, run = opening(tmp_path / "origin", resume=False), tmp_path / "run"
-    opening(resume=False, origin=origin)
+    opening(resume=False, init_from=origin)
     origin.rename(tmp_path / "moved")
-    opening(origin=tmp_path / "moved")
-    opening(origin=origin)  # it may be gone
+    opening(init_from=tmp_path / "moved")
+    opening(init_from=origin)  # it may be gone
     assert RunFolder(run).init_from(None, True).path == origin
     (other := tmp_path / "other").mkdir()
     for given in (other, None):
-        refused(opening, f"was started with --from {origin}: resume it so", origin=given)
+        refused(opening, f"was started with --from {origin}: resume it so", init_from=given)
 
 
 def test_a_warm_start_has_to_be_there_and_to_fit(begun, made):

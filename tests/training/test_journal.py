@@ -59,7 +59,7 @@ def test_who_listens_is_told_each_record_that_is_written(tmp_path):
     heard = []
     for writes in (True, False):
         console = rich.console.Console(file=io.StringIO())
-        with Journal(tmp_path, console, [], writes=writes, told=heard.append) as made:
+        with Journal(tmp_path, console, [], writes=writes, on_record=heard.append) as made:
             made.start(-1)
             made.record(1, "x", {"loss": 0.5})
     assert heard == journal.read(tmp_path) == [{"step": 1, "phase": "x", "loss": 0.5}]
@@ -342,7 +342,7 @@ def test_samples_are_quoted(tmp_path, opened):
 def begun(made, steps=range(20), start=0, every=8):
     """The log of a phase, with no time of its own."""
     clock: Any = SimpleNamespace(restart=lambda: None, lap=dict)
-    one = RunLog(made, clock, most_unchecked=0.5)
+    one = RunLog(made, clock, max_ungraded=0.5)
     one.begin(REINFORCE, steps, start, every)
     return one
 

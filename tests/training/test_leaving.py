@@ -31,9 +31,9 @@ def tell(number):
 
 def wait_for(stop, seconds=60.0):
     until = time.monotonic() + seconds
-    while not stop.asked and time.monotonic() < until:
+    while not stop.requested and time.monotonic() < until:
         time.sleep(0.01)
-    return stop.asked
+    return stop.requested
 
 
 @pytest.mark.parametrize("number", leaving.SIGNALS)
@@ -55,10 +55,10 @@ def test_the_clock_asks_and_so_may_any_thread():
     with stoppable(Stop(), minutes=0.002) as _, stoppable(stop := Stop(), minutes=0.002):
         assert wait_for(stop)
     with stoppable(stop := Stop()):
-        thread = threading.Thread(target=stop.ask)
+        thread = threading.Thread(target=stop.request)
         thread.start()
         thread.join()
-        assert stop.asked
+        assert stop.requested
 
 
 def test_what_was_ignored_stays_ignored():
@@ -106,7 +106,7 @@ for number in filter(None, signals):
     signal.signal(number, signal.SIG_DFL)
 with leaving.stoppable(stop := leaving.Stop(), grace=grace):
     for number in signals:
-        os.kill(os.getpid(), number) if number else stop.ask()
+        os.kill(os.getpid(), number) if number else stop.request()
         time.sleep(0.2)
     ctypes.CDLL(None).sleep(60)  # no signal handler of Python ends a long program
 """
@@ -163,9 +163,9 @@ with leaving.stoppable(stop := leaving.Stop(), grace=300):
     if then == "is interrupted too":
         os.killpg(0, signal.SIGINT)
     until = time.monotonic() + (60 if then == "is interrupted too" else 0.5)
-    while not stop.asked and time.monotonic() < until:
+    while not stop.requested and time.monotonic() < until:
         time.sleep(0.01)
-    print("asked" if stop.asked else "not asked", flush=True)
+    print("asked" if stop.requested else "not asked", flush=True)
 print("the block has ended", flush=True)
 if then == "lives on":
     os.kill(children[0], signal.SIGKILL)
@@ -182,7 +182,7 @@ with leaving.stoppable(stop := leaving.Stop(), grace=30):
             signal.pause()
         os.kill(child, signal.SIGTERM)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-    print("asked" if stop.asked else "not asked", flush=True)
+    print("asked" if stop.requested else "not asked", flush=True)
 """
 
 
@@ -212,7 +212,7 @@ with stoppable(stop := Stop(), grace=600):
     other = subprocess.Popen([sys.executable, "-c", hammer])
     while other.poll() is None:
         time.sleep(0.0001)
-assert stop.asked
+assert stop.requested
 """
 
 
@@ -331,7 +331,7 @@ def test_nothing_that_is_waited_for_counts_as_stalled():
 
 def test_a_watch_ends_with_its_block():
     before = {*threading.enumerate()}
-    with leaving.watched(Clock(), least=60.0, factor=3.0, stalled=pytest.fail):
+    with leaving.stall_watchdog(Clock(), least=60.0, factor=3.0, stalled=pytest.fail):
         [watch] = {*threading.enumerate()} - before
     assert not watch.is_alive()
 
@@ -348,14 +348,14 @@ stop.stacks, leaving.WRITING = Path(sys.argv[1]), float(sys.argv[2])
 def a_reward_that_never_ends():
     time.sleep(60)
 
-with leaving.watched(clock, least=1.0, factor=3.0, stalled=stop.stall):
+with leaving.stall_watchdog(clock, least=1.0, factor=3.0, stalled=stop.stall):
     for _ in range(20):
         with clock("update"):
             time.sleep(0.01)
     for _ in range(12):  # longer than the limit as a whole, but with signs of life
         with clock("rollout"):
             time.sleep(0.1)
-            clock.beat()
+            clock.heartbeat()
     with clock("update"):
         a_reward_that_never_ends()
 """

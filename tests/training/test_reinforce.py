@@ -13,7 +13,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, reinforce, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.objectives import Objective, advantages, kl
-from jaxrl_llm.tasks.task import UNCHECKED, Reward
+from jaxrl_llm.tasks.task import UNGRADED, Reward
 from tests import tiny
 
 RIGHT, WRONG = Reward(1.0, True, {"x": 2.0}), Reward(0.0, False, {"x": 0.0})
@@ -48,7 +48,7 @@ class Scores(NamedTuple):
     proxy_logp: Any
 
 
-HOLES = [RIGHT, UNCHECKED, WRONG, UNCHECKED, RIGHT, RIGHT]
+HOLES = [RIGHT, UNGRADED, WRONG, UNGRADED, RIGHT, RIGHT]
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ HOLES = [RIGHT, UNCHECKED, WRONG, UNCHECKED, RIGHT, RIGHT]
         ([RIGHT, WRONG, RIGHT, RIGHT], 2, False, [1, 1, 1, 1]),
         ([RIGHT, WRONG, RIGHT, RIGHT], 2, True, [1, 1, 0, 0]),
         ([RIGHT, RIGHT, WRONG, WRONG], 2, True, [0, 0, 0, 0]),
-        ([RIGHT, UNCHECKED, RIGHT, WRONG], 2, False, [0, 0, 1, 1]),  # alone: compared to nothing
-        ([UNCHECKED] * 4, 2, False, [0, 0, 0, 0]),
-        (HOLES, 3, False, [1, 0, 1, 0, 1, 1]),  # unchecked: the others of the group stay
+        ([RIGHT, UNGRADED, RIGHT, WRONG], 2, False, [0, 0, 1, 1]),  # alone: compared to nothing
+        ([UNGRADED] * 4, 2, False, [0, 0, 0, 0]),
+        (HOLES, 3, False, [1, 0, 1, 0, 1, 1]),  # ungraded: the others of the group stay
         (HOLES, 3, True, [1, 0, 1, 0, 0, 0]),
         ([RIGHT, WRONG], 1, True, [1, 1]),  # a group of one is not even
     ],
@@ -71,16 +71,16 @@ def test_what_is_learned_from(rewards, group, drop_even, kept):
 
 def test_unchecked_rewards_are_in_no_mean():
     describe = lambda *rewards: reinforce.describe_answers(graded(*rewards), 1.0)
-    said = describe(RIGHT, UNCHECKED, WRONG, RIGHT)
+    said = describe(RIGHT, UNGRADED, WRONG, RIGHT)
     assert (said["reward"], said["accuracy"], said["reward/x"]) == pytest.approx(
         (2 / 3, 2 / 3, 4 / 3)
     )
-    assert (said["unchecked"], said["unchecked_share"], said["even_groups"]) == (1, 0.25, 0.0)
-    said = describe(RIGHT, Reward(0.0, False, {"y": 3.0}), WRONG, UNCHECKED)
+    assert (said["ungraded"], said["ungraded_share"], said["constant_groups"]) == (1, 0.25, 0.0)
+    said = describe(RIGHT, Reward(0.0, False, {"y": 3.0}), WRONG, UNGRADED)
     assert said["reward/y"] == 3.0  # of those that have it
-    nothing = describe(*[UNCHECKED] * 4)
-    assert nothing["unchecked_share"] == 1.0
-    assert not {"reward", "accuracy", "even_groups"} & set(nothing)
+    nothing = describe(*[UNGRADED] * 4)
+    assert nothing["ungraded_share"] == 1.0
+    assert not {"reward", "accuracy", "constant_groups"} & set(nothing)
 
 
 @pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -90,7 +90,7 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     state = update.init_state(params, optimizer := optimizers.adamw(1e-2))
     programs = tiny.step(
         Policy(), objective, optimizer, Collator(8, 14, minibatches=2, pack=pack, round_to=4), MESH, state,
-        reference=jax.tree.map(lambda x: 1.01 * x, params), drop_even_groups=True,
+        reference=jax.tree.map(lambda x: 1.01 * x, params), drop_constant_groups=True,
     )  # fmt: skip
 
     def step(state, rewards):
@@ -100,7 +100,7 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
         return state, reinforce.describe_update(visits, described, {})
 
     before = jax.device_get(state.params)
-    for rewards in ([UNCHECKED] * 8, [RIGHT] * 8, [RIGHT, UNCHECKED] * 4):
+    for rewards in ([UNGRADED] * 8, [RIGHT] * 8, [RIGHT, UNGRADED] * 4):
         state, said = step(state, rewards)
         assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.params)))
         assert all(np.isfinite(value) for value in said.values()), said

@@ -343,7 +343,7 @@ def stored(monkeypatch):
     """The names of the objects in the order in which they are stored."""
     names, inner = [], storage._Mirror._try
 
-    def watched(self, call):
+    def stall_watchdog(self, call):
         if call.__defaults__ and "put_file" in call.__code__.co_names:
             names.append(call.__defaults__[0])
         return inner(self, call)
@@ -379,7 +379,7 @@ def test_what_has_changed_is_stored_and_last_what_says_that_it_is_whole(url, sto
     (here / "a").write_text("b")  # as long as before
     storage.push(here)
     assert stored[4:] == ["a"]
-    assert storage.spoken(f"in {here}: b") == f"in {url}: b"
+    assert storage.display_path(f"in {here}: b") == f"in {url}: b"
 
 
 def test_what_another_has_stored_is_brought_again_and_nothing_else(url, monkeypatch):

@@ -168,11 +168,11 @@ def test_the_mean_leaves_out_checkpoints_of_which_nothing_is_known():
     out = io.StringIO()
     rich.console.Console(file=out, width=200).print(tables.checkpoints("", results))
     row = cells(out.getvalue())["x greedy"]
-    assert row[1] == "all unchecked"
+    assert row[1] == "all ungraded"
     assert row[3] == "50.0"
     results.pop(1)
     results[2] = results[0]
     rich.console.Console(file=(out := io.StringIO()), width=200).print(
         tables.checkpoints("", results)
     )
-    assert cells(out.getvalue())["x greedy"][3] == "all unchecked"
+    assert cells(out.getvalue())["x greedy"][3] == "all ungraded"

@@ -29,7 +29,7 @@ class MathTask:
         return self.prompt_format.replace("{question}", example.question)
 
     def reward(self, example: Problem, response: str) -> Reward:
-        """1 if the answer equals any truth; else 0, unchecked if a comparison was undecided."""
+        """1 if the answer equals any truth; else 0, ungraded if a comparison was undecided."""
         answer = boxed_answer(response)
         if answer is None:
             return Reward(0.0, False, {"boxed": 0.0})
