@@ -12,8 +12,8 @@ import numpy as np
 from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Sampler, Sampling
-from jaxrl_llm.rollouts.trajectory import Draft, Trajectory
+from jaxrl_llm.rollouts.sampler import Draft, Sampler, Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import (
     Episodes,
     Interactive,

@@ -26,9 +26,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
-from jaxrl_llm.rollouts.sampler import Reply, Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampling
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
-from jaxrl_llm.rollouts.trajectory import Draft, Trajectory
+from jaxrl_llm.rollouts.trajectory import Trajectory
 
 T = TypeVar("T")
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile

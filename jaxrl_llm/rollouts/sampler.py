@@ -1,14 +1,12 @@
-"""The interface of engines: a sampler takes token ids and returns trajectories."""
+"""The interface of engines: a sampler takes token ids and returns trajectories, by way of drafts."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
 from jaxrl_llm.errors import UserError
-
-if TYPE_CHECKING:
-    from jaxrl_llm.rollouts.trajectory import Trajectory
+from jaxrl_llm.rollouts.trajectory import Span, Trajectory
 
 Said: TypeAlias = tuple[Sequence[int], bool] | None
 Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Said]]
@@ -73,7 +71,7 @@ class Sampler(Protocol):
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> "list[Trajectory]":
+    ) -> list[Trajectory]:
         """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""
         ...
 
@@ -84,3 +82,56 @@ class Sampler(Protocol):
     def release(self) -> None:
         """Frees the trainer's memory that weights take; push before the next `generate`."""
         ...
+
+
+@dataclass
+class Draft:
+    """A response to `prompt` while an engine makes it: what is sampled, and what is given.
+
+    `restarts` are the spans of what was given in place of all before it. These do not count in
+    `max_tokens`, but no context gets longer than the prompt and that.
+    """
+
+    sampling: Sampling
+    prompt: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    turns: list[Span] = field(default_factory=list)
+    restarts: list[Span] = field(default_factory=list)
+    finished: bool = False
+
+    def add(self, tokens: Sequence[int], logps: Sequence[float], stopped: bool) -> None:
+        """Adds a turn; `stopped` if it ends with a stop token."""
+        self.turns.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens += tokens
+        self.logps += logps
+        self.finished = stopped
+
+    @property
+    def room(self) -> int:
+        """How many tokens may still come."""
+        most, size = self.sampling.max_tokens, len(self.tokens)
+        left = most + sum(end - start for start, end in self.restarts) - size
+        longest = len(self.prompt) + most
+        return min([left, *(longest + start - size for start, _ in self.restarts[-1:])])
+
+    def goes_on(self, said: Said) -> bool:
+        """Adds what the environment replies, if that (not None) leaves room for another turn."""
+        if said is None or not self.finished:
+            return False
+        self.finished = False
+        (given, anew), size = said, len(self.tokens)
+        spans = [*self.restarts, (size, size + len(given))] if anew else self.restarts
+        longer = replace(self, tokens=[*self.tokens, *given], restarts=spans)
+        if longer.room < 1 or len(self.turns) == self.sampling.max_turns:
+            return False
+        self.tokens, self.restarts = longer.tokens, spans
+        self.logps += [0.0] * len(given)
+        return True
+
+    def done(self, version: int, *, episode: bool) -> Trajectory:
+        """The response; of an `episode` with its turns."""
+        turns, restarts = (tuple(self.turns), tuple(self.restarts)) if episode else ((), ())
+        return Trajectory(
+            self.prompt, self.tokens, self.logps, self.finished, turns, restarts, version
+        )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.sampler import Reply, Sampling
-from jaxrl_llm.rollouts.trajectory import Draft, Trajectory
+from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Patience, Response, Server, run, tasks
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
