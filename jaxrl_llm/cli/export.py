@@ -8,6 +8,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, lora
+from jaxrl_llm.training import card
 from jaxrl_llm.training.folder import MODEL, RunFolder
 
 
@@ -24,8 +25,9 @@ def main(
     step: int | None = None,
     dtype: str = "float32",
     merge: bool = False,
+    push: str | None = None,
 ) -> None:
-    """Write a run's policy as a Hugging Face folder: safetensors, config.json and tokenizer.
+    """Write a run's policy as a Hugging Face folder: safetensors, config.json, tokenizer, model card.
 
     It reads the model and the checkpoint; the run's config file is not executed. Of a run of
     adapters (LoRA) they alone are written, in PEFT's format.
@@ -36,6 +38,7 @@ def main(
         step: which checkpoint; if not given, the best.
         dtype: float32 or bfloat16.
         merge: write adapters merged into the model that they belong to.
+        push: a repository of the hub, OWNER/NAME, to upload the folder to; a new one is private.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
@@ -53,5 +56,8 @@ def main(
         hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
     else:
         lora.export(params, there, source=model, dtype=kind)
+    card.write(folder, chosen, there, adapters=shape.lora is not None and not merge)
     storage.push(there)
     print(f"step {chosen} of {run} written to {target}")
+    if push is not None:
+        print(f"uploaded to {card.push(there, push)}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.distributed import Stop
-from jaxrl_llm.learning.groups import TokenTask
+from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
@@ -44,10 +44,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Result:
-    """The table by group, its last line over all examples; and how many responses are ungraded."""
+    """The table by group, its last line over all examples; and how many responses are ungraded.
+
+    `first` is the first example with its greedy response.
+    """
 
     lines: tuple[Line, ...]
     ungraded: int
+    first: Group | None = None
 
     @property
     def total(self) -> Line:
@@ -105,7 +109,7 @@ def evaluate(
         _line(name, index, rewards, responses, drawn)
         for name, index in [*named, (ALL, range(len(asked)))]
     ]
-    return Result(tuple(lines), ungraded)
+    return Result(tuple(lines), ungraded, answered[0])
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:

@@ -7,6 +7,7 @@ Records = Sequence[Mapping[str, float]]
 
 WINDOW = 3  # steps that a mean is taken over
 FLAT = 5  # steps without a difference between rewards
+BEGIN = 2  # steps at the begin of a run after which a reward that never differs is told
 FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
 
@@ -16,6 +17,7 @@ def alarms(records: Records) -> dict[str, str]:
     checks = {
         "ungraded": _ungraded,
         "skipped": _skipped,
+        "reward": _same_reward,
         "flat": _flat,
         "entropy": lambda found: _collapsed("entropy", found),
         "length": lambda found: _collapsed("length", found),
@@ -54,6 +56,26 @@ def _skipped(records: Records) -> str:
     if not _all_skipped(records[-1]):
         return ""
     return "no gradient of the step was finite: nothing was learned in it"
+
+
+def _same_reward(records: Records) -> str:
+    """All responses of the first steps have one reward; with the likeliest reason."""
+    rewards = {record.get("reward") for record in records}
+    constant = all(record.get("constant_groups") == 1.0 for record in records)
+    if len(records) != BEGIN or not constant or len(rewards) > 1 or None in rewards:
+        return ""
+    cut, accuracy = _mean("cut", records), _mean("accuracy", records)
+    if accuracy == 1.0:
+        reason = "all are right, so the examples are too easy for this model"
+    elif cut > 0.5:
+        reason = f"{cut:.0%} are cut at response_length, likely before their answer: raise it"
+    elif any(record.get("reward/format") == 0.0 for record in records):
+        reason = "none has the format that the reward looks for: show it in the prompt"
+    else:
+        reason = (
+            "likely true answers have another form than the reward expects, or the task is too hard"
+        )
+    return f"every response so far has the reward {rewards.pop():g}: {reason} (docs/reward.md)"
 
 
 def _flat(records: Records) -> str:

@@ -17,8 +17,9 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import imitate, update
 from jaxrl_llm.learning.evaluate import Result, evaluate
+from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.update import TrainState
-from jaxrl_llm.models import sharding
+from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.training import terminal
@@ -281,7 +282,19 @@ class Run:
         if not total.examples:
             said = f"unknown: all {len(examples)} responses are ungraded"
         self.log.journal.say(f"  step {step}: validation accuracy {said}")
+        if (phase, step) == (REINFORCE, self.components.config.warm_steps) and result.first:
+            self._show_example(result.first)
         return total.greedy
+
+    def _show_example(self, group: Group) -> None:
+        """Prints an example as the model reads it, special tokens too, with its response and reward."""
+        decode, response = self.components.tokenizer.decode, group.trajectories[0]
+        prompt = decode(response.prompt, ended=False)
+        self.log.journal.say(
+            f"an example before the first step, as the model reads it:\n{terminal.excerpt(prompt)}\n"
+            f"its response, of {response.length} tokens, with {response.reward}:\n"
+            f"{terminal.excerpt(decode(response.tokens))}"
+        )
 
     def test(self) -> None:
         """Tests the best checkpoint (else the newest), unless that is recorded; draws the curves."""
@@ -405,6 +418,12 @@ def _saying_what_fits(components: Components) -> Iterator[None]:
 def _describe(components: Components, splits: Splits, console: rich.console.Console) -> None:
     """Prints the devices, the sizes of the splits, and warnings."""
     console.print(accelerators.described([*components.mesh.devices.flat]))
+    count = qwen2.parameter_count(components.shape) / 1e6
+    trained = sum(x.size for x in jax.tree.leaves(components.like)) / 1e6
+    some = f"{trained:,.1f}M in adapters are" if components.shape.lora else "all are"
+    console.print(
+        f"{components.base[0] or 'a new model'}: {count:,.1f}M parameters, {some} trained"
+    )
     if splits.skipped:
         console.print(
             f"{splits.skipped} examples are left out: their prompts are too long to learn from"

@@ -10,6 +10,9 @@ FINE = {
 }  # fmt: skip
 
 
+SAME = {"constant_groups": 1.0, "reward": 0.0, "accuracy": 0.0, "cut": 0.1}
+
+
 def steps(count, **changes):
     return [FINE | changes] * count
 
@@ -27,6 +30,7 @@ def test_nothing_is_wrong_with_a_run_in_order():
         (steps(1, ungraded_share=0.2), "ungraded"),
         (steps(4) + steps(1, updates=0, skipped=4), "skipped"),
         (steps(3) + steps(5, constant_groups=1.0), "flat"),
+        (steps(2, **SAME), "reward"),
         (steps(3) + steps(3, entropy=0.09), "entropy"),
         (steps(3) + steps(3, length=7.0), "length"),
     ],
@@ -46,12 +50,31 @@ def test_each_alarm(records, kind):
         steps(3) + steps(3, updates=0, entropy=0.0),  # of an empty batch
         steps(1, entropy=0.01) + steps(9),
         steps(4, constant_groups=1.0),  # a few steps are none
+        steps(1, **SAME),
+        steps(3, **SAME),  # told once
+        steps(1, **SAME) + steps(1, **SAME | {"reward": 0.1}),
+        steps(2, **SAME | {"constant_groups": 0.9}),
+        steps(2, constant_groups=1.0),  # nothing was graded
         steps(2) + steps(3, entropy=0.01),
         steps(1, ungraded_share=0.1),
     ],
 )
 def test_no_false_alarm(records):
     assert alarms(records) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "has the reward 0: likely true answers have another form"),
+        ({"reward": 1.0, "accuracy": 1.0, "cut": 0.6}, "has the reward 1: all are right"),
+        ({"cut": 0.6}, "60% are cut at response_length"),
+        ({"reward/format": 0.0}, "none has the format"),
+        ({"reward/format": 1.0}, "likely true answers"),
+    ],
+)
+def test_a_reward_that_never_differs_is_explained(changes, said):
+    assert said in alarms(steps(2, **SAME | changes))["reward"]
 
 
 class Counting(list):

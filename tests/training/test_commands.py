@@ -4,7 +4,9 @@ import io
 import json
 import re
 import shutil
+import socket
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -105,6 +107,50 @@ def test_an_export_is_a_model_that_can_be_trained_on_and_executes_nothing(whole,
         file.write(" ")
     said = fails(capsys, "train", path, "--out", tmp_path / "run", "--resume")
     assert f"the pretrained model is not as it was when {tmp_path / 'run'} was started" in said
+
+
+class Hub:
+    """A stand-in for the hub's client that keeps what it is given."""
+
+    error = None
+
+    def create_repo(self, name, *, private, exist_ok):
+        if Hub.error:
+            raise Hub.error
+        assert private
+        assert exist_ok
+        self.name = name
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path, repo_id, commit_message):
+        assert repo_id == self.name
+        Hub.files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+
+
+def test_an_export_has_a_card_and_goes_to_the_hub_if_asked_to(whole, tmp_path, capsys, monkeypatch):
+    """The card tells of the run's numbers, and nothing of the machine."""
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    to = tmp_path / "policy"
+    main(["export", str(whole), str(to), "--step", "10", "--push", "me/policy"])
+    assert "uploaded to" in capsys.readouterr().out
+    assert Hub.files == {path.name: path.read_bytes() for path in to.iterdir()}
+    assert (to / "curves.png").read_bytes() == (whole / "curves.png").read_bytes()
+    said = (to / "README.md").read_text()
+    _, head, body = said.split("---\n", 2)
+    assert [json.loads(line.partition(": ")[2]) for line in head.splitlines()] == [
+        "transformers", "text-generation", ["reinforcement-learning", "jaxrl_llm"],
+    ]  # fmt: skip
+    known = {
+        r["step"]: r for r in metrics(whole) if "eval/accuracy" in r and r["phase"] == "reinforce"
+    }
+    assert f"| validation, before reinforcement | {100 * known[4]['eval/accuracy']:.1f} |" in body
+    assert f"| validation, this step | {100 * known[10]['eval/accuracy']:.1f} |" in body
+    assert record.read(whole)["id"] in body
+    assert not {socket.gethostname(), str(whole.parent)} & {*re.findall(r"[^\s`|]+", said)}
+    Hub.error = ValueError("401: who are you?")
+    line = fails(capsys, "export", whole, tmp_path / "again", "--push", "me/policy")
+    assert "cannot upload to me/policy (401: who are you?)" in line
+    assert (tmp_path / "again" / "README.md").exists()
 
 
 TASK = """

@@ -1,0 +1,95 @@
+"""The model card of an exported policy: where it comes from, and how good it is; and the hub."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jaxrl_llm
+from jaxrl_llm import storage
+from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.training import curves, journal, record
+from jaxrl_llm.training.folder import RunFolder
+
+CARD = "README.md"
+
+
+def write(folder: RunFolder, step: int, there: Path, *, adapters: bool) -> None:
+    """Writes the card, and the run's curve if there is one, beside an exported policy of a run."""
+    run, picture = record.read(folder.path), folder.path / curves.PICTURE
+    base = str(run["flags"].get("model") or "")
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None
+    head = {
+        "library_name": "peft" if adapters else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["reinforcement-learning", "jaxrl_llm"],
+        **({"base_model": base} if of_hub else {}),
+    }
+    if picture.exists():
+        shutil.copyfile(picture, there / curves.PICTURE)
+    parts = [
+        "---",
+        *(f"{name}: {json.dumps(value)}" for name, value in head.items()),  # JSON is YAML
+        "---",
+        f"# {there.name}",
+        "",
+        f"Step {step} of a run of jaxrl_llm {jaxrl_llm.__version__}.",
+        "",
+        *_evaluations(journal.read(folder.path), step),
+        *([f"![The run's curves]({curves.PICTURE})", ""] if picture.exists() else []),
+        *_provenance(run),
+    ]
+    storage.write(there / CARD, "\n".join(parts) + "\n")
+
+
+def _evaluations(records: list[journal.Record], step: int) -> list[str]:
+    """A table of accuracies: before reinforcement, at the step, and on the test set."""
+    known = {
+        r["step"]: r for r in records if "eval/accuracy" in r and r["phase"] == journal.REINFORCE
+    }
+    tests = [r for r in records if r.get("test/step") == step]
+    rows = [
+        (f"validation, {name}", "eval", known[at])
+        for name, at in (("before reinforcement", min(known, default=-1)), ("this step", step))
+        if at in known
+    ]
+    rows += [("test, this step", "test", one) for one in tests]
+    if not rows:
+        return []
+    table = ["| accuracy, greedy | % | 95% interval | examples |", "|---|---|---|---|"]
+    for name, of, r in rows:
+        low, value, high = (100 * r[f"{of}/accuracy{tail}"] for tail in ("_low", "", "_high"))
+        table.append(
+            f"| {name} | {value:.1f} | {low:.1f} to {high:.1f} | {r[f'{of}/examples']:.0f} |"
+        )
+    return [*table, ""]
+
+
+def _provenance(run: record.Run) -> list[str]:
+    """The run's id, its config and its flags; of paths the last part, which tells of no machine."""
+    flags = {name: _named(value) for name, value in run["flags"].items()}
+    config = Path(run["config"]).name if run["config"] else "made by a program"
+    rows = [("run", run["id"]), ("config", config), *flags.items()]
+    rows += [(name, sums[:16]) for name, sums in run["sums"].items()]
+    return ["| | |", "|---|---|", *(f"| {name} | `{value}` |" for name, value in rows)]
+
+
+def _named(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and value[:1] in "/~." else value
+
+
+def push(folder: Path, repository: str) -> str:
+    """Uploads an exported folder to a repository of the hub, private if it is new; its address."""
+    import huggingface_hub
+
+    try:
+        api = huggingface_hub.HfApi()
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=url.repo_id, commit_message="Export")
+    except Exception as error:  # from the name, the token, the disk or the HTTP library
+        raise UserError(
+            f"cannot upload to {repository} ({first_line(error)}): log in with hf auth login, or set HF_TOKEN to "
+            f"a token that may write; the export lies in {folder}"
+        ) from error
+    return str(url)
