@@ -66,8 +66,8 @@ class Components:
         else:
             source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-        definition, _ = qwen2.graph(shape, config.compute)
-        folder = storage.local(data)
+        definition, _ = qwen2.graph(shape, config.compute)  # shapes alone: nothing is allocated
+        folder = storage.local(data)  # a task may download into it, so it is pushed afterwards
         with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
@@ -100,11 +100,13 @@ class Components:
 
     def initial_params(self) -> Any:
         """The sharded parameters that a run starts from, in float32: read, or drawn by its seed."""
+        # float32 whatever is computed in: an update of 1e-6 is lost in bfloat16
         if self.shape.lora is None and self.source is not None:
             return hf.load(self.source, self.shape, self.mesh, "float32")
         places, seed = jax.tree.map(lambda x: x.sharding, self.like), self.config.seed
         if self.shape.lora is None:
             return qwen2.init(self.shape, seed, shardings=places)
+        # in one program, in which the compiler drops the base that is not asked for
         make = lambda: lora.adapters(qwen2.init(self.shape, seed))
         return jax.jit(make, out_shardings=places)()
 
@@ -114,7 +116,9 @@ class Components:
         known = readable(self, _kept(self.task.train), "training")
         test = askable(self, _kept(self.task.test))
         prompt = lambda i: as_text(self.task.prompt(known[i]))
+        # by prompt: an example in validation is never trained on under another number
         train, validation = _set_aside(known, prompt, self.config.evaluation.validation)
+        # a run that goes on has to have the same data, wherever it comes from
         found = hashlib.sha256()
         for source in (known, test):
             for i in range(len(source)):
@@ -124,6 +128,7 @@ class Components:
 
     def sampling(self, **changes: Any) -> Sampling:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
+        # responses are as long as rows have room for: one number says both
         limit = self.config.collate.response_length
         return replace(self.config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
@@ -187,7 +192,7 @@ class Splits(NamedTuple):
         )
         known = set(train)
         seen = sum(prompt in known for prompt in test)
-        if seen == len(test):
+        if seen == len(test):  # the rest of a test set still tells something
             raise UserError(
                 f"the prompts of all {seen} test examples are in the training data: give the task a test set "
                 "of its own"
@@ -224,9 +229,9 @@ def _set_aside(
             f"the training data has {len(source)} examples of {len(each)} different prompts: at least {SHARE} are "
             "needed, of two prompts, to set one aside for validation"
         )
-    count = max(1, min(validation, len(each) // SHARE))
+    count = max(1, min(validation, len(each) // SHARE))  # small data sets keep most to learn from
     stretches = itertools.pairwise(i * len(each) // count for i in range(count + 1))
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # not the run's seed: seeds are compared on the same examples
     aside = [each[rng.integers(*stretch)] for stretch in stretches]
     rest = sorted({*range(len(source))}.difference(*aside))
     get = source.__getitem__
@@ -251,7 +256,9 @@ class Readable(Generic[E]):
 def readable(components: Components, source: Source[E], name: str) -> Readable[E]:
     """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
     config, longest = components.config, components.shape.max_length
+    # both phases read the same examples, so the longest response of the two decides
     responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
+    # positions end where the model's do, and rows where the collator's do
     limit = max(0, min(config.collate.prompt_length, longest - max(responses)))
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
@@ -268,7 +275,7 @@ def readable(components: Components, source: Source[E], name: str) -> Readable[E
             )
         else:
             skipped += 1
-    if not kept:
+    if not kept:  # with the reason, or one would look for the fault in the data
         raise UserError(
             f"the {name} data is empty: {skipped} examples were skipped for prompts of more than "
             f"{limit} tokens"

@@ -86,7 +86,7 @@ class RunFolder:
                 f"{self.path}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
             )
         if not resume:
-            self._require_new()
+            self._require_new()  # before anything is made
         self.path.mkdir(parents=True, exist_ok=True)
         with storage.locked(self.path):
             self.pull()  # another may have written until now
@@ -96,9 +96,9 @@ class RunFolder:
                 self.require_model(components)
                 record.write(self.path, run)
             else:
-                self._require_new()
+                self._require_new()  # again: another may have begun while this one waited for the lock
                 self._start(components, source, other, given)
-            storage.push(self.path)
+            storage.push(self.path)  # other hosts wait for the record of this session
             try:
                 yield
             finally:
@@ -120,6 +120,7 @@ class RunFolder:
     def _require_new(self) -> None:
         """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
         if self.holds_run:
+            # one that ended before its first checkpoint has nothing to lose, and may begin again
             if any((self.path / CHECKPOINTS).glob("*")) or self._reinforced():
                 raise UserError(
                     f"{self.path} already holds a run: add --resume to go on, or choose another --out"
@@ -142,6 +143,7 @@ class RunFolder:
     ) -> None:
         """Writes the files of a new run; run.json last, because it marks the folder as a run."""
         run = record.new(source, init_from, given)
+        # a folder of Hugging Face's form: `export` copies it, and reads the shape from it
         components.tokenizer.save(self.path / MODEL)
         described = {
             **_described(components),
@@ -172,7 +174,9 @@ class RunFolder:
                         f"{self.path} is a run of another model: {name} is {there.get(name)} there and "
                         f"{value} in the config: use the config and flags it was started with"
                     )
-        with tempfile.TemporaryDirectory() as ours:
+        with (
+            tempfile.TemporaryDirectory() as ours
+        ):  # a tokenizer is compared as it would be written
             components.tokenizer.save(Path(ours))
             written = [where / "tokenizer.json" for where in (self.path / MODEL, Path(ours))]
             if written[0].read_bytes() != written[1].read_bytes():
@@ -186,6 +190,7 @@ class RunFolder:
         """The model that the run's adapters belong to; a UserError if it is another than at the start."""
         run, config = record.read(self.path), lora.read_config(self.path / MODEL)[1]
         name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
+        # a relative path is that of the folder in which the run was started
         there = Path(run.get("folder", "")) / name
         found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
         found = hf.resolve(found, revision)
@@ -211,7 +216,7 @@ class RunFolder:
 
         By the step that it goes back to, if one is given; also if its checkpoints are not there.
         """
-        where = self.path / CHECKPOINTS
+        where = self.path / CHECKPOINTS  # may be a link to another disk, which may not be mounted
         there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
         if not there and (dangling or self._reinforced()):
             raise UserError(
@@ -244,6 +249,7 @@ class RunFolder:
                 f"{self.path} was made by a program, not by a config file: only that can open it"
             )
         path = Path(run["config"])
+        # the files may have changed since: each is read from the run's copy when it is asked for
         copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
         copies[path] = self.path / CONFIG
         begun_in = Path(run.get("folder", ""))
@@ -251,7 +257,7 @@ class RunFolder:
             make: Callable[..., Config] = configs.load(path)
             made = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
 
-        def task(data: Path) -> Any:
+        def task(data: Path) -> Any:  # made later, and may read files of its own
             with userfile.redirected(copies, begun_in):
                 return made.task(data)
 
@@ -286,6 +292,7 @@ class RunFolder:
         def read(there: Checkpoints, chosen: int) -> update.TrainState:
             if there.note(chosen)["phase"] == REINFORCE:
                 return there.restore(chosen, like)
+            # the optimizer state of a warm start has another form
             return update.init_state(there.restore(chosen, like.params, part="params"), optimizer)
 
         return self._restored(step, read)[1]
@@ -299,6 +306,7 @@ class RunFolder:
         if (where := where or recorded) is None:
             return None
         there = RunFolder(where, bring=False)
+        # once this run has a checkpoint it needs nothing of the other
         if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
             there.pull()
         there.path = there.path.absolute()
@@ -347,6 +355,7 @@ class RunFolder:
         steps = there.steps
         if not steps:
             raise UserError(f"{self.path} has no checkpoint yet")
+        # without an evaluation none is known to be the best
         chosen = (there.best or steps[-1]) if step is None else step
         if chosen not in steps:
             raise UserError(f"{self.path} has no checkpoint of step {step}, only of {steps}")
@@ -356,7 +365,7 @@ class RunFolder:
             others = [s for s in steps if s != chosen]
             advice = f"try --step with one of {others}" if others else "there is no other"
             found = f"is damaged ({reason(error)}): {advice}"
-            if chosen not in there.steps:
+            if chosen not in there.steps:  # by a run under way, which keeps a few
                 found = "was removed meanwhile: try again"
             raise UserError(f"checkpoint {chosen} of {self.path} {found}") from error
 

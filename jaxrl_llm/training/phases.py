@@ -152,6 +152,7 @@ class Reinforcement:
         return step, state
 
     def evaluates_at(self, step: int) -> bool:
+        # also at its end, whatever `every` is: the best checkpoint is chosen by it
         return step >= self.steps.stop or (step - self.steps.start) % self.every == 0
 
     def keeps(self, step: int) -> bool:
@@ -189,6 +190,7 @@ class Reinforcement:
         components, config = self._components, self._components.config
         ask = userfile.user_code("a prompt cannot be made")(components.task.prompt)
         text = lambda group: as_text(ask(group.example))
+        # all processes run this program, and the first one writes what it gives
         if kept := groups[: config.keep_tokens]:
             numbers: dict[str, np.ndarray] = tokens(range(len(kept) * config.group_size))
             if distributed.first():

@@ -125,7 +125,7 @@ class Run:
             stack.enter_context(stall_watchdog(clock, least=least, factor=factor, stalled=stalled))
             folder = RunFolder(out)
             if resume is not False and folder.holds_run:
-                config = folder.pinned(config)
+                config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, given = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
             if source is not None:  # making the task ran its file
@@ -144,6 +144,7 @@ class Run:
                 folder.require_at_most(first, config.steps, earlier)
             if begun is not None and not folder.checkpoints().steps:
                 begun.require_warm_start(components, first)
+            # what this process does when it is stopped, or makes no progress
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
                 stop.stacks = folder.path / f"stacks-{distributed.index()}.txt"
@@ -154,8 +155,10 @@ class Run:
                 stack.enter_context(
                     folder.open(components, source, given, resume=resuming, init_from=begun)
                 )
+            # the others go on when they see the same run: --out may be another disk there
             folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
+            # all decide by the same records (the best so far, what is evaluated), read once
             known = distributed.from_first(lambda: read(folder.path))
             journal = stack.enter_context(
                 Journal(
@@ -169,7 +172,7 @@ class Run:
             checkpoints = stack.enter_context(
                 folder.checkpoints(config.keep_checkpoints, config.saves, lambda: journal.records)
             )
-            if distributed.first():
+            if distributed.first():  # what a killed process has left half written
                 checkpoints.clean()
                 folder.initials.clean()
 
@@ -187,7 +190,7 @@ class Run:
                 distributed.check(stop)
 
             # the engine
-            def alive() -> None:
+            def alive() -> None:  # called while it waits for servers
                 clock.heartbeat()
                 stop.check()
 
@@ -252,6 +255,7 @@ class Run:
             self.checkpoints.save(step, state, note)
             if not self.checkpoints.steps:  # records without any mean that they are gone
                 self.checkpoints.wait()
+        # time counts from the end: a save that takes long is not due again at once
         self.stop.wants_save, self.stop.saved = False, time.monotonic()
 
     def evaluate(self, phase: Phase, step: int, state: TrainState) -> bool:
@@ -322,6 +326,7 @@ class Run:
         examples = [test[i] for i in range(min(count, len(test)))]
         named = {"eval/accuracy", "time/evaluation"}
         measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
+        # a test takes as long an example as the last validation did
         share = len(examples) / len(validation)
         expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
         journal.say(f"test of step {step} on {len(examples)} examples{expected}")
@@ -450,6 +455,7 @@ def _resumed(
 
     def restore(step: int) -> Resumed:
         note = checkpoints.note(step)
+        # the optimizer of the phase that the checkpoint is of says what its state looks like
         warm = config.warm_start if note["phase"] == WARM_START else None
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))

@@ -64,6 +64,7 @@ class Rollouts:
 
         StopRequested in all if one was asked to stop.
         """
+        # a step that fails is asked for again from here
         self._entered = step, self._data.get_state(), [*self._ahead]
         self._graded, self._seconds = [], 0.0
         for nth in range(self._config.max_resamples + 1):
@@ -98,6 +99,7 @@ class Rollouts:
     def _sample(self, step: int, nth: int, examples: list[Any]) -> Sampled:
         """This process's share of the responses; the seed is a function of step and round alone."""
         start = time.perf_counter()
+        # no round has no number: seeds of steps are what they were before there were rounds
         entropy = [self._config.seed, step, *([nth] if nth else [])]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         sampling = replace(self._sampling, seed=seed)
@@ -124,7 +126,7 @@ class Rollouts:
                         other.own.set_exception(error)
                     return
 
-        in_background(work)
+        in_background(work)  # one batch after the other: each fills the servers
 
     def _next_batch(self) -> _Batch:
         self._ahead.append(_Batch(self._data.get_state(), next(self._data), futures.Future()))
