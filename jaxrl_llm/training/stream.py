@@ -99,7 +99,7 @@ class Rollouts:
     def _sample(self, step: int, nth: int, examples: list[Any]) -> Sampled:
         """This process's share of the responses; the seed is a function of step and round alone."""
         start = time.perf_counter()
-        # no round has no number: seeds of steps are what they were before there were rounds
+        # the first round has no number: its seed is that of a run without resampling
         entropy = [self._config.seed, step, *([nth] if nth else [])]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         sampling = replace(self._sampling, seed=seed)
