@@ -24,6 +24,7 @@ def main(
     step: int | None = None,
     dtype: str = "float32",
     merge: bool = False,
+    base: str = "",
 ) -> None:
     """Write a run's policy as a Hugging Face folder: safetensors, config.json and tokenizer.
 
@@ -36,12 +37,15 @@ def main(
         step: which checkpoint; if not given, the best.
         dtype: float32 or bfloat16.
         merge: write adapters merged into the model that they belong to.
+        base: the folder or hub name of the model that the run began with, if that has parts for
+            images: they are copied.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype {dtype}: choose float32 or bfloat16")
     folder, there = RunFolder(run), storage.local(target)
     chosen, shape, params = folder.weights(step)
     model, kind = folder.path / MODEL, jax.numpy.dtype(dtype)
+    model = hf.resolve(base) if base else model
     if shape.lora is None:
         if merge:
             raise UserError(f"{run} has no adapters: leave --merge out")

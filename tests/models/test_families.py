@@ -44,8 +44,8 @@ def folders(tmp_path_factory):
     for name, shape in SHAPES.items():
         _, params = tiny.policy(shape, seed=1)
         hf.export(params, shape, there / name)
-        rows = 25 if shape.mixture else 3
-        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, (rows, 40)))
+        size = (25 if shape.mixture else 3, 80 if shape.delta else 40)  # more than a chunk
+        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, size))
     peer.transformers("families", *(there / name for name in SHAPES))
     return there
 
