@@ -459,9 +459,10 @@ class Tensors:
                 if tensor.startswith(beside):
                     self.beside[tensor] = handle
                     continue
-                name = tensor.removeprefix(prefix)
-                name = name.replace(*INNER) if beside and name.startswith(INNER[0]) else name
-                self.handles[name], self.names[name] = handle, tensor
+                ours = tensor.removeprefix(prefix)
+                if beside and ours.startswith(INNER[0]):
+                    ours = ours.replace(*INNER)
+                self.handles[ours], self.names[ours] = handle, tensor
 
     def check(self, expected: dict[str, tuple[int, ...]], tied: bool):
         """A UserError unless exactly these tensors exist in these shapes, or a `tied` head too."""
