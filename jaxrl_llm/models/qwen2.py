@@ -72,8 +72,9 @@ class Lora:
         if not self.alpha > 0:
             raise UserError(f"lora: alpha = {self.alpha} must be above 0")
         if not self.targets or {*self.targets} - {*LINEAR, *OF_DELTA}:
+            known, given = ", ".join(LINEAR), ", ".join(self.targets) or "none"
             raise UserError(
-                f"lora: targets are some of {', '.join(LINEAR)}, not {', '.join(self.targets) or 'none'}"
+                f"lora: targets are some of {known} (Qwen3.5: {', '.join(OF_DELTA)}), not {given}"
             )
 
     @property
