@@ -174,9 +174,10 @@ def with_text(config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
     if config.get("model_type") not in WHOLE:
         return config | text
     before = config["text_config"]
-    text = {key: value for key, value in text.items() if key != "architectures"}
-    text["rope_parameters"] = (before.get("rope_parameters") or {}) | text["rope_parameters"]
     above = {key: text[key] for key in ("dtype", "tie_word_embeddings")}
+    of_all = {"architectures", "tie_word_embeddings"} - {*before}
+    text = {key: value for key, value in text.items() if key not in of_all}
+    text["rope_parameters"] = (before.get("rope_parameters") or {}) | text["rope_parameters"]
     return config | above | {"text_config": before | text}
 
 
