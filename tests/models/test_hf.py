@@ -105,7 +105,9 @@ def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name,
     again = json.loads((tmp_path / "same" / "config.json").read_text())
     assert {"pad_token_id": None} | config == again
     found = safetensors.numpy.load_file(tmp_path / "changed" / hf.SINGLE)
-    assert all(np.array_equal(found[x], tensors[x]) for x in tensors if "language" not in x)
+    assert all(
+        np.array_equal(found[x], tensors[x]) for x in tensors if x.startswith(("model.v", "mtp"))
+    )
     assert json.loads((tmp_path / "changed" / "config.json").read_text())["dtype"] == "float32"
 
 
