@@ -264,6 +264,8 @@ def _delta(read: "_Reader") -> Delta:
         found.heads % found.key_heads == 0,
         f"{found.heads} heads of values for {found.key_heads} of keys cannot be: they share them evenly",
     )
+    gate = read.config.get("output_gate_type")
+    read.require(gate in (None, "silu", "swish"), f"output_gate_type {gate!r} is not supported")
     read.require(
         read.truth("attn_output_gate", True), "attn_output_gate is false: only with a gate"
     )
@@ -444,6 +446,14 @@ def _llama3(*sizes: int, factor: float, **other: Any) -> Shape:
     )
 
 
+def _qwen3_5(*sizes: int, heads: int, **other: Any) -> Shape:
+    linear, whole = LayerKind(None, delta=True), LayerKind(1e7)
+    return _preset(
+        "qwen3_5_text", 248_320, *sizes, kinds=(linear, linear, linear, whole), head_size=256,
+        rotary_size=64, delta=Delta(16, heads), max_length=262_144, **other,
+    )  # fmt: skip
+
+
 PRESETS = {
     "Qwen2.5-0.5B": _qwen2_5(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
     "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab=151_936, tied=True, max_length=131_072),
@@ -465,6 +475,8 @@ PRESETS = {
         "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, tied=False, head_size=128,
         kinds=(LayerKind(1e6),), max_length=40_960, mixture=Mixture(128, 8, 768),
     ),
+    "Qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, 2, heads=16, tied=True),
+    "Qwen3.5-27B": _qwen3_5(5120, 17_408, 64, 24, 4, heads=48, tied=False),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
     "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),

@@ -423,7 +423,7 @@ class Decoder(nnx.Module):
 
         each = [stack(shape.distinct[kind]) for kind in shape.kind_of[: shape.period]]
 
-        self.layers = nnx.Dict(named(each, shape)) if each[1:] else each[0]
+        self.layers: Any = nnx.Dict(named(each, shape)) if each[1:] else each[0]
         self.norm = _norm(shape)
         self.lm_head = None if shape.tied else Embedding(shape, rngs=rngs)
 

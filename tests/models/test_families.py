@@ -218,6 +218,18 @@ PUBLISHED = [
          "attn_logit_softcapping": None, "final_logit_softcapping": None},
         "gemma-3-1b-it",
     ),
+    (
+        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": {}, "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 5120, "head_dim": 256, "num_attention_heads": 24,
+            "num_key_value_heads": 4, "num_hidden_layers": 64, "intermediate_size": 17408,
+            "vocab_size": 248320, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128, "max_position_embeddings": 262144, "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+                "partial_rotary_factor": 0.25, "rope_theta": 10000000}}},
+        "Qwen3.5-27B",
+    ),
 ]  # fmt: skip
 
 
@@ -272,6 +284,19 @@ def test_fields_of_other_families_say_nothing(name, says):
 def test_a_window_that_is_not_there_is_refused(name):
     config = families.config_of(SHAPES[name], "float32") | {"sliding_window": None}
     with pytest.raises(UserError, match="sliding layers without a window are not supported"):
+        families.shape_of(config)
+
+
+@pytest.mark.parametrize(("says", "said"), [
+    ({"layer_types": ["sliding_attention"] * 4}, "layers of type 'sliding_attention'"),
+    ({"linear_num_value_heads": 3}, "3 heads of values for 2 of keys"),
+    ({"attn_output_gate": False}, "attn_output_gate is false"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "turns 3 numbers"),
+], ids=str)  # fmt: skip
+def test_what_of_qwen3_5_is_not_here_is_refused_by_name(says, said):
+    config = families.config_of(SHAPES["qwen3_5"], "float32") | says
+    with pytest.raises(UserError, match=said):
         families.shape_of(config)
 
 

@@ -276,7 +276,7 @@ def blocks(module, parameter, width, matrix):
 
     parameter = getattr(module, "_cpu_unpacked_conv_weight", parameter)
     looked_up = type(module).__name__ == "VocabParallelEmbedding"
-    if matrix and hasattr(module, "cpu_linear") and not looked_up and parameter.ndim == 2:
+    if matrix and hasattr(module, "cpu_linear") and not looked_up:
         identity = torch.eye(width, dtype=module.params_dtype)
         step = max(1, BLOCK // module.output_size_per_partition)
         for column in range(0, width, step):
