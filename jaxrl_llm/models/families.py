@@ -475,7 +475,6 @@ PRESETS = {
         "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, tied=False, head_size=128,
         kinds=(LayerKind(1e6),), max_length=40_960, mixture=Mixture(128, 8, 768),
     ),
-    "Qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, 2, heads=16, tied=True),
     "Qwen3.5-27B": _qwen3_5(5120, 17_408, 64, 24, 4, heads=48, tied=False),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
