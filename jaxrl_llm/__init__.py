@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.model import token_logps as token_logps
     from jaxrl_llm.models import attention as attention
     from jaxrl_llm.models.qwen2 import Compute as Compute
+    from jaxrl_llm.models.qwen2 import Delta as Delta
     from jaxrl_llm.models.qwen2 import LayerKind as LayerKind
     from jaxrl_llm.models.qwen2 import Lora as Lora
     from jaxrl_llm.models.qwen2 import Mixture as Mixture
@@ -54,7 +55,7 @@ _HOMES = {  # module: the public names it defines
     "jaxrl_llm.errors": ("UserError",),
     "jaxrl_llm.learning.batch": ("Collator",),
     "jaxrl_llm.model": ("Model", "Response", "generate", "load", "router_logps", "token_logps"),
-    "jaxrl_llm.models.qwen2": ("Compute", "LayerKind", "Lora", "Mixture", "Shape"),
+    "jaxrl_llm.models.qwen2": ("Compute", "Delta", "LayerKind", "Lora", "Mixture", "Shape"),
     "jaxrl_llm.objectives": ("Objective",),
     "jaxrl_llm.rollouts.engines": ("Native", "Vllm"),
     "jaxrl_llm.rollouts.sampler": ("Sampling",),

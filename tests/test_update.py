@@ -270,8 +270,8 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     before, one = in_one_piece(family, surrogate, split)
     after, many = cut(family, sizes, micro, pack, surrogate, split)
     assert (one["share"] > 0).all()
-    # noise of 6e-8 in the weights moves gemma3's by 2e-5 to 7e-5 in these two steps, the norm by 2e-4
-    sensitive = family == "gemma3"
+    # noise of 6e-8 in the weights moves these by 2e-5 to 7e-5 in these two steps, the norm by 2e-4
+    sensitive = family in ("gemma3", "qwen3_5", "qwen3_5 of three layers")
     close(before, after, atol=1.5e-4 if sensitive else 1e-5)
     for name, value in one.items():
         limit = 1e-3 if sensitive else 1e-4

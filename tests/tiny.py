@@ -13,7 +13,7 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
-from jaxrl_llm.models.qwen2 import LayerKind, Mixture
+from jaxrl_llm.models.qwen2 import Delta, LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.objectives import seen as per_response
 from jaxrl_llm.rollouts.trajectory import Trajectory
@@ -62,6 +62,16 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
         kinds=(LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6, None, 8.0)),
         **families.FAMILIES["gemma3_text"].fixed,
     ),
+    "qwen3_5": shape(
+        family="qwen3_5_text", biases=(), num_layers=4, head_size=32, rotary_size=16,
+        kinds=(LayerKind(None, delta=True), LayerKind(1e7)), delta=Delta(2, 4, 16, 24, 3),
+        **families.FAMILIES["qwen3_5_text"].fixed,
+    ),
+    "qwen3_5 of three layers": shape(
+        family="qwen3_5_text", biases=ALL, num_layers=3, rotary_size=4, tied=False,
+        kinds=(*[LayerKind(None, delta=True)] * 2, LayerKind(1e4)), delta=Delta(4, 4, 16, 16),
+        **families.FAMILIES["qwen3_5_text"].fixed,
+    ),
 }  # fmt: skip
 
 
@@ -91,7 +101,9 @@ def policy(shape=SHAPE, *, seed=0, mesh=None, **compute):
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        centre = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        name = jax.tree_util.keystr(path)
+        from_zero = shape.delta is not None and "linear_attn" not in name  # its other norms add 1
+        centre = 1.0 if "norm" in name and not from_zero else 0.0
         return jnp.asarray(centre + 0.1 * rng.normal(size=leaf.shape), leaf.dtype)
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)

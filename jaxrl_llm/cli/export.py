@@ -25,6 +25,7 @@ def main(
     step: int | None = None,
     dtype: str = "float32",
     merge: bool = False,
+    base: str = "",
     push: str | None = None,
 ) -> None:
     """Write a run's policy as a Hugging Face folder: safetensors, config.json, tokenizer, model card.
@@ -38,6 +39,8 @@ def main(
         step: which checkpoint; if not given, the best.
         dtype: float32 or bfloat16.
         merge: write adapters merged into the model that they belong to.
+        base: the folder or hub name of the model that the run began with, if that has parts for
+            images: they are copied.
         push: a repository of the hub, OWNER/NAME, to upload the folder to; a new one is private.
     """
     if dtype not in ("float32", "bfloat16"):
@@ -45,6 +48,7 @@ def main(
     folder, there = RunFolder(run), storage.local(target)
     chosen, shape, params = folder.weights(step)
     model, kind = folder.path / MODEL, jax.numpy.dtype(dtype)
+    model = hf.resolve(base) if base else model
     if shape.lora is None:
         if merge:
             raise UserError(f"{run} has no adapters: leave --merge out")

@@ -76,10 +76,11 @@ def router_logps(definition, params, inputs: Inputs) -> Float[Array, "R L N E"]:
     def one(x, each):
         weights, kind = each
         layer = nnx.merge(layer_def, gathered(weights, model.compute.dtype))
-        mixed = model.attend(*layer.qkv(x, ropes[kind]), None, kind)
-        read = layer.post_attention_layernorm(x + layer.self_attn.o_proj(mixed))
+        *qkv, gate = layer.qkv(x, ropes[kind])
+        y = layer.self_attn.out(model.attend(*qkv, None, kind), gate)
+        read = layer.post_attention_layernorm(x + y)
         logits = layer.mlp.gate(read).astype(jnp.float32)
-        return layer.finish(x, mixed), jax.nn.log_softmax(logits)
+        return layer.finish(x, y), jax.nn.log_softmax(logits)
 
     start = model.embed(inputs.tokens)
     _, found = jax.lax.scan(one, start, (nnx.to_pure_dict(layers), model.kinds()))

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.qwen2 import LayerKind, Mixture, Shape
+from jaxrl_llm.models.qwen2 import Delta, LayerKind, Mixture, Shape
 
 SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
     "vocab_size": "vocab_size",
@@ -23,7 +23,14 @@ SIZES = {  # fields of a Shape that are whole numbers, by their names in config.
 QKV, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 FLAGS = {"attention_bias": (*QKV, "o_proj"), "mlp_bias": MLP}  # what has a bias, if one is true
 ACTIVATIONS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # layers
+DELTA = {  # fields of a Delta, by their names in config.json, and what they are if absent
+    "key_heads": ("linear_num_key_heads", 16),
+    "heads": ("linear_num_value_heads", 32),
+    "key_size": ("linear_key_head_dim", 128),
+    "value_size": ("linear_value_head_dim", 128),
+    "width": ("linear_conv_kernel_dim", 4),
+}
 REFUSED = (  # fields that have to be absent, null or false
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -46,6 +53,9 @@ class Family(NamedTuple):
     scalar: int | None = None  # of queries; None: it is head_dim, whatever a config says
     window: int | None = 4096  # 0: no layer has one, whatever a config says
     pattern: int = 0  # every so-manyth layer has none
+    types: tuple[str, ...] = (FULL, SLIDING)
+    whole: str = ""  # the type of its models with parts for images; they have a `text_config`
+    beside: tuple[str, ...] = ()  # what tensors begin with that are not of the language model
 
 
 FAMILIES = {
@@ -86,11 +96,24 @@ FAMILIES = {
         scalar=256,
         pattern=6,
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {"norms_of_heads": True, "norm_offset": True, "gated": True},
+        flags=("attention_bias",),
+        head_dim=256,
+        window=None,
+        pattern=4,
+        types=(FULL, LINEAR),
+        whole="qwen3_5",
+        beside=("model.visual.", "mtp."),
+    ),
 }
+WHOLE = {row.whole: name for name, row in FAMILIES.items() if row.whole}
 
 
 def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") -> Shape:
     """The architecture in a config; a UserError names what is missing or not supported."""
+    config = text_of(config, where)
     read = _Reader(config, where)
     name = read.need("model_type", str)
     read.require(
@@ -116,6 +139,8 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
     )
     flagged = [FLAGS[flag] for flag in family.flags if read.truth(flag, False)]
     scalar = read.number("query_pre_attn_scalar", family.scalar) if family.scalar else width
+    delta = _delta(read) if LINEAR in family.types else None
+    turned = _rotary_size(read, width) if delta else width
     return Shape(
         **sizes,
         **family.fixed,
@@ -129,7 +154,31 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         query_scalar=None if scalar == width else scalar,
         activation=ACTIVATIONS[act],
         mixture=_mixture(read) if name == "qwen3_moe" else None,
+        rotary_size=None if turned == width else turned,
+        delta=delta,
     )
+
+
+def text_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") -> dict[str, Any]:
+    """The part for the language model of a config that has one for images too, else all of it."""
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in WHOLE:
+        return config
+    text = _Reader(config, where).record("text_config").config
+    tied = "tie_word_embeddings"
+    return {"model_type": WHOLE[name], **text, **({tied: config[tied]} if tied in config else {})}
+
+
+def with_text(config: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """A config with this one for its language model, `text`, and all else in it as it was."""
+    if config.get("model_type") not in WHOLE:
+        return config | text
+    before = config["text_config"]
+    above = {key: text[key] for key in ("dtype", "tie_word_embeddings")}
+    of_all = {"architectures", "tie_word_embeddings"} - {*before}
+    text = {key: value for key, value in text.items() if key not in of_all}
+    text["rope_parameters"] = (before.get("rope_parameters") or {}) | text["rope_parameters"]
+    return config | above | {"text_config": before | text}
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
@@ -138,7 +187,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     family = FAMILIES[shape.family]
     layers = [shape.distinct[kind] for kind in shape.kind_of]
     windows = [kind.window for kind in layers]
-    types = [FULL if window is None else SLIDING for window in windows]
+    types = [LINEAR if kind.delta else SLIDING if kind.window else FULL for kind in layers]
     full = next((kind for kind in layers if kind.window is None and kind.theta), layers[0])
     window = next(filter(None, windows), None)
     out: dict[str, Any] = {
@@ -168,6 +217,11 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
             "moe_intermediate_size": mixture.size,
             "norm_topk_prob": mixture.rescaled,
         }
+    if delta := shape.delta:
+        turned = (shape.rotary_size or shape.head_dim) / shape.head_dim
+        out |= {key: getattr(delta, field) for field, (key, _) in DELTA.items()}
+        out |= {"layer_types": types}
+        out["rope_parameters"] |= {"partial_rotary_factor": turned}
     if shape.family == "smollm3":
         out["no_rope_layers"] = [int(kind.theta is not None) for kind in layers]
     if shape.family == "gemma3_text":
@@ -203,6 +257,32 @@ def _mixture(read: "_Reader") -> Mixture:
     return Mixture(number, chosen, size, read.truth("norm_topk_prob", False))
 
 
+def _delta(read: "_Reader") -> Delta:
+    """The recurrence of linear layers."""
+    found = Delta(**{field: read.number(*key) for field, key in DELTA.items()})
+    read.require(
+        found.heads % found.key_heads == 0,
+        f"{found.heads} heads of values for {found.key_heads} of keys cannot be: they share them evenly",
+    )
+    gate = read.config.get("output_gate_type")
+    read.require(gate in (None, "silu", "swish"), f"output_gate_type {gate!r} is not supported")
+    read.require(
+        read.truth("attn_output_gate", True), "attn_output_gate is false: only with a gate"
+    )
+    return found
+
+
+def _rotary_size(read: "_Reader", width: int) -> int:
+    """How many numbers of a head are turned."""
+    share = read.number("partial_rotary_factor", 0.25, float)
+    size = int(width * read.record("rope_parameters").number("partial_rotary_factor", share, float))
+    read.require(
+        0 < size <= width and size % 2 == 0,
+        f"partial_rotary_factor turns {size} numbers of a head's {width}, not an even part",
+    )
+    return size
+
+
 def _written_out(shape: Shape) -> Shape:
     """The shape with the size of its heads, and a kind for each layer."""
     kinds = tuple(shape.distinct[kind] for kind in shape.kind_of)
@@ -229,8 +309,11 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
     windows_turn = name == "exaone4" and window  # and whole layers do not
     found = []
     for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
-        read.require(kind in (FULL, SLIDING), f"layers of type {kind!r} are not supported")
-        read.require(window or kind == FULL, "sliding layers without a window are not supported")
+        read.require(kind in family.types, f"layers of type {kind!r} are not supported")
+        read.require(window or kind != SLIDING, "sliding layers without a window are not supported")
+        if kind == LINEAR:
+            found.append(LayerKind(None, delta=True))
+            continue
         within = window if kind == SLIDING else None
         turns = turns and not (windows_turn and within is None)
         found.append(
@@ -253,6 +336,9 @@ def _window(name: str, family: Family, read: "_Reader") -> int | None:
 
 def _types(name: str, layers: int, window: int | None, read: "_Reader") -> list[str]:
     """The types of layers where a config does not list them."""
+    if LINEAR in FAMILIES[name].types:
+        every = read.number("full_attention_interval", FAMILIES[name].pattern)
+        return [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     if (pattern := FAMILIES[name].pattern) and (window or name != "exaone4"):
         every = read.number("sliding_window_pattern", pattern)
         return [SLIDING if (i + 1) % every else FULL for i in range(layers)]
@@ -360,6 +446,14 @@ def _llama3(*sizes: int, factor: float, **other: Any) -> Shape:
     )
 
 
+def _qwen3_5(*sizes: int, heads: int, **other: Any) -> Shape:
+    linear, whole = LayerKind(None, delta=True), LayerKind(1e7)
+    return _preset(
+        "qwen3_5_text", 248_320, *sizes, kinds=(linear, linear, linear, whole), head_size=256,
+        rotary_size=64, delta=Delta(16, heads), max_length=262_144, **other,
+    )  # fmt: skip
+
+
 PRESETS = {
     "Qwen2.5-0.5B": _qwen2_5(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
     "Qwen2.5-1.5B": _qwen2_5(1536, 8960, 28, 12, 2, vocab=151_936, tied=True, max_length=131_072),
@@ -381,6 +475,7 @@ PRESETS = {
         "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, tied=False, head_size=128,
         kinds=(LayerKind(1e6),), max_length=40_960, mixture=Mixture(128, 8, 768),
     ),
+    "Qwen3.5-27B": _qwen3_5(5120, 17_408, 64, 24, 4, heads=48, tied=False),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
     "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),

@@ -2,6 +2,10 @@
 
 `CpuGenerator` and `AcceleratorGenerator` differ in the layout of weights and cache.
 
+Layers of a linear recurrence keep a `State` in place of keys and values. What has read a token cannot
+read it again, as attention can, so `prefill` stops before the last token of a prompt, which is decoded
+first, and `decode` is told which sequences are `live`.
+
 - On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
   blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
   second), and it compiles once. A block beyond a sequence's end changes nothing, to the last bit:
@@ -15,7 +19,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import itemgetter
+from operator import getitem
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -31,6 +35,15 @@ from jaxrl_llm.models.primitives import einsum
 from jaxrl_llm.models.sharding import BATCH, constrain, count, fit, param_shardings, split_over
 
 
+class State(NamedTuple):
+    """What N layers of a linear recurrence keep of S sequences: the memory of H heads, in float32,
+    and the last W inputs of the convolution.
+    """
+
+    memory: Float[Array, "*N S H K V"]
+    recent: Float[Array, "*N S W C"]
+
+
 class Cache(NamedTuple):
     """Keys and values of N layers, in B blocks of W columns, for S sequences and K heads of size D.
 
@@ -39,6 +52,9 @@ class Cache(NamedTuple):
 
     k: Float[Array, "N B S K D W"]
     v: Float[Array, "N B S K W D"]
+
+
+Caches = list[Cache | State]
 
 
 @dataclass(frozen=True)
@@ -71,68 +87,107 @@ class CpuGenerator:
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
-    def grow(self, cache: Cache, columns: int) -> Cache:
+    def grow(self, cache: Caches, columns: int) -> Caches:
         """The cache unchanged: it has room for all columns from the start."""
         del columns
         return cache
 
-    def empty(self, slots: int, columns: int) -> Cache:
-        """A cache of zeros for `slots` sequences of up to `columns` tokens."""
+    def empty(self, slots: int, columns: int) -> Caches:
+        """A cache of zeros for `slots` sequences of up to `columns` tokens, a part a layer of a period."""
         shape, compute = qwen2.settings(self.definition)
-        lead = (shape.num_layers, -(-columns // self.block), slots, shape.num_kv_heads)
+        layers = shape.num_layers // shape.period
+        lead = (layers, -(-columns // self.block), slots, shape.num_kv_heads)
         zeros = partial(jnp.zeros, dtype=compute.dtype)
-        k = zeros((*lead, shape.head_dim, self.block))
-        return _shard(Cache(k, zeros((*lead, self.block, shape.head_dim))))
 
-    def prefill(self, params, tokens: Int[Array, "P L"]) -> Cache:
-        """Keys and values of right-padded prompts; those of padding are never read."""
+        def one(kind):
+            if shape.distinct[kind].delta:
+                return _no_state(shape, zeros, (layers, slots))
+            k = zeros((*lead, shape.head_dim, self.block))
+            return Cache(k, zeros((*lead, self.block, shape.head_dim)))
+
+        return [_shard(one(kind)) for kind in shape.kind_of[: shape.period]]
+
+    def prefill(self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]) -> Caches:
+        """What prompts of these lengths, right-padded, leave; keys and values of padding are never read."""
         model = nnx.merge(self.definition, params)
         x = model.embed(tokens)
         ropes = model.ropes(_columns(tokens))
-        layer_def, layers = nnx.split(model.layers)
+        definitions, each = model.stacks()
 
-        def apply(x, each):
-            layer, kind = each
-            return _prefill_layer(model, nnx.merge(layer_def, layer), x, ropes, kind)
+        def period(x, each):
+            left = []
+            for (definition, known), (layer, _, kind) in zip(definitions, each, strict=True):
+                layer, kind = nnx.merge(definition, layer), kind if known is None else known
+                x, new = _prefill_layer(model, layer, x, ropes, kind, lengths)
+                left.append(new)
+            return x, left
 
-        _, (k, v) = jax.lax.scan(apply, x, (layers, model.kinds()))
-        k, v = (_blocks(x, self.block) for x in (k, v))
-        return _shard(Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2)))
+        def one(left):
+            if isinstance(left, State):
+                return left
+            k, v = (_blocks(x, self.block) for x in left)
+            return Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2))
+
+        return [_shard(one(left)) for left in jax.lax.scan(period, x, each)[1]]
 
     def insert(
-        self, cache: Cache, prompts: Cache, slot: Int[Array, "J"], which: Int[Array, "J"]
-    ) -> Cache:
+        self, cache: Caches, prompts: Caches, slot: Int[Array, "J"], which: Int[Array, "J"]
+    ) -> Caches:
         """Copies prompt `which[j]` into slot `slot[j]`; nothing where the slot is out of range.
 
         Blocks of padding that the cache has no room for are dropped.
         """
-        blocks = min(prompts.k.shape[1], cache.k.shape[1])
 
-        def copy(into, source):
-            return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
+        def one(cache, prompts):
+            if isinstance(cache, State):
+                return jax.tree.map(
+                    lambda x, y: x.at[:, slot].set(y[:, which], mode="drop"), cache, prompts
+                )
+            blocks = min(prompts.k.shape[1], cache.k.shape[1])
 
-        return _shard(Cache(*map(copy, cache, prompts)))
+            def copy(into, source):
+                return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
+
+            return Cache(*map(copy, cache, prompts))
+
+        return [_shard(one(*pair)) for pair in zip(cache, prompts, strict=True)]
 
     def decode(
-        self, params, cache: Cache, token: Int[Array, "S"], position: Int[Array, "S"]
-    ) -> tuple[Float[Array, "S V"], Cache]:
-        """Reads one token per sequence at its position: float32 logits of the next, new cache."""
+        self,
+        params,
+        cache: Caches,
+        token: Int[Array, "S"],
+        position: Int[Array, "S"],
+        live: Bool[Array, "S"] | None = None,
+    ) -> tuple[Float[Array, "S V"], Caches]:
+        """Reads one token per sequence at its position: float32 logits of the next, new cache.
+
+        Sequences that are not `live` (None: all are) keep their states.
+        """
         model = nnx.merge(self.definition, params)
         ropes, firsts = model.ropes(position[:, None]), _firsts(model, position)
-        layer_def, layers = nnx.split(model.layers)
+        definitions, each = model.stacks()
         x = _embedded(model, token)
 
-        def apply(carry, xs):
-            x, cache = carry
-            layer, i, kind = nnx.merge(layer_def, xs[0]), *xs[1:]
-            x, q, k, v = _token_qkv(layer, x, ropes[kind])
-            cache = _write_block(cache, i, position, k, v)
-            mixed = _attend_blocks(q, cache, i, position, firsts[kind])
-            return (layer.finish(x, mixed[:, None]), cache), None
+        def period(carry, xs):
+            (x, cache), (each, i), new = carry, xs, []
+            for (definition, known), (layer, _, kind), kept in zip(
+                definitions, each, cache, strict=True
+            ):
+                layer, kind = nnx.merge(definition, layer), kind if known is None else known
+                if isinstance(kept, State):
+                    x, state = _token_state(layer, x, State(*(y[i] for y in kept)), live)
+                    new.append(State(*(y.at[i].set(z) for y, z in zip(kept, state, strict=True))))
+                    continue
+                x, q, k, v, gate = _token_qkv(layer, x, ropes[kind])
+                new.append(_write_block(kept, i, position, k, v))
+                mixed = _attend_blocks(q, new[-1], i, position, firsts[kind])
+                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate))
+            return (x, new), None
 
-        each = (layers, jnp.arange(model.shape.num_layers), model.kinds())
-        (x, cache), _ = jax.lax.scan(apply, (x, cache), each)
-        return _logits(model, x), _shard(cache)
+        periods = jnp.arange(model.shape.num_layers // model.shape.period)
+        (x, cache), _ = jax.lax.scan(period, (x, cache), (each, periods))
+        return _logits(model, x), [*map(_shard, cache)]
 
 
 @cache
@@ -218,9 +273,10 @@ class AcceleratorGenerator:
     def weights_like(self, params):
         """Shapes, dtypes and shardings of `weights`, nothing allocated."""
         where = param_shardings(jax.eval_shape(self._merged, params), self.mesh)
-        one = jax.tree.map(lambda to: NamedSharding(self.mesh, P(*to.spec[1:])), where["layers"])
+        one = lambda to: NamedSharding(self.mesh, P(*to.spec[1:]))
         shapes = jax.eval_shape(self._apart, params)
-        where |= {"layers": [one] * len(shapes["layers"])}
+        shape, _ = qwen2.settings(self.definition)
+        where |= {"layers": qwen2.unstacked(where["layers"], shape, lambda to, _: one(to))}
         like = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
         return jax.tree.map(like, shapes, where)
 
@@ -230,71 +286,98 @@ class AcceleratorGenerator:
     def _apart(self, params):
         shape, compute = qwen2.settings(self.definition)
         params = jax.tree.map(lambda x: x.astype(compute.dtype), self._merged(params))
-        layer = lambda i: jax.tree.map(itemgetter(i), params["layers"])
-        return params | {"layers": [layer(i) for i in range(shape.num_layers)]}
+        return params | {"layers": qwen2.unstacked(params["layers"], shape, getitem)}
 
-    def empty(self, slots: int, columns: int) -> list[LayerCache]:
+    def empty(self, slots: int, columns: int) -> list[LayerCache | State]:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
         shape, compute = qwen2.settings(self.definition)
-        zeros = jnp.zeros((slots, shape.num_kv_heads, columns, shape.head_dim), compute.dtype)
-        return [_shard(LayerCache(zeros, zeros)) for _ in range(shape.num_layers)]
+        zeros = partial(jnp.zeros, dtype=compute.dtype)
 
-    def grow(self, cache: list[LayerCache], columns: int) -> list[LayerCache]:
+        def one(kind):
+            if shape.distinct[kind].delta:
+                return _no_state(shape, zeros, (slots,))
+            return LayerCache(*[zeros((slots, shape.num_kv_heads, columns, shape.head_dim))] * 2)
+
+        return [_shard(one(kind)) for kind in shape.kind_of]
+
+    def grow(self, cache: list[LayerCache | State], columns: int) -> list[LayerCache | State]:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
         for i, layer in enumerate(cache):
-            cache[i] = _grown(layer, columns)
+            cache[i] = layer if isinstance(layer, State) else _grown(layer, columns)
         return cache
 
-    def prefill(self, params, tokens: Int[Array, "P L"]) -> list[LayerCache]:
-        """Keys and values of right-padded prompts; those of padding are never read."""
+    def prefill(
+        self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]
+    ) -> list[LayerCache | State]:
+        """What prompts of these lengths, right-padded, leave; keys and values of padding are never read."""
         model, layers = self._model(params)
         x, cache = model.embed(tokens), []
         ropes = model.ropes(_columns(tokens))
         for layer, kind in zip(layers, model.shape.kind_of, strict=True):
-            x, new = _prefill_layer(model, layer, x, ropes, kind)
-            cache.append(_shard(LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))))
+            x, new = _prefill_layer(model, layer, x, ropes, kind, lengths)
+            state = isinstance(new, State)
+            new = new if state else LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))
+            cache.append(_shard(new))
         return cache
 
     def insert(
         self,
-        cache: Sequence[LayerCache],
-        prompts: Sequence[LayerCache],
+        cache: Sequence[LayerCache | State],
+        prompts: Sequence[LayerCache | State],
         slot: Int[Array, "J"],
         which: Int[Array, "J"],
-    ) -> list[LayerCache]:
+    ) -> list[LayerCache | State]:
         """Copies prompt `which[j]` into slot `slot[j]`; nothing where that is out of range."""
-        columns = min(cache[0].k.shape[2], prompts[0].k.shape[2])
 
         def copy(into, source):
+            columns = min(into.shape[2], source.shape[2])
             source = constrain(source[which, :, :columns], None, "tensor", None, None)
             return into.at[slot, :, :columns].set(source, mode="drop")
 
-        return [_shard(LayerCache(*map(copy, *pair))) for pair in zip(cache, prompts, strict=True)]
+        def one(cache, prompts):
+            if isinstance(cache, State):
+                return jax.tree.map(
+                    lambda x, y: x.at[slot].set(y[which], mode="drop"), cache, prompts
+                )
+            return LayerCache(*map(copy, cache, prompts))
+
+        return [_shard(one(*pair)) for pair in zip(cache, prompts, strict=True)]
 
     def decode(
         self,
         params,
-        cache: Sequence[LayerCache],
+        cache: Sequence[LayerCache | State],
         token: Int[Array, "S"],
         position: Int[Array, "S"],
-    ) -> tuple[Float[Array, "S V"], list[LayerCache]]:
-        """Reads one token per sequence at its position: float32 logits of the next, new cache."""
+        live: Bool[Array, "S"] | None = None,
+    ) -> tuple[Float[Array, "S V"], list[LayerCache | State]]:
+        """Reads one token per sequence at its position: float32 logits of the next, new cache.
+
+        Sequences that are not `live` (None: all are) keep their states.
+        """
         model, layers = self._model(params)
         ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
         x = _embedded(model, token)
-        for layer, (k, v), kind in zip(layers, cache, model.shape.kind_of, strict=True):
-            x, q, new_k, new_v = _token_qkv(layer, x, ropes[kind])
-            k, v = _write(k, new_k, position), _write(v, new_v, position)
-            x = layer.finish(x, _attend(q, k, v, position, firsts[kind])[:, None])
+        for layer, kept, kind in zip(layers, cache, model.shape.kind_of, strict=True):
+            if isinstance(kept, State):
+                x, state = _token_state(layer, x, kept, live)
+                longer.append(_shard(state))
+                continue
+            x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
+            k, v = _write(kept.k, new_k, position), _write(kept.v, new_v, position)
+            mixed = _attend(q, k, v, position, firsts[kind])[:, None]
+            x = layer.finish(x, layer.self_attn.out(mixed, gate))
             longer.append(_shard(LayerCache(k, v)))
         return _logits(model, x), longer
 
     def _model(self, params):
         """The model, and its layers one by one."""
-        first = jax.tree.map(lambda x: x[None], params["layers"][0])
-        model = nnx.merge(self.definition, params | {"layers": first})
-        layer = nnx.split(model.layers)[0]
-        return model, [nnx.merge(layer, each) for each in params["layers"]]
+        shape, layers = qwen2.settings(self.definition)[0], params["layers"]
+        first = [jax.tree.map(lambda x: x[None], layer) for layer in layers[: shape.period]]
+        model = nnx.merge(self.definition, params | {"layers": qwen2.named(first, shape)})
+        definitions = [definition for definition, _ in model.stacks()[0]]
+        each = zip(definitions * (len(layers) // shape.period), layers, strict=True)
+        return model, [nnx.merge(definition, layer) for definition, layer in each]
 
 
 @cache
@@ -343,11 +426,22 @@ def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position:
 @partial(jax.jit, static_argnums=1)
 def _grown(cache: LayerCache, columns: int) -> LayerCache:
     more = ((0, 0), (0, 0), (0, columns - cache.k.shape[2]), (0, 0))
-    return _shard(LayerCache(*(jnp.pad(x, more) for x in cache)))
+    return LayerCache(*_shard(LayerCache(*(jnp.pad(x, more) for x in cache))))
+
+
+def _no_state(shape: qwen2.Shape, zeros, lead: tuple[int, ...]) -> State:
+    """That of sequences before their first token."""
+    sizes: Any = shape.delta
+    memory = jnp.zeros((*lead, sizes.heads, sizes.key_size, sizes.value_size))
+    return State(memory, zeros((*lead, sizes.width - 1, sizes.channels)))
 
 
 def _shard(cache):
     """The cache in its place."""
+    if isinstance(cache, State):
+        lead, (rows, heads) = [None] * (cache.memory.ndim - 4), _apart(cache.memory.shape[-3])
+        memory = constrain(cache.memory, *lead, rows, heads, None, None)
+        return State(memory, constrain(cache.recent, *lead, rows, None, heads))
     lead = [None] * (cache.k.ndim - 4)
     return type(cache)(*(constrain(x, *lead, *_apart(x.shape[-3]), None, None) for x in cache))
 
@@ -377,18 +471,31 @@ def _seen(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool[Ar
     return seen if first is None else seen & (columns[None] >= first[:, None])
 
 
-def _prefill_layer(model, layer, x, ropes, kind):
-    """One layer on whole prompts: its output, and its keys and values."""
-    q, k, v = layer.qkv(x, ropes[kind])
-    x = layer.finish(x, model.attend(q, k, v, None, kind))
+def _prefill_layer(model, layer, x, ropes, kind, lengths):
+    """One layer on whole prompts: its output, and its keys and values, or its state."""
+    if layer.linear_attn is not None:
+        y, *state = layer.linear_attn(layer.before(x), lengths=lengths)
+        return constrain(layer.finish(x, y), BATCH, None, None), State(*state)
+    q, k, v, gate = layer.qkv(x, ropes[kind])
+    x = layer.finish(x, layer.self_attn.out(model.attend(q, k, v, None, kind), gate))
     return constrain(x, BATCH, None, None), (k, v)
 
 
 def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
-    """A layer's input, and the queries, keys and values of one token a sequence, sharded."""
-    x, qkv = constrain(x, BATCH, None, None), layer.qkv(x, rope)
+    """A layer's input; queries, keys and values of one token a sequence, sharded; the gate."""
+    x, (*qkv, gate) = constrain(x, BATCH, None, None), layer.qkv(x, rope)
     rows, heads = _apart(qkv[1].shape[2])
-    return x, *(constrain(y, rows, None, heads, None)[:, 0] for y in qkv)
+    return x, *(constrain(y, rows, None, heads, None)[:, 0] for y in qkv), gate
+
+
+def _token_state(layer, x: Float[Array, "S 1 D"], state: State, live):
+    """What a layer of a recurrence makes of one token a sequence, and its new state."""
+    x = constrain(x, BATCH, None, None)
+    y, *new = layer.linear_attn.step(layer.before(x), *state)
+    if live is not None:
+        one = lambda x, y: jnp.where(jnp.expand_dims(live, range(1, x.ndim)), x, y)
+        new = map(one, new, state)
+    return layer.finish(x, y), State(*new)
 
 
 def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:

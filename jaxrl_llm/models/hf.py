@@ -6,6 +6,7 @@ Folders are read as if nobody had vetted them: a fault is a UserError that names
 import hashlib
 import itertools
 import json
+import logging
 import pathlib
 import re
 import shutil
@@ -13,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -30,12 +31,14 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import families, sharding
 from jaxrl_llm.models.qwen2 import Shape, graph
 
+logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"
 COMMIT = "commit "  # what `version` begins with for a folder from the hub
 SAMPLES, SAMPLE = 256, 4096  # of a file for `version`, and the bytes of each
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INNER = "model.language_model.", "model."  # a name's beginning among parts for images, and else
 EXPONENT = 0x7F800000  # bits of a float32
 # the axis that counts heads, in weights, biases and factors of adapters
 HEADS = dict.fromkeys(
@@ -74,7 +77,7 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
     import huggingface_hub
 
     try:
-        patterns = ["*.safetensors", INDEX, "config.json", *TOKENIZER]
+        patterns = ["*.safetensors", INDEX, "config.json", "*processor_config.json", *TOKENIZER]
         found = huggingface_hub.snapshot_download(
             str(model), revision=revision, allow_patterns=patterns
         )
@@ -121,7 +124,8 @@ def read_config(folder: pathlib.Path) -> dict:
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a response, by generation_config.json or else config.json: often several."""
     paths = [folder / "generation_config.json", folder / "config.json"]
-    named = [(path, record(path).get("eos_token_id")) for path in paths if path.exists()]
+    read = lambda path: families.text_of(record(path), path)
+    named = [(path, read(path).get("eos_token_id")) for path in paths if path.exists()]
     path, found = next((pair for pair in named if pair[1] is not None), (folder, None))
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     for token in tokens:
@@ -152,7 +156,8 @@ def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None
     """Sharded parameters, without adapters; a device reads only its slices. `dtype` None keeps the file's."""
     shapes = graph(replace(shape, lora=None))[1]
     places = sharding.param_shardings(shapes, mesh)
-    return read(folder, shapes, places, dtype, tied=shape.tied, **how)
+    beside = families.FAMILIES[shape.family].beside
+    return read(folder, shapes, places, dtype, tied=shape.tied, beside=beside, **how)
 
 
 def read(
@@ -164,14 +169,18 @@ def read(
     single: str = SINGLE,
     prefix: str = "",
     tied: bool = False,
+    beside: tuple[str, ...] = (),
     keep: Callable[..., Any] = lambda path, array: array,
 ):
     """Parameters of these shapes; in the file `single`, or several, names begin with `prefix`.
 
+    Tensors whose names begin with one of `beside` are left out, which is said once.
     `keep(path, array)` says what to keep of each, as soon as it is read.
     """
     check_sums(folder)
-    tensors = Tensors(folder, single, prefix)
+    tensors = Tensors(folder, single, prefix, beside)
+    if tensors.beside:
+        _say_left_out(folder, len(tensors.beside))
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     wanted = {
         name: _file_shape(name, leaf.shape[stacked(path) :])
@@ -186,6 +195,11 @@ def read(
     return jax.tree.unflatten(tree, arrays)
 
 
+@cache
+def _say_left_out(folder: pathlib.Path, number: int) -> None:
+    logger.warning("%s: the language model alone is read, without %d other tensors", folder, number)
+
+
 def stacked(path) -> int:
     """How many leading axes of the parameter at this tree path count layers, then experts."""
     return (path[0].key == "layers") + ("experts" in [key.key for key in path])
@@ -195,8 +209,11 @@ def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
     """The file's names for the parameter at this tree path, one per layer and expert if stacked."""
     keys = [key.key for key in path]
     if keys[0] == "layers":
+        first, step = 0, 1
+        if "_mod_" in keys[1]:  # of some layers only
+            first, step = map(int, keys.pop(1).split("_mod_"))
         for layer, *expert in np.ndindex(shape[: stacked(path)]):
-            name = ".".join(["model", "layers", str(layer), *keys[1:]])
+            name = ".".join(["model", "layers", str(first + step * layer), *keys[1:]])
             yield name.replace(".experts.", f".experts.{expert[0]}.") if expert else name
     else:
         yield ".".join(keys if keys[0] == "lm_head" else ["model", *keys])
@@ -286,11 +303,23 @@ def export(
     dtype: DTypeLike | None = None,
     shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Writes safetensors, config.json and the tokenizer of `source`; complete or not at all."""
+    """Writes safetensors, config.json and the tokenizer of `source`; complete or not at all.
+
+    A `source` with parts for images gives these too, as they are.
+    """
     with new_folder(folder, source) as there:
-        kind = write_safetensors(named_tensors(params, dtype), there, shard_bytes)
-        config = read_config(source) if source else {}
-        config = {"pad_token_id": None} | config | families.config_of(shape, kind)
+        config, tensors = read_config(source) if source else {}, named_tensors(params, dtype)
+        if source and config.get("model_type") in families.WHOLE:
+            others = Tensors(source, beside=families.FAMILIES[shape.family].beside).beside
+            named = ((name.replace(INNER[1], INNER[0], 1), x) for name, x in tensors)
+            kept = ((name, handle.get_tensor(name)) for name, handle in others.items())
+            tensors = itertools.chain(kept, named)
+            for path in source.glob("*processor_config.json"):
+                shutil.copyfile(regular(path), there / path.name)
+        kind = write_safetensors(tensors, there, shard_bytes)
+        config = {"pad_token_id": None} | families.with_text(
+            config, families.config_of(shape, kind)
+        )
         (there / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -400,10 +429,19 @@ def _read(tensors, path, shape, where, dtype):
 
 
 class Tensors:
-    """The tensors of a folder by name, less a prefix; none is read before a slice is indexed."""
+    """The tensors of a folder by name, less a prefix; none is read before a slice is indexed.
 
-    def __init__(self, folder: pathlib.Path, single: str = SINGLE, prefix: str = ""):
-        self.folder, self.handles = folder, {}
+    With `beside`, those whose names begin so are apart, and others may be named as among them.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        single: str = SINGLE,
+        prefix: str = "",
+        beside: tuple[str, ...] = (),
+    ):
+        self.folder, self.handles, self.beside, self.names = folder, {}, {}, {}
         index = folder / INDEX
         alone = (folder / single).exists()  # it goes before an index, as for transformers
         where = _weight_map(index) if single == SINGLE and index.exists() and not alone else None
@@ -418,8 +456,13 @@ class Tensors:
                         f"{folder / name} holds {tensor}, which {INDEX} files elsewhere: download "
                         "both again"
                     )
-                self.handles[tensor.removeprefix(prefix)] = handle
-        self.prefix = prefix
+                if tensor.startswith(beside):
+                    self.beside[tensor] = handle
+                    continue
+                ours = tensor.removeprefix(prefix)
+                if beside and ours.startswith(INNER[0]):
+                    ours = ours.replace(*INNER)
+                self.handles[ours], self.names[ours] = handle, tensor
 
     def check(self, expected: dict[str, tuple[int, ...]], tied: bool):
         """A UserError unless exactly these tensors exist in these shapes, or a `tied` head too."""
@@ -446,7 +489,7 @@ class Tensors:
 
     def slice(self, name):
         """A view of a tensor that reads only what is indexed."""
-        return self.handles[name].get_slice(self.prefix + name)
+        return self.handles[name].get_slice(self.names[name])
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:

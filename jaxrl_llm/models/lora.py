@@ -4,6 +4,7 @@ The layers compute with them in qwen2.py.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,9 +57,8 @@ def kept(shape: qwen2.Shape) -> Callable[[Any, Any], Any]:
 
 def _rounded(path, weight):
     """A product's weight in 8 bits, others as they are."""
-    if not (
-        path[0].key == "layers" and path[-2].key.endswith("_proj") and path[-1].key == "weight"
-    ):
+    product = path[0].key == "layers" and re.fullmatch(r"\w+_proj(_qkv|_z)?", path[-2].key)
+    if not (product and path[-1].key == "weight"):
         return weight
     places = int8.placed(weight, weight.sharding)
     if isinstance(weight, jax.ShapeDtypeStruct):
@@ -96,7 +96,10 @@ def trained(shape: qwen2.Shape):
 
 
 def beside(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
-    """The shape with these adapters; a UserError if they are of experts, which have none."""
+    """The shape with these adapters; a UserError if they are of experts, which have none, or of nothing."""
+    of_delta = [name for name in lora.targets if name in qwen2.OF_DELTA] if lora else []
+    if of_delta and shape.delta is None:
+        raise UserError(f"lora: this model has no {', '.join(of_delta)}: leave them out of targets")
     of_mlp = [name for name in lora.targets if name in qwen2.LINEAR[4:]] if lora else []
     if shape.mixture and of_mlp:
         raise UserError(
@@ -138,7 +141,7 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
         )
     scaled = alpha * rank**0.5 if config.get("use_rslora") else alpha
     targets = {str(name).rpartition(".")[2] for name in targets}  # PEFT may write whole paths
-    order = [name for name in qwen2.LINEAR if name in targets]
+    order = [name for name in (*qwen2.LINEAR, *qwen2.OF_DELTA) if name in targets]
     return Lora(rank, float(scaled), (*order, *sorted(targets - {*order}))), config
 
 

@@ -29,7 +29,8 @@ class LayerKind:
 
     With a `window` a token sees so many positions, its own included. Frequencies are divided by
     `factor`; with `bands` (low, high, length) those of wavelengths below length / high are not, and
-    those up to length / low partly: `llama3` in config.json.
+    those up to length / low partly: `llama3` in config.json. With `delta` a layer has no attention
+    but the recurrence that its shape's `delta` describes.
 
     >>> sliding, whole = jl.LayerKind(theta=1e4, window=512), jl.LayerKind(theta=1e6)
     >>> jl.Shape(64, 128, 384, 6, 4, 2, tied=True, kinds=(*[sliding] * 5, whole)).kind_of
@@ -40,9 +41,11 @@ class LayerKind:
     window: int | None = None
     factor: float = 1.0
     bands: tuple[float, float, int] | None = None
+    delta: bool = False
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class Lora:
             raise UserError(f"lora: base = {self.base!r} is neither compute nor int8")
         if not self.alpha > 0:
             raise UserError(f"lora: alpha = {self.alpha} must be above 0")
-        if not self.targets or {*self.targets} - {*LINEAR}:
+        if not self.targets or {*self.targets} - {*LINEAR, *OF_DELTA}:
+            known, given = ", ".join(LINEAR), ", ".join(self.targets) or "none"
             raise UserError(
-                f"lora: targets are some of {', '.join(LINEAR)}, not {', '.join(self.targets) or 'none'}"
+                f"lora: targets are some of {known} (Qwen3.5: {', '.join(OF_DELTA)}), not {given}"
             )
 
     @property
@@ -97,13 +101,39 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """The gated delta rule of some layers: `heads` of values `[value_size]`, which share those of keys.
+
+    Before it queries, keys and values go through a causal convolution over `width` tokens.
+
+    >>> delta = jl.Delta(key_heads=2, heads=4, key_size=16, value_size=16)
+    >>> kinds = (*[jl.LayerKind(None, delta=True)] * 3, jl.LayerKind(1e7))
+    >>> jl.Shape(64, 128, 384, 8, 4, 2, tied=True, kinds=kinds, delta=delta).period
+    4
+    """
+
+    key_heads: int
+    heads: int
+    key_size: int = 128
+    value_size: int = 128
+    width: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_size + self.heads * self.value_size
+
+
+@dataclass(frozen=True)
 class Shape:
     """The architecture: everything that the parameters' shapes and values depend on.
 
     `kinds` repeat through the layers. `head_size` None is hidden_size / num_heads. `biases` are names
     of products. Scores are multiplied by `query_scalar`^-1/2 (None: head_dim). There are norms
     before attention and MLP, or after, or both. `norm_offset` and `scaled_embedding` are Gemma's:
-    norms multiply by 1 + weight, the embedding by sqrt(hidden_size). `lora` adds adapters to products.
+    norms multiply by 1 + weight, the embedding by sqrt(hidden_size). Only the first `rotary_size`
+    numbers of a head know positions (None: all). With `gated` the query's product has a second half,
+    whose sigmoid multiplies what attention gives. `lora` adds adapters to products.
 
     >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
     >>> shape.head_dim
@@ -132,6 +162,9 @@ class Shape:
     scaled_embedding: bool = False
     mixture: Mixture | None = None
     lora: Lora | None = None
+    rotary_size: int | None = None
+    gated: bool = False
+    delta: Delta | None = None
 
     @property
     def head_dim(self) -> int:
@@ -149,6 +182,15 @@ class Shape:
     def distinct(self) -> tuple[LayerKind, ...]:
         """The kinds, each once."""
         return tuple(dict.fromkeys(self.kinds[: self.num_layers]))
+
+    @property
+    def period(self) -> int:
+        """After how many layers their parameters repeat; all are one scan over such periods."""
+        every, number = self.kind_of, self.num_layers
+        if self.delta is None:
+            return 1
+        fits = lambda n: number % n == 0 and every == every[:n] * (number // n)
+        return next(filter(fits, range(1, number + 1)))
 
 
 @dataclass(frozen=True)
@@ -218,7 +260,8 @@ def _norm(shape: Shape, size: int | None = None) -> RMSNorm:
     return RMSNorm(size or shape.hidden_size, eps=shape.rms_norm_eps, offset=shape.norm_offset)
 
 
-def _linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
+def linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
+    """The product of this name, with what the shape gives it."""
     lora = shape.lora if shape.lora and name in shape.lora.targets else None
     return Linear(out, into, bias=name in shape.biases, lora=lora, rngs=rngs)
 
@@ -228,24 +271,36 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         heads, kv_heads = (shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim)
-        into = (shape.hidden_size,)
-        self.q_proj = _linear("q_proj", heads, into, shape, rngs)
-        self.k_proj = _linear("k_proj", kv_heads, into, shape, rngs)
-        self.v_proj = _linear("v_proj", kv_heads, into, shape, rngs)
-        self.o_proj = _linear("o_proj", into, heads, shape, rngs)
+        into, asked = (shape.hidden_size,), (shape.num_heads, shape.head_dim * (1 + shape.gated))
+        self.q_proj = linear("q_proj", asked, into, shape, rngs)
+        self.k_proj = linear("k_proj", kv_heads, into, shape, rngs)
+        self.v_proj = linear("v_proj", kv_heads, into, shape, rngs)
+        self.o_proj = linear("o_proj", into, heads, shape, rngs)
         self.q_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
         self.k_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
         # attention multiplies by head_dim^-1/2
         self.scale = (shape.head_dim / (shape.query_scalar or shape.head_dim)) ** 0.5
+        self.gated = shape.gated
 
     def qkv(self, x, rope):
-        """Queries, keys and values, with rotary positions in the first two."""
+        """Queries, keys and values, with rotary positions in the first two; and the gate, if any."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, gate = jnp.split(q, 2, -1) if self.gated else (q, None)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.scale != 1.0:
             q = q * self.scale
-        return rotate(q, rope), rotate(k, rope), v
+        return rotate(q, rope), rotate(k, rope), v, gate
+
+    def out(self, mixed, gate):
+        """What the layer adds, from attention's output `mixed` on."""
+        return self.o_proj(mixed if gate is None else mixed * jax.nn.sigmoid(gate))
+
+
+def _gated_delta(shape: Shape, sizes: Delta, rngs: nnx.Rngs):
+    from jaxrl_llm.models.delta import GatedDelta  # other models do without
+
+    return GatedDelta(shape, sizes, rngs=rngs)
 
 
 class MLP(nnx.Module):
@@ -253,9 +308,9 @@ class MLP(nnx.Module):
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
         wide, narrow = (shape.intermediate_size,), (shape.hidden_size,)
-        self.gate_proj = _linear("gate_proj", wide, narrow, shape, rngs)
-        self.up_proj = _linear("up_proj", wide, narrow, shape, rngs)
-        self.down_proj = _linear("down_proj", narrow, wide, shape, rngs)
+        self.gate_proj = linear("gate_proj", wide, narrow, shape, rngs)
+        self.up_proj = linear("up_proj", wide, narrow, shape, rngs)
+        self.down_proj = linear("down_proj", narrow, wide, shape, rngs)
         self.activation = shape.activation
 
     def __call__(self, x):
@@ -302,28 +357,35 @@ class Layer(nnx.Module):
     Names are those of files: `post_attention_layernorm` is the MLP's norm before, unless there are norms after.
     """
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
+    def __init__(self, shape: Shape, kind: LayerKind, *, rngs: nnx.Rngs):
         both = shape.norms_before and shape.norms_after
         self.input_layernorm = _norm(shape) if shape.norms_before else None
-        self.self_attn = SelfAttention(shape, rngs=rngs)
+        sizes = shape.delta if kind.delta else None
+        self.linear_attn = None if sizes is None else _gated_delta(shape, sizes, rngs)
+        self.self_attn: Any = SelfAttention(shape, rngs=rngs) if sizes is None else None
         self.post_attention_layernorm = _norm(shape)
         self.pre_feedforward_layernorm = _norm(shape) if both else None
         self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
         mixture = shape.mixture
         self.mlp = Experts(shape, mixture, rngs=rngs) if mixture else MLP(shape, rngs=rngs)
 
-    def __call__(self, x, rope, attend, live=None):
-        return self.finish(x, attend(*self.qkv(x, rope)), live)
+    def __call__(self, x, rope, attend, segments, live=None):
+        if self.linear_attn is not None:
+            return self.finish(x, self.linear_attn(self.before(x), segments), live)
+        *qkv, gate = self.qkv(x, rope)
+        return self.finish(x, self.self_attn.out(attend(*qkv), gate), live)
+
+    def before(self, x):
+        """What attention reads."""
+        return x if self.input_layernorm is None else self.input_layernorm(x)
 
     def qkv(self, x, rope):
-        """Queries, keys and values of the normalised input."""
-        before = self.input_layernorm
-        return self.self_attn.qkv(x if before is None else before(x), rope)
+        """Queries, keys and values of the normalised input, and the gate."""
+        return self.self_attn.qkv(self.before(x), rope)
 
-    def finish(self, x, mixed, live=None):
-        """The rest of the layer, from attention's output `mixed` on; experts skip what is not `live`."""
+    def finish(self, x, y, live=None):
+        """The rest of the layer, after attention has given `y`; experts skip what is not `live`."""
         mlp = self.mlp if live is None else partial(self.mlp, live=live)
-        y = self.self_attn.o_proj(mixed)
         before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if after is None:
             x = x + y
@@ -341,18 +403,27 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The decoder; parameters have their Hugging Face names, layers are stacked on axis 0."""
+    """The decoder; parameters have their Hugging Face names, layers are stacked on axis 0.
+
+    Where their parameters repeat after a `period` of 4, each fourth layer from the first on is a stack
+    "0_mod_4", and so on.
+    """
 
     def __init__(self, shape: Shape, compute: Compute = Compute(), *, rngs: nnx.Rngs):
         self.shape, self.compute = shape, compute
         self.embed_tokens = Embedding(shape, rngs=rngs)
 
-        @nnx.split_rngs(splits=shape.num_layers)
-        @nnx.vmap
-        def stacked(rngs):
-            return Layer(shape, rngs=rngs)
+        def stack(kind):
+            @nnx.split_rngs(splits=shape.num_layers // shape.period)
+            @nnx.vmap
+            def stacked(rngs):
+                return Layer(shape, kind, rngs=rngs)
 
-        self.layers = stacked(rngs)
+            return stacked(rngs)
+
+        each = [stack(shape.distinct[kind]) for kind in shape.kind_of[: shape.period]]
+
+        self.layers: Any = nnx.Dict(named(each, shape)) if each[1:] else each[0]
         self.norm = _norm(shape)
         self.lm_head = None if shape.tied else Embedding(shape, rngs=rngs)
 
@@ -371,20 +442,28 @@ class Decoder(nnx.Module):
         x = self.embed(tokens)
         ropes = self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
-        layer_def, layers = nnx.split(self.layers)
+        definitions, each = self.stacks(offsets)
 
-        def apply(x, layer, offset, kind):
-            if offset is not None:
-                x = x + offset[None].astype(x.dtype)
-            weights = gathered(int8.widened(layer, self.compute.dtype), self.compute.dtype)
-            attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
-            x = nnx.merge(layer_def, weights)(x, ropes[kind], attend, live)
-            return constrain(x, BATCH, None, None)
+        def made(definition, known):
+            def apply(x, layer, offset, kind):
+                if offset is not None:
+                    x = x + offset[None].astype(x.dtype)
+                weights = gathered(int8.widened(layer, self.compute.dtype), self.compute.dtype)
+                kind = kind if known is None else known
+                attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
+                x = nnx.merge(definition, weights)(x, ropes[kind], attend, segments, live)
+                return constrain(x, BATCH, None, None)
 
-        if self.compute.remat is not None:
-            apply = self.compute.remat(apply)
-        each = nnx.to_pure_dict(layers), offsets, self.kinds()
-        x, _ = jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, each)
+            return apply if self.compute.remat is None else self.compute.remat(apply)
+
+        layers = [made(*one) for one in definitions]
+
+        def period(x, each):
+            for apply, one in zip(layers, each, strict=True):
+                x = apply(x, *one)
+            return x, None
+
+        x, _ = jax.lax.scan(period, x, each)
         return self.norm(x)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
@@ -397,6 +476,22 @@ class Decoder(nnx.Module):
         factor = jnp.asarray(self.shape.hidden_size**0.5, rows.dtype)
         return rows * factor if self.shape.scaled_embedding else rows
 
+    def stacks(self, offsets: Any = None) -> tuple[list[Any], list[Any]]:
+        """Of each layer of a period its definition with its kind, and what is scanned over.
+
+        That is `(parameters, offset, kind)`; the kind is there in one of the two, if there are several.
+        """
+        if self.shape.period == 1:
+            definition, layers = nnx.split(self.layers)
+            return [(definition, None)], [(nnx.to_pure_dict(layers), offsets, self.kinds())]
+        definitions, each = [], []
+        for i, name in enumerate(names(self.shape)):
+            definition, layers = nnx.split(self.layers[name])
+            part = None if offsets is None else offsets[i :: self.shape.period]
+            definitions.append((definition, self.shape.kind_of[i]))
+            each.append((nnx.to_pure_dict(layers), part, None))
+        return definitions, each
+
     def kinds(self) -> Int[Array, "N"] | None:
         """Which of the distinct kinds each layer is, to be scanned; None if all are the same."""
         several = len(self.shape.distinct) > 1
@@ -404,7 +499,8 @@ class Decoder(nnx.Module):
 
     def ropes(self, positions: Int[Array, "R L"]) -> "OfKind":
         """cos and sin of position * frequency, `[R,L,1,D/2]` each, by kind of layer."""
-        at, half = positions[..., None, None].astype(jnp.float32), self.shape.head_dim // 2
+        at = positions[..., None, None].astype(jnp.float32)
+        half = (self.shape.rotary_size or self.shape.head_dim) // 2
         angles = [at * frequencies(kind, half)[None, None, None] for kind in self.shape.distinct]
         return OfKind([(jnp.cos(angle), jnp.sin(angle)) for angle in angles])
 
@@ -426,6 +522,23 @@ class Decoder(nnx.Module):
     def head(self) -> Float[Array, "V D"]:
         """The matrix that turns hidden states into logits."""
         return (self.lm_head or self.embed_tokens).weight[...]
+
+
+def names(shape: Shape) -> list[str]:
+    """The names of the stacks of layers, where there are several."""
+    return [f"{i}_mod_{shape.period}" for i in range(shape.period)]
+
+
+def named(stacks: list[Any], shape: Shape) -> Any:
+    """These stacks as a model has them: by name, or a single one as it is."""
+    return dict(zip(names(shape), stacks, strict=True)) if stacks[1:] else stacks[0]
+
+
+def unstacked(layers: Any, shape: Shape, one: Callable[[Any, int], Any]) -> list[Any]:
+    """A tree for each layer, with `one(leaf, number in its stack)` of the stacks' trees."""
+    stacks = [layers[name] for name in names(shape)] if shape.period > 1 else [layers]
+    of = lambda i, j: jax.tree.map(lambda x: one(x, i), stacks[j])
+    return [of(*divmod(i, shape.period)) for i in range(shape.num_layers)]
 
 
 class OfKind:
@@ -461,8 +574,10 @@ def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:
 
 
 def rotate(x: Float[Array, "R L H D"], rope) -> Float[Array, "R L H D"]:
-    """Rotary position embedding of the two halves of each head."""
+    """Rotary position embedding of the two halves of each head, or of what a narrower `rope` is for."""
     cos, sin = rope
+    if (size := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :size], rope), x[..., size:]], -1)
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
@@ -505,9 +620,9 @@ def matrices(params):
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not re.fullmatch(r"layers/.*_proj(/lora_[AB])?/weight", name):
+        if not re.fullmatch(r"layers/.*_proj(_\w+)?(/lora_[AB])?/weight", name):
             return None
-        whole = "o_proj/" in name and not name.endswith("lora_B/weight")  # heads go in
+        whole = "/o_proj/" in name and not name.endswith("lora_B/weight")  # heads go in
         first_in = 2 if whole else leaf.ndim - 1
         first_out = 2 if "/experts/" in name else 1
         return tuple(range(first_in, leaf.ndim)), tuple(range(first_out, first_in))

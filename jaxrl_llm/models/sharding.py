@@ -24,23 +24,29 @@ VOCAB = ("tensor", "fsdp")  # tables of the vocabulary; `primitives.moved` says 
 # a device that programs are compiled for though it is not here
 ELSEWHERE: ContextVar[Any] = ContextVar("a device that is not here", default=None)
 
+INTO = r"(self_attn/[qkv]|mlp/(gate|up))_proj|linear_attn/in_proj_\w+"
+OUT_OF = r"(self_attn/o|mlp/down|linear_attn/out)_proj"
 # Name and specs: the first spec whose axes all divide; else the first, less those that do not.
 RULES = (
     (r"(embed_tokens|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
     (r"norm/weight", P()),
-    (r"layers/(\w+_layernorm|self_attn/[qk]_norm)/weight", P()),
+    (r"layers/(\w+_layernorm|self_attn/[qk]_norm|linear_attn/norm)/weight", P()),
     (r"layers/self_attn/[qkv]_proj/weight", P(None, "tensor", None, "fsdp")),
     (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/bias", P(None, "tensor")),
     (r"layers/(self_attn/o|mlp/down)_proj/bias", P()),
     (r"layers/self_attn/o_proj/weight", P(None, "fsdp", "tensor")),
+    # the rows of qkv are queries, keys, values: no slice is one of heads, so what it gives moves
+    (r"layers/linear_attn/in_proj_\w+/weight", P(None, "tensor", "fsdp")),
+    (r"layers/linear_attn/(conv1d/weight|A_log|dt_bias)", P(None, "tensor")),
+    (r"layers/linear_attn/out_proj/weight", P(None, "fsdp", "tensor")),
     (r"layers/mlp/gate/weight", P()),
     (r"layers/mlp/experts/\w+/weight", P(None, VOCAB)),  # see models/experts.py
     (r"layers/mlp/(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
     (r"layers/mlp/down_proj/weight", P(None, "fsdp", "tensor")),
-    (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/lora_A/weight", P(None, None, "fsdp")),
-    (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/lora_B/weight", P(None, "tensor")),
-    (r"layers/(self_attn/o|mlp/down)_proj/lora_A/weight", P(None, None, "tensor")),
-    (r"layers/(self_attn/o|mlp/down)_proj/lora_B/weight", P(None, "fsdp")),
+    (rf"layers/({INTO})/lora_A/weight", P(None, None, "fsdp")),
+    (rf"layers/({INTO})/lora_B/weight", P(None, "tensor")),
+    (rf"layers/({OUT_OF})/lora_A/weight", P(None, None, "tensor")),
+    (rf"layers/({OUT_OF})/lora_B/weight", P(None, "fsdp")),
 )
 
 
@@ -188,7 +194,8 @@ def _specs(name: str) -> list[P]:
 
 
 def _name(path) -> str:
-    return "/".join(key.key for key in path)
+    """Without the stack of layers, where there are several."""
+    return "/".join(key.key for key in path if "_mod_" not in key.key)
 
 
 def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -11,11 +11,17 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     length x width.
     """
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * 2 * (heads + kv_heads)
     mlp = 3 * shape.hidden_size * shape.intermediate_size
     if mixture := shape.mixture:
         mlp = shape.hidden_size * (mixture.experts + 3 * mixture.chosen * mixture.size)
+    attention = shape.hidden_size * (2 * (heads + kv_heads) + shape.gated * heads)
     layers = shape.num_layers * (2 * (attention + mlp) + 2 * length * heads)
+    if delta := shape.delta:  # and its memory is read twice and written once
+        linear = sum(shape.distinct[kind].delta for kind in shape.kind_of)
+        values = delta.heads * delta.value_size
+        products = shape.hidden_size * (delta.channels + 2 * values + 2 * delta.heads)
+        rule = delta.channels * delta.width + 3 * values * delta.key_size
+        layers += linear * 2 * (products + rule - attention - length * heads)
     return tokens * layers + scored * 2 * shape.vocab_size * shape.hidden_size
 
 

@@ -260,8 +260,9 @@ class Step:
 
     def _prefill(self) -> jax.stages.Compiled:
         shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
-        tokens = like(np.zeros(shape, np.int32), NamedSharding(self.generator.mesh, P()))
-        return self._sampled_by(jax.jit(self.generator.prefill), self.weights, tokens)
+        where = NamedSharding(self.generator.mesh, P())
+        given = (like(np.zeros(x, np.int32), where) for x in (shape, shape[:1]))
+        return self._sampled_by(jax.jit(self.generator.prefill), self.weights, *given)
 
     def _decode(self, stride: int) -> jax.stages.Compiled:
         sampling, one = self.config.sampling, np.zeros((), np.int32)

@@ -183,11 +183,11 @@ class NativeSampler:
         for length, group in by_padded_length([*map(len, prompts)], SHORTEST).items():
             for start in range(0, len(group), size):
                 some = [prompts[i] for i in group[start : start + size]]
-                tokens = np.zeros((size, length), np.int32)
+                tokens, lengths = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
                 for row, prompt in enumerate(some):
-                    tokens[row, : len(prompt)] = prompt
+                    tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
                     count["prefill_tokens"] += len(prompt)
-                cache = self._prefill(self.params, tokens)
+                cache = self._prefill(self.params, tokens, lengths)
                 for row, prompt in enumerate(some):
                     yield from ((cache, row, request) for request in requests[prompt])
 

@@ -94,10 +94,10 @@ def run(
 
     def advance(_, carry):
         cache, slots = carry
-        # a slot that waits for its next turn writes where that will begin
-        idle = 0 if slots.given is None else slots.position
+        # a slot that waits for its next turn writes where that will begin, and keeps its state
+        idle, live = (0, None) if slots.given is None else (slots.position, ~slots.done)
         position = jnp.where(slots.done, idle, slots.position)
-        logits, cache = decode(params, cache, slots.last, position)
+        logits, cache = decode(params, cache, slots.last, position, live)
         return cache, record(slots, rules, logits)
 
     def several(carry):

@@ -11,7 +11,7 @@ import transformers
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, hf, qwen2, tokenizer
+from jaxrl_llm.models import delta, families, hf, qwen2, tokenizer
 from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from tests import tiny
 from tests.reference import peer
@@ -34,7 +34,29 @@ BROKEN = [  # a field of each feature, and what it would be without it
     ("gemma3", {"activation": "silu"}),
     ("gemma3", {"norm_offset": False}),
     ("gemma3", {"scaled_embedding": False}),
+    ("qwen3_5", {"rotary_size": None}),
+    ("qwen3_5", {"norm_offset": False}),
+    ("qwen3_5", {"gated": False}),
 ]
+
+back = lambda x, n: jnp.pad(x, ((0, 0), (n, 0), (0, 0)))[:, : x.shape[1]]
+parts, silu = delta.GatedDelta._parts, jax.nn.silu
+read = lambda self, x, out: self.out_proj(out.reshape(*x.shape[:2], -1))
+RULE = {  # a part of Qwen3.5's layers, and what it would be without it
+    "lengths of one": (delta, "_unit", lambda x: x),
+    "a decay": (delta, "log_decay", lambda a, *_: 0 * a),
+    "corrections": (delta, "inverse", lambda below: 0 * below + jnp.eye(64)[None, None, None]),
+    "a convolution": (delta, "convolved", lambda x, w, *_: silu(x * w[:, 0, -1][None, None])),
+    "its activation": (delta, "convolved", lambda x, w, *_: sum(
+        back(x, i) * w[:, 0, -1 - i][None, None] for i in range(w.shape[-1])
+    )),
+    "rates": (delta.GatedDelta, "_parts", lambda *a: (*(p := parts(*a))[:4], jnp.ones_like(p[4]))),
+    "a gate of what is read": (delta.GatedDelta, "_out", lambda self, x, out: read(self, x, self.norm(out))),
+    "a norm of what is read": (delta.GatedDelta, "_out", lambda self, x, out: read(
+        self, x, out * silu(self.in_proj_z(x).reshape(out.shape))
+    )),
+    "a gate of attention": (qwen2.SelfAttention, "out", lambda self, mixed, gate: self.o_proj(mixed)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +66,8 @@ def folders(tmp_path_factory):
     for name, shape in SHAPES.items():
         _, params = tiny.policy(shape, seed=1)
         hf.export(params, shape, there / name)
-        rows = 25 if shape.mixture else 3
-        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, (rows, 40)))
+        size = (25 if shape.mixture else 3, 80 if shape.delta else 40)  # more than a chunk
+        np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, size))
     peer.transformers("families", *(there / name for name in SHAPES))
     return there
 
@@ -122,12 +144,20 @@ def test_router_log_probs_are_those_of_transformers(folders, name, mesh):
 def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypatch):
     shape = dataclasses.replace(SHAPES[name], **change)
     monkeypatch.setattr(hf, "load_shape", lambda _: shape)
-    if {"norms_of_heads", "norms_before"} & {*change}:
-        with pytest.raises(UserError, match=r"too many, first|has no tensor"):
+    if {"norms_of_heads", "norms_before", "gated"} & {*change}:
+        with pytest.raises(UserError, match=r"too many, first|has no tensor|has shape"):
             scores(folders / name)
         return
     logp, _ = scores(folders / name)
     assert np.abs(logp - np.load(folders / name / "found.npz")["logp"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("part", RULE)
+def test_without_a_part_of_the_delta_rule_log_probs_are_others(folders, part, monkeypatch):
+    monkeypatch.setattr(*RULE[part])
+    logp, _ = scores(folders / "qwen3_5")
+    distance = np.abs(logp - np.load(folders / "qwen3_5" / "found.npz")["logp"]).max()
+    assert distance > 1e-3
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -188,6 +218,18 @@ PUBLISHED = [
          "attn_logit_softcapping": None, "final_logit_softcapping": None},
         "gemma-3-1b-it",
     ),
+    (
+        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": {}, "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 5120, "head_dim": 256, "num_attention_heads": 24,
+            "num_key_value_heads": 4, "num_hidden_layers": 64, "intermediate_size": 17408,
+            "vocab_size": 248320, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128, "max_position_embeddings": 262144, "attn_output_gate": True,
+            "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "rope_parameters": {
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+                "partial_rotary_factor": 0.25, "rope_theta": 10000000}}},
+        "Qwen3.5-27B",
+    ),
 ]  # fmt: skip
 
 
@@ -204,6 +246,9 @@ SPARSE = [  # what a config says beside its sizes
     {"model_type": "llama", "rope_scaling": LINEAR, "rope_theta": 7e5},
     {"model_type": "llama", "rope_parameters": LINEAR, "rope_theta": 7e5},
     {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LINEAR},
+    {"model_type": "qwen3_5_text", "full_attention_interval": 2, "partial_rotary_factor": 0.5},
+    {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention"] * 2,
+     "linear_conv_kernel_dim": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
     {"model_type": "gemma3_text", "rope_scaling": LINEAR},
     {"model_type": "gemma3_text", "rope_parameters": LINEAR},
     {"model_type": "gemma3_text", "rope_local_base_freq": 7e3,
@@ -225,6 +270,7 @@ FOREIGN = [  # fields that a family has not
     ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}),
     ("llama", {"query_pre_attn_scalar": 48}),
     ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}),
+    ("qwen3_5", {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1}),
 ]
 
 
@@ -238,6 +284,19 @@ def test_fields_of_other_families_say_nothing(name, says):
 def test_a_window_that_is_not_there_is_refused(name):
     config = families.config_of(SHAPES[name], "float32") | {"sliding_window": None}
     with pytest.raises(UserError, match="sliding layers without a window are not supported"):
+        families.shape_of(config)
+
+
+@pytest.mark.parametrize(("says", "said"), [
+    ({"layer_types": ["sliding_attention"] * 4}, "layers of type 'sliding_attention'"),
+    ({"linear_num_value_heads": 3}, "3 heads of values for 2 of keys"),
+    ({"attn_output_gate": False}, "attn_output_gate is false"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "turns 3 numbers"),
+], ids=str)  # fmt: skip
+def test_what_of_qwen3_5_is_not_here_is_refused_by_name(says, said):
+    config = families.config_of(SHAPES["qwen3_5"], "float32") | says
+    with pytest.raises(UserError, match=said):
         families.shape_of(config)
 
 

@@ -46,7 +46,8 @@ class Generation:
             tokens[i, : len(prompt)] = prompt
         slots = list(range(len(prompts))) if slots is None else slots
         cache = generator.empty(max(slots) + 1, columns)
-        filled = jax.jit(generator.prefill)(params, tokens)
+        lengths = jnp.asarray([*map(len, prompts)])
+        filled = jax.jit(generator.prefill)(params, tokens, lengths)
         which = jnp.arange(len(prompts))
         self.cache = jax.jit(generator.insert)(cache, filled, jnp.asarray(slots), which)
 
@@ -93,6 +94,7 @@ SHARED = {
     "qwen2 of odd sizes": (4, 4),
     "gemma3": (8, 2),
     "qwen3_moe": (8, 4),
+    "qwen3_5": (8, 2),
 }  # devices, and of these to a copy of the weights
 
 
@@ -120,7 +122,8 @@ def test_unrolled_generation_is_a_full_recomputation(family, monkeypatch):
         second, rows = made.greedy(rows, 8)
     agree(definition, params, prompts, np.concatenate([first, second], 1), rows)
     mlp = weights["layers"][0]["mlp"]
-    assert made.cache[0].k.addressable_shards[0].data.size * devices == made.cache[0].k.size
+    for kept in jax.tree.leaves(made.cache):
+        assert kept.addressable_shards[0].data.size * devices == kept.size
     table = mlp.get("experts", mlp)["up_proj"]["weight"]
     assert table.sharding.shard_shape(table.shape)[0] == table.shape[0] // share
 
@@ -151,14 +154,16 @@ def test_devices_that_cannot_share_evenly_are_an_error():
 def test_a_slot_out_of_range_gets_nothing():
     definition, params = model()
     generator = CpuGenerator(definition, 8, tiny.mesh_of())
-    filled = generator.prefill(params, jnp.ones((2, 8), jnp.int32))
-    out = generator.insert(generator.empty(3, 16), filled, jnp.asarray([2, 3]), jnp.asarray([1, 0]))
+    ones = lambda *shape: jnp.ones(shape, jnp.int32)
+    [filled] = generator.prefill(params, ones(2, 8), ones(2))
+    slots = jnp.asarray([2, 3]), jnp.asarray([1, 0])
+    [out] = generator.insert(generator.empty(3, 16), [filled], *slots)
     assert not np.asarray(out.k[:, :, :2]).any()
     assert np.array_equal(out.v[:, 0, 2], filled.v[:, 0, 1])
     assert np.asarray(out.k[:, 0, 2]).all()
     generator = AcceleratorGenerator(definition, tiny.mesh_of(4, 1, 2))
     with jax.set_mesh(generator.mesh):
-        filled = jax.jit(generator.prefill)(generator.weights(params), jnp.ones((4, 8), jnp.int32))
+        filled = jax.jit(generator.prefill)(generator.weights(params), ones(4, 8), ones(4))
         cache = generator.empty(8, 16)
         out = jax.jit(generator.insert)(cache, filled, jnp.asarray([6, 8]), jnp.asarray([1, 0]))
     for layer, source in zip(out, filled, strict=True):

@@ -64,6 +64,62 @@ def test_every_device_reads_only_its_slice(tmp_path, monkeypatch):
     assert max(x.nbytes for x in largest) <= shard
 
 
+def with_images(folder, shape):
+    """A folder as models with parts for images are published, of random numbers; the language model's."""
+    params = written(folder / "text", shape, dtype=jnp.bfloat16)
+    tensors = safetensors.numpy.load_file(folder / "text" / hf.SINGLE)
+    text = json.loads((folder / "text" / "config.json").read_text())
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    tensors["model.visual.blocks.0.norm1.weight"] = np.arange(5, dtype=np.float32)
+    tensors["mtp.fc.weight"] = np.ones((3, 2), np.float32)
+    text["rope_parameters"] |= {"mrope_section": [3, 3, 2]}
+    tied, text["eos_token_id"] = text.pop("tie_word_embeddings"), [7, 9]
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16",
+              "image_token_id": 90, "tie_word_embeddings": tied, "vision_config": {"depth": 1},
+              "text_config": text}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text("{}")
+    safetensors.numpy.save_file(tensors, folder / hf.SINGLE)
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tensors, config
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5 of three layers"])
+def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name, caplog):
+    shape = tiny.FAMILIES[name]
+    (tmp_path / "m").mkdir()
+    params, tensors, config = with_images(tmp_path / "m", shape)
+    assert hf.load_shape(tmp_path / "m") == shape
+    assert hf.stop_tokens(tmp_path / "m", 96) == (7, 9)
+    for _ in range(2):
+        assert equal(loaded(tmp_path / "m"), params)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{tmp_path / 'm'}: the language model alone is read, without 2 other tensors"
+    ]
+    changed = jax.tree.map(lambda x: 2 * x.astype(jnp.float32), params)
+    for given, there in ((params, "same"), (changed, "changed")):
+        hf.export(given, shape, tmp_path / there, source=tmp_path / "m")
+        assert equal(loaded(tmp_path / there), given)
+        assert (tmp_path / there / "preprocessor_config.json").exists()
+    found = safetensors.numpy.load_file(tmp_path / "same" / hf.SINGLE)
+    assert equal(dict(sorted(found.items())), dict(sorted(tensors.items())))
+    again = json.loads((tmp_path / "same" / "config.json").read_text())
+    assert {"pad_token_id": None} | config == again
+    found = safetensors.numpy.load_file(tmp_path / "changed" / hf.SINGLE)
+    assert all(
+        np.array_equal(found[x], tensors[x]) for x in tensors if x.startswith(("model.v", "mtp"))
+    )
+    assert json.loads((tmp_path / "changed" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_other_tensors_too_many_are_refused_there_too(tmp_path):
+    with_images(tmp_path, tiny.FAMILIES["qwen3_5"])
+    tensors = safetensors.numpy.load_file(tmp_path / hf.SINGLE)
+    tensors["model.audio.weight"] = np.ones(3, np.float32)
+    safetensors.numpy.save_file(tensors, tmp_path / hf.SINGLE)
+    with pytest.raises(UserError, match=r"1 tensors too many, first model\.audio\.weight"):
+        loaded(tmp_path)
+
+
 BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 

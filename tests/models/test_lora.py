@@ -22,6 +22,7 @@ from tests.reference import peer
 LORA = jl.Lora(rank=4, alpha=6.0)
 SOME = jl.Lora(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
 ADAPTED = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "gemma3")
+WHOLE = jl.Lora(rank=4, alpha=6.0, targets=(*qwen2.LINEAR, *qwen2.OF_DELTA))
 MESHES = [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
 
 
@@ -46,8 +47,13 @@ def without(params):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("one", [LORA, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [
+        *((name, one) for one in (LORA, SOME) for name in ("qwen2", "qwen3", "gemma3")),
+        ("qwen3_5", WHOLE),
+    ],
+)
 def test_gradients_are_those_of_the_merged_model_projected(name, one, mesh):
     """dB = scale dW A' and dA = scale B' dW, in every layer and product."""
     policy, params, plain = adapted(SHAPES[name], one)
@@ -60,23 +66,27 @@ def test_gradients_are_those_of_the_merged_model_projected(name, one, mesh):
         value, full = jax.jit(jax.value_and_grad(partial(mean, plain)))(whole)
         ours, found = jax.jit(jax.value_and_grad(partial(mean, policy)))(params)
     np.testing.assert_allclose(ours, value, rtol=1e-5)
-    checked = 0
-    for room in ("self_attn", "mlp"):
-        for module, leaf in params["layers"][room].items():
-            if "lora_A" not in leaf:
-                continue
-            n = leaf["weight"].shape[0]
-            into = leaf["lora_A"]["weight"].ndim - 2
-            dw = np.asarray(full["layers"][room][module]["weight"])
-            dw = dw.reshape(n, -1, np.prod(dw.shape[dw.ndim - into :]))
-            a = np.asarray(leaf["lora_A"]["weight"]).reshape(n, one.rank, -1)
-            b = np.asarray(leaf["lora_B"]["weight"]).reshape(n, -1, one.rank)
-            da, db = (np.asarray(found["layers"][room][module][x]["weight"]) for x in lora.ADAPTER)
-            close = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5 * np.abs(dw).max())
-            close(db.reshape(b.shape), one.scale * dw @ a.swapaxes(1, 2))
-            close(da.reshape(a.shape), one.scale * b.swapaxes(1, 2) @ dw)
-            checked += 1
-    assert checked == len(one.targets)
+    checked = set()
+
+    def check(module, leaf, full, found):
+        if "lora_A" not in leaf:
+            for x in (x for x in leaf if isinstance(leaf[x], dict)):
+                check(x, leaf[x], full[x], found[x])
+            return
+        n = leaf["weight"].shape[0]
+        into = leaf["lora_A"]["weight"].ndim - 2
+        dw = np.asarray(full["weight"])
+        dw = dw.reshape(n, -1, np.prod(dw.shape[dw.ndim - into :]))
+        a = np.asarray(leaf["lora_A"]["weight"]).reshape(n, one.rank, -1)
+        b = np.asarray(leaf["lora_B"]["weight"]).reshape(n, -1, one.rank)
+        da, db = (np.asarray(found[x]["weight"]) for x in lora.ADAPTER)
+        close = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5 * np.abs(dw).max())
+        close(db.reshape(b.shape), one.scale * dw @ a.swapaxes(1, 2))
+        close(da.reshape(a.shape), one.scale * b.swapaxes(1, 2) @ dw)
+        checked.add(module)
+
+    check("layers", params["layers"], full["layers"], found["layers"])
+    assert checked == {*one.targets}
 
 
 def test_new_adapters_change_nothing():
@@ -258,6 +268,12 @@ def test_adapters_that_are_not_ours_are_refused(folders, tmp_path, change, said)
     (tmp_path / there.name).write_bytes(there.read_bytes())
     with pytest.raises(UserError, match=said):
         jl.load(folders / "qwen2", adapter=tmp_path)
+
+
+def test_products_that_a_model_has_not_have_no_adapters():
+    with pytest.raises(UserError, match=r"this model has no in_proj_qkv, .*: leave them out"):
+        lora.beside(tiny.SHAPE, WHOLE)
+    assert lora.beside(tiny.FAMILIES["qwen3_5"], WHOLE).lora == WHOLE
 
 
 def test_experts_have_no_adapters():

@@ -369,3 +369,73 @@ def test_what_is_no_checksum_is_asked_for_again(tmp_path, told):
         with pytest.raises(UserError, match=r"for 0.3 s, last by: told no checksums"):
             pushed(fake, tmp_path, weights(1), patience=0.3)
         assert fake.calls[serverside.EXTENSION] > 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tensors_of_a_recurrence_are_told(size):
+    """Fused, of one worker or of two, which share the heads of queries, keys and values."""
+    shape = tiny.FAMILIES["qwen3_5"]
+    params, sizes, layer = weights(1, shape=shape), shape.delta, "model.layers.2.linear_attn"
+    held, want = (
+        dict(f(params, "float32")) for f in (served(shape).tensors, served(shape).checksums)
+    )
+    keys, values = sizes.key_heads * sizes.key_size, sizes.heads * sizes.value_size
+    parts = {
+        "in_proj_qkv": (keys, keys, values),
+        "conv1d": (keys, keys, values),
+        "in_proj_z": (values,),
+    }
+    found = {}
+    for rank in range(size):
+
+        def cut(name, *, rank=rank):
+            x = held[f"{layer}.{name}"]
+            rows = parts.get(name.removesuffix(".weight"), (len(x),))
+            return [np.split(y, size)[rank] for y in np.split(x, np.cumsum(rows)[:-1])]
+
+        def fused(*names, cut=cut, rank=rank):
+            some = [x for name in names for x in cut(f"{name}.weight")]
+            width = some[0].shape[-1]
+            return SimpleNamespace(
+                weight=np.concatenate(some), output_partition_sizes=[*map(len, some)], tp_rank=rank,
+                tp_size=size, input_size=width, input_size_per_partition=width,
+            )  # fmt: skip
+
+        own = {name: cut(name)[0] for name in ("A_log", "dt_bias")}
+        own |= {"num_v_heads": sizes.heads, "key_dim": keys, "value_dim": values}
+        out = np.split(held[f"{layer}.out_proj.weight"], size, 1)[rank]
+        modules = {
+            layer: SimpleNamespace(tp_rank=rank, tp_size=size, **own),
+            f"{layer}.in_proj_qkvz": fused("in_proj_qkv", "in_proj_z"),
+            f"{layer}.in_proj_ba": fused("in_proj_b", "in_proj_a"),
+            f"{layer}.conv1d": fused("conv1d"),
+            f"{layer}.norm": SimpleNamespace(weight=held[f"{layer}.norm.weight"]),
+            f"{layer}.out_proj": SimpleNamespace(
+                weight=out, tp_rank=rank, input_size=values, input_size_per_partition=values // size
+            ),
+        }
+        made = serverside.Extension()
+        made.vllm_config = SimpleNamespace(quant_config=None)
+        made.get_model = lambda modules=modules: Recurrent(modules=modules)
+        for name, told in made.jaxrl_checksums().items():
+            found.setdefault(name, {}).update(told)
+    summed = {name: sum(told.values()) % 2**32 for name, told in found.items()}
+    assert summed == {name: x for name, x in want.items() if name.startswith(f"{layer}.")}
+
+
+class Recurrent(Model):
+    """Of Qwen3.5's packing, and with a layer's own parameters."""
+
+    packed_modules_mapping = MappingProxyType({
+        "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+    })  # fmt: skip
+
+    def named_parameters(self, remove_duplicate):
+        yield from super().named_parameters(remove_duplicate)
+        for path, module in self.modules.items():
+            yield from (
+                (f"{path}.{x}", tensor(getattr(module, x)))
+                for x in ("A_log", "dt_bias")
+                if hasattr(module, x)
+            )

@@ -36,10 +36,10 @@ DECODER = partial(CpuGenerator, block=16)
 
 
 @functools.cache
-def engine(kind=DECODER, slots=32):
-    model = kind(DEFINITION, mesh=tiny.mesh_of())
+def engine(kind=DECODER, slots=32, shape=tiny.SHAPE):
+    model = kind(qwen2.graph(shape)[0], mesh=tiny.mesh_of())
     made = NativeSampler(model, slots=slots, prefill_prompts=8, steps=24)
-    made.push(tiny.policy()[1], 1)
+    made.push(tiny.policy(shape)[1], 1)
     return made
 
 
@@ -163,6 +163,25 @@ def tokenised_anew(one):
 def test_the_law_sees_other_tokens(wrong, pack):
     episodes, heard = episodes_of()
     assert furthest([*map(wrong, episodes)], heard, pack=pack) > 1e-2
+
+
+@pytest.mark.parametrize("kind", [DECODER, AcceleratorGenerator])
+def test_a_recurrence_goes_on_where_its_turn_ended(kind):
+    """However long others take: a state that waits is kept, and a new segment begins with its own."""
+    shape = tiny.FAMILIES["qwen3_5"]
+    environments = Random(3, late=0.05, anew=0.3)
+    made = engine(kind, 8, shape).generate(prompts(12), n=2, sampling=SAMPLING, reply=environments)
+    policy, params = tiny.policy(shape)
+    seen = [x for one in seen_by_the_engine(made, environments.heard) for x in one]
+    sequences = [np.asarray(tokens, np.int32) for tokens, _ in seen]
+    inputs = logprobs.of_sequences(sequences, len(sequences), 64)
+    logps = np.asarray(jax.jit(policy)(params, inputs))
+    theirs = np.concatenate(
+        [row[np.asarray(where) - 1] for row, (_, where) in zip(logps, seen, strict=True)]
+    )
+    ours = np.concatenate([np.asarray(one.logps)[one.sampled] for one in made])
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    assert len(ours) > 100
 
 
 def test_a_cut_episode_is_not_finished_and_ends_with_a_sampled_token():

@@ -274,6 +274,7 @@ def blocks(module, parameter, width, matrix):
     """
     import torch  # pyright: ignore[reportMissingImports]
 
+    parameter = getattr(module, "_cpu_unpacked_conv_weight", parameter)
     looked_up = type(module).__name__ == "VocabParallelEmbedding"
     if matrix and hasattr(module, "cpu_linear") and not looked_up:
         identity = torch.eye(width, dtype=module.params_dtype)
@@ -293,14 +294,27 @@ def tensors(model, layer, module):
         rows = module.shard_indices
         return [(layer, 0, rows.num_org_elements, rows.org_vocab_start_index)]
     parent, _, leaf = layer.rpartition(".")
-    if leaf not in model.packed_modules_mapping:
+    if leaf == "linear_attn":  # its own parameters, a number a head
+        return [(layer, 0, sys.maxsize, module.num_v_heads // module.tp_size * module.tp_rank)]
+    names, sizes = (
+        model.packed_modules_mapping.get(leaf),
+        getattr(module, "output_partition_sizes", ()),
+    )
+    if leaf == "conv1d":
+        whole = model.get_submodule(parent)
+        names, sizes = (
+            [leaf],
+            [x // whole.tp_size for x in (whole.key_dim, whole.key_dim, whole.value_dim)],
+        )
+    if names is None:
         return [(layer, 0, sys.maxsize, 0)]
-    found, first = [], 0
-    names = model.packed_modules_mapping[leaf]
-    for name, size in zip(names, module.output_partition_sizes, strict=True):
+    found, first, there = [], 0, 0
+    names = [names[0]] * (len(sizes) - len(names)) + list(names)  # of which several parts are there
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        there = there if i and name == names[i - 1] else 0
         copies = 1 if name == "q_proj" else getattr(module, "num_kv_head_replicas", 1)
-        found.append((f"{parent}.{name}", first, size, module.tp_rank // copies * size))
-        first += size
+        found.append((f"{parent}.{name}", first, size, there + module.tp_rank // copies * size))
+        first, there = first + size, there + size * getattr(module, "tp_size", 1)
     return found
 
 
