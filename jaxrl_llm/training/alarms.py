@@ -60,9 +60,10 @@ def _skipped(records: Records) -> str:
 
 def _same_reward(records: Records) -> str:
     """All responses of the first steps have one reward; with the likeliest reason."""
+    if len(records) != BEGIN or any(r.get("constant_groups") != 1.0 for r in records):
+        return ""
     rewards = {record.get("reward") for record in records}
-    constant = all(record.get("constant_groups") == 1.0 for record in records)
-    if len(records) != BEGIN or not constant or len(rewards) > 1 or None in rewards:
+    if len(rewards) > 1 or None in rewards:
         return ""
     cut, accuracy = _mean("cut", records), _mean("accuracy", records)
     if accuracy == 1.0:
