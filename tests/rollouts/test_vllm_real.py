@@ -581,6 +581,8 @@ REFUSED = {  # what vLLM cannot serve, and what is said of it
 def test_every_family_is_served(family, logs):
     """Products that vLLM fuses, norms, heads that are tied; windows shorter than the prompts, and longer."""
     shape = tiny.FAMILIES[family]
+    if shape.delta:
+        pytest.skip("on a CPU vLLM computes the delta rule in bfloat16 alone, and with torchvision")
     size = 64 if shape.head_size else None
     shape = dataclasses.replace(shape, hidden_size=32 * shape.num_heads, head_size=size)
     definition, _ = qwen2.graph(shape)
