@@ -71,7 +71,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         seen, _ = programs.score(state.params, batch)
         credited = programs.credit(batch, reward, **seen)
         state, _ = programs.update(state, credited)
-        numbers = programs.look(state.params, batch, reward, credited, ROWS)
+        numbers = programs.token_stats(state.params, batch, reward, credited, ROWS)
     alone = lambda params: jax.tree.map(jnp.asarray, jax.device_get(params))
     scores = np.asarray(SCORES[4:])
     advantage = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)

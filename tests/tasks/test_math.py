@@ -143,7 +143,7 @@ def test_more_threads_than_workers_wait_their_turn(checker):
 
 
 @pytest.mark.parametrize(
-    ("found", "graded", "correct"),
+    ("found", "checked", "correct"),
     [
         ([Verdict.UNDECIDED, Verdict.DIFFERENT], False, False),
         ([Verdict.UNDECIDED, Verdict.EQUAL], True, True),

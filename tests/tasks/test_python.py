@@ -184,7 +184,7 @@ def test_limits_that_take_a_while(narrow, program, said, nothing_stays_behind):
 LIBC = """
 import ctypes, os, struct
 libc = ctypes.CDLL(None, use_errno=True)
-def try_reward(made):
+def tried(made):
     if made < 0: raise OSError(ctypes.get_errno(), "refused")
 """
 ADD_KEY = {"x86_64": 248, "aarch64": 217}.get(platform.machine(), -1)

@@ -541,7 +541,7 @@ WORDS = tokenizer.of_words(
 )
 
 
-def replay(turns, task=None, **how):
+def played(turns, task=None, **how):
     task = TokenTask(Toolbox([plus, shout], **how).for_task(task or Sums()), WORDS)
     [one] = task.replay([(1, 2)], [turns])
     return WORDS.decode(one.tokens), one.reward

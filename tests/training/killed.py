@@ -25,7 +25,7 @@ def main(moment: str, nth: str, delay: str, *arguments: str) -> None:
     owner, name = MOMENTS[moment]
     inner, calls = getattr(owner, name), iter(range(1, 10**9))
 
-    def stall_watchdog(*args, **kwargs):
+    def watched(*args, **kwargs):
         if next(calls) == int(nth):
             threading.Thread(target=kill, daemon=True).start()
         return inner(*args, **kwargs)

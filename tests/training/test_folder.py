@@ -49,7 +49,7 @@ def opening(made, tmp_path):
         out=None, source: Source | None = SOURCE, *, resume=True, init_from=None, components=made
     ):
         out = tmp_path / "run" if out is None else out
-        other = RunFolder(origin) if isinstance(origin, Path) else origin
+        other = RunFolder(init_from) if isinstance(init_from, Path) else init_from
         with RunFolder(out).open(
             components, source, components.identity, resume=resume, init_from=other
         ):

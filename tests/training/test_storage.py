@@ -343,7 +343,7 @@ def stored(monkeypatch):
     """The names of the objects in the order in which they are stored."""
     names, inner = [], storage._Mirror._try
 
-    def stall_watchdog(self, call):
+    def watched(self, call):
         if call.__defaults__ and "put_file" in call.__code__.co_names:
             names.append(call.__defaults__[0])
         return inner(self, call)

@@ -179,7 +179,7 @@ TASKS: dict[str, tuple[Callable[[], Any], int]] = {  # and the most tokens of a 
 }
 
 
-def try_reward(
+def tried(
     model: jl.Model, make: Callable[[], Any], prompts: int, sampling: jl.Sampling
 ) -> tuple[dict[str, Any], list[str]]:
     """The row of a task, and some responses."""
