@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
@@ -42,7 +41,7 @@ class Rollouts:
     """
 
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
-        self._components, self._sampler, self._log, self._stop = components, sampler, log, stop
+        self._components, self.sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
         self._task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         examples = components.splits.train
@@ -53,11 +52,6 @@ class Rollouts:
         self._started, self._sync = False, dict[str, float]()
         self._graded: list[Group] = []  # all that the step has sampled, and the seconds it took
         self._seconds = 0.0
-
-    @property
-    def sampler(self) -> Sampler:
-        """The engine that answers prompts."""
-        return self._sampler
 
     def next(self, step: int) -> list[Group]:
         """The graded groups to learn from after `step`, in all processes.
@@ -87,7 +81,7 @@ class Rollouts:
         with self._log.phase("rollout"):
             if batch is None:
                 own, seconds = self._sample(step, nth, examples)
-                self._log.clock.idle(self._sampler.counters.get("idle_seconds", 0.0))
+                self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
             else:
                 own, seconds = batch.own.result()
             self._seconds += seconds
@@ -104,7 +98,7 @@ class Rollouts:
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         sampling = replace(self._sampling, seed=seed)
         own = self._task.sample(
-            self._sampler, examples, n=self._config.group_size, sampling=sampling
+            self.sampler, examples, n=self._config.group_size, sampling=sampling
         )
         return own, time.perf_counter() - start
 
@@ -147,15 +141,15 @@ class Rollouts:
         self._settle()
         # the first push starts servers, which may take minutes
         with self._log.phase("sync" if self._started else "start"), suppress(StopRequested):
-            self._sampler.push(self._components.merged(params), step)
-        self._started, self._version, self._sync = True, step, self._sampler.sync
+            self.sampler.push(self._components.merged(params), step)
+        self._started, self._version, self._sync = True, step, self.sampler.sync
         distributed.check(self._stop)
 
     def release(self) -> None:
         """Frees the memory that the sampler's weights take of the trainer's."""
         if self._version is not None:
             self._version = None
-            self._sampler.release()
+            self.sampler.release()
 
     def _settle(self) -> None:
         """Waits until nothing is being sampled; `next` raises what went wrong."""
@@ -165,16 +159,12 @@ class Rollouts:
 
     def report(self, step: int, groups: list[Group]) -> dict[str, Any]:
         """Metrics of the groups that `next(step)` gave, of all that it sampled, and of the last push."""
-        sync, self._sync = self._sync, {}
-        learned: Callable[..., dict[str, float]] = lambda *_: {}
+        figures = reinforce.describe_answers(self._graded, self._seconds)
         if self._config.max_resamples:
-            learned = reinforce.describe_learned
-        return {
-            **reinforce.describe_answers(self._graded, self._seconds),
-            **learned(groups, self._graded),
-            "lag": step - min(one.version for one in trajectories(groups)),
-            **sync,
-        }
+            figures |= reinforce.describe_learned(groups, self._graded)
+        lag = step - min(one.version for one in trajectories(groups))
+        sync, self._sync = self._sync, {}
+        return figures | {"lag": lag} | sync
 
     def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
         """What a run that goes on after `step` begins with, for a note; all processes have to call it.
