@@ -65,7 +65,7 @@ class RunLog:
         Its record is whole even if that raises. A UserError if the run should not go on.
         """
         self.clock.restart()
-        self._at_end = []
+        self._figures, self._at_end = dict, []  # whatever a step that failed has left
         yield self
         self.flush()  # the step before, where the phase has not done so
         seconds: dict[str, float] = {}

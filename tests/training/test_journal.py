@@ -378,6 +378,15 @@ def test_what_is_done_at_the_end_of_a_step_finds_it_made_and_its_record_is_whole
     }  # fmt: skip
 
 
+def test_a_step_that_gives_no_figures_has_not_those_of_another(tmp_path, opened):
+    one = begun(opened())
+    make(one, 1, {"reward": 1.0})
+    with one.step(2):
+        pass
+    one.flush()
+    assert ["reward" in r for r in journal.read(tmp_path)] == [True, False]
+
+
 def errors_full():
     raise UserError("the disk is full")
 
