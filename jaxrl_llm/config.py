@@ -164,8 +164,8 @@ class Config:
     `reference` keeps the policy from before reinforcement (None: if the objective reads
     `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
     sampler's, and then no factor or select may correct for the sampler. With `max_lag`
-    k > 0 the next k steps' responses are sampled during k updates, so with weights one to k steps
-    old; the engine needs weights of its own. `offload` keeps optimizer state, reference policy or
+    k > 0 the responses of the next k steps are sampled meanwhile, so by weights up to k steps old;
+    the engine needs weights of its own. `offload` keeps optimizer state, reference policy or
     both in host memory while unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
@@ -302,11 +302,6 @@ class Config:
             raise UserError(
                 "config: with max_lag the sampler is behind the trainer: set ratios = 'sampler', or correct for "
                 "it, as by factors.truncated"
-            )
-        if self.max_resamples and self.max_lag > 1:
-            raise UserError(
-                f"config: max_resamples = {self.max_resamples} would wait for what is sampled ahead, "
-                f"and get weights by where the run was resumed: set max_lag to 1, or max_resamples to 0"
             )
 
     @cached_property

@@ -2,9 +2,12 @@
 
 import base64
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import numpy as np
 from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Draft, Sampler, Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Said, Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import (
     Episodes,
@@ -53,6 +56,56 @@ def rewards(groups: Iterable[Group]) -> list[Reward]:
     return [reward for group in groups for reward in group.rewards]
 
 
+@dataclass(eq=False)
+class Pending:
+    """A group that is sampled, or will be: of the example at a `place`, by the process `owner`.
+
+    `responses` are those to come, in that process once they are asked for; of episodes `replies`
+    are their environments, which know the first response as number `first`.
+    """
+
+    place: int
+    example: Any
+    prompt: Sequence[int]
+    owner: int
+    seed: int
+    responses: Sequence[Future[Trajectory]] = ()
+    replies: Episodes | None = None
+    first: int = 0
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process samples it."""
+        return self.owner == distributed.index()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this process has all of its responses."""
+        whole = lambda one: one.done() and not one.cancelled() and one.exception() is None
+        return bool(self.responses) and all(map(whole, self.responses))
+
+    def group(self) -> Group:
+        """What is there: responses, episodes with their reward."""
+        made = [response.result() for response in self.responses]
+        if self.replies is not None:
+            scores = self.replies.rewards[self.first : self.first + len(made)]
+            made = [replace(one, reward=r) for one, r in zip(made, scores, strict=True)]
+        return Group(self.example, tuple(made))
+
+    def call_off(self) -> None:
+        """Gives up what is not there."""
+        for response in self.responses:
+            response.cancel()
+        if self.replies is not None:
+            self.replies.end(len(self.responses))
+
+    def put(self, group: Group) -> None:
+        """Has these responses, which were sampled before."""
+        self.responses = [Future() for _ in group.trajectories]
+        for response, one in zip(self.responses, group.trajectories, strict=True):
+            response.set_result(one)
+
+
 @dataclass(frozen=True)
 class TokenTask:
     """A task in tokens."""
@@ -72,24 +125,55 @@ class TokenTask:
     def _ask(self, example: Any) -> Prompt:
         return userfile.user_code("a prompt cannot be made")(self.task.prompt)(example)
 
+    def pending(
+        self, examples: Sequence[Any], places: Sequence[int], seeds: Sequence[int]
+    ) -> list[Pending]:
+        """Groups to sample, shared out among the processes."""
+        prompts = self.prompts(examples)
+        rows = zip(places, examples, prompts, _owners(prompts), seeds, strict=True)
+        return [Pending(*row) for row in rows]
+
+    def submit(
+        self, sampler: Sampler, groups: Sequence[Pending], *, n: int, sampling: Sampling
+    ) -> None:
+        """Asks for `n` responses to each group that is this process's; one call a seed."""
+        mine, replies = [one for one in groups if one.is_mine], None
+        if mine and isinstance(self.task, Interactive):
+            replies = self._episodes([one.example for one in mine for _ in range(n)])
+        first = 0
+        for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
+            asked, how = [*some], replace(sampling, seed=seed)
+            reply = replies and partial(_reply, replies, first)
+            made = sampler.submit([one.prompt for one in asked], n=n, sampling=how, reply=reply)
+            for i, one in enumerate(asked):
+                one.responses, one.replies = made[i * n : (i + 1) * n], replies
+                one.first, first = first, first + n
+
+    def collect(self, sampler: Sampler, groups: Sequence[Pending]) -> list[Group]:
+        """This process's of these groups, once they are there; episodes have their reward."""
+        mine = [one for one in groups if one.is_mine]
+        try:
+            sampler.wait([response for one in mine for response in one.responses])
+            return [one.group() for one in mine]
+        finally:
+            for one in mine:
+                if one.replies is not None:
+                    one.replies.end(len(one.responses))
+
     def sample(
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
     ) -> list[Group]:
         """`n` responses to each of this process's share of `examples`; episodes have their reward."""
-        prompts = self.prompts(examples)
-        mine = _mine(prompts)
-        if not mine:
-            return []
-        chosen = [prompts[i] for i in mine]
-        if isinstance(self.task, Interactive):
-            with self._episodes([examples[i] for i in mine for _ in range(n)]) as reply:
-                made = sampler.generate(chosen, n=n, sampling=sampling, reply=reply)
-            pairs = zip(made, reply.rewards, strict=True)
-            made = [replace(one, reward=reward) for one, reward in pairs]
-        else:
-            made = sampler.generate(chosen, n=n, sampling=sampling)
-        parts = [tuple(made[i * n : (i + 1) * n]) for i in range(len(mine))]
-        return [Group(examples[i], part) for i, part in zip(mine, parts, strict=True)]
+        return self._sample(sampler, self._of_one_seed(examples, sampling), n, sampling)
+
+    def _of_one_seed(self, examples: Sequence[Any], sampling: Sampling) -> list[Pending]:
+        return self.pending(examples, range(len(examples)), [sampling.seed] * len(examples))
+
+    def _sample(
+        self, sampler: Sampler, groups: Sequence[Pending], n: int, sampling: Sampling
+    ) -> list[Group]:
+        self.submit(sampler, groups, n=n, sampling=sampling)
+        return self.collect(sampler, groups)
 
     def replay(
         self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]
@@ -106,7 +190,7 @@ class TokenTask:
                     if not made[i].goes_on(reply(i, tokens, logps).result()):
                         break
         pairs = zip(made, reply.rewards, strict=True)
-        return [replace(draft.done(0, episode=True), reward=reward) for draft, reward in pairs]
+        return [replace(draft.done(episode=True), reward=reward) for draft, reward in pairs]
 
     def try_reward(self, example: Any, response: str | Sequence[str]) -> Reward:
         """The reward of one response, or of the turns of an episode."""
@@ -147,32 +231,27 @@ class TokenTask:
         stop: distributed.Stop,
     ) -> list[Group]:
         """Graded responses to all examples, in all processes; StopRequested if one was asked to stop."""
-        work = lambda: self.grade(self.sample(sampler, examples, n=n, sampling=sampling))
-        return self.together(examples, work, stop)
+        groups = self._of_one_seed(examples, sampling)
+        work = lambda: self.grade(self._sample(sampler, groups, n, sampling))
+        return together(groups, work, stop)
 
-    def together(
-        self, examples: Sequence[Any], work: Callable[[], list[Group]], stop: distributed.Stop
-    ) -> list[Group]:
-        """The groups of all processes, in the order of examples; `work` makes this one's."""
-        shares = distributed.share(work, stop, to_bytes=pack, from_bytes=unpack)
-        return shares[0] if len(shares) == 1 else self._merged(examples, shares)
 
-    def whole(self, examples: Sequence[Any], own: list[Group] | None) -> list[Group] | None:
-        """The groups of all processes, from this one's; None if any process has none."""
-        if distributed.count() == 1:
-            return own
-        payloads = distributed.gather(b"" if own is None else pack(own))
-        return self._merged(examples, [*map(unpack, payloads)]) if all(payloads) else None
+def together(
+    groups: Sequence[Pending], work: Callable[[], list[Group]], stop: distributed.Stop
+) -> list[Group]:
+    """The groups of all processes, in their order; `work` makes this one's."""
+    shares = distributed.share(work, stop, to_bytes=pack, from_bytes=unpack)
+    if len(shares) == 1:
+        return shares[0]
+    left = [iter(share) for share in shares]  # prompts and examples are not sent along
+    return [_asked(next(left[one.owner]), one.example, one.prompt) for one in groups]
 
-    def own(self, examples: Sequence[Any], whole: Sequence[Group]) -> list[Group]:
-        """This process's share of the groups of all: the inverse of `whole`."""
-        return [whole[i] for i in _mine(self.prompts(examples))]
 
-    def _merged(self, examples: Sequence[Any], shares: Sequence[list[Group]]) -> list[Group]:
-        """The shares of all processes in the order of the examples, which are not sent along."""
-        prompts, left = self.prompts(examples), [iter(share) for share in shares]
-        found = [next(left[owner]) for owner in _owners(prompts)]
-        return [*map(_asked, found, examples, prompts)]
+def _reply(
+    replies: Episodes, first: int, index: int, tokens: Sequence[int], logps: Sequence[float]
+) -> Future[Said]:
+    """What the environment of a response says, of a call whose first response is number `first`."""
+    return replies(first + index, tokens, logps)
 
 
 def _asked(group: Group, example: Any, prompt: Sequence[int]) -> Group:
@@ -184,10 +263,6 @@ def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:
     """The process of each prompt; equal prompts share one, as a sampler numbers their responses."""
     numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     return [numbers[tuple(prompt)] * distributed.count() // len(numbers) for prompt in prompts]
-
-
-def _mine(prompts: Sequence[Sequence[int]]) -> list[int]:
-    return [i for i, owner in enumerate(_owners(prompts)) if owner == distributed.index()]
 
 
 def noted(groups: Sequence[Group]) -> dict[str, Any]:
@@ -207,7 +282,7 @@ def pack(groups: Sequence[Group]) -> bytes:
     flat = trajectories(groups)
     join = lambda rows, dtype: np.asarray([x for row in rows for x in row], dtype)
     about = [
-        (one.finished, one.turns, one.restarts, one.version, one.reward and astuple(one.reward))
+        (one.finished, one.turns, one.restarts, one.versions, one.reward and astuple(one.reward))
         for one in flat
     ]
     rest = {"sizes": [len(group.trajectories) for group in groups], "about": about}
@@ -237,10 +312,10 @@ def unpack(payload: bytes) -> list[Group]:
             finished,
             spans(turns),
             spans(restarts),
-            version,
+            tuple(versions),
             reward and Reward(*reward),
         )
-        for size, end, (finished, turns, restarts, version, reward) in zip(
+        for size, end, (finished, turns, restarts, versions, reward) in zip(
             part["lengths"], ends, rest["about"], strict=True
         )
     )

@@ -97,7 +97,7 @@ def require_our_policy(
 
     Compares log-probs, where the sampler has the same weights as the trainer, by its `tolerance`.
     """
-    if tolerance is None or any(one.version != step for one in trajectories(groups)):
+    if tolerance is None or any(one.versions != (step, step) for one in trajectories(groups)):
         return
     gap = float(jax.device_get(described["mismatch_mean"]))
     if not gap <= tolerance:

@@ -182,7 +182,7 @@ class Vllm:
                     sidecar.check()
 
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
-            yield VllmSampler(
+            sampler = VllmSampler(
                 [sidecar.server for sidecar in sidecars] or running,
                 WeightSync(root, self.patience, publish, supervise, remote=bool(self.servers)),
                 served,
@@ -192,6 +192,8 @@ class Vllm:
                 max_model_len=self.max_model_len,
                 check=check,
             )
+            stack.callback(sampler.close)
+            yield sampler
 
     @contextmanager
     def sidecars(

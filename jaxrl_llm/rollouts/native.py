@@ -17,8 +17,9 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,7 +27,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
-from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampling
+from jaxrl_llm.rollouts.sampler import (
+    Draft,
+    Reply,
+    Request,
+    Sampler,
+    Sampling,
+    enumerate_requests,
+)
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
@@ -38,24 +46,7 @@ LOOK = 16
 CHECK = 0.5  # seconds between checks where all slots wait for replies
 
 
-class Request(NamedTuple):
-    """One requested response: its `number` among those to the prompt, its `index` in the result.
-
-    A segment of an episode begins `used` tokens later than the episode: so many fewer may come.
-    """
-
-    prompt: tuple[int, ...]
-    number: int
-    index: int
-    used: int = 0
-
-    @property
-    def hash(self) -> int:
-        """Of the prompt."""
-        return zlib.crc32(np.asarray(self.prompt, np.int32).tobytes())
-
-
-class NativeSampler:
+class NativeSampler(Sampler):
     """A sampler on the trainer's devices; it reads the trainer's parameters in place, else a copy.
 
     `slots` sequences decode at a time; prompts are prefilled `prefill_prompts` at a time, padded to
@@ -73,6 +64,7 @@ class NativeSampler:
         steps: int = 256,
         check: Callable[[], None] = lambda: None,
     ):
+        super().__init__()
         self.model, self.steps, self._check = model, steps, check
         self.mesh = own_copies(model.mesh)
         self.slots, self.prefill_prompts = shared_out(
@@ -82,9 +74,6 @@ class NativeSampler:
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
-        self.tolerance: float | None = None
-        self.counters: dict[str, Any] = {}
-        self.sync: dict[str, float] = {}
         self._empty = jax.jit(model.empty, static_argnums=(0, 1))
         self._prefill = jax.jit(model.prefill)
         self._insert = jax.jit(model.insert, donate_argnums=0)
@@ -99,27 +88,32 @@ class NativeSampler:
         self.version = version
 
     def release(self) -> None:
-        """Drops the weights and any copy of them; push before the next `generate`."""
+        """Drops the weights and any copy of them; push before the next `submit`."""
         self.params = None
 
-    def generate(
+    def submit(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> list[Trajectory]:
-        """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
+    ) -> list[Future[Trajectory]]:
+        """Answers at once: trainer and sampler share devices. Sets `counters` to its figures."""
         if self.params is None:
-            raise UserError("the sampler has no weights: push some before generate")
-        if n < 1 or not prompts or not all(map(len, prompts)):
-            raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
-        made = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
+            raise UserError("the sampler has no weights: push some before it is asked")
+        requests = defaultdict[tuple[int, ...], list[Request]](list)
+        for request in enumerate_requests(prompts, n):
+            requests[request.prompt].append(request)
+        drafts = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
         # what the host has changed goes along with a call: a device_put of its own takes longer
         with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            self._serve(number(prompts, n), made, sampling, reply)
-        return [draft.done(self.version, episode=reply is not None) for draft in made]
+            self._serve(requests, drafts, sampling, reply)
+        responses = [Future[Trajectory]() for _ in drafts]
+        for response, draft in zip(responses, drafts, strict=True):
+            draft.versions = [self.version]
+            response.set_result(draft.done(episode=reply is not None))
+        return responses
 
     def _serve(self, requests, made, sampling, reply):
         """The host's loop: fill free slots, decode, collect turns and what is replied to them."""
@@ -131,7 +125,7 @@ class NativeSampler:
         slots = idle_slots(self.slots, sampling.max_tokens, turns=reply is not None)
         rules = rules_of(sampling)
         working: dict[int, Request] = {}  # by slot
-        asked: dict[int, futures.Future[Any]] = {}  # replies to come, by slot
+        asked: dict[int, Future[Any]] = {}  # replies to come, by slot
         left = len(made)
         count = {"prefill_tokens": 0, "decode_steps": 0}
         waiting, again = deque([self._prefilled(requests, count)]), list[Request]()
@@ -236,15 +230,6 @@ def shared_out(slots: int, prompts: int, devices: int, everywhere: int) -> tuple
     return slots, even(min(share(prompts), slots))
 
 
-def number(prompts: Sequence[Sequence[int]], n: int) -> dict[tuple[int, ...], list[Request]]:
-    """The requests of each distinct prompt, numbered over the whole call."""
-    requests = defaultdict(list)
-    for index in range(n * len(prompts)):
-        prompt = tuple(map(int, prompts[index // n]))
-        requests[prompt].append(Request(prompt, len(requests[prompt]), index))
-    return dict(requests)
-
-
 def by_padded_length(lengths: Sequence[int], least: int) -> dict[int, list[int]]:
     """Indices of sequences by padded length, a power of two from `least` on; the longest first."""
     found = defaultdict(list)
@@ -258,10 +243,15 @@ def padded(number: int, least: int = 1) -> int:
     return max(least, 1 << max(number - 1, 0).bit_length())
 
 
+def _hash(prompt: tuple[int, ...]) -> int:
+    """The number that stands for a prompt in the noise of its responses."""
+    return zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+
+
 def _start(slots: Slots, s: int, request: Request) -> None:
     """Sets slot `s` to read the last token of the prompt next."""
     arrays: Any = slots
-    arrays.prompt[s], arrays.number[s] = request.hash, request.number
+    arrays.prompt[s], arrays.number[s] = _hash(request.prompt), request.number
     arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
     arrays.count[s], arrays.done[s], arrays.stopped[s] = request.used, False, False
     if arrays.given is not None:
@@ -271,7 +261,7 @@ def _start(slots: Slots, s: int, request: Request) -> None:
 def _collect(
     slots: Slots,
     working: dict[int, Request],
-    asked: dict[int, futures.Future[Any]],
+    asked: dict[int, Future[Any]],
     made: list[Draft],
     reply: Reply | None,
     again: list[Request],
@@ -313,7 +303,7 @@ def _collect(
         working.pop(s)
         arrays.position[s], ended = 0, ended + (not goes_on)
         if goes_on:
-            identity = np.asarray([request.hash, request.number], np.uint32).tobytes()
+            identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()
             used = episode.sampling.max_tokens - episode.room
             new = Request(tuple(episode.tokens[size:]), zlib.crc32(identity), request.index, used)
             again.append(new)

@@ -1,9 +1,10 @@
 """The interface of engines: a sampler takes token ids and returns trajectories, by way of drafts."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.trajectory import Span, Trajectory
@@ -45,24 +46,42 @@ class Sampling:
                 raise UserError(f"sampling: {name} = {getattr(self, name)} is out of range")
 
 
-class Sampler(Protocol):
-    """Answers prompts with the newest weights that it was given.
+class Sampler:
+    """Answers prompts with the newest weights that it was given; the base of engines.
 
     `Trajectory.logps` are log softmax(logits / temperature) of the sampled tokens (of the logits at
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
     response was cut. With `reply` a response is an episode: `reply(index, tokens, logps)` is
     called with each turn, also with one that was cut, and its result is what the environment says
     next, and whether that takes the place of all before it; None at the end. Nothing else waits for
-    it. `counters` are figures of the last `generate`, `sync` of the last `push` (empty where nothing
+    it. `counters` are figures of the last responses, `sync` of the last `push` (empty where nothing
     is sent). `tolerance` is how far, on average, log-probs may be from the trainer's (None: they come
     from the same devices).
     """
 
-    counters: dict[str, Any]
-    sync: dict[str, float]
+    tolerance: float | None = None
 
-    @property
-    def tolerance(self) -> float | None: ...
+    def __init__(self) -> None:
+        self.counters: dict[str, Any] = {}
+        self.sync: dict[str, float] = {}
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Future[Trajectory]]:
+        """Asks for `n` responses to each prompt; a prompt given twice gets twice as many.
+
+        An engine with weights of its own answers meanwhile, in the order in which it was asked.
+        """
+        raise NotImplementedError
+
+    def wait(self, responses: Sequence[Future[Trajectory]]) -> list[Trajectory]:
+        """These responses, once they are there. An error calls them off."""
+        return [response.result() for response in responses]
 
     def generate(
         self,
@@ -72,16 +91,39 @@ class Sampler(Protocol):
         sampling: Sampling,
         reply: Reply | None = None,
     ) -> list[Trajectory]:
-        """`n` responses to each prompt, side by side; a prompt given twice gets twice as many."""
-        ...
+        """`n` responses to each prompt, as one asks for them by `submit`."""
+        return self.wait(self.submit(prompts, n=n, sampling=sampling, reply=reply))
 
     def push(self, params: Any, version: int) -> None:
-        """Every later response comes from these weights; `version` marks it."""
-        ...
+        """From now on tokens come from these weights, also those of responses under way."""
+        raise NotImplementedError
 
     def release(self) -> None:
-        """Frees the trainer's memory that weights take; push before the next `generate`."""
-        ...
+        """Frees the trainer's memory that weights take; push before the next `submit`."""
+
+
+class Request(NamedTuple):
+    """One requested response: its `number` among those to the prompt, its `index` in the result.
+
+    A segment of an episode begins `used` tokens later than the episode: so many fewer may come.
+    """
+
+    prompt: tuple[int, ...]
+    number: int
+    index: int
+    used: int = 0
+
+
+def enumerate_requests(prompts: Sequence[Sequence[int]], n: int) -> list[Request]:
+    """The requests in the order of the result; a repeated prompt continues its numbers."""
+    if n < 1 or not prompts or not all(map(len, prompts)):
+        raise UserError("sampling wants at least one prompt, none of them empty, and n >= 1")
+    numbers, requests = Counter[tuple[int, ...]](), list[Request]()
+    for index in range(n * len(prompts)):
+        prompt = tuple(map(int, prompts[index // n]))
+        requests.append(Request(prompt, numbers[prompt], index))
+        numbers[prompt] += 1
+    return requests
 
 
 @dataclass
@@ -89,7 +131,8 @@ class Draft:
     """A response to `prompt` while an engine makes it: what is sampled, and what is given.
 
     `restarts` are the spans of what was given in place of all before it. These do not count in
-    `max_tokens`, but no context gets longer than the prompt and that.
+    `max_tokens`, but no context gets longer than the prompt and that. `versions` are the weights
+    of each part that was sampled.
     """
 
     sampling: Sampling
@@ -99,13 +142,25 @@ class Draft:
     turns: list[Span] = field(default_factory=list)
     restarts: list[Span] = field(default_factory=list)
     finished: bool = False
+    versions: list[int] = field(default_factory=list)
+    in_turn: bool = False  # the last turn is not over
 
-    def add(self, tokens: Sequence[int], logps: Sequence[float], stopped: bool) -> None:
-        """Adds a turn; `stopped` if it ends with a stop token."""
-        self.turns.append((len(self.tokens), len(self.tokens) + len(tokens)))
+    def add(
+        self,
+        tokens: Sequence[int],
+        logps: Sequence[float],
+        stopped: bool,
+        version: int = 0,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Adds a turn, `stopped` if it ends with a stop token, or a part of one that goes on."""
+        start = self.turns.pop()[0] if self.in_turn else len(self.tokens)
+        self.turns.append((start, len(self.tokens) + len(tokens)))
         self.tokens += tokens
         self.logps += logps
-        self.finished = stopped
+        self.finished, self.in_turn = stopped, not whole
+        self.versions.append(version)
 
     @property
     def room(self) -> int:
@@ -129,9 +184,10 @@ class Draft:
         self.logps += [0.0] * len(given)
         return True
 
-    def done(self, version: int, *, episode: bool) -> Trajectory:
+    def done(self, *, episode: bool) -> Trajectory:
         """The response; of an `episode` with its turns."""
         turns, restarts = (tuple(self.turns), tuple(self.restarts)) if episode else ((), ())
+        versions = min(self.versions), max(self.versions)
         return Trajectory(
-            self.prompt, self.tokens, self.logps, self.finished, turns, restarts, version
+            self.prompt, self.tokens, self.logps, self.finished, turns, restarts, versions
         )

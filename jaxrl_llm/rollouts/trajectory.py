@@ -14,8 +14,8 @@ class Trajectory:
 
     `logps` are 0 where tokens were given. `finished` is False where it was cut at a limit. `turns`
     are the spans of an episode that were sampled; without any it is one turn, all of it. `restarts`
-    are given spans that began a new context: a prompt in place of all before it. `version` is the
-    step of the weights that sampled it, `reward` None until it is graded.
+    are given spans that began a new context: a prompt in place of all before it. `versions` are the
+    steps of the oldest and of the newest weights that sampled it, `reward` None until it is graded.
     """
 
     prompt: Sequence[int]
@@ -24,7 +24,7 @@ class Trajectory:
     finished: bool = True
     turns: Sequence[Span] = ()
     restarts: Sequence[Span] = ()
-    version: int = 0
+    versions: tuple[int, int] = (0, 0)
     reward: Reward | None = None
 
     @property

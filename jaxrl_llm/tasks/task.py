@@ -177,6 +177,7 @@ class Episodes:
 
         settings = settings or RewardSettings()
         self.rewards = [UNGRADED] * len(examples)
+        self._left = len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment] = {}
         self._settings = settings
@@ -187,6 +188,13 @@ class Episodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end(self._left)
+
+    def end(self, count: int) -> None:
+        """So many of the episodes are over; with the last of them all ends."""
+        self._left -= count
+        if self._left:
+            return
         self._workers.close()
         self._environments.clear()  # they end now, not when cycles are collected
         self._errors.log(len(self.rewards))

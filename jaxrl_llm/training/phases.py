@@ -61,7 +61,7 @@ class Phase(Protocol):
         """The state after `step + 1`; donates the old one."""
         ...
 
-    def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """What it needs beside the state to go on after `step`; in all processes."""
         ...
 
@@ -115,8 +115,7 @@ class Imitation:
         log.later(imitate.describe, visits, demonstrations)
         return state
 
-    def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
-        del wait
+    def state_dict(self, step: int) -> dict[str, Any]:
         self._data.seek(step)
         return {"data": self._data.get_state()}
 
@@ -160,7 +159,7 @@ class Reinforcement:
         return True
 
     def train_step(self, state: TrainState, step: int, log: RunLog) -> TrainState:
-        self._rollouts.refresh(state.params, step)
+        self._rollouts.push(state.params, step)
         groups = self._rollouts.next(step)  # P groups of G responses, sampled now or ahead of time
         with log.phase("collate"):
             batch, reward = self._learn.batch(groups)  # [B, T], or packed in bins; [P, G]
@@ -179,8 +178,8 @@ class Reinforcement:
         log.at_end(self._show, log, step + 1, groups, tokens)
         return state
 
-    def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
-        return self._rollouts.state_dict(step, wait=wait)
+    def state_dict(self, step: int) -> dict[str, Any]:
+        return self._rollouts.state_dict(step)
 
     def _show(self, log: RunLog, step: int, groups: Sequence[Group], tokens: Any) -> None:
         """Writes the tokens of a few groups, and every so many steps samples of responses as text.
@@ -207,7 +206,7 @@ class Reinforcement:
                 (
                     text(group),
                     components.tokenizer.decode(one.tokens),
-                    f"{one.reward}, by the weights of step {one.version}",
+                    f"{one.reward}, by the weights of step {one.versions[0]}",
                 )
                 for group, one in first
             ],

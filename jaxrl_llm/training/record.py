@@ -34,7 +34,7 @@ from jaxrl_llm import distributed, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training.fingerprint import checksum
 
-NAME, CONFIG, VERSION = "run.json", "config.py", 5
+NAME, CONFIG, VERSION = "run.json", "config.py", 6
 MODULE = "module "  # how the names of modules begin
 LENGTHS = {
     "steps",

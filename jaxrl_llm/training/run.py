@@ -199,6 +199,7 @@ class Run:
             )
             log = RunLog(journal, clock, config.max_ungraded)
             rollouts = Rollouts(components, sampler, log, stop)
+            stack.callback(rollouts.close)
             yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, begun)
 
     def warm_up(self) -> Any:
@@ -242,13 +243,13 @@ class Run:
                     step += 1
         except (StopRequested, UserError) as error:
             if step != saved and phase.keeps(step) and _may_save(error, state):
-                self.save(phase, step, state, wait=False)
+                self.save(phase, step, state)
             raise
 
-    def save(self, phase: Phase, step: int, state: TrainState, *, wait: bool = True) -> None:
-        """Saves a checkpoint; with `wait` also the responses that are under way."""
+    def save(self, phase: Phase, step: int, state: TrainState) -> None:
+        """Saves a checkpoint, with the responses that are there."""
         self.log.flush()
-        note = {"phase": phase.name, **phase.state_dict(step, wait=wait)}
+        note = {"phase": phase.name, **phase.state_dict(step)}
         with self.log.phase("save"):
             _require_finite(step, state, self.checkpoints.steps)
             self.log.journal.sync()

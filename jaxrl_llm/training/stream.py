@@ -1,43 +1,32 @@
-"""The stream of groups that a run learns from; the next may be sampled while the trainer updates."""
+"""The stream of groups that a run learns from; later ones may be sampled while the trainer updates."""
 
+import json
 import time
-from collections import deque
-from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import distributed
-from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning import reinforce
-from jaxrl_llm.learning.groups import Group, from_note, noted, trajectories
+from jaxrl_llm.learning.groups import Group, Pending, from_note, noted, together, trajectories
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.log import RunLog
 
-Sampled = tuple[list[Group], float]  # this process's share of groups, and the seconds it took
-
-
-class _Batch(NamedTuple):
-    """The prompts of a step that is to come: the position in the data before them, their groups."""
-
-    data: dict[str, int]
-    examples: list[Any]
-    own: futures.Future[Sampled]
-
 
 class Rollouts:
     """Groups in the order of the data, by the sampler's newest weights or, with `max_lag`, older ones.
 
     `next` gives the groups of a step. Those whose rewards are all equal give way to groups of the
-    next prompts, in `max_resamples` rounds. Batches of up to `max_lag` steps to come are sampled in
-    the background meanwhile. With several processes each samples a share, and all have the whole.
+    next prompts, in `max_resamples` rounds. Up to `max_lag + 1` steps of groups are asked for and
+    not learned from; each is learned from in its turn, however long others take, and new weights
+    take over in the middle of a response. Each process samples a share, and all have the whole.
     """
 
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
@@ -46,99 +35,74 @@ class Rollouts:
         self._task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         examples = components.splits.train
         self._data = Batches(examples, self._config.prompts, seed=self._config.seed + 1)
-        self._ahead = deque[_Batch]()
-        self._entered: tuple[int, dict[str, int], list[_Batch]] | None = None  # `next`, and where
+        self._queue: list[Pending] = []  # asked for and not learned from, in the order of the data
+        self._entered: tuple[int, dict[str, int], list[Pending]] | None = None  # `next`, and where
         self._version: int | None = None  # the step of the sampler's weights
         self._started, self._sync = False, dict[str, float]()
         self._graded: list[Group] = []  # all that the step has sampled, and the seconds it took
-        self._seconds = 0.0
+        self._seconds, self._came = 0.0, 0.0
 
     def next(self, step: int) -> list[Group]:
         """The graded groups to learn from after `step`, in all processes.
 
         StopRequested in all if one was asked to stop.
         """
+        config = self._config
         # a step that fails is asked for again from here
-        self._entered = step, self._data.get_state(), [*self._ahead]
+        self._entered = step, self._data.get_state(), [*self._queue]
         self._graded, self._seconds = [], 0.0
-        for nth in range(self._config.max_resamples + 1):
+        for nth in range(config.max_resamples + 1):
             useful = sum(not group.is_constant for group in self._graded)
-            if missing := self._config.prompts - useful:
-                batch = self._ahead.popleft() if self._ahead and not nth else None
-                examples = batch.examples if batch else self._data.draw(missing)
-                work = partial(self._answered, step, nth, examples, batch)
-                self._graded += self._task.together(examples, work, self._stop)
-        if self._config.max_resamples:
-            self._go_ahead(step)
+            if missing := config.prompts - useful:
+                wanted = (config.last_step - step) * config.prompts - useful  # by the whole run
+                self._admit(min(missing + config.max_lag * config.prompts, wanted), step, nth)
+                head, self._queue = self._queue[:missing], self._queue[missing:]
+                self._graded += together(head, partial(self._answered, head), self._stop)
+        if not self._queue:
+            self.release()  # room for the update
         # constant ones where there are no others; in the order of the data
         preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
-        return [self._graded[i] for i in sorted(preferred[: self._config.prompts])]
+        return [self._graded[i] for i in sorted(preferred[: config.prompts])]
 
-    def _answered(
-        self, step: int, nth: int, examples: list[Any], batch: _Batch | None
-    ) -> list[Group]:
-        """This process's share of the groups, graded; sampled now unless it was ahead of the step."""
-        with self._log.phase("rollout"):
-            if batch is None:
-                own, seconds = self._sample(step, nth, examples)
-                self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
-            else:
-                own, seconds = batch.own.result()
-            self._seconds += seconds
-        if not self._config.max_resamples:
-            self._go_ahead(step)  # before rewards, which may take as long
-        with self._log.phase("reward"):
-            return self._task.grade(own)
-
-    def _sample(self, step: int, nth: int, examples: list[Any]) -> Sampled:
-        """This process's share of the responses; the seed is a function of step and round alone."""
-        start = time.perf_counter()
-        # the first round has no number: its seed is that of a run without resampling
-        entropy = [self._config.seed, step, *([nth] if nth else [])]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        sampling = replace(self._sampling, seed=seed)
-        own = self._task.sample(
-            self.sampler, examples, n=self._config.group_size, sampling=sampling
+    def _admit(self, count: int, step: int, nth: int) -> None:
+        """Adds the next groups of the data until so many are in the queue."""
+        first = self._data.get_state()["taken"]
+        examples = self._data.draw(max(0, count - len(self._queue)))
+        places = range(first, first + len(examples))
+        self._queue += self._task.pending(
+            examples, places, [self._seed(place, step, nth) for place in places]
         )
-        return own, time.perf_counter() - start
 
-    def _go_ahead(self, step: int) -> None:
-        """After the last sampling for a step: begins that of the next steps, or makes room for the update."""
-        count = min(self._config.max_lag, self._config.last_step - step - 1)
-        if count < 1 and not self._ahead:
-            self.release()
-        if count < 1 or self._ahead:
-            return
-        batches = [self._next_batch() for _ in range(count)]
+    def _seed(self, place: int, step: int, nth: int) -> int:
+        """Of a group: with lag its own, since what is asked for at a step depends on the run so far."""
+        # the first round has no number: its seed is that of a run without resampling
+        of_step = [step, *([nth] if nth else [])]
+        entropy = [self._config.seed, *([place, 0, 0] if self._config.max_lag else of_step)]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
-        def work() -> None:
-            for n, batch in enumerate(batches, 1):
-                try:
-                    batch.own.set_result(self._sample(step + n, 0, batch.examples))
-                except BaseException as error:
-                    for other in batches[n - 1 :]:
-                        other.own.set_exception(error)
-                    return
-
-        in_background(work)  # one batch after the other: each fills the servers
-
-    def _next_batch(self) -> _Batch:
-        self._ahead.append(_Batch(self._data.get_state(), next(self._data), futures.Future()))
-        return self._ahead[-1]
-
-    def refresh(self, params: Any, step: int) -> None:
-        """Pushes, unless what the step and the one after it learn from is sampled, or being sampled."""
-        if len(self._ahead) < 2:
-            self.push(params, step)
+    def _answered(self, head: list[Pending]) -> list[Group]:
+        """This process's of the first groups, graded; asks for all in the queue that are not yet."""
+        config = self._config
+        with self._log.phase("rollout"):
+            begun = time.perf_counter()
+            new = [one for one in [*head, *self._queue] if not one.responses]
+            self._task.submit(self.sampler, new, n=config.group_size, sampling=self._sampling)
+            mine = self._task.collect(self.sampler, head)
+            self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
+            # with lag the samplers have worked since the groups before these came
+            start = self._came if config.max_lag and self._came else begun
+            self._came = time.perf_counter()
+            self._seconds += self._came - start
+        with self._log.phase("reward"):
+            return self._task.grade(mine)
 
     def push(self, params: Any, step: int) -> None:
-        """Has the sampler use these weights of a step, once it has answered what it was asked.
+        """Has the sampler use these weights of a step, also for what is under way.
 
         StopRequested in all processes if one was asked to stop; that cuts the wait for servers short.
         """
         if self._version == step:
             return
-        self._settle()
         # the first push starts servers, which may take minutes
         with self._log.phase("sync" if self._started else "start"), suppress(StopRequested):
             self.sampler.push(self._components.merged(params), step)
@@ -151,48 +115,51 @@ class Rollouts:
             self._version = None
             self.sampler.release()
 
-    def _settle(self) -> None:
-        """Waits until nothing is being sampled; `next` raises what went wrong."""
-        if self._ahead:
-            with self._log.phase("rollout"):
-                futures.wait([batch.own for batch in self._ahead])
+    def close(self) -> None:
+        """Calls off what is under way."""
+        for one in self._queue:
+            one.call_off()
 
     def report(self, step: int, groups: list[Group]) -> dict[str, Any]:
         """Metrics of the groups that `next(step)` gave, of all that it sampled, and of the last push."""
         figures = reinforce.describe_answers(self._graded, self._seconds)
         if self._config.max_resamples:
             figures |= reinforce.describe_learned(groups, self._graded)
-        lag = step - min(one.version for one in trajectories(groups))
+        lags = [step - one.versions[0] for one in trajectories(groups)]
+        figures["lag"] = float(np.median(lags))
+        if self._config.max_lag:
+            figures["lag_max"] = max(lags)
         sync, self._sync = self._sync, {}
-        return figures | {"lag": lag} | sync
+        return figures | sync
 
-    def state_dict(self, step: int, *, wait: bool) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         """What a run that goes on after `step` begins with, for a note; all processes have to call it.
 
-        That is the position in the data and the batches ahead, up to the first that any process has
-        not; with `wait` they are all waited for. Groups that `next(step)` gave were not learned from.
+        That is the position in the data, and the groups before it that were not learned from: those
+        that `next(step)` gave, too. Those that are not there are asked for anew.
         """
-        if wait:
-            self._settle()
-        data, ahead = self._data.get_state(), [*self._ahead]
+        data, queue = self._data.get_state(), self._queue
         if self._entered is not None and self._entered[0] == step:
-            _, data, ahead = self._entered
-        kept = []
-        for batch in ahead:
-            there = batch.own.done() and batch.own.exception() is None
-            whole = self._task.whole(batch.examples, batch.own.result()[0] if there else None)
-            if whole is None:  # this and later ones are sampled anew
-                data = batch.data
-                break
-            kept.append([dict(batch.data), noted(whole)])
-        return {"data": dict(data), **({"ahead": kept} if kept else {})}
+            _, data, queue = self._entered
+        if not queue:
+            return {"data": dict(data)}
+        there = [one for one in queue if one.is_there]
+        groups = {"places": [one.place for one in there], **noted([one.group() for one in there])}
+        payloads = distributed.gather(json.dumps(groups).encode())
+        return {
+            "data": dict(data),
+            "queue": [one.place for one in queue],
+            "there": [json.loads(payload) for payload in payloads],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
-        for position, note in state.get("ahead", ()):
-            self._data.set_state(position)
-            batch = self._next_batch()
-            pairs = zip(from_note(note), batch.examples, strict=True)
-            groups = [replace(group, example=example) for group, example in pairs]
-            batch.own.set_result((self._task.own(batch.examples, groups), 0.0))
         self._data.set_state(state["data"])
+        places = state.get("queue", [])
+        examples, seeds = [*map(self._data.at, places)], [self._seed(p, 0, 0) for p in places]
+        self._queue = self._task.pending(examples, places, seeds)
+        by_place = {one.place: one for one in self._queue}
+        for part in state.get("there", ()):
+            for place, group in zip(part["places"], from_note(part), strict=True):
+                if (one := by_place[place]).is_mine:
+                    one.put(replace(group, example=one.example))

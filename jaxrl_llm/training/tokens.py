@@ -57,7 +57,7 @@ def write(
             "graded": reward.graded,
             "fields": dict(reward.fields),
             "finished": bool(one.finished),
-            "version": one.version,
+            "version": one.versions[0],
             **({"turns": [[*span] for span in one.turns]} if one.turns else {}),
         }
         for (i, one), reward in zip(rows, rewards(groups), strict=True)

@@ -1,31 +1,43 @@
 """A sampler without a model, for tests of what surrounds it."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.sampler import Reply, Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
 
 @dataclass
-class Scripted:
+class Scripted(Sampler):
     """Answers with `reply(prompt, number)`, each token with log-prob -1; remembers what was pushed."""
 
     reply: Callable[[Sequence[int], int], Sequence[int]]
     version: int = 0
     params: Any = None
-    tolerance = None
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, n: int, sampling: Sampling
-    ) -> list[Trajectory]:
+    def __post_init__(self):
+        super().__init__()
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        sampling: Sampling,
+        reply: Reply | None = None,
+    ) -> list[Future[Trajectory]]:
+        assert reply is None
         made = []
         for prompt in prompts:
             for number in range(n):
                 tokens = list(self.reply(prompt, number))[: sampling.max_tokens]
                 logps, finished = [-1.0] * len(tokens), tokens[-1] in sampling.stop
-                made.append(Trajectory(prompt, tokens, logps, finished, version=self.version))
+                versions = self.version, self.version
+                response = Trajectory(prompt, tokens, logps, finished, versions=versions)
+                made.append(Future())
+                made[-1].set_result(response)
         return made
 
     def push(self, params: Any, version: int) -> None:

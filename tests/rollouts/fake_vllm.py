@@ -41,6 +41,12 @@ class Fake:
         self.label = "default"
         self.calls, self.bodies, self.loaded = Counter(), [], []
         self.cache_cleared = True
+        self.pace, self.at_work, self.sampled = (
+            0.0,
+            0,
+            [],
+        )  # seconds a token; prompts and tokens of parts
+        self._pausing, self._pauses, self._paused = threading.Condition(), 0, False
         self._open, self._lock, self._dead = set(), threading.Lock(), False
         fake = self
 
@@ -153,8 +159,34 @@ class Fake:
         if path == "/v1/completions":
             self.bodies.append(body)
             time.sleep(self.seconds)
-            return completion(body, self.logp)
+            whole = completion(body, self.logp)
+            return whole if "prompt_logprobs" in body else self.sample(body, whole)
+        if path in ("/pause", "/resume"):
+            with self._pausing:
+                self._paused = path == "/pause"
+                self._pauses += self._paused
+                self._pausing.notify_all()
         return {}
+
+    def sample(self, body, whole):
+        """The completion in its time; as far as it is, if the server is paused meanwhile."""
+        [choice] = whole["choices"]
+        with self._pausing:
+            self._pausing.wait_for(lambda: not self._paused)
+            self.at_work += 1
+            pauses, begun = self._pauses, time.monotonic()
+            seconds = self.pace * len(choice["token_ids"])
+            if seconds and self._pausing.wait_for(lambda: self._pauses > pauses, seconds):
+                size = min(
+                    int((time.monotonic() - begun) / self.pace), len(choice["token_ids"]) - 1
+                )
+                choice["token_ids"] = choice["token_ids"][:size]
+                choice["logprobs"] = {"token_logprobs": [self.logp] * size} if size else None
+                choice["finish_reason"] = "abort"
+            self.at_work -= 1
+            part = (*body["prompt"],), body["seed"], len(choice["token_ids"])
+            self.sampled.append(part)
+        return whole
 
 
 def completion(body, logp=LOGP):

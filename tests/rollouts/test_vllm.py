@@ -18,11 +18,12 @@ import safetensors.numpy
 
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.rollouts import engines
-from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Sampling
 from jaxrl_llm.rollouts.vllm import client, sync
-from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server
-from jaxrl_llm.rollouts.vllm.sampler import Request, VllmSampler, answer_all, make_requests
+from jaxrl_llm.rollouts.vllm.client import NoAnswer, Response, Server
+from jaxrl_llm.rollouts.vllm.sampler import VllmSampler, turns_of
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
+from jaxrl_llm.rollouts.vllm.service import Service, Turn, request_seed
 from tests.rollouts.fake_vllm import LOGP, Fake, completion, tokens_of
 from tests.training.process import port
 
@@ -64,8 +65,8 @@ def ready(*fakes, root, **settings):
 
 
 def expected_responses(n, prompts=PROMPTS, sampling=SAMPLING):
-    tasks = make_requests(prompts, n, sampling.seed)
-    return [tokens_of(t.prompt, t.seed, sampling.max_tokens) for t in tasks]
+    turns = turns_of(prompts, n, sampling, None)
+    return [tokens_of(t.prompt, t.seed, sampling.max_tokens) for t in turns]
 
 
 def only(path, *faults):
@@ -97,7 +98,7 @@ def test_what_is_answered(tmp_path):
     assert [one.prompt for one in made] == [p for p in PROMPTS for _ in range(2)]
     assert responses(made) == expected_responses(2)
     for one in made:
-        assert (one.logps, one.finished, one.version) == ([LOGP] * 4, False, 7)
+        assert (one.logps, one.finished, one.versions) == ([LOGP] * 4, False, (7, 7))
 
 
 def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path):
@@ -110,12 +111,11 @@ def test_a_stop_token_ends_a_response_and_belongs_to_it(tmp_path):
 
 
 def test_seeds_belong_to_the_response():
-    seeds = {(t.prompt, t.seed) for t in make_requests(PROMPTS, 4, 0)}
+    turns = lambda prompts, n, seed: turns_of(prompts, n, Sampling(seed=seed), None)
+    seeds = {(t.prompt, t.seed) for t in turns(PROMPTS, 4, 0)}
     assert len(seeds) == 12
-    assert [t.seed for t in make_requests([[1], [1]], 2, 0)] == [
-        t.seed for t in make_requests([[1]], 4, 0)
-    ]
-    assert seeds.isdisjoint({(t.prompt, t.seed) for t in make_requests(PROMPTS, 4, 1)})
+    assert [t.seed for t in turns([[1], [1]], 2, 0)] == [t.seed for t in turns([[1]], 4, 0)]
+    assert seeds.isdisjoint({(t.prompt, t.seed) for t in turns(PROMPTS, 4, 1)})
     assert all(0 <= seed < 2**63 for _, seed in seeds)
 
 
@@ -130,7 +130,7 @@ def broken(**changes):
     [
         (500, b'{"error": {"message": "EngineCore encountered an issue"}}'),
         (200, b"{ not JSON"),
-        broken(finish_reason="abort"),
+        broken(finish_reason="abort", token_ids=[1] * 5),
         ConnectionError,
     ],
 )
@@ -223,7 +223,7 @@ def test_weights_that_were_not_proved_are_not_used(tmp_path):
         with pytest.raises(UserError, match="differ from the trainer's"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
         fake.logp += 1
-        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 8
+        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].versions == (8, 8)
 
 
 def test_a_proof_that_is_cut_off_is_made_again(tmp_path):
@@ -248,7 +248,7 @@ def test_the_weights_of_others_are_refused(tmp_path):
     """Another run's of the same step, and our own of an earlier one, which somebody has brought back."""
     with Fake() as fake:
         ours, theirs = (ready(fake, root=tmp_path / name) for name in "ab")
-        assert theirs.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 7
+        assert theirs.generate(PROMPTS, n=1, sampling=SAMPLING)[0].versions == (7, 7)
         with pytest.raises(UserError, match=r"serves the weights \w+-7, and not \w+-7, the newest"):
             ours.generate(PROMPTS, n=1, sampling=SAMPLING)
         earlier = fake.label
@@ -355,7 +355,7 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
                 made.push(WEIGHTS, 8)
         assert fake.calls["/pause"] == before
         assert [str(f) for f in tmp_path.iterdir()] == fake.loaded
-        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].version == 7
+        assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].versions == (7, 7)
 
 
 def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
@@ -426,9 +426,50 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
         assert responses(again) == expected_responses(1)
 
 
-# Servers that are sick, each in its own way: none ends a run or keeps the others waiting.
+# New weights while responses are under way.
 
-REQUESTS = [Request((i,), i, i) for i in range(200)]
+LONG = Sampling(max_tokens=40)
+
+
+def stitched(turn, sampled):
+    """The response of a turn in the parts that servers gave back: each is asked for as a next turn is."""
+    prompt, seed, sizes = turn.prompt, turn.seed, {(p, s): size for p, s, size in sampled}
+    while len(prompt) < len(turn.prompt) + 40:
+        part = tokens_of(prompt, seed, sizes[prompt, seed])
+        prompt = (*prompt, *part)
+        seed = request_seed(seed, prompt, 0)
+    return [*prompt[len(turn.prompt) :]]
+
+
+def test_new_weights_interrupt_responses_which_go_on_under_them(tmp_path):
+    """On both servers; what waits is not begun meanwhile, and nothing that was sampled is lost."""
+    with Fake() as one, Fake() as other:
+        made = ready(one, other, root=tmp_path, concurrency=2)
+        for fake in (one, other):
+            fake.pace = 0.02
+        responses = made.submit(PROMPTS, n=2, sampling=LONG)
+        wait_for(lambda: one.at_work and other.at_work)
+        time.sleep(0.2)
+        made.push(WEIGHTS, 8)
+        made.push(WEIGHTS, 9)  # at once: the parts may be empty
+        whole = made.wait(responses)
+    turns = turns_of(PROMPTS, 2, LONG, None)
+    assert [len(response.tokens) for response in whole] == [40] * 6
+    assert [response.turns for response in whole] == [()] * 6
+    assert sorted({response.versions for response in whole}) in ([(7, 9), (9, 9)], [(7, 9)])
+    assert sum(response.versions == (7, 9) for response in whole) >= 4
+    sampled = [*one.sampled, *other.sampled]
+    assert [stitched(turn, sampled) for turn in turns] == [response.tokens for response in whole]
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Servers that are sick, each in its own way: none ends a run or keeps the others waiting.
 
 
 class Stub(Server):
@@ -440,55 +481,56 @@ class Stub(Server):
         self.asked = Counter()
         self.prepared = self.flying = self.most = 0
 
-    async def ask(self, request):
-        self.asked[request.prompt] += 1
+    async def ask(self, turn):
+        self.asked[turn.prompt] += 1
         number = self.asked.total()
         self.flying += 1
         self.most = max(self.most, self.flying)
         try:
             await asyncio.sleep(self.seconds)
-            self.fault(number, request.prompt)
+            self.fault(number, turn.prompt)
         finally:
             self.flying -= 1
-        return Response([request.seed], [-1.0], False)
+        turn.add(Response([turn.seed], [-1.0], False), 0)
 
     async def prepare(self):
         self.prepared += 1
         return self.width
 
 
-def answered_by(*servers, requests=REQUESTS, width=16, patience=120.0):
-    """Has them answer all requests; how often something was asked again."""
-    limits = Patience(servers, patience)
-    prepare = lambda server: server.prepare()
-    answers: dict[int, Any] = {}
+def answered_by(*servers, count=200, width=16, patience=120.0):
+    """Has them answer so many turns; how often something was asked again."""
     for server in servers:
         server.width = width
-
-    async def nothing_more(request, response):
-        answers[request.index] = response.tokens
-
-    work: Any = answer_all(requests, limits, Stub.ask, prepare, nothing_more)  # pyright: ignore[reportArgumentType]
-    asyncio.run(work)
-    assert [answers[x.index] for x in requests] == [[x.seed] for x in requests]
+    prepare: Any = lambda server: server.prepare()
+    service = Service(servers, patience, Stub.ask, prepare)  # pyright: ignore[reportArgumentType]
+    turns = [Turn((i,), i, Draft(Sampling(max_tokens=1), (i,)), None) for i in range(count)]
+    service.submit(turns)
+    assert [turn.response.result(120).tokens for turn in turns] == [[i] for i in range(count)]
     assert all(server.most <= width and not server.flying for server in servers)
-    return limits.retries
+    return service.retries()
 
 
 def sick(number, prompt):
     raise NoAnswer("sick")
 
 
+def test_the_server_with_the_most_room_is_given_the_next():
+    servers = [Stub(name, seconds=0.5) for name in "abc"]
+    answered_by(*servers, count=12)
+    assert [server.most for server in servers] == [4, 4, 4]
+
+
 def test_one_sick_server_of_two_ends_nothing():
     well, ill = Stub("well", seconds=0.01), Stub("ill", sick)
     answered_by(ill, well)
-    assert well.asked.total() == len(REQUESTS)
+    assert well.asked.total() == 200
     assert ill.asked.total() < 16 + 100  # sixteen at once, then one after each rest
 
 
 def test_nothing_is_given_up_while_another_server_works_on_it():
     """The sick one fails for longer than patience, while the other is at work on long ones."""
-    answered_by(Stub("ill", sick), Stub("well", seconds=1.0), requests=REQUESTS[:2], patience=0.3)
+    answered_by(Stub("ill", sick), Stub("well", seconds=1.0), count=2, patience=0.3)
 
 
 def test_what_fails_on_every_server_is_given_up():

@@ -187,9 +187,9 @@ class Noting(Scripted):
         super().__init__(right_for_even)
         self.asked = []
 
-    def generate(self, prompts, *, n, sampling):
+    def submit(self, prompts, *, n, sampling, reply=None):
         self.asked.append((n, sampling))
-        return super().generate(prompts, n=n, sampling=sampling)
+        return super().submit(prompts, n=n, sampling=sampling, reply=reply)
 
 
 def test_greedy_is_greedy_and_drawn_is_drawn():

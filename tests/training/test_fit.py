@@ -1,8 +1,10 @@
 """The order of the steps, what is recorded and saved when, and that no batch is lost or learned from twice."""
 
 import json
-import threading
+import random
 import time
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -87,8 +89,7 @@ class Trial:
             step=lambda *_: step, imitation=lambda *_: imitation,
         )  # fmt: skip
         sampler: Any = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
-        sampler.counters, sampler.sync = {}, {}
-        for name in ("push", "release", "generate"):
+        for name in ("push", "release", "submit"):
             setattr(sampler, name, partial(self._sampler, name, getattr(sampler, name)))
         log = RunLog(self.journal, Clock())
         checkpoints: Any = SimpleNamespace(save=self.save, wait=lambda: None, steps=[])
@@ -172,7 +173,7 @@ def trial(tmp_path, monkeypatch):
 def test_the_order_of_a_run(trial):
     """Records come a step late, but before an evaluation and a save; the best is saved whenever it is found."""
     log = trial(scores={0: 0.9, 3: 0.5, 6: 0.4}).reinforce().log
-    skipped = [event for event in log if event not in ("generate", "release")]
+    skipped = [event for event in log if event not in ("submit", "release")]
     assert ", ".join(skipped).replace("learn 1", "learn") == (
         "save 0, push 0, evaluate 0, record 0, learn, push 1, learn, record 1, record 2, save 2, "
         "push 2, learn, record 3, push 3, evaluate 3, record 3, save 3, learn, record 4, save 4, "
@@ -232,9 +233,9 @@ def hear(made):
 
 
 DROPPED = [
-    ("generate", 0),
-    ("generate", 2),
-    ("generate", 5),
+    ("submit", 0),
+    ("submit", 2),
+    ("submit", 5),
     ("push 2", 0),
     ("evaluate 3", 0),
     ("evaluate 6", 0),
@@ -244,7 +245,7 @@ HEARD = [
     ("record 3", 0),
     ("save 4", 0),
     ("push 2", 0),
-    ("generate", 2),
+    ("submit", 2),
     ("evaluate 6", 0),
 ]
 
@@ -447,8 +448,8 @@ def sampled(made, step):
     return [(group.example, *group.trajectories) for group in groups]
 
 
-def state_of(made, step, *, wait=True):
-    return json.loads(json.dumps(made.run.rollouts.state_dict(step, wait=wait)))
+def state_of(made, step):
+    return json.loads(json.dumps(made.run.rollouts.state_dict(step)))
 
 
 @pytest.fixture
@@ -465,12 +466,73 @@ def pushed(trial):
     return make
 
 
+class Apart(Scripted):
+    """Has weights of its own: what it is asked for is answered when it is waited for, or before at random."""
+
+    def __init__(self, rng):
+        super().__init__(lambda prompt, number: [prompt[0], WORDS.eos])
+        self.rng, self.asked, self.waiting = rng, [], {}
+
+    def submit(self, prompts, *, n, sampling, reply=None):
+        self.asked += [(prompt[0], sampling.seed) for prompt in prompts]
+        whole, begun = super().submit(prompts, n=n, sampling=sampling), self.version
+        late = [Future() for _ in whole]
+        made = [one.result() for one in whole]
+        self.waiting |= {one: (response, begun) for one, response in zip(late, made, strict=True)}
+        return late
+
+    def wait(self, responses):
+        for future in [*self.waiting]:
+            if future in responses or self.rng.random() < 0.3:
+                one, begun = self.waiting.pop(future)
+                future.set_result(replace(one, versions=(begun, self.version)))
+        return super().wait(responses)
+
+
+def apart(pushed, rng, state=None, **how):
+    made = pushed(state, **how)
+    sampler = made.run.rollouts.sampler = Apart(rng)
+    return made, sampler
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3])
+def test_a_stream_with_lag_loses_no_group_and_keeps_to_its_bound(pushed, max_lag):
+    """Groups come in the order of the data, each once, with seeds of their own, whatever is there in a save."""
+    rng = random.Random(max_lag)
+    made, sampler = apart(pushed, rng, max_lag=max_lag)
+    places, samplers, state = [], [sampler], None
+    for step in range(12):
+        made.run.rollouts.push(jnp.int32(step), step)
+        for example, one in sampled(made, step):
+            places.append(example)
+            assert step - max_lag <= one.versions[0] <= one.versions[1] <= step
+        state = state_of(made, step + 1)
+        assert len(state.get("queue", ())) == min(max_lag, 11 - step) * 2
+        if rng.random() < 0.4:
+            made, sampler = apart(pushed, rng, state, max_lag=max_lag)
+            samplers.append(sampler)
+    stream = data()
+    assert places == [example for _ in range(12) for example in stream.draw(2)]
+    assert state == {"data": stream.get_state()}
+    asked = [seed for sampler in samplers for _, seed in sampler.asked]
+    assert len(asked) > len(set(asked)) == 24  # some were asked for anew, with their seeds
+
+
+def test_a_slow_response_holds_up_its_own_group_alone(pushed):
+    """All that may be asked for is asked for before the first is waited for."""
+    made, sampler = apart(pushed, random.Random(0), max_lag=2)
+    sampled(made, 0)
+    assert len(sampler.asked) == 6
+    sampled(made, 1)
+    assert len(sampler.asked) == 8
+
+
 def test_a_stream_goes_on_from_its_state_with_what_was_sampled_ahead(pushed):
     whole, stream = pushed(), pushed()
     for step in range(3):
         assert sampled(stream, step) == sampled(whole, step)
     reached = state_of(stream, 3)
-    again = pushed(reached, at={"generate": lambda: pytest.fail("sampled again")}, max_lag=0)
+    again = pushed(reached, at={"submit": lambda: pytest.fail("sampled again")}, max_lag=0)
     assert sampled(again, 3) == sampled(whole, 3)
     sampled(stream, 3)  # and not learned from
     assert state_of(stream, 3) == reached
@@ -478,55 +540,23 @@ def test_a_stream_goes_on_from_its_state_with_what_was_sampled_ahead(pushed):
     assert sampled(again, 4) == sampled(whole, 4)
 
 
-def test_several_batches_ahead_go_on_from_the_first_that_was_dropped(pushed):
-    """Those before it are kept, with the position of each; one that is learned from is not."""
-    calls = iter(range(99))
-
-    def stopped():
-        if next(calls) > 2:
-            raise StopRequested
-
-    whole, stream = pushed(max_lag=3), pushed(max_lag=3, at={"generate": stopped})
-    assert sampled(stream, 0) == sampled(whole, 0)
-    state = state_of(stream, 1)
-    assert len(state["ahead"]) == 2
-    again = pushed(state, max_lag=3)
-    for step in range(1, 6):
-        assert sampled(again, step) == sampled(whole, step)
-
-
-def test_the_next_batch_is_sampled_while_the_caller_goes_on(pushed):
-    entered, leave = threading.Event(), threading.Event()
-    calls = iter(range(99))
-
-    def slow():
-        if next(calls):
-            entered.set()
-            assert leave.wait(300)
-
-    stream = pushed(at={"generate": slow})
-    sampled(stream, 0)
-    assert entered.wait(300)
-    assert "ahead" not in state_of(stream, 1, wait=False)
-    leave.set()
-    assert len(state_of(stream, 1)["ahead"]) == 1
-
-
 @pytest.mark.parametrize("error", [ValueError("step 7"), StopRequested()])
-def test_what_goes_wrong_in_the_background_is_raised_and_leaves_the_state_before_it(pushed, error):
-    calls = iter(range(99))
-
-    def broken():
-        if next(calls):
-            raise error
-
-    stream = pushed(at={"generate": broken})
-    sampled(stream, 0)
-    state = state_of(stream, 1)
-    assert state == {"data": {**data().get_state(), "taken": 2}}
+def test_what_goes_wrong_in_the_background_is_raised_in_its_turn_and_leaves_the_state_before_it(
+    pushed, error
+):
+    made, sampler = apart(pushed, random.Random(0))
+    sampled(made, 0)
+    late = [*sampler.waiting]
+    [future] = late[-1:]
+    sampler.waiting.pop(future)
+    future.set_exception(error)
+    state = state_of(made, 1)
+    assert state["data"]["taken"] == 4
+    assert len(state["queue"]) == 2
+    assert sum(len(part["places"]) for part in state["there"]) == 2 - len(late)
     with pytest.raises(type(error)):
-        stream.run.rollouts.next(1)
-    assert state_of(stream, 1) == state
+        made.run.rollouts.next(1)
+    assert state_of(made, 1)["queue"] == state["queue"]
 
 
 def test_the_sampler_has_the_weights_that_were_pushed(pushed):

@@ -55,11 +55,12 @@ class NoRoute(NoAnswer):
 
 
 class Response(NamedTuple):
-    """A sampled response; `finished` if it ends on a stop token."""
+    """A sampled response; `finished` if it ends on a stop token, `aborted` if more might come."""
 
     tokens: list[int]
     logps: list[float]
     finished: bool
+    aborted: bool = False
 
 
 class Server:
@@ -205,11 +206,11 @@ class Server:
 
 
 def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -> Response:
-    """The response in an answer; NoAnswer if it ends neither on a stop token nor at the limit."""
+    """The response in an answer; NoAnswer if it ends not on a stop token, at the limit or by abortion."""
     try:
         (choice,) = answer["choices"]
-        tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
-        reason = choice["finish_reason"]
+        tokens, reason = [*choice["token_ids"]], choice["finish_reason"]
+        logps = [*(choice["logprobs"]["token_logprobs"] if tokens else ())]
     except (KeyError, TypeError, ValueError) as error:
         raise NoAnswer(f"a completion without its tokens ({error!r:.200})") from error
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
@@ -219,11 +220,13 @@ def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -
     ends = [i for i, token in enumerate(tokens) if token in sampling.stop]
     stopped = reason == "stop" and ends == [len(tokens) - 1]
     cut = reason == "length" and not ends and len(tokens) == sampling.max_tokens
-    if not (stopped or cut) or len(tokens) > sampling.max_tokens or len(logps) != len(tokens):
+    aborted = reason == "abort" and not ends
+    fits = len(tokens) <= sampling.max_tokens and len(logps) == len(tokens)
+    if not (fits and (stopped or cut or aborted)):
         raise NoAnswer(
             f"a completion of {len(tokens)} tokens and {len(logps)} log-probs that ended by {reason!r:.40}"
         )
-    return Response(tokens, [float(logp) for logp in logps], stopped)
+    return Response(tokens, [float(logp) for logp in logps], stopped, aborted)
 
 
 def _one_line(said: str | bytes) -> str:

@@ -3,26 +3,36 @@
 One request is one turn of a response, its prompt all tokens before that. Its seed is a function of
 (sampling seed, prompt, number of the response), so any server may answer it, in any batch, at any
 attempt. If a server dies, only the turns it was working on are lost; they are requested again,
-there or elsewhere.
+there or elsewhere. New weights interrupt what is under way: a server gives back the tokens that it
+has, and the rest is asked for as a next turn is, so a response may have tokens of several weights.
 """
 
-import asyncio
-import hashlib
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import FIRST_EXCEPTION, Future
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampler, Sampling, enumerate_requests
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.rollouts.vllm.client import NoAnswer, NoRoute, Patience, Response, Server, run, tasks
+from jaxrl_llm.rollouts.vllm.client import (
+    CHECK_SECONDS,
+    NoAnswer,
+    NoRoute,
+    Patience,
+    Server,
+    run,
+    tasks,
+)
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, Proved, probe_sequences
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
+from jaxrl_llm.rollouts.vllm.service import Service, Turn, request_seed
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
 
 BATCHED = 256  # requests, of a server that cannot tell: vLLM's limit on most GPUs
@@ -57,7 +67,7 @@ class Served(ServedTensors, Protocol):
     def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
 
 
-class VllmSampler:
+class VllmSampler(Sampler):
     """A sampler on `servers`, each with at most `concurrency` requests at a time (0: its own limit).
 
     `weights` brings those of `served` over, also to a server that has restarted. The weights of
@@ -77,10 +87,9 @@ class VllmSampler:
         max_model_len: int | None = None,
         check: Callable[[], None] = lambda: None,
     ):
+        super().__init__()
         self.servers, self.weights = list(servers), weights
         self.version: int | None = None
-        self.counters: dict[str, Any] = {}
-        self.sync: dict[str, float] = {}
         self._served, self._dtype = served, dtype
         self._concurrency, self._longest, self._check = concurrency, max_model_len, check
         self._vocabulary = 0
@@ -88,12 +97,9 @@ class VllmSampler:
         self._base: dict[str, int] = {}  # checksums of the model beside adapters
         self._batches: dict[str, int] = {}  # how many requests servers batch
         rank = served.adapter.rank if served.adapter else 0
-        self._proof = Proof(TOLERANCE[dtype] if tolerance is None else tolerance, rank)
-
-    @property
-    def tolerance(self) -> float:
-        """How far, on average, log-probs may be from the trainer's."""
-        return self._proof.tolerance
+        self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+        self._proof = Proof(self.tolerance, rank)
+        self._service = Service(self.servers, weights.patience, self._ask, self._prepare)
 
     def push(self, params: Any, version: int) -> None:
         """Has every server load the weights and prove it; sets `sync` to the figures."""
@@ -104,15 +110,15 @@ class VllmSampler:
             self.weights.write_base(self._served.tensors(params, self._dtype), config)
         described = trained.config(params, self._dtype)
         written = self.weights.write(trained.tensors(params, self._dtype), described)
-        self.version, self._vocabulary = version, config["vocab_size"]
-        self._label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
+        self._vocabulary = config["vocab_size"]
+        label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
         start = time.monotonic()
         expected = self._served.score(params, probe_sequences(self._vocabulary))
         scored = time.monotonic()
         checksums = trained.checksums(params, self._dtype)
         summed = time.monotonic()
         self._proof.expect(expected, checksums, config, written.changed)
-        proved = run(self._load_all(), self._look)
+        proved = run(self._renew(label, version), self._look)
         self.weights.delete_old()
         figures = asdict(written) | {
             "probe": scored - start,
@@ -124,46 +130,40 @@ class VllmSampler:
             figures["difference"] = max(compared)
         self.sync = {f"sync/{name}": value for name, value in figures.items()}
 
-    def generate(
+    def submit(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         n: int,
         sampling: Sampling,
         reply: Reply | None = None,
-    ) -> list[Trajectory]:
-        """`n` responses to each prompt, side by side; sets `counters` to this call's figures."""
+    ) -> list[Future[Trajectory]]:
+        """Asks the servers, which answer meanwhile."""
         if self.version is None:
-            raise UserError("the sampler has no weights: push some before generate")
-        self._refuse(prompts, n, sampling)
-        patience = Patience(self.servers, self.weights.patience)
+            raise UserError("the sampler has no weights: push some before it is asked")
+        turns = turns_of(prompts, n, sampling, reply)
+        self._refuse(prompts, sampling)
+        self._service.submit(turns)
+        return [turn.response for turn in turns]
 
-        made = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
+    def wait(self, responses: Sequence[Future[Trajectory]]) -> list[Trajectory]:
+        """These responses, once they are there; an error calls them off. Sets `counters`."""
+        try:
+            while (left := futures.wait(responses, CHECK_SECONDS, FIRST_EXCEPTION)).not_done:
+                if any(one.exception() for one in left.done):
+                    break
+                self._look()
+            made = [one.result() for one in responses]
+        except BaseException:
+            for one in responses:
+                one.cancel()
+            raise
+        self.counters = {"retries": self._service.retries()}
+        return made
 
-        async def ask(server: Server, request: Request) -> Response:
-            how = replace(sampling, max_tokens=made[request.index].room)
-            response = await server.complete(request.prompt, how, request.seed, self._vocabulary)
-            if (label := await server.label()) != self._label:
-                raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")
-            return response
-
-        async def following(request: Request, response: Response) -> Request | None:
-            episode = made[request.index]
-            episode.add(*response)
-            if reply is None:
-                return None
-            said = await asyncio.wrap_future(reply(request.index, response.tokens, response.logps))
-            if said is None or not episode.goes_on(said):
-                return None
-            given, anew = said
-            prompt = (*given,) if anew else (*request.prompt, *response.tokens, *given)
-            return Request(prompt, request_seed(request.seed, prompt, 0), request.index)
-
-        requests = make_requests(prompts, n, sampling.seed)
-        work = answer_all(requests, patience, ask, self._prepare, following)
-        run(work, self._look)
-        self.counters = {"retries": patience.retries}
-        return [draft.done(self.version, episode=reply is not None) for draft in made]
+    def close(self) -> None:
+        """Calls off all that is asked for."""
+        self._service.close()
 
     def release(self) -> None:
         """Nothing to do: the servers' weights take none of the trainer's memory."""
@@ -172,14 +172,26 @@ class VllmSampler:
         self._check()
         self.weights.check()
 
-    async def _load_all(self) -> list[Proved]:
-        """Has all servers load the newest weights at the same time."""
-        async with tasks() as group:
-            loads = [
-                group.create_task(Patience([x], self.weights.patience).persist(x, self._load))
-                for x in self.servers
-            ]
+    async def _renew(self, label: str, version: int) -> list[Proved]:
+        """Has all servers load the newest weights at the same time; what they answer goes on after it."""
+        abort = lambda server: server.post("/pause?mode=abort")
+        async with self._service.interrupted(abort):
+            self._label, self.version = label, version
+            async with tasks() as group:
+                loads = [
+                    group.create_task(Patience([x], self.weights.patience).persist(x, self._load))
+                    for x in self.servers
+                ]
         return [task.result() for task in loads]
+
+    async def _ask(self, server: Server, turn: Turn) -> None:
+        """Adds what a server samples for a turn to the response."""
+        how = replace(turn.draft.sampling, max_tokens=turn.draft.room)
+        part = await server.complete(turn.prompt, how, turn.seed, self._vocabulary)
+        if (label := await server.label()) != self._label:
+            raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")
+        assert self.version is not None
+        turn.add(part, self.version)
 
     async def _load(self, server: Server) -> Proved:
         folder = await self.weights.newest_for(server)
@@ -208,10 +220,8 @@ class VllmSampler:
             self._batches[server.url] = await batched(server)
         return self._concurrency or self._batches[server.url]
 
-    def _refuse(self, prompts, n: int, sampling: Sampling) -> None:
+    def _refuse(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """A UserError for requests that a server would answer wrongly or crash on."""
-        if n < 1 or not prompts or not all(map(len, prompts)):
-            raise UserError("generate wants at least one prompt, none of them empty, and n >= 1")
         largest, longest = max(map(max, prompts)), max(map(len, prompts))
         if largest >= self._vocabulary or min(map(min, prompts)) < 0:
             raise UserError(
@@ -246,80 +256,16 @@ def refuse_truncation(sampling: Sampling, where: str = "") -> None:
         )
 
 
-class Request(NamedTuple):
-    """One requested turn, and the `index` of its response in the rollout."""
-
-    prompt: tuple[int, ...]
-    seed: int
-    index: int
-
-
-def make_requests(prompts: Sequence[Sequence[int]], n: int, seed: int) -> list[Request]:
-    """The requests in the order of the rollout; a repeated prompt continues its numbers."""
-    numbers: Counter[tuple[int, ...]] = Counter()
-    requests = []
-    for index in range(n * len(prompts)):
-        prompt = tuple(map(int, prompts[index // n]))
-        requests.append(Request(prompt, request_seed(seed, prompt, numbers[prompt]), index))
-        numbers[prompt] += 1
-    return requests
-
-
-def request_seed(seed: int, prompt: tuple[int, ...], number: int) -> int:
-    """A hash of the arguments in 63 bits."""
-    content = np.asarray([seed, number, *prompt], np.int64).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
-
-
-async def answer_all(
-    requests: Sequence[Request],
-    patience: Patience,
-    ask: Callable[[Server, Request], Awaitable[Response]],
-    prepare: Callable[[Server], Awaitable[int]],
-    following: Callable[[Request, Response], Awaitable[Request | None]],
-) -> None:
-    """Answers all requests, and those `following` from their responses, by servers that may fail.
-
-    Many requests fail of one cause, so the first failure of a server calls off its other requests.
-    Then it is prepared anew, gets one request, and after that as many at a time as `prepare` says.
-    What a server has failed waits at the end of the queue, for any server.
-    """
-    waiting: asyncio.Queue[Request] = asyncio.Queue()
-    for request in requests:
-        waiting.put_nowait(request)
-
-    async def answer_one(server: Server) -> None:
-        request = await waiting.get()
-        try:
-            response = await ask(server, request)
-        except BaseException:  # called off, too
-            waiting.put_nowait(request)
-            waiting.task_done()
-            raise
-        patience.answered(server)
-        group.create_task(follow(request, response))
-
-    async def follow(request: Request, response: Response) -> None:
-        try:
-            if (more := await following(request, response)) is not None:
-                waiting.put_nowait(more)
-        finally:
-            waiting.task_done()
-
-    async def answer_on_and_on(server: Server) -> None:
-        while True:
-            await answer_one(server)
-
-    async def serve(server: Server) -> None:
-        concurrency = await prepare(server)
-        if patience.failing(server):
-            await answer_one(server)
-        async with tasks() as answering:
-            for _ in range(min(concurrency, len(requests))):
-                answering.create_task(answer_on_and_on(server))
-
-    async with tasks() as group:
-        serving = [group.create_task(patience.persist(x, serve)) for x in patience.servers]
-        await waiting.join()
-        for task in serving:
-            task.cancel()
+def turns_of(
+    prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, reply: Reply | None
+) -> list[Turn]:
+    """The first turns of the responses, in their order."""
+    return [
+        Turn(
+            request.prompt,
+            request_seed(sampling.seed, request.prompt, request.number),
+            Draft(sampling, prompts[request.index // n]),
+            reply and partial(reply, request.index),
+        )
+        for request in enumerate_requests(prompts, n)
+    ]

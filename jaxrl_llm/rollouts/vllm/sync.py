@@ -153,6 +153,7 @@ async def load_adapters(
     await server.post("/update_weight_version", {"new_version": loading(label)})
     asked = {"lora_name": label, "lora_path": folder, "load_inplace": True}
     await server.post("/v1/load_lora_adapter", asked, plain=True)
+    await server.post("/resume")  # it may have been interrupted
     server.model = label
     proved = await prove(server)
     await _require_label(server, label)
