@@ -92,13 +92,11 @@ def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
     assert replace(made, objective=anchored, max_lag=1).ratios == "trainer"
 
 
-def test_max_lag_needs_weights_of_its_own_and_fresh_groups():
+def test_max_lag_needs_weights_of_its_own():
     made = load("kk_tiny").config
     with pytest.raises(UserError, match="max_lag = 2 needs an engine with weights of its own"):
         made(max_lag=2)
-    with pytest.raises(UserError, match="set max_lag to 1"):
-        made(max_lag=2, max_resamples=1, vllm="python")
-    assert made(max_lag=1, max_resamples=1, vllm="python").max_lag == 1
+    assert made(max_lag=2, max_resamples=1, vllm="python").max_lag == 2
     with pytest.raises(UserError, match="max_lag"):
         made(max_lag=-1)
 

@@ -97,13 +97,14 @@ class Fake:
                     self.connection.close()
                     self.close_connection = True
                     return
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # whoever asked may be gone
                     self.send_response(status)
                     if status == 302:
                         self.send_header("Location", content.decode())
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content)
+                    self.wfile.flush()
 
         ThreadingHTTPServer.daemon_threads = True
         if path is None:

@@ -60,7 +60,7 @@ def test_what_every_sampler_keeps(make):
     assert sampler.tolerance is None
     assert [list(one.prompt) for one in made] == [p for p in asked for _ in range(4)]
     for one in made:
-        assert one.version == 5
+        assert one.versions == (5, 5)
         assert 1 <= len(one.tokens) == len(one.logps) <= 24
         assert max(one.logps) <= 0
         assert one.finished == (one.tokens[-1] in STOP)
@@ -312,4 +312,4 @@ def test_released_weights_are_gone_until_the_next_push(make):
     with pytest.raises(UserError, match="push"):
         made.generate([[1]], n=1, sampling=SAMPLING)
     made.push(tiny.policy()[1], 2)
-    assert made.generate([[1]], n=1, sampling=SAMPLING)[0].version == 2
+    assert made.generate([[1]], n=1, sampling=SAMPLING)[0].versions == (2, 2)

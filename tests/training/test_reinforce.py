@@ -150,6 +150,6 @@ def test_what_the_responses_of_a_step_say():
 def test_responses_of_another_policy_are_refused(gap, tolerance, lag, refused):
     """A lie that is well-formed: other tokens, or other log-probs."""
     [one] = tiny.responses(rows=1)
-    groups = tiny.groups([replace(one, version=7 - lag)], n=1)
+    groups = tiny.groups([replace(one, versions=(7 - lag, 7))], n=1)
     with pytest.raises(UserError, match="step 8: the log-probs") if refused else nullcontext():
         reinforce.require_our_policy(groups, 7, {"mismatch_mean": np.float32(gap)}, tolerance)

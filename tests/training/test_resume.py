@@ -280,10 +280,10 @@ def test_a_longer_run_goes_on_and_keeps_its_flags(environment, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "lags"),
-    [("1", [0, 1, 1, 1, 1, 1]), ("2", [0, 1, 2, 1, 2, 1]), ("4", [0, 1, 2, 3, 4, 1])],
+    [("1", [0, 1, 1, 1, 1, 1]), ("2", [0, 1, 2, 2, 2, 2]), ("4", [0, 1, 2, 3, 4, 4])],
 )
 def test_steps_ahead_a_killed_run_goes_on_bit_for_bit(environment, tmp_path, most, lags):
-    """The batches that had been sampled ahead are in the checkpoint."""
+    """The groups that were there are in the checkpoint; here those are all that were asked for."""
     flags, how = ("--max-lag", most), {"config": LAGGING}
     ahead = metrics(finished(environment, tmp_path / "ahead", *flags, **how))
     assert [m["lag"] for m in ahead if "lag" in m] == lags
@@ -298,10 +298,10 @@ def test_steps_ahead_a_killed_run_goes_on_bit_for_bit(environment, tmp_path, mos
 @pytest.mark.slow
 def test_a_step_ahead_with_frozen_weights_makes_no_difference(environment, tmp_path):
     runs = []
-    for lag in ("0", "1", "3"):
+    for lag in ("1", "2", "3"):
         flags = ("--max-lag", lag, "--learning-rate", "0")
         out = finished(environment, tmp_path / lag, *flags, config=LAGGING)
-        runs.append([{k: v for k, v in m.items() if k != "lag"} for m in metrics(out)])
+        runs.append([{k: v for k, v in m.items() if not k.startswith("lag")} for m in metrics(out)])
     assert runs[0] == runs[1] == runs[2]
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import distributed
-from jaxrl_llm.learning.groups import TokenTask, from_note, noted, trajectories
+from jaxrl_llm.learning.groups import TokenTask, from_note, noted, pack, together, trajectories
 from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 
 PROMPTS = [[1, 2], [3], [1, 2], [4], [5], [3]]
@@ -27,7 +28,7 @@ def of_all(episodes):
     made = tiny.trajectories(
         [p for p in PROMPTS for _ in range(2)], [[i] * (1 + i % 3) for i in ROWS],
         [[-0.5 * i] * (1 + i % 3) for i in ROWS], [i % 2 > 0 for i in ROWS],
-        version=[3 + i // 4 for i in ROWS], **episodes,
+        versions=[(3, 3 + i // 4) for i in ROWS], **episodes,
     )  # fmt: skip
     return tiny.groups(made, examples=PROMPTS)
 
@@ -39,20 +40,17 @@ def test_the_shares_of_all_are_the_whole(monkeypatch, count, episodes):
     job, payloads, owners = distributed._Job(count=count), [], {}
     words = SimpleNamespace(prompt=list, encode=list)  # a task and its tokenizer
     monkeypatch.setattr(distributed, "_JOB", job)
-    task, whole = TokenTask(words, words), of_all(episodes)
-    monkeypatch.setattr(distributed, "gather", lambda payload: payloads.append(payload) or [b""])
-    shares = []
+    monkeypatch.setattr(distributed, "check", lambda stop: None)
+    whole, places = of_all(episodes), range(len(PROMPTS))
+    pending = TokenTask(words, words).pending(PROMPTS, places, [0] * len(PROMPTS))
     for job.index in range(count):
-        shares.append(task.own(PROMPTS, whole))
-        for one in trajectories(shares[-1]):
+        share = [group for one, group in zip(pending, whole, strict=True) if one.is_mine]
+        for one in trajectories(share):
             assert owners.setdefault(tuple(one.prompt), job.index) == job.index
-        if count > 1:
-            assert (
-                task.whole(PROMPTS, shares[-1]) is None
-            )  # the others have none, says the gathering
+        payloads.append(pack(share))
     monkeypatch.setattr(distributed, "gather", lambda payload: payloads)
     assert len(owners) == 4
-    found = task.whole(PROMPTS, shares[0])
+    found = together(pending, lambda: whole, Stop())
     assert found == whole
     assert [group.example for group in found] == PROMPTS
 

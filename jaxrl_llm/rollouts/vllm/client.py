@@ -220,7 +220,7 @@ def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -
     ends = [i for i, token in enumerate(tokens) if token in sampling.stop]
     stopped = reason == "stop" and ends == [len(tokens) - 1]
     cut = reason == "length" and not ends and len(tokens) == sampling.max_tokens
-    aborted = reason == "abort" and not ends
+    aborted = reason == "abort" and not ends and len(tokens) < sampling.max_tokens
     fits = len(tokens) <= sampling.max_tokens and len(logps) == len(tokens)
     if not (fits and (stopped or cut or aborted)):
         raise NoAnswer(

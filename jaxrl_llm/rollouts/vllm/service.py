@@ -18,7 +18,7 @@ from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, tasks
 
 READY = 0.5  # seconds in which all servers are waited for: the first would be given all there is
-INTERRUPTED = 2.0  # seconds in which a server that was interrupted gives back what it has
+INTERRUPTED = 0.5  # seconds without an answer, after which an interrupted server has given back all
 
 
 @dataclass(eq=False)
@@ -36,8 +36,7 @@ class Turn:
 
     def add(self, part: Response, version: int) -> None:
         """Adds the turn, or what was sampled of it when its server was interrupted."""
-        whole = not part.aborted or len(part.tokens) == self.draft.room
-        self.draft.add(part.tokens, part.logps, part.finished, version, whole=whole)
+        self.draft.add(part.tokens, part.logps, part.finished, version, whole=not part.aborted)
         self._go_on((*self.prompt, *part.tokens))
 
     async def goes_on(self) -> bool:
@@ -114,7 +113,7 @@ class Service:
     ) -> AsyncIterator[None]:
         """For the block no server is asked for anything; `interrupt` makes one give back what it has.
 
-        What it does not give back in time is asked for again: a request that arrives only after the
+        What it does not give back is asked for again: a request that arrives only after the
         interruption waits for its end.
         """
         self._held = True
@@ -134,8 +133,11 @@ class Service:
         if self._under_way[server]:
             with suppress(NoAnswer):  # one that has failed has nothing
                 await interrupt(server)
-        if under_way := self._under_way[server]:
-            await asyncio.wait([*under_way], timeout=INTERRUPTED)
+        came = True
+        while came and (under_way := self._under_way[server]):
+            came, _ = await asyncio.wait(
+                under_way, timeout=INTERRUPTED, return_when=asyncio.FIRST_COMPLETED
+            )
 
     def _add(self, turns: Sequence[Turn]) -> None:
         self._unfinished.update(turns)
