@@ -1,6 +1,6 @@
 """How long servers stand idle at a lag: `python -m tests.rollouts.idle_servers --max-lag 1`.
 
-Four stand-ins for vLLM answer in a time by the length of a response, which is log-normal, the longest of a step about
+Four stand-ins for vLLM answer in a time by the length of a response, log-normal, the longest of a step about
 ten times the median; the trainer sleeps in place of its update. All else is what a run does.
 """
 

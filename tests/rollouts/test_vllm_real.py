@@ -306,6 +306,37 @@ def _spoil(sampler):
     sampler.weights.write = spoiled
 
 
+def test_new_weights_go_on_with_responses_under_way(sampler):
+    """Each token has the log-prob of the weights that drew it: first the old ones, then the new."""
+    old, new = params(40), params(41)
+    sampler.push(old, 40)
+    under_way = sampler.submit(prompts(8, seed=5), n=4, sampling=LONG)
+    while sum(one.done() for one in under_way) < 1 and not busy(sampler):
+        time.sleep(0.01)
+    time.sleep(1.0)
+    sampler.push(new, 41)
+    assert sampler.sync["sync/proof"] == 1.0
+    made = sampler.wait(under_way)
+    both = [one for one in made if one.versions == (40, 41)]
+    assert both
+    far = []
+    for weights in (old, new):
+        ours, _ = trainer_logps(weights, both, 1.0, DEFINITION)
+        rows = [np.asarray(one.logps) for one in both]
+        far.append([abs(x[: len(row)] - row) > 1e-4 for x, row in zip(ours, rows, strict=True)])
+    splits = [
+        int(np.argmax(first)) for first in far[0]
+    ]  # the first token that is not the old weights'
+    print(f"{len(both)} of {len(made)} responses of 200 tokens, split at {splits}")
+    assert all(0 < split < 200 for split in splits)
+    assert not any(then[split:].any() for then, split in zip(far[1], splits, strict=True))
+
+
+def busy(sampler):
+    """Whether its server has something under way."""
+    return any(sampler._service._under_way.values())
+
+
 def test_a_stop_token_belongs_to_the_response(sampler):
     sampler.push(params(1), 1)
     free = sampler.generate(prompts(4), n=2, sampling=SAMPLING)
