@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxrl_llm.model import Response as Response
     from jaxrl_llm.model import generate as generate
     from jaxrl_llm.model import load as load
-    from jaxrl_llm.model import router_logps as router_logps
     from jaxrl_llm.model import token_logps as token_logps
     from jaxrl_llm.models import attention as attention
     from jaxrl_llm.models.qwen2 import Compute as Compute
@@ -54,7 +53,7 @@ _HOMES = {  # module: the public names it defines
     "jaxrl_llm.config": ("Config", "Evaluation", "Mesh", "Pretrained", "Scratch", "WarmStart"),
     "jaxrl_llm.errors": ("UserError",),
     "jaxrl_llm.learning.batch": ("Collator",),
-    "jaxrl_llm.model": ("Model", "Response", "generate", "load", "router_logps", "token_logps"),
+    "jaxrl_llm.model": ("Model", "Response", "generate", "load", "token_logps"),
     "jaxrl_llm.models.qwen2": ("Compute", "Delta", "LayerKind", "Lora", "Mixture", "Shape"),
     "jaxrl_llm.objectives": ("Objective",),
     "jaxrl_llm.rollouts.engines": ("Native", "Vllm"),

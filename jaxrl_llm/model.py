@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,33 +121,8 @@ def token_logps(
         raise UserError(f"token_logps: temperature = {temperature} must be a number above 0")
     rows, width = _rows("token_logps", tokens, lengths, model.shape)
     out = np.zeros((len(rows), max(width - 1, 0)), np.float32)
-    for i, logps in _each(model, rows, _scorer(model.policy, float(temperature)), shortest=2):
+    for i, logps in _each(model, rows, _scorer(model.policy, float(temperature))):
         out[i, : len(rows[i]) - 1] = logps[: len(rows[i]) - 1]
-    return out
-
-
-def router_logps(
-    model: Model,
-    tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
-    lengths: Sequence[int] | np.ndarray | jax.Array | None = None,
-) -> np.ndarray:
-    """Log-prob (nats) of each expert for each token in each of the N layers, `[B, T, N, E]`.
-
-    `tokens` and `lengths` are as for `token_logps`; the result is float32, and 0 where there is no
-    token. A token goes to the `model.shape.mixture.chosen` likeliest experts of a layer. Raises a
-    UserError for invalid input, or for a model without experts.
-
-    >>> jl.router_logps(jl.load("model"), [[2, 3, 4]])
-    Traceback (most recent call last):
-    jaxrl_llm.errors.UserError: router_logps: the model has no experts
-    """
-    if model.shape.mixture is None:
-        raise UserError("router_logps: the model has no experts")
-    rows, width = _rows("router_logps", tokens, lengths, model.shape)
-    sizes = width, model.shape.num_layers, model.shape.mixture.experts
-    out = np.zeros((len(rows), *sizes), np.float32)
-    for i, logps in _each(model, rows, _router(model.policy.definition), shortest=1):
-        out[i, : len(rows[i])] = logps[: len(rows[i])]
     return out
 
 
@@ -209,13 +184,6 @@ def _scorer(policy: Policy, temperature: float) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _router(definition: Any) -> Any:
-    from jaxrl_llm.models import experts  # other models do without
-
-    return jax.jit(partial(experts.router_logps, definition))
-
-
-@lru_cache(maxsize=8)
 def _sampler(policy: Policy, mesh: jax.sharding.Mesh, engine: Native) -> NativeSampler:
     with engine.start(policy, mesh) as sampler:
         return sampler
@@ -253,14 +221,12 @@ def _rows(
     return rows, width
 
 
-def _each(
-    model: Model, rows: list[np.ndarray], program: Any, *, shortest: int
-) -> list[tuple[int, np.ndarray]]:
-    """What `program(params, inputs)` gives for each row of at least `shortest` tokens, by its index."""
+def _each(model: Model, rows: list[np.ndarray], program: Any) -> list[tuple[int, np.ndarray]]:
+    """`(index, program(params, inputs))` of each row that has a token to score."""
     spread = NamedSharding(model.mesh, P(sharding.BATCH))
     shards, found = model.mesh.shape["data"] * model.mesh.shape["fsdp"], []
     with jax.set_mesh(model.mesh):
-        for some, shape in _calls(rows, shards, shortest):
+        for some, shape in _calls(rows, shards):
             inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
             placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
             found.append((some, program(model.params, placed)))
@@ -271,11 +237,9 @@ def _each(
         ]
 
 
-def _calls(
-    rows: list[np.ndarray], shards: int, shortest: int
-) -> Iterator[tuple[list[int], tuple[int, int]]]:
+def _calls(rows: list[np.ndarray], shards: int) -> Iterator[tuple[list[int], tuple[int, int]]]:
     """Batches of rows of similar length: their indices and padded shape; the longest first."""
-    scored = [i for i, row in enumerate(rows) if len(row) >= shortest]
+    scored = [i for i, row in enumerate(rows) if len(row) > 1]
     for length, group in by_padded_length([len(rows[i]) for i in scored], SHORTEST).items():
         here = [scored[i] for i in group]
         each = min(padded(-(-len(here) // shards)), max(1, AT_A_TIME // length))

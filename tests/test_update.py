@@ -403,7 +403,7 @@ def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers(name):
     policy = Policy(definition)
     batch = tiny.collator()(tiny.responses())
     score = update.make_score(policy.logp())
-    narrow = policy.narrowed(params)
+    narrow = policy.cast_frozen(params)
     assert {x.dtype for x in jax.tree.leaves(narrow) if x.ndim > 2} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_array_equal(score(narrow, batch.inputs), score(params, batch.inputs))
 

@@ -18,7 +18,7 @@ from jaxrl_llm.learning.batch import Batch, Collator
 from jaxrl_llm.learning.groups import Group, rewards, trajectories
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.objectives import Objective
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
@@ -74,7 +74,7 @@ class Step:
         return tokens.token_stats(self.objective, self._scores, self.mesh)
 
     def _scores(self, trained: Any, inputs: Any) -> Any:
-        return self.programs.score(joined(trained, self.frozen), inputs)
+        return self.programs.score(merge_params(trained, self.frozen), inputs)
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.learning import metrics
 from jaxrl_llm.learning.batch import Batch, Layout
 from jaxrl_llm.models import sharding
-from jaxrl_llm.models.primitives import Inputs, joined, up_to
+from jaxrl_llm.models.primitives import Inputs, merge_params, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, TokenData
 from jaxrl_llm.objectives.seen import UNKNOWN
@@ -192,7 +192,7 @@ def make_train_step(
     def sums_and_loss(frozen, params, micro: Credited):
         stage, seen = micro.weight > 0, micro.seen
         scored = seen.mask if whole else stage
-        logp = policy_logp(joined(params, frozen), micro.inputs._replace(scored=scored))
+        logp = policy_logp(merge_params(params, frozen), micro.inputs._replace(scored=scored))
         logp = jnp.where(scored, logp, seen.old_logp)  # unscored: a ratio of 1
         surrogate, penalty = objective.per_token(logp, micro.advantage, seen)
         # padding has p = 1, where a loss may be infinite
@@ -208,7 +208,7 @@ def make_train_step(
         (loss, sums), grads = accumulate(partial(sums_and_loss, frozen), state.params, minibatch)
         norm = optax.tree.norm(grads)
         # offloaded moments are fetched only now: earlier they would take memory from the gradient
-        opt_state, norm = sharding.brought(state.opt_state, after=norm)
+        opt_state, norm = sharding.to_device_after(state.opt_state, after=norm)
         state = state._replace(opt_state=opt_state)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
         params = optax.apply_updates(state.params, updates)

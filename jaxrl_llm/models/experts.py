@@ -15,12 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.primitives import Inputs, einsum, up_to, whole_rows, whole_shards
-from jaxrl_llm.models.sharding import BATCH, VOCAB, gathered, on_each_device, platform, split_over
+from jaxrl_llm.models.primitives import einsum, up_to, whole_rows, whole_shards
+from jaxrl_llm.models.sharding import BATCH, VOCAB, on_each_device, platform, split_over
 
 BLOCK = 512  # rows of an expert that are multiplied at a time, at most
 ROUND = 8
@@ -29,7 +28,7 @@ FEW = {"cpu": 0, "gpu": 512, "tpu": 512}  # tokens that are multiplied by all ex
 Apply = Callable[[Any, Float[Array, "B D"]], Float[Array, "B D"]]
 
 
-def mixed(
+def apply_experts(
     route: Callable[
         [Any, Float[Array, "R L D"]], tuple[Int[Array, "R L K"], Float[Array, "R L K"]]
     ],
@@ -65,26 +64,6 @@ def mixed(
 
     place = on_each_device(local, (P(BATCH), P(BATCH), P(), P(VOCAB)), P(BATCH))
     return place(whole_rows(x), whole_rows(live), gate, jax.tree.map(whole_shards, experts))[:rows]
-
-
-def router_logps(definition, params, inputs: Inputs) -> Float[Array, "R L N E"]:
-    """log softmax of the router of each of N layers, for every token of right-padded rows."""
-    model = nnx.merge(definition, params)
-    ropes = model.ropes(inputs.positions)
-    layer_def, layers = nnx.split(model.layers)
-
-    def one(x, each):
-        weights, kind = each
-        layer = nnx.merge(layer_def, gathered(weights, model.compute.dtype))
-        *qkv, gate = layer.qkv(x, ropes[kind])
-        y = layer.self_attn.out(model.attend(*qkv, None, kind), gate)
-        read = layer.post_attention_layernorm(x + y)
-        logits = layer.mlp.gate(read).astype(jnp.float32)
-        return layer.finish(x, y), jax.nn.log_softmax(logits)
-
-    start = model.embed(inputs.tokens)
-    _, found = jax.lax.scan(one, start, (nnx.to_pure_dict(layers), model.kinds()))
-    return jnp.moveaxis(found, 0, 2)
 
 
 def _by_all(apply, block, x, chosen, weights, experts):

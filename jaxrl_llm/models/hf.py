@@ -118,13 +118,13 @@ def read_config(folder: pathlib.Path) -> dict:
     """config.json as a dict."""
     if not (folder / "config.json").exists():
         raise UserError(f"{folder / 'config.json'} is missing: {folder} is not a model folder")
-    return record(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a response, by generation_config.json or else config.json: often several."""
     paths = [folder / "generation_config.json", folder / "config.json"]
-    read = lambda path: families.text_of(record(path), path)
+    read = lambda path: families.text_of(read_json(path), path)
     named = [(path, read(path).get("eos_token_id")) for path in paths if path.exists()]
     path, found = next((pair for pair in named if pair[1] is not None), (folder, None))
     tokens = found if isinstance(found, list) else [] if found is None else [found]
@@ -137,7 +137,7 @@ def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tokens))
 
 
-def record(path: pathlib.Path) -> dict:
+def read_json(path: pathlib.Path) -> dict:
     """The JSON object in a file; a UserError if it holds anything else."""
     try:
         found = json.loads(regular(path).read_bytes().decode())
@@ -270,11 +270,11 @@ def checksum(bits: UInt32[Array, "..."], lead: int = 0) -> UInt32[Array, "..."]:
     there, they differ: that shows what is exchanged. Parts may be summed, on devices or servers, in
     any order.
     """
-    words, stride = mixed(mixed(bits)), 1  # once, two signs could change unseen
+    words, stride = hash_bits(hash_bits(bits)), 1  # once, two signs could change unseen
     for axis in reversed(range(lead, bits.ndim)):
         place = jnp.arange(bits.shape[axis], dtype=jnp.uint32) * np.uint32(stride % 2**32)
         words = words * jnp.expand_dims(
-            mixed(place) | 1, [i for i in range(bits.ndim) if i != axis]
+            hash_bits(place) | 1, [i for i in range(bits.ndim) if i != axis]
         )
         stride *= bits.shape[axis]
     return jnp.sum(words, tuple(range(lead, bits.ndim)), dtype=jnp.uint32)
@@ -288,7 +288,7 @@ def bits_of(x: Array) -> UInt32[Array, "..."]:
     return bits << np.uint32(32 - width)
 
 
-def mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def hash_bits(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Another word for each, far from its neighbours'."""
     spread = words * np.uint32(2_654_435_761)
     return spread ^ (spread >> np.uint32(16))
@@ -494,7 +494,7 @@ class Tensors:
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     """The file of each tensor by the index; all must lie in the folder of the index."""
-    where = record(index).get("weight_map")
+    where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index} has no weight_map: download it again")
     for tensor, name in where.items():

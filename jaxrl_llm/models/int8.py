@@ -46,7 +46,7 @@ def placed(like: Any, sharding: NamedSharding) -> Any:
     return Int8(sharding, NamedSharding(sharding.mesh, spec))
 
 
-def widened(tree: Any, dtype: Any) -> Any:
+def dequantize(tree: Any, dtype: Any) -> Any:
     """The tree with weights in 8 bits as numbers of a dtype."""
     is_weight = lambda x: isinstance(x, Int8)
     one = lambda x: x.astype(dtype) if is_weight(x) else x

@@ -21,9 +21,9 @@ from jaxrl_llm.models.sharding import (
     BATCH,
     VOCAB,
     count,
-    most,
     on_each_device,
     platform,
+    pmax_over_mesh,
     split_over,
 )
 
@@ -124,7 +124,7 @@ def chunked(
         return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1)[:, :columns]
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
-    used = most(-(-last // width))  # equal on all devices, as the loop has collectives
+    used = pmax_over_mesh(-(-last // width))  # equal on all devices, as the loop has collectives
     settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
     found: Any = _pieces(settings, split(hidden), head, split(target), used)
     return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, int8, qwen2, sharding
-from jaxrl_llm.models.int8 import widened
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.int8 import dequantize
+from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.qwen2 import Lora
 
 ADAPTER = ("lora_A", "lora_B")
@@ -50,7 +50,7 @@ def adapters(params):
     return {key: value for key, value in inner.items() if value}
 
 
-def kept(shape: qwen2.Shape) -> Callable[[Any, Any], Any]:
+def base_quantizer(shape: qwen2.Shape) -> Callable[[Any, Any], Any]:
     """`(path, array) -> ` what is kept of a parameter that is not trained: the array, or an `Int8`."""
     return _rounded if shape.lora and shape.lora.base == "int8" else lambda path, x: x
 
@@ -78,7 +78,7 @@ def base_of(params):
 def merged(params, lora: Lora | None) -> Any:
     """The parameters of a model without adapters that computes the same: W + scale B A."""
     if lora is None or not isinstance(params, dict):
-        return widened(params, jnp.float32)
+        return dequantize(params, jnp.float32)
     rest = {key: merged(value, lora) for key, value in params.items() if key not in ADAPTER}
     if not params.keys() >= {*ADAPTER}:
         return rest
@@ -95,7 +95,7 @@ def trained(shape: qwen2.Shape):
     return adapters(shapes) if shape.lora else shapes
 
 
-def beside(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
+def shape_with_adapters(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
     """The shape with these adapters; a UserError if they are of experts, which have none, or of nothing."""
     of_delta = [name for name in lora.targets if name in qwen2.OF_DELTA] if lora else []
     if of_delta and shape.delta is None:
@@ -129,7 +129,7 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} is no folder of adapters")
-    config = hf.record(path)
+    config = hf.read_json(path)
     for name, value in config.items():
         if name not in HARMLESS and value and value not in PLAIN.get(name, ()):
             raise UserError(f"{path}: {name} = {value!r} is not supported")
@@ -148,7 +148,7 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
 def load(folder: Path, shape: qwen2.Shape, mesh: Mesh) -> tuple[Lora, Any]:
     """`(lora, parameters)` of the adapters in a folder, sharded, in float32."""
     lora, _ = read_config(folder)
-    shapes = trained(beside(shape, lora))
+    shapes = trained(shape_with_adapters(shape, lora))
     places = sharding.param_shardings(shapes, mesh)
     return lora, hf.read(folder, shapes, places, "float32", single=TENSORS, prefix=PREFIX)
 
@@ -161,7 +161,7 @@ def named_tensors(params: Any, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarr
 
 def merge(params: Any, lora: Lora, added: Any) -> Any:
     """A model's parameters with adapters merged into them; consumes the former."""
-    together = lambda params, added: merged(joined(added, params), lora)
+    together = lambda params, added: merged(merge_params(added, params), lora)
     return jax.jit(together, donate_argnums=0)(params, added)
 
 
@@ -170,5 +170,5 @@ def export(params: Any, folder: Path, *, source: Path, dtype: DTypeLike) -> None
     with hf.new_folder(folder, source) as there:
         tensors = dict(named_tensors(params, dtype))
         safetensors.numpy.save_file(tensors, there / TENSORS, metadata={"format": "pt"})
-        config = hf.record(source / CONFIG)
+        config = hf.read_json(source / CONFIG)
         (there / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

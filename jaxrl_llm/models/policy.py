@@ -75,7 +75,7 @@ class Served:
 
     def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) pairs of the untied model without adapters, one at a time."""
-        params = int8.widened(lora.base_of(params), dtype)
+        params = int8.dequantize(lora.base_of(params), dtype)
         tied = HEAD.split(".")[0] not in params
         for name, array in hf.named_tensors(params, dtype):
             yield name, array
@@ -84,7 +84,7 @@ class Served:
 
     def checksums(self, params, dtype: str) -> dict[str, int]:
         """A checksum of each of `tensors`, by name."""
-        found = hf.named_checksums(int8.widened(lora.base_of(params), dtype), dtype)
+        found = hf.named_checksums(int8.dequantize(lora.base_of(params), dtype), dtype)
         return {HEAD: found[EMBEDDING], **found}
 
     def score(self, params, sequences: Sequence[Sequence[int]]) -> list[Any]:
@@ -150,7 +150,7 @@ class Policy:
             logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy
         )
 
-    def narrowed(self, params: Any) -> Any:
+    def cast_frozen(self, params: Any) -> Any:
         """Parameters that are not trained, in the model's dtype: same log-probs, less memory."""
         shape, compute = qwen2.settings(self.definition)
         dtype = jnp.dtype(compute.dtype)

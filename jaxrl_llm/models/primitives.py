@@ -45,12 +45,12 @@ class Inputs(NamedTuple):
     scored: Bool[Array, "*lead R C"]
 
 
-def joined(params: Any, frozen: Any) -> Any:
+def merge_params(params: Any, frozen: Any) -> Any:
     """A model's parameters, from those that are trained and the others, if there are any."""
     if params is None or frozen is None or not isinstance(params, dict):
         return frozen if params is None else params
     keys = params.keys() | frozen.keys()
-    return {key: joined(params.get(key), frozen.get(key)) for key in sorted(keys)}
+    return {key: merge_params(params.get(key), frozen.get(key)) for key in sorted(keys)}
 
 
 def einsum(subscripts: str, a: Array, b: Array, dtype: DTypeLike = jnp.float32) -> Array:

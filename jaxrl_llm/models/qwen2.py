@@ -342,7 +342,7 @@ class Experts(nnx.Module):
         weights = nnx.to_pure_dict(gate_weights), nnx.to_pure_dict(expert_weights)
         from jaxrl_llm.models import experts  # other models do without
 
-        return experts.mixed(route, apply, x, live, *weights)
+        return experts.apply_experts(route, apply, x, live, *weights)
 
 
 def choice(logits: Float[Array, "R L E"], mixture: Mixture):
@@ -448,7 +448,7 @@ class Decoder(nnx.Module):
             def apply(x, layer, offset, kind):
                 if offset is not None:
                     x = x + offset[None].astype(x.dtype)
-                weights = gathered(int8.widened(layer, self.compute.dtype), self.compute.dtype)
+                weights = gathered(int8.dequantize(layer, self.compute.dtype), self.compute.dtype)
                 kind = kind if known is None else known
                 attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
                 x = nnx.merge(definition, weights)(x, ropes[kind], attend, segments, live)

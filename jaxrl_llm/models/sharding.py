@@ -108,7 +108,7 @@ def on_devices(tree):
     return jax.tree.map(lambda x: jax.device_put(x, device) if waits(x) else x, tree)
 
 
-def brought(tree, after):
+def to_device_after(tree, after):
     """`on_devices(tree)`, no sooner than `after` is there: else the compiler starts with it."""
     if any(map(waits, jax.tree.leaves(tree))):
         tree, after = jax.lax.optimization_barrier((tree, after))
@@ -285,7 +285,7 @@ def count(axes: tuple[str, ...]) -> int:
     return 1 if mesh is None else _shards(axes, mesh)
 
 
-def most(x):
+def pmax_over_mesh(x):
     """The maximum over the devices of a `shard_map` around the call, so that they agree."""
     mesh = current_mesh()
     return x if mesh is None else jax.lax.pmax(x, tuple(mesh.manual_axes))

@@ -17,7 +17,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
@@ -69,14 +69,14 @@ class Step:
         if self.shape.lora is None:
             return None
         shapes = qwen2.graph(replace(self.shape, lora=None))[1]
-        plain = jax.eval_shape(self.policy.narrowed, sharding.params_like(shapes, self.mesh))
+        plain = jax.eval_shape(self.policy.cast_frozen, sharding.params_like(shapes, self.mesh))
         held = jax.tree.map(like, plain, sharding.param_shardings(shapes, self.mesh))
-        return jax.tree_util.tree_map_with_path(lora.kept(self.shape), held)
+        return jax.tree_util.tree_map_with_path(lora.base_quantizer(self.shape), held)
 
     @cached_property
     def params(self) -> Any:
         """All parameters."""
-        return joined(self.state.params, self.frozen)
+        return merge_params(self.state.params, self.frozen)
 
     @cached_property
     def reference(self) -> Any:
@@ -91,7 +91,7 @@ class Step:
     @property
     def _narrowed(self) -> Any:
         """The parameters in the compute precision."""
-        return jax.eval_shape(self.policy.narrowed, self.state.params)
+        return jax.eval_shape(self.policy.cast_frozen, self.state.params)
 
     @cached_property
     def batch(self) -> Any:
@@ -127,7 +127,7 @@ class Step:
         if generator.static:
             return generator.weights_like(params)
         plain = jax.eval_shape(partial(lora.merged, lora=self.shape.lora), params)
-        narrowed = jax.eval_shape(self.policy.narrowed, plain)
+        narrowed = jax.eval_shape(self.policy.cast_frozen, plain)
         return jax.tree.map(like, narrowed, sharding.param_shardings(plain, generator.mesh))
 
     @property

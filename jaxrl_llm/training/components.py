@@ -20,7 +20,7 @@ from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -62,7 +62,7 @@ class Components:
             base = model.name, model.revision
             where = storage.local(model.name) if storage.is_url(model.name) else model.name
             source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
-            shape = lora.beside(shape, model.lora)
+            shape = lora.shape_with_adapters(shape, model.lora)
         else:
             source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -91,12 +91,15 @@ class Components:
         """The parameters that are not trained, in the compute precision; None if all are."""
         if self.shape.lora is None or self.source is None:
             return None
-        dtype, keep = qwen2.settings(self.policy.definition)[1].dtype, lora.kept(self.shape)
+        dtype, keep = (
+            qwen2.settings(self.policy.definition)[1].dtype,
+            lora.base_quantizer(self.shape),
+        )
         return hf.load(self.source, self.shape, self.mesh, dtype, keep=keep)
 
     def merged(self, params: Any) -> Any:
         """All parameters of the model, from those that are trained."""
-        return joined(params, self.frozen)
+        return merge_params(params, self.frozen)
 
     def initial_params(self) -> Any:
         """The sharded parameters that a run starts from, in float32: read, or drawn by its seed."""

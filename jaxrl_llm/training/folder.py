@@ -167,7 +167,7 @@ class RunFolder:
                 "use the config and flags it was started with"
             )
         for file, described in ours.items():
-            there = hf.record(self.path / MODEL / file)
+            there = hf.read_json(self.path / MODEL / file)
             for name, value in described.items():
                 if there.get(name) != value:
                     raise UserError(
@@ -319,7 +319,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
             )
-        params = components.policy.narrowed(params)
+        params = components.policy.cast_frozen(params)
         return sharding.to_hosts(params) if components.config.offloads("reference") else params
 
     def initial_params(self, components: Components) -> Any:

@@ -123,23 +123,6 @@ def test_a_router_chooses_as_transformers_does(folders, name):
         np.testing.assert_array_equal(ours[0], chosen)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", [name for name in SHAPES if "moe" in name])
-def test_router_log_probs_are_those_of_transformers(folders, name, mesh):
-    tokenizer.of_words([f"w{i}" for i in range(94)]).save(folders / name)
-    model = jl.load(folders / name, mesh=tiny.mesh_of(*mesh))
-    tokens, found = np.load(folders / name / "tokens.npy"), np.load(folders / name / "found.npz")
-    gates = hf.Tensors(folders / name)
-    rows = [*tokens, tokens[0, :1]]  # also a single token is routed
-    logps = jl.router_logps(model, rows)
-    assert (logps[-1, 1:] == 0).all()
-    np.testing.assert_allclose(logps[-1, 0], logps[0, 0], atol=2e-5)
-    for i, x in enumerate(found["inputs"]):
-        logits = x @ gates.slice(f"model.layers.{i}.mlp.gate.weight")[:].T
-        want = jax.nn.log_softmax(logits).reshape(25, 40, -1)
-        np.testing.assert_allclose(logps[:-1, :, i], want, atol=2e-5)
-
-
 @pytest.mark.parametrize(("name", "change"), BROKEN)
 def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypatch):
     shape = dataclasses.replace(SHAPES[name], **change)

@@ -14,7 +14,7 @@ import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, int8, logprobs, lora, qwen2, sharding, tokenizer
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.primitives import merge_params
 from tests import tiny
 from tests.models.test_families import SHAPES
 from tests.reference import peer
@@ -110,7 +110,7 @@ def test_a_step_moves_adapters_as_optax_does_and_nothing_else(mesh):
     with jax.set_mesh(mesh):
         batch = update.place(tiny.collator(shards=4)(tiny.responses()), mesh)
         reward = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), jnp.float32)
-        old = update.make_score(policy)(joined(trained, frozen), batch.inputs)
+        old = update.make_score(policy)(merge_params(trained, frozen), batch.inputs)
         credited = update.make_credit(OBJECTIVE)(batch, reward, old_logp=old)
         state = update.init_state(jax.tree.map(jnp.copy, trained), optimizer)
         assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(trained)
@@ -135,21 +135,21 @@ def test_a_base_in_8_bits_is_that_of_its_numbers(mesh):
     policy, params, _ = adapted(SHAPES["gemma3"], one)
     mesh = tiny.mesh_of(*mesh)
     params = jax.device_put(params, sharding.param_shardings(params, mesh))
-    keep = lora.kept(dataclasses.replace(tiny.SHAPE, lora=one))
+    keep = lora.base_quantizer(dataclasses.replace(tiny.SHAPE, lora=one))
     small = jax.tree_util.tree_map_with_path(keep, lora.base_of(params))
     assert small["layers"]["mlp"]["up_proj"]["weight"].numbers.dtype == jnp.int8
-    wide, added = int8.widened(small, jnp.float32), lora.adapters(params)
+    wide, added = int8.dequantize(small, jnp.float32), lora.adapters(params)
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(lora.base_of(params)), strict=True):
         assert float(jnp.abs(a - b).max()) <= float(jnp.abs(b).max()) / 253
-    whole = lambda added, base: policy(joined(added, base), inputs()).sum()
+    whole = lambda added, base: policy(merge_params(added, base), inputs()).sum()
     with jax.set_mesh(mesh):
         found, gradient = jax.jit(jax.value_and_grad(whole))(added, small)
         want, expected = jax.jit(jax.value_and_grad(whole))(added, wide)
         np.testing.assert_allclose(found, want, rtol=1e-6)
         for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        merged = lora.merged(joined(added, small), one)
-        again = lora.merged(joined(added, wide), one)
+        merged = lora.merged(merge_params(added, small), one)
+        again = lora.merged(merge_params(added, wide), one)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), merged, again))
 
 
@@ -196,7 +196,7 @@ def test_log_probs_are_those_of_peft(folders, name, whose):
     base = jl.load(folders / name)
     beside = dataclasses.replace(
         base,
-        params=joined(added, base.params),
+        params=merge_params(added, base.params),
         policy=dataclasses.replace(base.policy, definition=definition),
     )
     close(jl.token_logps(beside, tokens), label)
@@ -272,13 +272,13 @@ def test_adapters_that_are_not_ours_are_refused(folders, tmp_path, change, said)
 
 def test_products_that_a_model_has_not_have_no_adapters():
     with pytest.raises(UserError, match=r"this model has no in_proj_qkv, .*: leave them out"):
-        lora.beside(tiny.SHAPE, WHOLE)
-    assert lora.beside(tiny.FAMILIES["qwen3_5"], WHOLE).lora == WHOLE
+        lora.shape_with_adapters(tiny.SHAPE, WHOLE)
+    assert lora.shape_with_adapters(tiny.FAMILIES["qwen3_5"], WHOLE).lora == WHOLE
 
 
 def test_experts_have_no_adapters():
     shape = tiny.FAMILIES["qwen3_moe"]
     with pytest.raises(UserError, match="no adapters of gate_proj, up_proj, down_proj: leave them"):
-        lora.beside(shape, lora.Lora())
+        lora.shape_with_adapters(shape, lora.Lora())
     attention = lora.Lora(targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert lora.beside(shape, attention).lora == attention
+    assert lora.shape_with_adapters(shape, attention).lora == attention

@@ -29,7 +29,7 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import TokenTask, trajectories
 from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, tokenizer
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.primitives import joined
+from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.vllm import sync
@@ -254,7 +254,7 @@ def test_adapters_travel_alone(logs, dtype, family):
     definition, _ = qwen2.graph(shape)
     base = tiny.policy(shape, seed=0)[1]
     versions = [
-        joined(lora.adapters(tiny.policy(shape, seed=seed)[1]), lora.base_of(base))
+        merge_params(lora.adapters(tiny.policy(shape, seed=seed)[1]), lora.base_of(base))
         for seed in range(1, 51)
     ]
     engine = dataclasses.replace(ENGINE, dtype=dtype)
