@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import Reward
+from jaxrl_llm.reward import UNGRADED, Reward
 from jaxrl_llm.tasks import rewards, tables
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt
@@ -28,7 +28,10 @@ HELD_OUT = (
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first."""
+    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first.
+
+    What has no verdict on an example is left out of its sum.
+    """
 
     train: Sequence[Question]
     test: Sequence[Question]
@@ -47,10 +50,13 @@ class Questions:
         return said[0]["content"] if isinstance(asked, str) and not self.system else said
 
     def reward(self, example: Question, response: str) -> Reward:
-        parts = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        made = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        parts = {name: part for name, part in made.items() if part is not None}
+        if not parts:
+            return UNGRADED
         score = sum(self.rewards[name][1] * part.score for name, part in parts.items())
         fields = {key: x for part in parts.values() for key, x in part.fields.items()}
-        if len(parts) > 1:
+        if len(made) > 1:
             fields |= {name: part.score for name, part in parts.items()}
         checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
@@ -67,18 +73,22 @@ def task(
     answer_column: str = "",
     system: str = "",
     instruction: str | None = None,
+    judge: rewards.Scored | None = None,
     seed: int = 0,
 ) -> Questions:
     """Questions of a file or a data set at the hub, with rewards; a UserError that says what is wrong.
 
     `source` is `mine.jsonl`, or `owner/name[:config[:split]]`. Without a `test` source the hub's test
-    or validation split is the test, else `held_out` questions that `seed` chooses.
+    or validation split is the test, else `held_out` questions that `seed` chooses. A `judge` is one
+    more reward, the last.
     """
-    if weights and len(weights) != len(specs):
-        raise UserError(f"--weights: {len(weights)} for {len(specs)} rewards: give one each")
-    calls = {_short(spec): (rewards.reward(spec), weight) for spec, weight in
-             zip(specs, weights or (1.0,) * len(specs), strict=True)}  # fmt: skip
-    if len(calls) < len(specs):
+    called = [(_short(spec), rewards.reward(spec)) for spec in specs]
+    called += [("judge", judge)] if judge else []
+    if weights and len(weights) != len(called):
+        raise UserError(f"--weights: {len(weights)} for {len(called)} rewards: give one each")
+    weights = weights or (1.0,) * len(called)
+    calls = {name: (call, x) for (name, call), x in zip(called, weights, strict=True)}
+    if len(calls) < len(called):
         raise UserError("--reward: two have one name, and would be one field of the metrics")
     by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}

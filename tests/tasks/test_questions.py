@@ -270,6 +270,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info == {"index": 0}
     return {"score": 0.75, "acc": solution_str == ground_truth, "pred": "x"}
 
+def verl_more(solution_str, extra_info):
+    return extra_info.get("index", 1)
+
 def odd(a, b, c):
     return 0
 
@@ -299,7 +302,8 @@ def test_functions_are_taken_as_they_are_written(functions):
         ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
     ]:
         assert functions(name)(question, response) == reward
-    assert not functions("trl_none")(plain, "").graded
+    assert functions("verl_more")(plain, "") == Reward(1.0, True)  # verl's extra_info is a dict
+    assert functions("trl_none")(plain, "") is None
     with pytest.raises(UserError, match="takes level, of which the data have no column"):
         functions("trl_missing")(plain, "")
     with pytest.raises(TypeError, match="returned 'good', which is no number"):
@@ -319,6 +323,11 @@ def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
     got = made.reward(made.train[0], "42")
     assert got.score == pytest.approx(1 + 0.1 * 0.98)
     assert (got.correct, got.fields) == (True, {"exact": 1.0, "brevity": 0.98})
+    both = [f"{tmp_path / 'my.py'}:{name}" for name in ("trl_none", "brevity")]
+    made = questions.task(source, both)  # what says nothing of a question is left out, as TRL does
+    got = made.reward(made.train[0], "42")
+    assert (got.score, got.fields, got.graded) == (0.98, {"brevity": 0.98}, True)
+    assert not questions.task(source, both[:1]).reward(made.train[0], "42").graded
     free = questions.task(
         written(tmp_path, [{"question": "Sing."}] * 2), [f"{tmp_path / 'my.py'}:brevity"]
     )
