@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -138,25 +139,26 @@ def questions(
 
 def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     """The files to train on, and those to test on; none of these where there is no such split."""
+    of_hub = cache(tables.of_hub)  # the hub is asked once for a set that both name
+
+    def at_hub(source: str) -> tuple[tables.HubData, str]:
+        """The data set `owner/name[:config[:split]]`, and that split."""
+        name, config, split = [*source.split(":", 2), "", ""][:3]
+        return replace(of_hub(name), config=config), split
+
     held = []
     if tables.is_local(source):
         trained = [Path(source)]
     else:
-        data, split = _at_hub(source)
+        data, split = at_hub(source)
         trained = data.require(split or "train")
         held = [] if test else data.find("test", "validation")
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:
-        data, split = _at_hub(test)
+        data, split = at_hub(test)
         held = data.require(*([split] if split else ["test", "validation", "train"]))
     return trained, held
-
-
-def _at_hub(source: str) -> tuple[tables.HubData, str]:
-    """The data set `owner/name[:config[:split]]`, and that split."""
-    name, config, split = [*source.split(":", 2), "", ""][:3]
-    return tables.of_hub(f"{name}:{config}"), split
 
 
 def _question(

@@ -82,6 +82,100 @@ def test_a_spreadsheet_is_read(tmp_path):
     assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
 
 
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# Files as they are published or exported: name, text (or rows of parquet), reward, prompt, truth.
+FILES = {
+    "gsm8k": ("train.jsonl", lines({"question": "6 * 7?", "answer": SOLUTION}), "math", "6 * 7?", "42"),
+    "math": (
+        *("train.jsonl", lines({"problem": "6 * 7?", "level": "Level 1", "type": "Algebra",
+                                "solution": "We get $\\boxed{4\\text{2}}$, or\n\\[\\boxed{\\frac{84}{2}}.\\]"})),
+        *("math", "6 * 7?", "\\frac{84}{2}"),
+    ),
+    "deepmath of trl": (
+        *("train.parquet", [{"prompt": USER, "solution": "$\\dfrac{84}{2}$"}]),
+        *("math", tuple(USER), "$\\dfrac{84}{2}$"),
+    ),
+    "openmathinstruct of nemo-rl": (
+        *("train.parquet", [{"problem": "6 * 7?", "generated_solution": "So \\boxed{41}",
+                             "expected_answer": "42", "problem_source": "augmented_gsm8k"}]),
+        *("math", "6 * 7?", "42"),
+    ),
+    "gsm8k of verl": ("train.parquet", [VERL], "math", tuple(USER), "42"),
+    "dapo-math": (
+        *("train.parquet", [VERL | {"data_source": "math_dapo", "ability": "MATH",
+                                    "reward_model": {"ground_truth": '["42"]', "style": "rule"}}]),
+        *("math", tuple(USER), "42"),
+    ),
+    "numina": (
+        *("train.jsonl", lines({"source": "olympiads", "problem": "6 * 7?", "solution": "so \\boxed{42}",
+                                "messages": CHAT})),
+        *("math", "6 * 7?", "42"),
+    ),
+    "messages": ("chat.json", json.dumps([{"messages": CHAT}]), "math", tuple(CHAT[:2]), "42"),
+    "prompts with truths": ("p.jsonl", lines({"prompt": "6 * 7?", "ground_truth": 42.0}), "exact", "6 * 7?", "42"),
+    "windows": ("train.jsonl", "\ufeff" + lines({"question": "6 * 7?", "answer": 42}).replace("\n", "\r\n"),
+                "exact", "6 * 7?", "42"),
+    "spreadsheet": ("mine.csv", "\ufeffquestion;answer\n6 * 7?;42\n", "exact", "6 * 7?", "42"),
+    "tabs": ("mine.tsv", "question\tanswer\n6 * 7?\t42\n", "exact", "6 * 7?", "42"),
+    "arc": ("test.jsonl", lines(LETTERS | {"choices": ARC, "answerKey": "B"}), "choice", PICK, "B"),
+    "mmlu": ("test.parquet", [LETTERS | {"subject": "algebra", "answer": 1}], "choice", PICK, "B"),
+    "gpqa": ("mine.csv", "Question,Correct Answer\n6 * 7?,42\n", "exact", "6 * 7?", "42"),
+    "aime": ("train.jsonl", lines({"ID": "2024-I-1", "Problem": "6 * 7?", "Solution": "...", "Answer": 42}),
+             "math", "6 * 7?", "42"),
+}  # fmt: skip
+FILES["alpaca"] = (
+    *("alpaca.json", json.dumps([{"instruction": "Multiply.", "input": "6, 7", "output": "42"}])),
+    *("exact", "Multiply.\n\n6, 7", "42"),
+)
+COLUMNS = {
+    "alpaca": {"answer_column": "output"},
+    "gpqa": {"prompt_column": "Question", "answer_column": "Correct Answer"},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_others_are_read(tmp_path, caplog, name):
+    file, content, spec, prompt, truth = FILES[name]
+    path = tmp_path / file
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        written(tmp_path, content, file)
+    columns = COLUMNS.get(name, {})
+    [one] = questions.questions([path], needs=[spec], choice=spec == "choice", **columns)
+    assert (one.prompt, one.truths) == (prompt, (truth,))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("mine.jsonl", "", "mine.jsonl holds no questions"),
+        ("mine.csv", "question,answer\n", "mine.csv holds no questions"),
+        ("mine.jsonl", '{"question": "q", "answer": "1"}\n{"question": "q", "ans', "line 2: not JSON"),
+        ("mine.json", '{"data": []}', "mine.json holds a dict, not a list of rows"),
+        ("mine.parquet", "PAR1", "cannot read .*mine.parquet: "),
+        ("mine.txt", "6 * 7?", r"cannot read .*mine.txt: its name ends in none of \.parquet, \.jsonl"),
+        ("mine.csv", "6 * 7?,42\n1 + 1?,2\n", "row 0: no problem or .* among 6 \\* 7\\?, 42: .*--prompt-column"),
+        ("mine.jsonl", lines({"conversations": [{"from": "human", "value": "6 * 7?"}]}),
+         "row 0: no problem or .* among conversations: name the column by --prompt-column"),
+        ("mine.jsonl", lines({"instruction": "Multiply.", "input": "6, 7", "output": "42"}),
+         "row 0: no answer or .* among instruction, input, output: name the column by --answer-column"),
+        ("mine.jsonl", lines({"question": "6 * 7?", "answers": {"text": ["42"]}}),
+         "row 0: no answer or .* among question, answers: name the column by --answer-column"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, content, said):
+    path = tmp_path / file
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said) as error:
+        questions.questions([path], needs=["math"])
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "said"),
     [
@@ -150,6 +244,17 @@ def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
     made = questions.task(source)
     assert [len(made.train), len(made.test)] == sizes
     assert asked == ["us/set"]
+
+
+@pytest.mark.parametrize("test", ["us/set", "us/set:main:test", "us/set:other:test"])
+def test_the_hub_is_asked_once_for_a_set_that_is_named_twice(monkeypatch, tmp_path, test):
+    files = ["main/train.jsonl", "main/test.jsonl", "other/test.jsonl"]
+    asked = hub(monkeypatch, tmp_path, files[:2] if test == "us/set" else files)
+    made = questions.task("us/set:main", test=test)
+    assert [len(made.train), len(made.test)] == [3, 3]
+    assert asked == ["us/set"]
+    questions.task("us/set:main", test=test)
+    assert asked == ["us/set"] * 2  # a later task sees what has changed
 
 
 @pytest.mark.parametrize(
