@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pathlib
 
 import huggingface_hub
 import pyarrow
@@ -18,6 +19,7 @@ from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import journal
 from tests import public
 
+ROOT = pathlib.Path(__file__).parents[2]
 USER = [{"role": "user", "content": "6 * 7?"}]
 SOLUTION = "6 * 7 = <<6*7=42>>42\n#### 42"
 VERL = {
@@ -490,3 +492,38 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, template):
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
     assert tokenizer.load(tmp_path, chat=None).chats == bool(template)
     assert not tokenizer.load(tmp_path).chats
+
+
+# What TRL and verl compute themselves, recorded by tests/reference/rewards/make.py.
+
+RECORDED = json.loads((ROOT / "tests" / "golden" / "rewards.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "chat"),
+    [
+        ("trl_text.py", ["matches", "length"], False),
+        ("trl_chat.py", ["format_reward"], True),
+        ("trl_tasks.py", ["math_reward", "code_reward"], False),
+        ("verl_plain.py", ["my_reward_fn"], False),
+        ("verl_dict.py", ["compute_score"], False),
+    ],
+)
+def test_reward_files_of_others_give_the_numbers_of_others(tmp_path, file, names, chat):
+    path, rows = ROOT / "tests" / "reference" / "rewards" / file, []
+    for i, row in enumerate(RECORDED["rows"]):
+        said = [{"role": "user", "content": row["question"]}]
+        verl = {"data_source": "openai/gsm8k" if i % 2 else "mine", "extra_info": {"index": i}}
+        asked = {"prompt": said} if chat else {"question": row["question"]}
+        rows.append(asked | verl | {name: row[name] for name in ("ground_truth", "task")})
+    source = written(tmp_path, rows)
+    specs = [f"{path}:{name}" for name in names]
+    made = questions.task(source, specs, weights=(1.0, 0.5)[: len(names)], test=source)
+    got = [
+        made.reward(one, row["said"] or " " * file.startswith("verl"))
+        for one, row in zip(made.train, RECORDED["rows"], strict=True)
+    ]
+    assert [reward.graded for reward in got] == [x is not None for x in RECORDED[file]]
+    assert len({*RECORDED[file]}) > 1
+    for reward, recorded in zip(got, RECORDED[file], strict=True):
+        assert recorded is None or reward.score == pytest.approx(recorded, abs=1e-6)
