@@ -162,6 +162,7 @@ def test_what_is_run_in_three_ways_has_one_file_of_rewards(tmp_path, monkeypatch
     settings = json.loads(pathlib.Path("model/tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     pathlib.Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    pathlib.Path("model/SHA256SUMS").unlink()
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -172,7 +173,7 @@ def test_what_is_run_in_three_ways_has_one_file_of_rewards(tmp_path, monkeypatch
         for a in public.WORDS
         for b in public.WORDS
     ]
-    for name, part in (("gsm8k", rows), ("gsm8k_test", rows[:4])):
+    for name, part in (("gsm8k", rows[4:]), ("gsm8k_test", rows[:4])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), f"{name}.parquet")
     [line] = re.findall(r"^    jaxrl-llm (train .*)$", PAGES["migration.md"], re.MULTILINE)
     words = shlex.split(line)
@@ -443,7 +444,7 @@ def test_the_gallery_has_a_picture_of_each_command(tmp_path, monkeypatch):
     (page := tmp_path / "gallery.md").write_text(PAGES["gallery.md"])
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
     runs = pictures["commands"](page.read_text())
-    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm", page.read_text(), re.MULTILINE))
+    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm.* --out ", page.read_text(), re.M))
     for i, run in enumerate(runs):
         (folder := tmp_path / run).mkdir(parents=True)
         found = [{"step": s, "phase": "reinforce", "accuracy": (s + i) / 30} for s in (1, 2)]
