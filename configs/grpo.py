@@ -20,13 +20,13 @@ from jaxrl_llm.models import qwen2
 from jaxrl_llm.objectives import recipes
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks import questions
+from jaxrl_llm.tasks import judges, questions
 
 
 def config(
     model: str,
     data: str,
-    reward: tuple[str, ...] = ("math",),
+    reward: tuple[str, ...] = (),
     *,
     weights: tuple[float, ...] = (),
     test: str = "",
@@ -35,6 +35,9 @@ def config(
     answer_column: str = "",
     system: str = "",
     instruction: str | None = None,
+    judge: str = "",
+    judge_model: str = "",
+    judge_rubric: str = "",
     chat: bool | None = None,
     objective: recipes.Name = "grpo",
     alpha: float = 0.0,
@@ -60,14 +63,18 @@ def config(
     Args:
         model: a Hugging Face folder or hub name.
         data: a parquet, JSONL, JSON or CSV file, or owner/name[:config[:split]] at the hub.
-        reward: math, exact, choice, tagged, regex:PATTERN, or FILE.py:FUNCTION; the sum of several.
-        weights: of the rewards, one each.
+        reward: math, exact, choice, tagged, regex:PATTERN, or FILE.py:FUNCTION; the sum of several; math
+            where there is no judge.
+        weights: of the rewards, one each, and of the judge, if there is one, the last.
         test: as data, to test on; else the hub's test split, or questions that are held out.
         held_out: how many, where there is no test split (a tenth of them at most).
         prompt_column: of the question, where it has none of the usual names.
         answer_column: the same of the answer.
         system: a system message before each question.
         instruction: what is said after each question; if not given, what the reward needs.
+        judge: the URL of a server with OpenAI's interface, a model at which is a reward (key: JAXRL_JUDGE_KEY).
+        judge_model: that model.
+        judge_rubric: a text file, what it judges by.
         chat: put questions into the model's chat template; if not given, where it has one.
         objective: a published one, by its name.
         alpha: strength of Advantage Reweighting (0.1 to 0.3; 0 switches it off).
@@ -91,9 +98,9 @@ def config(
     made = recipes.BY_NAME[objective](length)
     adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
     return Config(
-        task=lambda _: questions.task(
+        task=lambda folder: questions.task(
             data,
-            reward,
+            reward or (() if judge else ("math",)),
             weights=weights,
             test=test,
             held_out=held_out,
@@ -101,6 +108,7 @@ def config(
             answer_column=answer_column,
             system=system,
             instruction=instruction,
+            judge=judges.of_flags(judge, judge_model, judge_rubric, folder),
             seed=seed,
         ),
         model=Pretrained(model, chat=chat, lora=adapters),
@@ -111,6 +119,7 @@ def config(
         prompts=prompts,
         group_size=group,
         sampling=Sampling(temperature=temperature),
+        reward_threads=16 if judge else 1,
         engine=Vllm(python=vllm, share=0.4, max_model_len=prompt_length + length)
         if vllm
         else Native(slots=slots),

@@ -17,9 +17,9 @@ os.environ["SOURCE_DATE_EPOCH"] = "0"  # the same numbers give the same bytes
 
 
 def commands(page: str) -> dict[str, list[str]]:
-    """The words of each command of the page, after `jaxrl-llm`, by its run's folder."""
+    """The words of each command of the page with a folder, after `jaxrl-llm`, by that folder."""
     found = map(shlex.split, re.findall(r"^    jaxrl-llm (train .*)$", page, re.MULTILINE))
-    return {words[words.index("--out") + 1]: words for words in found}
+    return {words[words.index("--out") + 1]: words for words in found if "--out" in words}
 
 
 def curve(folder: str) -> list[tuple[int, float]]:

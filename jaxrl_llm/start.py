@@ -7,7 +7,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
 
 
-def grpo(model: str, data: str, reward: str | Sequence[str] = "math", **settings: Any) -> Config:
+def grpo(model: str, data: str, reward: str | Sequence[str] = (), **settings: Any) -> Config:
     """A pretrained model, a table of questions and a reward: the config of `jaxrl-llm train grpo`.
 
     `jaxrl-llm train grpo --help` lists the settings; `dataclasses.replace` changes anything else.

@@ -15,6 +15,8 @@ import types
 
 import jax.numpy as jnp
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import jaxrl_llm as jl
@@ -23,9 +25,10 @@ from jaxrl_llm.cli.main import COMMANDS, main
 from jaxrl_llm.models import families
 from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import TokenData, recipes
+from jaxrl_llm.tasks import questions
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal, tokens
-from tests import tiny
+from tests import public, tiny
 from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -66,6 +69,7 @@ def test_every_snippet_is_tested():
         "environments.md": 5,
         "tokens.md": 1,
         "tutorial.md": 5,
+        "migration.md": 2,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -147,6 +151,52 @@ def test_the_names_beside_those_of_others_exist():
     assert ("losses", "gspo") in found
     names = {"partial": functools.partial, **vars(jl.objectives)}
     assert eval(re.search(r"`(Objective\(.*?\))`,", text)[1], names).stages == 1
+
+
+def test_what_is_run_in_three_ways_has_one_file_of_rewards(tmp_path, monkeypatch, capsys):
+    """Our command of the page as it stands but for the sizes; the file's two functions say the same."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("reward.py").write_text(snippet("migration.md", 0))
+    compile(snippet("migration.md", 1), "trl_run.py", "exec")
+    public.write_model(pathlib.Path("model"))
+    settings = json.loads(pathlib.Path("model/tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    pathlib.Path("model/tokenizer_config.json").write_text(json.dumps(settings))
+    pathlib.Path("model/SHA256SUMS").unlink()
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{a} {b}"}],
+            "reward_model": {"style": "rule", "ground_truth": a},
+            "extra_info": {"index": 0},
+        }
+        for a in public.WORDS
+        for b in public.WORDS
+    ]
+    for name, part in (("gsm8k", rows[4:]), ("gsm8k_test", rows[:4])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), f"{name}.parquet")
+    [line] = re.findall(r"^    jaxrl-llm (train .*)$", PAGES["migration.md"], re.MULTILINE)
+    words = shlex.split(line)
+    words[words.index("--model") + 1], words[words.index("--length") + 1] = "model", "4"
+    words += [
+        "--prompts",
+        "2",
+        "--group",
+        "2",
+        "--steps",
+        "1",
+        "--validation",
+        "3",
+        "--no-bfloat16",
+    ]
+    main([*words, "--prompt-length", "4", "--out", "run"])
+    assert "test accuracy" in capsys.readouterr().out
+    task = questions.task("gsm8k.parquet", ["reward.py:compute_score", "reward.py:correct"])
+    for said in ("#### " + public.WORDS[0], "#### 1,000", "", public.WORDS[0]):
+        fields = task.reward(task.train[0], said).fields
+        assert fields["compute_score"] == fields["correct"]
+    right = task.reward(task.train[0], f"so\n#### {task.train[0].truths[0]}")
+    assert (right.score, right.correct) == (2.0, True)
 
 
 def tutorial(folder):
@@ -394,7 +444,7 @@ def test_the_gallery_has_a_picture_of_each_command(tmp_path, monkeypatch):
     (page := tmp_path / "gallery.md").write_text(PAGES["gallery.md"])
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
     runs = pictures["commands"](page.read_text())
-    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm", page.read_text(), re.MULTILINE))
+    assert 4 <= len(runs) == len(re.findall("^    jaxrl-llm.* --out ", page.read_text(), re.M))
     for i, run in enumerate(runs):
         (folder := tmp_path / run).mkdir(parents=True)
         found = [{"step": s, "phase": "reinforce", "accuracy": (s + i) / 30} for s in (1, 2)]

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import Reward
+from jaxrl_llm.reward import UNGRADED, Reward
 from jaxrl_llm.tasks import rewards, tables
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt
@@ -28,7 +29,10 @@ HELD_OUT = (
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first."""
+    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first.
+
+    What has no verdict on an example is left out of its sum.
+    """
 
     train: Sequence[Question]
     test: Sequence[Question]
@@ -47,10 +51,13 @@ class Questions:
         return said[0]["content"] if isinstance(asked, str) and not self.system else said
 
     def reward(self, example: Question, response: str) -> Reward:
-        parts = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        made = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        parts = {name: part for name, part in made.items() if part is not None}
+        if not parts:
+            return UNGRADED
         score = sum(self.rewards[name][1] * part.score for name, part in parts.items())
         fields = {key: x for part in parts.values() for key, x in part.fields.items()}
-        if len(parts) > 1:
+        if len(made) > 1:
             fields |= {name: part.score for name, part in parts.items()}
         checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
@@ -67,18 +74,22 @@ def task(
     answer_column: str = "",
     system: str = "",
     instruction: str | None = None,
+    judge: rewards.Scored | None = None,
     seed: int = 0,
 ) -> Questions:
     """Questions of a file or a data set at the hub, with rewards; a UserError that says what is wrong.
 
     `source` is `mine.jsonl`, or `owner/name[:config[:split]]`. Without a `test` source the hub's test
-    or validation split is the test, else `held_out` questions that `seed` chooses.
+    or validation split is the test, else `held_out` questions that `seed` chooses. A `judge` is one
+    more reward, the last.
     """
-    if weights and len(weights) != len(specs):
-        raise UserError(f"--weights: {len(weights)} for {len(specs)} rewards: give one each")
-    calls = {_short(spec): (rewards.reward(spec), weight) for spec, weight in
-             zip(specs, weights or (1.0,) * len(specs), strict=True)}  # fmt: skip
-    if len(calls) < len(specs):
+    called = [(_short(spec), rewards.reward(spec)) for spec in specs]
+    called += [("judge", judge)] if judge else []
+    if weights and len(weights) != len(called):
+        raise UserError(f"--weights: {len(weights)} for {len(called)} rewards: give one each")
+    weights = weights or (1.0,) * len(called)
+    calls = {name: (call, x) for (name, call), x in zip(called, weights, strict=True)}
+    if len(calls) < len(called):
         raise UserError("--reward: two have one name, and would be one field of the metrics")
     by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
@@ -128,25 +139,26 @@ def questions(
 
 def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     """The files to train on, and those to test on; none of these where there is no such split."""
+    of_hub = cache(tables.of_hub)  # the hub is asked once for a set that both name
+
+    def at_hub(source: str) -> tuple[tables.HubData, str]:
+        """The data set `owner/name[:config[:split]]`, and that split."""
+        name, config, split = [*source.split(":", 2), "", ""][:3]
+        return replace(of_hub(name), config=config), split
+
     held = []
     if tables.is_local(source):
         trained = [Path(source)]
     else:
-        data, split = _at_hub(source)
+        data, split = at_hub(source)
         trained = data.require(split or "train")
         held = [] if test else data.find("test", "validation")
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:
-        data, split = _at_hub(test)
+        data, split = at_hub(test)
         held = data.require(*([split] if split else ["test", "validation", "train"]))
     return trained, held
-
-
-def _at_hub(source: str) -> tuple[tables.HubData, str]:
-    """The data set `owner/name[:config[:split]]`, and that split."""
-    name, config, split = [*source.split(":", 2), "", ""][:3]
-    return tables.of_hub(f"{name}:{config}"), split
 
 
 def _question(

@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.reward import UNGRADED, Reward
+from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
 
-Scored = Callable[[Question, str], Reward]
+Scored = Callable[[Question, str], Reward | None]  # None: it says nothing of that question
 _LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
 
 
@@ -138,7 +138,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
             "data_source": row.get("data_source", ""),
             "solution_str": response,
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
-            "extra_info": row.get("extra_info"),
+            "extra_info": row.get("extra_info") or {},
         }
         return function(**named(known))
 
@@ -154,22 +154,20 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
             "(completions, **columns), or as verl's (data_source, solution_str, ground_truth, extra_info)"
         )
 
-    def scored(question: Question, response: str) -> Reward:
+    def scored(question: Question, response: str) -> Reward | None:
         made = call(question, response)
         made = asyncio.run(made) if inspect.iscoroutine(made) else made
         if isinstance(made, list | tuple) and len(made) == 1:
             made = made[0]
-        return as_reward(made, name)
+        return None if made is None else as_reward(made, name)
 
     return scored
 
 
 def as_reward(made: Any, name: str) -> Reward:
-    """What a function returned as a Reward: a number, verl's dict with a score, None for no verdict."""
+    """What a function returned as a Reward: a number, or verl's dict with a score."""
     if isinstance(made, Reward):
         return made
-    if made is None:
-        return UNGRADED
     fields: dict[str, float] = {}
     if isinstance(made, Mapping):
         numbers = {n: float(x) for n, x in made.items() if isinstance(x, int | float)}

@@ -25,6 +25,7 @@ ANSWERS = (
 )
 CHOICES = ("choices", "options")
 LETTERS = "ABCDEFGHIJ"
+_UTF8 = "utf-8-sig"  # with the mark that some programs put first, or without
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
 _BOX = "\\boxed{"
 
@@ -41,12 +42,12 @@ def rows(path: Path) -> list[Any]:
 
 
 def _json_lines(path: Path) -> list[Any]:
-    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 ends no line
+    lines = path.read_text(encoding=_UTF8).split("\n")  # not splitlines: U+2028 ends no line
     return [_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def _json_list(path: Path) -> list[Any]:
-    found = _json(path.read_text(encoding="utf-8"), str(path))
+    found = _json(path.read_text(encoding=_UTF8), str(path))
     if not isinstance(found, list):
         raise UserError(f"{path} holds a {type(found).__name__}, not a list of rows")
     return found
@@ -60,10 +61,12 @@ def _json(text: str, where: str) -> Any:
 
 
 def _csv(path: Path) -> list[Any]:
-    with path.open(encoding="utf-8-sig", newline="") as file:  # as spreadsheets write it
-        return [
-            {name: x or None for name, x in row.items() if name} for row in csv.DictReader(file)
-        ]
+    with path.open(encoding=_UTF8, newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        between = max(",;\t", key=head.count)  # some spreadsheets write semicolons
+        rows = csv.DictReader(file, delimiter=between)
+        return [{name: x or None for name, x in row.items() if name} for row in rows]
 
 
 READERS: dict[str, Callable[[Path], list[Any]]] = {
@@ -71,6 +74,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".jsonl": _json_lines,
     ".json": _json_list,
     ".csv": _csv,
+    ".tsv": _csv,
 }
 
 
@@ -141,6 +145,7 @@ def truths(stored: Any) -> tuple[str, ...]:
         both = _EITHER.fullmatch(stored.strip())
         stored = both.groups() if both else _printed_list(stored)
     items = stored if isinstance(stored, list | tuple) else [stored]
+    items = [int(x) if isinstance(x, float) and x.is_integer() else x for x in items]  # 42 of 42.0
     for item in items:
         if not isinstance(item, str | int | float) or item != item:
             raise TypeError(f"an answer is a text or a number, not {item!r:.60}")
@@ -204,19 +209,27 @@ class Question:
 
 
 def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
-    """The name of the column `wanted`, or of the first of `names` that the row has; or a UserError."""
-    for name in [wanted] if wanted else names:
-        if row.get(name) is not None:
-            return name
-    there = ", ".join(row) or "no columns"
-    raise UserError(f"no {wanted or ' or '.join(names)} among {there}: name the column by {flag}")
+    """The name of the column `wanted`, or of the first of `names` that the row has; or a UserError.
+
+    `Answer` is `answer` too.
+    """
+    if wanted and row.get(wanted) is not None:
+        return wanted
+    there = {name.lower(): name for name, x in row.items() if x is not None}
+    for name in [] if wanted else names:
+        if name.lower() in there:
+            return there[name.lower()]
+    known = ", ".join(row) or "no columns"
+    raise UserError(f"no {wanted or ' or '.join(names)} among {known}: name the column by {flag}")
 
 
 def prompt_of(row: Row, wanted: str = "") -> Asked:
     """What a row asks: a text, or messages up to the last that is not the assistant's."""
-    given = row[column(row, wanted, PROMPTS, "--prompt-column")]
+    name = column(row, wanted, PROMPTS, "--prompt-column")
+    given = row[name]
     if isinstance(given, str) and given.strip():
-        return given
+        what = row.get("input") if name == "instruction" and not wanted else None  # as Alpaca's
+        return f"{given}\n\n{what}" if what else given
     try:
         said = [{"role": one["role"], "content": one["content"]} for one in cast(Any, given)]
     except (TypeError, KeyError) as error:
@@ -235,10 +248,12 @@ def answer_of(row: Row, wanted: str = "") -> Any:
     if not wanted and isinstance(row.get("reward_model"), Mapping):
         return row["reward_model"].get("ground_truth")
     said = row.get("messages")
-    told = any(row.get(name) is not None for name in ANSWERS)
-    if not wanted and not told and said and said[-1]["role"] == "assistant":
-        return said[-1]["content"]
-    return row[column(row, wanted, ANSWERS, "--answer-column")]
+    try:
+        return row[column(row, wanted, ANSWERS, "--answer-column")]
+    except UserError:
+        if not wanted and said and said[-1]["role"] == "assistant":
+            return said[-1]["content"]
+        raise
 
 
 def choices_of(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""What takes the records of a run beside metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""What takes the records of a run beside metrics.jsonl: TensorBoard, Weights & Biases, trackio, SwanLab, MLflow.
 
 None of them can end a run that has begun: what one raises becomes a warning, once, and it is left
 out from there on; so is one that does not return in LIMIT seconds.
@@ -27,7 +27,7 @@ from jaxrl_llm.training import journal
 
 ASKED = "JAXRL_LOGGERS"  # the environment variable that names loggers, with commas between
 LIMIT = 120.0  # seconds that each may take for a record, or to close
-HUBS = {"wandb": "Weights & Biases", "trackio": "trackio"}
+HUBS = {"wandb": "Weights & Biases", "trackio": "trackio", "swanlab": "SwanLab", "mlflow": "MLflow"}
 _event = cast(Any, event_pb2)  # members are made on import
 logger = logging.getLogger(__name__)
 Columns = Sequence[str]
@@ -55,10 +55,14 @@ class Loggers:
         self._known: dict[str, Logger] = {}
         asked = [name for name in os.environ.get(ASKED, "").replace(" ", "").split(",") if name]
         for name in {*asked} - {*HUBS}:
-            raise UserError(f"{ASKED}: there is no logger {name!r}, only {' and '.join(HUBS)}")
+            raise UserError(f"{ASKED}: there is no logger {name!r}, only {', '.join(HUBS)}")
         for name in ("tensorboard", *dict.fromkeys(asked)):
             try:
-                started = _Board(folder, purge) if name not in HUBS else _Hub(name, folder)
+                if name not in HUBS:
+                    started = _Board(folder, purge)
+                else:
+                    identity = json.loads((folder / "run.json").read_bytes())["id"]
+                    started = (_Mlflow if name == "mlflow" else _Hub)(name, folder, identity)
                 self._known[HUBS.get(name, "TensorBoard")] = started
             except Exception as error:  # the libraries' own errors have no common base
                 said = f"{HUBS.get(name, 'TensorBoard')} does not start ({first_line(error)})"
@@ -132,31 +136,75 @@ class _Board:
 
 
 class _Hub:
-    """Weights & Biases, or trackio, which has its interface; a resumed run goes on there by its id."""
+    """Weights & Biases, or those that have its interface; a resumed run goes on there by its id."""
 
-    def __init__(self, name: str, folder: Path):
-        identity = json.loads((folder / "run.json").read_bytes())["id"]
-        self._module, label = importlib.import_module(name), folder.absolute().name
+    def __init__(self, name: str, folder: Path, identity: str):
+        self._module, self._name = importlib.import_module(name), name
         project = os.environ.get(f"{name.upper()}_PROJECT", "jaxrl_llm")
+        label = folder.absolute().name
         settings: dict[str, Any] = {"project": project, "resume": "allow", "name": label}
-        if name == "wandb":
-            self._run = self._module.init(**settings, id=identity, dir=folder)
-            return
-        settings["name"] += f"-{identity[:8]}"  # trackio knows runs by name
-        with contextlib.redirect_stdout(sys.stderr):
-            self._run = self._module.init(**settings)
+        if name == "trackio":  # which knows runs by name
+            settings["name"] += f"-{identity[:8]}"
+        elif name == "swanlab":
+            settings |= {"id": identity, "log_dir": str(folder / "swanlog"), "reinit": True}
+        else:
+            settings |= {"id": identity, "dir": folder}
+        init = partial(self._module.init, **settings)
+        with self._quiet():  # in the main thread SwanLab would take Ctrl-C for itself
+            self._run = in_background(init).result(LIMIT) if name == "swanlab" else init()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
-        made = self._module.Table(columns=[*columns], data=[[*row] for row in rows])
+        if self._name == "swanlab":  # which has texts, and no tables
+            said = ["\n\n".join(map(": ".join, zip(columns, row, strict=True))) for row in rows]
+            made = [self._module.Text(text) for text in said]
+        else:
+            made = self._module.Table(columns=[*columns], data=[[*row] for row in rows])
         self._run.log({name: made}, step=step)
 
     def close(self, *, finished: bool) -> None:
         if finished:
-            with contextlib.redirect_stdout(sys.stderr):
+            with self._quiet():
                 self._module.finish()
+
+    def _quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Welcomes and goodbyes do not get among what the run says; those of wandb are errors already."""
+        return (
+            contextlib.nullcontext()
+            if self._name == "wandb"
+            else contextlib.redirect_stdout(sys.stderr)
+        )
+
+
+class _Mlflow:
+    """The MLflow server of MLFLOW_TRACKING_URI; a resumed run is found there by its tag."""
+
+    def __init__(self, name: str, folder: Path, identity: str):
+        self._module: Any = importlib.import_module(name)
+        self._client: Any = self._module.MlflowClient()
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxrl_llm")
+        where = self._module.set_experiment(project).experiment_id
+        tag = f"tags.jaxrl_llm = '{identity}'"
+        known = self._client.search_runs([where], tag, max_results=1)
+        label, tags = folder.absolute().name, {"jaxrl_llm": identity}
+        found = known[0] if known else self._client.create_run(where, run_name=label, tags=tags)
+        self._run = found.info.run_id
+        self._client.update_run(self._run, status="RUNNING")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        metric, now = self._module.entities.Metric, int(1000 * time.time())
+        named = {re.sub(r"[^\w\-. :/]", "_", name): x for name, x in values.items()}  # pass@2
+        made = [metric(name, float(x), now, step) for name, x in named.items()]
+        self._client.log_batch(self._run, metrics=made)
+
+    def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
+        table = {"columns": [*columns], "data": [[*row] for row in rows]}
+        self._client.log_dict(self._run, table, f"{name}/{step}.json")
+
+    def close(self, *, finished: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if finished else "KILLED")
 
 
 def _shown(text: str) -> str:

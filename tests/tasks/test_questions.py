@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pathlib
 
 import huggingface_hub
 import pyarrow
@@ -18,6 +19,7 @@ from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import journal
 from tests import public
 
+ROOT = pathlib.Path(__file__).parents[2]
 USER = [{"role": "user", "content": "6 * 7?"}]
 SOLUTION = "6 * 7 = <<6*7=42>>42\n#### 42"
 VERL = {
@@ -80,6 +82,100 @@ def test_a_spreadsheet_is_read(tmp_path):
     [first, second] = questions.questions([path], needs=["math"])
     assert (first.prompt, first.truths) == ("6 * 7,\nby head?", ("42",))
     assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# Files as they are published or exported: name, text (or rows of parquet), reward, prompt, truth.
+FILES = {
+    "gsm8k": ("train.jsonl", lines({"question": "6 * 7?", "answer": SOLUTION}), "math", "6 * 7?", "42"),
+    "math": (
+        *("train.jsonl", lines({"problem": "6 * 7?", "level": "Level 1", "type": "Algebra",
+                                "solution": "We get $\\boxed{4\\text{2}}$, or\n\\[\\boxed{\\frac{84}{2}}.\\]"})),
+        *("math", "6 * 7?", "\\frac{84}{2}"),
+    ),
+    "deepmath of trl": (
+        *("train.parquet", [{"prompt": USER, "solution": "$\\dfrac{84}{2}$"}]),
+        *("math", tuple(USER), "$\\dfrac{84}{2}$"),
+    ),
+    "openmathinstruct of nemo-rl": (
+        *("train.parquet", [{"problem": "6 * 7?", "generated_solution": "So \\boxed{41}",
+                             "expected_answer": "42", "problem_source": "augmented_gsm8k"}]),
+        *("math", "6 * 7?", "42"),
+    ),
+    "gsm8k of verl": ("train.parquet", [VERL], "math", tuple(USER), "42"),
+    "dapo-math": (
+        *("train.parquet", [VERL | {"data_source": "math_dapo", "ability": "MATH",
+                                    "reward_model": {"ground_truth": '["42"]', "style": "rule"}}]),
+        *("math", tuple(USER), "42"),
+    ),
+    "numina": (
+        *("train.jsonl", lines({"source": "olympiads", "problem": "6 * 7?", "solution": "so \\boxed{42}",
+                                "messages": CHAT})),
+        *("math", "6 * 7?", "42"),
+    ),
+    "messages": ("chat.json", json.dumps([{"messages": CHAT}]), "math", tuple(CHAT[:2]), "42"),
+    "prompts with truths": ("p.jsonl", lines({"prompt": "6 * 7?", "ground_truth": 42.0}), "exact", "6 * 7?", "42"),
+    "windows": ("train.jsonl", "\ufeff" + lines({"question": "6 * 7?", "answer": 42}).replace("\n", "\r\n"),
+                "exact", "6 * 7?", "42"),
+    "spreadsheet": ("mine.csv", "\ufeffquestion;answer\n6 * 7?;42\n", "exact", "6 * 7?", "42"),
+    "tabs": ("mine.tsv", "question\tanswer\n6 * 7?\t42\n", "exact", "6 * 7?", "42"),
+    "arc": ("test.jsonl", lines(LETTERS | {"choices": ARC, "answerKey": "B"}), "choice", PICK, "B"),
+    "mmlu": ("test.parquet", [LETTERS | {"subject": "algebra", "answer": 1}], "choice", PICK, "B"),
+    "gpqa": ("mine.csv", "Question,Correct Answer\n6 * 7?,42\n", "exact", "6 * 7?", "42"),
+    "aime": ("train.jsonl", lines({"ID": "2024-I-1", "Problem": "6 * 7?", "Solution": "...", "Answer": 42}),
+             "math", "6 * 7?", "42"),
+}  # fmt: skip
+FILES["alpaca"] = (
+    *("alpaca.json", json.dumps([{"instruction": "Multiply.", "input": "6, 7", "output": "42"}])),
+    *("exact", "Multiply.\n\n6, 7", "42"),
+)
+COLUMNS = {
+    "alpaca": {"answer_column": "output"},
+    "gpqa": {"prompt_column": "Question", "answer_column": "Correct Answer"},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_others_are_read(tmp_path, caplog, name):
+    file, content, spec, prompt, truth = FILES[name]
+    path = tmp_path / file
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        written(tmp_path, content, file)
+    columns = COLUMNS.get(name, {})
+    [one] = questions.questions([path], needs=[spec], choice=spec == "choice", **columns)
+    assert (one.prompt, one.truths) == (prompt, (truth,))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("mine.jsonl", "", "mine.jsonl holds no questions"),
+        ("mine.csv", "question,answer\n", "mine.csv holds no questions"),
+        ("mine.jsonl", '{"question": "q", "answer": "1"}\n{"question": "q", "ans', "line 2: not JSON"),
+        ("mine.json", '{"data": []}', "mine.json holds a dict, not a list of rows"),
+        ("mine.parquet", "PAR1", "cannot read .*mine.parquet: "),
+        ("mine.txt", "6 * 7?", r"cannot read .*mine.txt: its name ends in none of \.parquet, \.jsonl"),
+        ("mine.csv", "6 * 7?,42\n1 + 1?,2\n", "row 0: no problem or .* among 6 \\* 7\\?, 42: .*--prompt-column"),
+        ("mine.jsonl", lines({"conversations": [{"from": "human", "value": "6 * 7?"}]}),
+         "row 0: no problem or .* among conversations: name the column by --prompt-column"),
+        ("mine.jsonl", lines({"instruction": "Multiply.", "input": "6, 7", "output": "42"}),
+         "row 0: no answer or .* among instruction, input, output: name the column by --answer-column"),
+        ("mine.jsonl", lines({"question": "6 * 7?", "answers": {"text": ["42"]}}),
+         "row 0: no answer or .* among question, answers: name the column by --answer-column"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, content, said):
+    path = tmp_path / file
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said) as error:
+        questions.questions([path], needs=["math"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +246,17 @@ def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
     made = questions.task(source)
     assert [len(made.train), len(made.test)] == sizes
     assert asked == ["us/set"]
+
+
+@pytest.mark.parametrize("test", ["us/set", "us/set:main:test", "us/set:other:test"])
+def test_the_hub_is_asked_once_for_a_set_that_is_named_twice(monkeypatch, tmp_path, test):
+    files = ["main/train.jsonl", "main/test.jsonl", "other/test.jsonl"]
+    asked = hub(monkeypatch, tmp_path, files[:2] if test == "us/set" else files)
+    made = questions.task("us/set:main", test=test)
+    assert [len(made.train), len(made.test)] == [3, 3]
+    assert asked == ["us/set"]
+    questions.task("us/set:main", test=test)
+    assert asked == ["us/set"] * 2  # a later task sees what has changed
 
 
 @pytest.mark.parametrize(
@@ -270,6 +377,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info == {"index": 0}
     return {"score": 0.75, "acc": solution_str == ground_truth, "pred": "x"}
 
+def verl_more(solution_str, extra_info):
+    return extra_info.get("index", 1)
+
 def odd(a, b, c):
     return 0
 
@@ -299,7 +409,8 @@ def test_functions_are_taken_as_they_are_written(functions):
         ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
     ]:
         assert functions(name)(question, response) == reward
-    assert not functions("trl_none")(plain, "").graded
+    assert functions("verl_more")(plain, "") == Reward(1.0, True)  # verl's extra_info is a dict
+    assert functions("trl_none")(plain, "") is None
     with pytest.raises(UserError, match="takes level, of which the data have no column"):
         functions("trl_missing")(plain, "")
     with pytest.raises(TypeError, match="returned 'good', which is no number"):
@@ -319,6 +430,11 @@ def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
     got = made.reward(made.train[0], "42")
     assert got.score == pytest.approx(1 + 0.1 * 0.98)
     assert (got.correct, got.fields) == (True, {"exact": 1.0, "brevity": 0.98})
+    both = [f"{tmp_path / 'my.py'}:{name}" for name in ("trl_none", "brevity")]
+    made = questions.task(source, both)  # what says nothing of a question is left out, as TRL does
+    got = made.reward(made.train[0], "42")
+    assert (got.score, got.fields, got.graded) == (0.98, {"brevity": 0.98}, True)
+    assert not questions.task(source, both[:1]).reward(made.train[0], "42").graded
     free = questions.task(
         written(tmp_path, [{"question": "Sing."}] * 2), [f"{tmp_path / 'my.py'}:brevity"]
     )
@@ -376,3 +492,38 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, template):
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
     assert tokenizer.load(tmp_path, chat=None).chats == bool(template)
     assert not tokenizer.load(tmp_path).chats
+
+
+# What TRL and verl compute themselves, recorded by tests/reference/rewards/make.py.
+
+RECORDED = json.loads((ROOT / "tests" / "golden" / "rewards.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "chat"),
+    [
+        ("trl_text.py", ["matches", "length"], False),
+        ("trl_chat.py", ["format_reward"], True),
+        ("trl_tasks.py", ["math_reward", "code_reward"], False),
+        ("verl_plain.py", ["my_reward_fn"], False),
+        ("verl_dict.py", ["compute_score"], False),
+    ],
+)
+def test_reward_files_of_others_give_the_numbers_of_others(tmp_path, file, names, chat):
+    path, rows = ROOT / "tests" / "reference" / "rewards" / file, []
+    for i, row in enumerate(RECORDED["rows"]):
+        said = [{"role": "user", "content": row["question"]}]
+        verl = {"data_source": "openai/gsm8k" if i % 2 else "mine", "extra_info": {"index": i}}
+        asked = {"prompt": said} if chat else {"question": row["question"]}
+        rows.append(asked | verl | {name: row[name] for name in ("ground_truth", "task")})
+    source = written(tmp_path, rows)
+    specs = [f"{path}:{name}" for name in names]
+    made = questions.task(source, specs, weights=(1.0, 0.5)[: len(names)], test=source)
+    got = [
+        made.reward(one, row["said"] or " " * file.startswith("verl"))
+        for one, row in zip(made.train, RECORDED["rows"], strict=True)
+    ]
+    assert [reward.graded for reward in got] == [x is not None for x in RECORDED[file]]
+    assert len({*RECORDED[file]}) > 1
+    for reward, recorded in zip(got, RECORDED[file], strict=True):
+        assert recorded is None or reward.score == pytest.approx(recorded, abs=1e-6)

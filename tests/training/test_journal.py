@@ -3,6 +3,7 @@
 import html
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxrl_llm.training import journal, log, loggers
 from jaxrl_llm.training.journal import METRICS, REINFORCE, Journal
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.terminal import duration
+from tests.reference import peer
 
 
 @pytest.fixture
@@ -206,6 +208,7 @@ class Hub:
 
     def init(self, **how):
         self._may_break("init")
+        self.thread = threading.current_thread()
         self.begun.append(how)
         print("welcome")
         return self
@@ -217,6 +220,9 @@ class Hub:
     def Table(self, columns, data):
         self._may_break("Table")
         return columns, data
+
+    def Text(self, text):
+        return text
 
     def finish(self):
         self._may_break("finish")
@@ -232,7 +238,7 @@ class Hub:
 
 @pytest.fixture
 def hubs(monkeypatch, tmp_path):
-    """Stand-ins that are asked for."""
+    """Stand-ins that are asked for, those that share an interface."""
     (tmp_path / "run.json").write_text(json.dumps({"id": "abcdefghijk"}))
     found = {name: Hub() for name in ("wandb", "trackio")}
     for name, hub in found.items():
@@ -286,6 +292,42 @@ def test_loggers_have_the_same_names_and_tables(opened, hubs, tmp_path):
     assert not {*"<*\\"} & {*row.replace("<br>", "")}
 
 
+def test_swanlab_has_texts_for_tables(opened, hubs, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "swanlab", hub := Hub())
+    monkeypatch.setenv(loggers.ASKED, "swanlab")
+    made = opened()
+    made.samples(3, [("6 * 7?", "41", "reward 0")])
+    made.record(3, REINFORCE, {"loss": 0.5})
+    [how] = hub.begun
+    assert (how["id"], how["resume"], how["project"]) == ("abcdefghijk", "allow", "jaxrl_llm")
+    assert tmp_path in Path(how["log_dir"]).parents
+    assert hub.thread is not threading.main_thread()  # where it would take Ctrl-C for itself
+    text = "prompt: 6 * 7?\n\nresponse: 41\n\nremark: reward 0"
+    assert hub.logged == [(3, {"samples": [text]}), (3, {"reinforce/loss": 0.5})]
+
+
+def test_mlflow_and_swanlab_take_a_run_and_its_resume(tmp_path):
+    """The packages themselves: one run in MLflow, which is finished at last; SwanLab's files of both."""
+    python = peer.needed("JAXRL_LOGGERS_PYTHON", "an interpreter with mlflow-skinny and swanlab")
+    script = Path(peer.__file__).with_name("loggers.py")
+    root = script.parents[2]
+    told = subprocess.run(
+        [python, script, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    said = json.loads(told.stdout.splitlines()[-1])
+    assert (said["name"], said["status"]) == ("first", "FINISHED")
+    assert said["loss"] == [[3, 0.5], [4, 0.25]]
+    assert said["names"] == ["reinforce/eval/pass_2", "reinforce/loss"]
+    assert said["table"] == [["6 * 7?", "41"], ["1 + 1?", "2"]]
+    assert "left out" not in told.stderr
+    assert said["swanlab"] == [".swanlab"] * 2
+    assert said["metrics"] == ["reinforce/eval/pass@2", "reinforce/loss", "samples"]
+
+
 @pytest.mark.parametrize("how", ["api_key", "it takes more than 1 s"])
 @pytest.mark.parametrize("call", ["log", "finish", "Table"])
 def test_loggers_never_end_a_run(opened, hubs, call, how, tmp_path, caplog, monkeypatch):
@@ -315,12 +357,14 @@ def test_a_logger_that_does_not_start_is_one_line(opened, hubs, monkeypatch, cap
     with pytest.raises(UserError, match=r"api_key not configured.*JAXRL_LOGGERS") as error:
         opened()
     assert "\n" not in str(error.value)
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.setenv(loggers.ASKED, "trackio")
-    with pytest.raises(UserError, match="pip install trackio"):
-        opened()
+    for name in ("trackio", "swanlab", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setenv(loggers.ASKED, name)
+        with pytest.raises(UserError, match=f"pip install {name}") as error:
+            opened()
+        assert "\n" not in str(error.value)
     monkeypatch.setenv(loggers.ASKED, "wanb")
-    with pytest.raises(UserError, match="no logger 'wanb', only wandb and trackio"):
+    with pytest.raises(UserError, match="no logger 'wanb', only wandb, trackio, swanlab, mlflow"):
         opened()
     monkeypatch.setenv(loggers.ASKED, "")
     opened().record(1, "x", {})
