@@ -438,9 +438,8 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
         f"checkpoint by, {len(splits.test)} to test on"
     )
     whole = sharding.left_whole(components.like, components.mesh)
-    for said in (*whole, splits.overlap(components.task)):
-        if said:
-            console.print(said)
+    for warning in filter(None, (*whole, splits.overlap)):
+        console.print(warning)
 
 
 def _resumed(
