@@ -120,3 +120,25 @@ def test_words_are_those_of_the_field():
             found += [f"{path.relative_to(PACKAGE)}: {word}" for word in sorted(words & RIDDLES)]
         found += [f"{path.name}: its name"] * (path.stem in RIDDLES | {"utils", "common"})
     assert sorted(set(found)) == []
+
+
+def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The names of a function's parameters."""
+    every = function.args
+    rest = [one for one in (every.vararg, every.kwarg) if one]
+    return [one.arg for one in (*every.posonlyargs, *every.args, *every.kwonlyargs, *rest)]
+
+
+MOST_PARAMETERS = 8
+
+
+def test_functions_have_few_parameters():
+    """What has more is given an object; a row of a table and a user's own function may stay."""
+    many = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and len({*arguments(node)} - {"self", "cls"}) > MOST_PARAMETERS
+    ]
+    assert len(many) <= 4, many
