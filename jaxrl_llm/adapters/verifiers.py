@@ -8,7 +8,7 @@ import json
 import secrets
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Row:
 class _First(tuple[Mapping[str, str], ...]):
     """A prompt to be read, whose tokens are those of an episode's first request."""
 
-    tokens: Any
+    token_ids: Callable[[Any], list[int]]
 
 
 class Verifiers:
@@ -94,7 +94,7 @@ class Verifiers:
     def prompt(self, row: Row) -> Prompt:
         said = {"system": row.system, "user": row.asked}
         made = _First({"role": role, "content": text} for role, text in said.items() if text)
-        made.tokens = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
+        made.token_ids = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
         return made
 
     def environment(self, row: Row, tokenizer: Any) -> "Episode":
@@ -135,13 +135,11 @@ def _end(process: Child, folder: "tempfile.TemporaryDirectory[str]") -> None:
 class Episode:
     """An episode whose requests are answered by turns; what it goes on from are its tokens."""
 
-    hears_logps = True
-
     def __init__(self, server: dict[str, Any], start: Any, prompt: list[int], stops: Sequence[int]):
         self._server, self._start, self._tokens, self._stops = server, start, [*prompt], stops
         self._name = ""
 
-    async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
+    async def step_with_logps(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
         async with httpx.AsyncClient(**self._server) as client:
             if not self._name:
                 self._name = self._start["id"]

@@ -241,7 +241,8 @@ def make_gradient(
 def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Objective]:
     """The objective without the paper's two methods, with each, and with both."""
     methods = (factors.linear_in_probability,)
-    others = (f for f in objective.factors if getattr(f, "func", f) not in methods)
+    function = lambda factor: factor.func if isinstance(factor, partial) else factor
+    others = (factor for factor in objective.factors if function(factor) not in methods)
     plain = replace(objective, factors=tuple(others), partition=partition.together)
     tamed = partial(recipes.with_ar_and_lopti, plain)
     return {

@@ -108,7 +108,7 @@ def interpreter(
             raise RuntimeError("the program could not be run")
         return json.loads(reply)
 
-    vars(python)["limited"] = True  # it waits for others' programs, which must not count
+    vars(python)["limits_itself"] = True  # it waits for others' programs, which must not count
     return python
 
 

@@ -8,12 +8,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
 from jaxrl_llm.tasks import deadline
-from jaxrl_llm.tasks.task import Interactive, Prompt, Reward, Step, Task, check_members
+from jaxrl_llm.tasks.task import (
+    Demonstrator,
+    Interactive,
+    Prompt,
+    Reward,
+    Step,
+    Task,
+    check_members,
+)
 
 _TOLD = "You can call functions, which are described here in JSON, one a line:\n"
 _HOW = (
@@ -75,6 +83,15 @@ def _in_json(text: str, key: str) -> Call:
     return f'a call is {{"name": ..., "{key}": {{...}}}}'
 
 
+@runtime_checkable
+class SelfLimited(Protocol):
+    """A tool that gives up late calls by itself: for it a toolbox's `seconds` do not count."""
+
+    limits_itself: bool
+
+    def __call__(self, *args: Any, **named: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Functions as tools: their annotations and docstrings (with `Args:`) are told to the model.
@@ -122,7 +139,7 @@ class Toolbox:
         """The result of a call as text, and whether it is one; UserError if the tool raises it."""
         try:
             function, arguments = self._checked(call)
-            seconds = None if getattr(function, "limited", False) else self.seconds
+            seconds = None if isinstance(function, SelfLimited) else self.seconds
             work = partial(function, **arguments)
             return self._shown(deadline.in_thread(work, seconds, self._late)), True
         except (Exception, SystemExit) as error:  # the call's mistakes, and tools raise anything
@@ -233,7 +250,7 @@ class _Asked(tuple[Mapping[str, str], ...]):
     given: Prompt
     tools: Toolbox
 
-    def tokens(self, tokenizer: Tokenizer) -> list[int]:
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         plain = isinstance(self.given, str) and not tokenizer.chats
         return tokenizer.prompt(self.given) if plain else self.tools.told(tokenizer, self)
 
@@ -251,8 +268,8 @@ class WithTools:
             raise UserError("tools: the task has an environment, whose step is where to call them")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.tools, self.whole = task, tools, whole
-        if demonstration := getattr(task, "demonstration", None):
-            self.demonstration = demonstration
+        if isinstance(task, Demonstrator):
+            self.demonstration = task.demonstration
 
     def prompt(self, example: Any) -> _Asked:
         given = self.task.prompt(example)

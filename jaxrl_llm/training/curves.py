@@ -37,7 +37,7 @@ def draw(folders: Sequence[Path], target: Path) -> None:
     try:
         save(partial(_runs, records), target)
     except (OSError, ValueError) as error:  # ValueError: an unknown format
-        reason = getattr(error, "strerror", None) or error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise UserError(f"cannot write {target}: {reason}") from error
 
 

@@ -734,9 +734,9 @@ def test_a_tool_with_a_limit_of_its_own_has_no_other():
         "error: TimeoutError: no result in 0.05 s",
         False,
     )
-    vars(slow)["limited"] = True
+    vars(slow)["limits_itself"] = True
     assert tools.answer(("slow", {"text": "a"})) == ("a", True)
-    assert vars(python)["limited"]
+    assert vars(python)["limits_itself"]
 
 
 def test_a_late_tool_is_left_behind_and_others_go_on():
