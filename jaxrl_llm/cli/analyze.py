@@ -6,8 +6,7 @@ from typing import Annotated
 import tyro
 
 from jaxrl_llm import storage
-from jaxrl_llm.cli import parse
-from jaxrl_llm.cli.opened import opened
+from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.training import terminal
@@ -43,11 +42,6 @@ class Options:
     """where data sets are kept"""
 
 
-def run(words: list[str]) -> None:
-    """Parse the words after `analyze` and run `main`."""
-    parse.call(main, words, "analyze")
-
-
 def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Options()) -> None:
     """Measure a run's policy as arXiv:2505.12929 does, on responses that it samples now.
 
@@ -66,7 +60,7 @@ def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Opti
         )
     folder, console = RunFolder(run), terminal.plain()
     target = folder.path / "analysis" if options.out is None else storage.local(options.out)
-    with opened(run, options.data_folder, options.step) as (components, sampler, chosen):
+    with open_run(run, options.data_folder, options.step) as (components, sampler, chosen):
         if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)

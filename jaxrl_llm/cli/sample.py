@@ -6,8 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxrl_llm.cli import parse
-from jaxrl_llm.cli.opened import opened
+from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Prompt, as_text
 from jaxrl_llm.training import terminal
@@ -35,11 +34,6 @@ class Options:
     """where data sets are kept"""
 
 
-def run(words: list[str]) -> None:
-    """Parse the words after `sample` and run `main`."""
-    parse.call(main, words, "sample")
-
-
 def main(
     run: str,
     prompt: str | None = None,
@@ -58,7 +52,7 @@ def main(
     if prompt is not None and example is not None:
         raise UserError("a prompt and --example were given: choose one")
     console = terminal.plain()
-    with opened(run, options.data_folder, options.step) as (components, sampler, _):
+    with open_run(run, options.data_folder, options.step) as (components, sampler, _):
         if example is not None and not 0 <= example < len(components.task.test):
             raise UserError(
                 f"--example {example}: the test set has {len(components.task.test)} examples"

@@ -214,7 +214,7 @@ def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
 
 
 def _target(chip: Chip) -> str:
-    """What XLA's compiler for GPUs asks of a device, as text."""
+    """A device as XLA's compiler for GPUs wants it described."""
     shared, threads = CORE[chip.capability]
     major, _, minor = str(chip.capability).partition(".")
     return TARGET.format(

@@ -105,7 +105,7 @@ def against(
         out: a folder for against.json and against.svg.
     """
     at_least_one(repeats=repeats)
-    asked = others.parse(names)
+    interpreters = others.parse(names)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")
     for kind, count, into in (
@@ -123,13 +123,13 @@ def against(
         out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
     console, mesh = terminal.plain(), sharding.make_mesh(devices=jax.devices()[:1])
-    pythons = dict(_interpreters(asked, kinds, console))
-    found: dict[str, Result] = {}
+    pythons = dict(_interpreters(interpreters, kinds, console))
+    results: dict[str, Result] = {}
     with _folder(model, mesh) as folder, jax.set_mesh(mesh):
         rate = matmul_rate(jnp.bfloat16 if sizes.bfloat16 else jnp.float32)
         console.print(f"{jax.devices()[0].device_kind}, a matrix product {rate / 1e9:.0f} GFLOP/s")
         for kind in kinds:
-            found[kind] = result = Result()
+            results[kind] = result = Result()
             here = {n: p for n, p in pythons.items() if kind in others.PEERS[n].kinds}
             result.absent |= {n: str(p) for n, p in here.items() if not isinstance(p, Path)}
             usable = {n: p for n, p in here.items() if isinstance(p, Path)}
@@ -149,7 +149,7 @@ def against(
             for name, reason in result.absent.items():
                 console.print(f"{kind}: {name} is left out: {reason}")
             if out:
-                _write(out, sizes, found)
+                _write(out, sizes, results)
     if out:
         console.print(f"wrote {out / 'against.json'} and {out / 'against.svg'}")
 
@@ -306,10 +306,10 @@ KINDS = {"update": _update, "rollout": _rollout, "step": _step, "sync": _sync}
 
 
 def _interpreters(
-    asked: Mapping[str, Path | None], kinds: tuple[str, ...], console: rich.console.Console
+    interpreters: Mapping[str, Path | None], kinds: tuple[str, ...], console: rich.console.Console
 ) -> Iterator[tuple[str, Path | others.Absent]]:
     """The Python of each peer that has something to do, or why there is none."""
-    for name, python in asked.items():
+    for name, python in interpreters.items():
         if not {*kinds} & {*others.PEERS[name].kinds}:
             continue
         try:
@@ -379,7 +379,7 @@ def _table(kind: str, result: Result) -> Any:
     return table(kind, result.seconds, columns)
 
 
-def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
+def _write(out: Path, sizes: Sizes, results: Mapping[str, Result]) -> None:
     """against.json and against.svg."""
     machine = {
         "device": jax.devices()[0].device_kind,
@@ -388,10 +388,10 @@ def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
         "jax": jax.__version__,
         "peers": {name: " ".join(needs.packages) for name, needs in others.PEERS.items()},
     }
-    kinds = {kind: asdict(result) for kind, result in found.items()}
+    kinds = {kind: asdict(result) for kind, result in results.items()}
     content = {"machine": machine, "sizes": asdict(sizes), "kinds": kinds}
     storage.write(out / "against.json", json.dumps(content, indent=2) + "\n")
-    shown = {kind: result.seconds for kind, result in found.items() if len(result.seconds) > 1}
+    shown = {kind: result.seconds for kind, result in results.items() if len(result.seconds) > 1}
     if shown:
         curves.save(partial(_drawn, shown), out / "against.svg")
 

@@ -230,23 +230,23 @@ class Episodes:
             return environment.step_with_logps(tokens, logps)
         return environment.step(tokens)
 
-    def _plain(self, made: Any) -> Any:
-        """What a step returned, in plain numbers; TypeError or ValueError for anything else.
+    def _plain(self, result: Any) -> Any:
+        """The result of a step, in plain numbers; TypeError or ValueError for anything else.
 
         What is awaited is none yet, and stays as it is.
         """
-        if inspect.isawaitable(made):
-            return made
-        given, reward = made
+        if inspect.isawaitable(result):
+            return result
+        reply, reward = result
         reward = _plain(reward)
-        if given is None:
+        if reply is None:
             return None, reward
-        tokens, known = [*given], range(len(self._tokenizer))
+        tokens, known = [*reply], range(len(self._tokenizer))
         if wrong := [token for token in tokens if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        if isinstance(given, NewContext) and not tokens:
+        if isinstance(reply, NewContext) and not tokens:
             raise ValueError("step() returned NewContext without a token")
-        return (NewContext if isinstance(given, NewContext) else list)(map(int, tokens)), reward
+        return (NewContext if isinstance(reply, NewContext) else list)(map(int, tokens)), reward
 
 
 def _plain(reward: Reward) -> Reward:

@@ -1,4 +1,4 @@
-"""What a run is made of, from its config: task, tokenizer, model, mesh, and the examples."""
+"""The parts of a run, from its config: task, tokenizer, model, mesh, and the examples."""
 
 import hashlib
 import itertools
@@ -44,7 +44,7 @@ SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 @dataclass(frozen=True)
 class Components:
-    """What a config makes; `source` is the folder of a pretrained model, or None.
+    """All that a config makes; `source` is the folder of a pretrained model, or None.
 
     `base` are name and revision of that, by which adapters name it.
     """
@@ -308,7 +308,7 @@ def _prompt(components: Components, source: Source[E], i: int, name: str) -> tup
 
 
 def _messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
+    """True for a list of messages."""
     fine = lambda one: isinstance(one, Mapping) and {"role", "content"} <= one.keys()
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(fine, prompt))
 
