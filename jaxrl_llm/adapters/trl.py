@@ -42,11 +42,11 @@ class Environments:
     test: Sequence[Row]
     score: Callable[[Any, str], float] = own_reward
     limits: Mapping[str, Any] = field(default_factory=dict)
-    _reset_texts: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # by row
+    _texts: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # by row
 
     def prompt(self, row: Row) -> Prompt:
         """The row's prompt, what an environment says to it, and its tools."""
-        if repr(row) not in self._reset_texts:
+        if repr(row) not in self._texts:
             self._begun(row)
         return self._with(self._toolbox, row).prompt(row)
 
@@ -66,25 +66,23 @@ class Environments:
         if not isinstance(said, str | None):
             kind = type(said).__name__
             raise UserError(f"{self.name}: reset() returned a {kind}: let it return a text or None")
-        if self._reset_texts.setdefault(repr(row), said or "") != (said or ""):
+        if self._texts.setdefault(repr(row), said or "") != (said or ""):
             raise UserError(
                 f"{self.name}: reset() says something else each time, so a policy is not judged by "
                 f"what it was told: let it draw from the row {row!r:.80}"
             )
         return environment
 
-    def _methods(self, environment: Any) -> Toolbox:
+    def _methods(self, world: Any) -> Toolbox:
         """The public functions of the object's class, as TRL lists them."""
-        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+        names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)]
         public = [name for name in names if not name.startswith("_")]
-        tools = [
-            getattr(environment, name) for name in public if name not in ("reset", "get_reward")
-        ]
+        tools = [getattr(world, name) for name in public if name not in ("reset", "get_reward")]
         return Toolbox(tools, **self.limits)
 
     def _with(self, tools: Toolbox, row: Row, environment: Any = None) -> WithTools:
         given = row.get("prompt", [{"role": "user", "content": ""}])  # or reset() says it all
-        prompt = _followed(given, self._reset_texts[repr(row)])
+        prompt = _followed(given, self._texts[repr(row)])
 
         def reward(row: Row, response: str) -> Reward:
             del row

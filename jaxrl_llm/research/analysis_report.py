@@ -25,12 +25,10 @@ def write(figures: Figures, folder: Path) -> None:
     draw(figures, folder)
 
 
-def table(figures: Figures) -> rich.table.Table:
+def table(shown: Figures) -> rich.table.Table:
     """The key numbers, for a terminal."""
-    out = rich.table.Table(
-        "", "", title=f"{figures['run']}, step {figures['step']}", show_header=False
-    )
-    for row in rows(figures):
+    out = rich.table.Table("", "", title=f"{shown['run']}, step {shown['step']}", show_header=False)
+    for row in rows(shown):
         out.add_row(*row)
     return out
 
@@ -150,14 +148,14 @@ def _single_tokens(figures: Figures) -> Any:
     """Fig. 2."""
     tokens = figures["single_tokens"]
     x, vocab, layers = tokens["one_minus_p"], tokens["vocabulary"], tokens["at_layers"]
-    correlation, stretch = tokens["correlation"], tokens.get("stretch")
+    linears, stretch = tokens["correlation"], tokens.get("stretch")
     at = {0: "the first layer's input", len(layers) - 1: "the head's input"}
     at[len(layers) // 2] = f"the input of layer {len(layers) // 2 + 1}"
-    panels = [("the logits", tokens["at_logits"], correlation["at_logits"], (1.0, 1.0))]
+    panels = [("the logits", tokens["at_logits"], linears["at_logits"], (1.0, 1.0))]
     for i, name in sorted(at.items()):
         within = (stretch["least"][i], stretch["most"][i]) if stretch else (0.0, 0.0)
-        panels.append((name, layers[i], correlation["at_layers"][i], within))
-    over = (tokens["over_parameters"], correlation["over_parameters"])
+        panels.append((name, layers[i], linears["at_layers"][i], within))
+    over = (tokens["over_parameters"], linears["over_parameters"])
     panels.append(("over all parameters", *over, (0.0, 0.0)))
     figure, [axes] = sheet(1, len(panels), (3.2 * len(panels), 3.4))
     ends = [min(v for v in x if v > 0), 1.0]

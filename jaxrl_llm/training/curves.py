@@ -121,15 +121,13 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def _accuracy(axis: Any, records: list[dict[str, Any]], name: str, colour: str) -> None:
-    evaluations = [r for r in records if "eval/accuracy" in r]
-    steps = [r["step"] for r in evaluations]
+    scored = [r for r in records if "eval/accuracy" in r]
+    steps = [r["step"] for r in scored]
     low, high = (
-        [r.get(f"eval/accuracy_{side}", math.nan) for r in evaluations] for side in ("low", "high")
+        [r.get(f"eval/accuracy_{side}", math.nan) for r in scored] for side in ("low", "high")
     )
-    axis.plot(
-        steps, [r["eval/accuracy"] for r in evaluations], "o-", ms=3, color=colour, label=name
-    )
+    axis.plot(steps, [r["eval/accuracy"] for r in scored], "o-", ms=3, color=colour, label=name)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    begin = min((r["step"] for r in evaluations if r["phase"] == REINFORCE), default=None)
+    begin = min((r["step"] for r in scored if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):
         axis.axvline(begin, color=colour, linestyle=":")

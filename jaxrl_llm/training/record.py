@@ -250,20 +250,20 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
     stored = flags_for(make, read(folder)["flags"])
     signature = inspect.signature(make)
 
-    def with_flags(*args: Any, **given: Any) -> Any:
+    def flagged(*args: Any, **given: Any) -> Any:
         return make(*args, **given)
 
-    with_flags.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+    flagged.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=[
             parameter.replace(default=stored.get(name, parameter.default))
             for name, parameter in signature.parameters.items()
         ]
     )
-    with_flags.__doc__, with_flags.__annotations__ = (
+    flagged.__doc__, flagged.__annotations__ = (
         make.__doc__,
         get_type_hints(make, include_extras=True),
     )
-    return with_flags
+    return flagged
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:

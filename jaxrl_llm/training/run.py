@@ -136,14 +136,14 @@ class Run:
             resuming = distributed.from_first(
                 lambda: folder.holds_run if resume == "auto" else resume is not False
             )
-            warm_start_run = folder.init_from(init_from, resuming)
+            other = folder.init_from(init_from, resuming)
             if distributed.count() > 1:
-                require_alike(new(source, warm_start_run and warm_start_run.path, inputs), resume)
+                require_alike(new(source, other and other.path, inputs), resume)
             earlier = None if isinstance(resume, (bool, str)) else resume
             if resuming:
                 folder.require_at_most(first, config.steps, earlier)
-            if warm_start_run is not None and not folder.checkpoints().steps:
-                warm_start_run.require_warm_start(components, first)
+            if other is not None and not folder.checkpoints().steps:
+                other.require_warm_start(components, first)
             # what this process does when it is stopped, or makes no progress
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
@@ -153,9 +153,7 @@ class Run:
             stack.enter_context(_explained(folder, console))
             if distributed.first():
                 stack.enter_context(
-                    folder.open(
-                        components, source, inputs, resume=resuming, init_from=warm_start_run
-                    )
+                    folder.open(components, source, inputs, resume=resuming, init_from=other)
                 )
             # the others go on when they see the same run: --out may be another disk there
             folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
@@ -201,7 +199,7 @@ class Run:
             )
             log = RunLog(journal, clock, config.max_ungraded)
             rollouts = Rollouts(components, sampler, log, stop)
-            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, warm_start_run)
+            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, other)
 
     def warm_up(self) -> Any:
         """The parameters that reinforcement begins with, which are kept where they are read again."""
@@ -447,7 +445,7 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
 def _resumed(
     components: Components, checkpoints: Checkpoints, earlier: int | None
 ) -> Resumed | None:
-    """The checkpoint that a resumed run goes on from: the newest readable checkpoint, or that of a step.
+    """The checkpoint that a resumed run goes on from: the newest readable one, or that of a step.
 
     None without any. A UserError if that of the step cannot be read.
     """

@@ -144,7 +144,7 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
 def _readings(text: str, question: str) -> list[str]:
     """The text, `15,450` as two numbers too; or the product of letters that the question has."""
     word = text.strip(" $")
-    if word.isalpha() and all(f"symbol:{letter}" in _question_terms(question) for letter in word):
+    if word.isalpha() and all(f"symbol:{letter}" in _terms(question) for letter in word):
         return [" ".join(word)]
     return [text, text.replace(",", ", ")] if _PAIRS.fullmatch(text.strip()) else [text]
 
@@ -153,7 +153,7 @@ def _same(true: Form, answer: Form, question: str, engine: Engine) -> bool:
     percent = _in_percent(answer) and not _in_percent(true)
     if percent and not re.search("percent|%", _GIVEN_PERCENT.sub("", question), re.IGNORECASE):
         return False  # 0.5 is not 0.5%
-    asked = _question_terms(question) - {_bare(node).key for node in _nodes(true)}
+    asked = _terms(question) - {_bare(node).key for node in _nodes(true)}
     copied = asked & {_bare(node).key for node in _nodes(answer)}
     if not all(map(_PLAIN.fullmatch, copied)):
         return False
@@ -170,7 +170,7 @@ def _nodes(form: Form) -> list[Node]:
 
 
 @lru_cache(maxsize=4096)
-def _question_terms(question: str) -> frozenset[str]:
+def _terms(question: str) -> frozenset[str]:
     """The keys (`Node.key`) of the expressions in the formulas of a question."""
     sides = [s for found in _FORMULAS.findall(question) for s in "".join(found).split("=")]
     nodes = [node for side in sides for node in _nodes(read(side))]
@@ -464,25 +464,23 @@ def _worked_out(answer: Node, truth: Node) -> bool:
 
 def operations(node: Node) -> Counter[str]:
     """Counts the operations left to do in an expression (sums, roots, ...), and its symbols."""
-    counts = Counter[str]()
+    tally = Counter[str]()
     for part in node.walk():
         exponent = part.args[1] if part.op == "power" else None
         if part.op == "sum":
-            counts["sum"] += len(part.args) - 1
+            tally["sum"] += len(part.args) - 1
         elif part.op == "product":
-            counts["product"] += max(sum(arg.rational is not None for arg in part.args) - 1, 0)
+            tally["product"] += max(sum(arg.rational is not None for arg in part.args) - 1, 0)
         elif part.op == "symbol":
-            counts[str(part.value)] += 1
+            tally[str(part.value)] += 1
         elif part.op == "quotient":
-            counts["quotient"] += bool(part.args[1].symbols)
+            tally["quotient"] += bool(part.args[1].symbols)
         elif exponent is not None:
             known = exponent.rational
-            counts["quotient"] += exponent.op == "negative"
-            counts["root" if known is not None and known.denominator > 1 else "power"] += (
-                known != -1
-            )
+            tally["quotient"] += exponent.op == "negative"
+            tally["root" if known is not None and known.denominator > 1 else "power"] += known != -1
         elif part.op == "scientific":
-            counts["power"] += 1
+            tally["power"] += 1
         elif part.op not in ("number", "negative"):
-            counts[part.op] += 1
-    return counts
+            tally[part.op] += 1
+    return tally
