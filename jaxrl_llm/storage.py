@@ -344,10 +344,7 @@ class _Mirror:
         self._pushing = threading.Lock()
         self._me = f"{_process()}\n{uuid.uuid4().hex}\n".encode()
         self._lease = 0  # the number of this process's lease; 0 while it is not the writer
-        self._lease_checked_at = (
-            -STALE,
-            -STALE,
-        )  # when the lease was last seen to hold, by two clocks
+        self._lease_checked_at = (-STALE, -STALE)  # when it was last seen to hold, by two clocks
 
     def name(self, path: Path) -> str:
         """The name of a file's object below the URL; empty for the folder itself."""

@@ -259,10 +259,8 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
             for name, parameter in signature.parameters.items()
         ]
     )
-    flagged.__doc__, flagged.__annotations__ = (
-        make.__doc__,
-        get_type_hints(make, include_extras=True),
-    )
+    flagged.__doc__ = make.__doc__
+    flagged.__annotations__ = get_type_hints(make, include_extras=True)
     return flagged
 
 

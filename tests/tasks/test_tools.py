@@ -531,7 +531,7 @@ def test_a_real_tokenizer_without_tools_in_its_template():
         {"role": "user", "content": "<tool_response>\n2\n</tool_response>"},
     ]
     task = TOOLS.for_task(Sums())
-    assert [*made.prompt(task.prompt((1, 2))), *said, *given] == TOOLS.told(made, whole)
+    assert [*made.prompt(task.prompt((1, 2))), *said, *given] == TOOLS.prompt_ids(made, whole)
 
 
 # Episodes.
