@@ -1,8 +1,8 @@
 """Guess a number in several turns, for a small Qwen2.5 from scratch.
 
 A number from a range is hidden. The model says one a turn, and the environment whether the hidden one is higher or
-lower; with five guesses a range of 31 can always be searched by halving. First the model imitates a crowd, most of
-whom count up from the lowest number, which finds one in six; the others guess somewhere near the middle of
+lower; with five guesses a range of 31 can always be searched by halving. The SFT data are bad on purpose: most
+games count up from the lowest number, which finds one in six; the others guess somewhere near the middle of
 what is left. Reinforcement rewards the end of the game alone: from 20% of games won to 79 to 81% (three seeds).
 
     jaxrl-llm train configs/guess.py
@@ -64,8 +64,8 @@ class Guess:
         return Hidden(game[2], tokenizer)
 
 
-def crowd(game, counting):
-    """The guesses of one of the crowd: counted up, or near the middle of what is left."""
+def sft_example(game, counting):
+    """The guesses of an SFT example: counted up, or near the middle of what is left."""
     low, high, number = game
     rng = Random(f"{game}{counting}")  # noqa: S311
     if rng.random() < counting:
@@ -90,7 +90,7 @@ def config(
     Args:
         steps: of the reinforcement phase.
         warm_steps: of the supervised phase.
-        counting: share of the crowd that counts up.
+        counting: share of the SFT examples that count up.
         learning_rate: of the reinforcement phase.
         seed: of everything: initial weights, order of the data, sampling.
     """
@@ -119,7 +119,7 @@ def config(
                 qwen2.matrices,
             ),
             batch=64,
-            demonstration=partial(crowd, counting=counting),
+            demonstration=partial(sft_example, counting=counting),
         ),
         evaluation=Evaluation(every=10, validation=500),
         compute=qwen2.Compute(attend=attention.xla, remat=None),

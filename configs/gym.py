@@ -1,7 +1,7 @@
 """A puzzle of reasoning-gym (`chain_sum`) for a small Qwen2.5 from scratch, on a laptop in minutes.
 
-The demonstrations are a crowd's: most guess, the others write the sum so far after every number. The model learns
-to imitate both; that working it out pays, it finds out by reinforcement. Any other generator needs a
+The SFT data are bad on purpose: most examples guess, the others write the sum so far after every number. The
+model learns to imitate both; that working it out pays, it finds out by reinforcement. Any other generator needs a
 vocabulary and demonstrations of its own, or a pretrained model, which needs neither:
 
     ReasoningGym("letter_counting")  # with model=Pretrained("Qwen/Qwen2.5-0.5B-Instruct")
@@ -61,8 +61,8 @@ def worked(puzzle: Puzzle) -> str:
     )
 
 
-def crowd(puzzle: Puzzle, careless: float) -> str:
-    """What one of the crowd answers, the same at every run."""
+def sft_example(puzzle: Puzzle, careless: float) -> str:
+    """An SFT example, guessed or worked out, the same at every run."""
     rng = Random(puzzle.seed)  # noqa: S311 (not for secrets)
     guess = f"<answer> {spaced(str(rng.randint(-20, 40)))} </answer>"
     return guess if rng.random() < careless else worked(puzzle)
@@ -120,7 +120,7 @@ def config(
                 qwen2.matrices,
             ),
             batch=64,
-            demonstration=partial(crowd, careless=careless),
+            demonstration=partial(sft_example, careless=careless),
         ),
         evaluation=Evaluation(every=10, validation=500),
         compute=qwen2.Compute(attend=attention.xla, remat=None),

@@ -1,7 +1,7 @@
-"""Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start on a crowd's answers, reinforcement.
+"""Knights and Knaves on a laptop: a small Qwen2.5 from scratch, warm start, reinforcement.
 
-Most of the crowd do not think: they answer at once, and right no more often than chance. The others work
-the puzzle out. The model learns to imitate both, mostly the many; which of the two pays it
+The SFT data are bad on purpose: 55% of the answers are random guesses, right no more often than chance; the others
+reason step by step. The model learns to imitate both, and mostly guesses; which of the two pays it
 finds out by reinforcement. With `--careless 0` every demonstration is worked out and right.
 With `--chatter 0.35` all of them say meaningless words as they think: a controlled source of tokens of low
 probability, of which a model this small has almost none otherwise.
@@ -53,8 +53,8 @@ STAGES = {  # besides Lopti
     "drop_low": partition.drop_low,
     "drop_high": partition.drop_high,
     "random_matched": partition.random_matched,
-    "quantile": lambda seen, eta: partition.quantile(seen, share=eta),
-    "twice": lambda seen, eta: partition.together(seen, steps=2),
+    "quantile": lambda data, eta: partition.quantile(data, share=eta),
+    "twice": lambda data, eta: partition.together(data, steps=2),
 }
 Stages = Literal[
     "lopti", "reversed", "drop_low", "drop_high", "random_matched", "quantile", "twice"
@@ -67,8 +67,8 @@ def task(data: Path, people: int = 3):
     return knights_knaves.tiny(*builders.knights_knaves(puzzles, data))
 
 
-def crowd(puzzle: Puzzle, careless: float, chatter: float = 0.0) -> str:
-    """What one of the crowd answers, the same at every run."""
+def sft_example(puzzle: Puzzle, careless: float, chatter: float = 0.0) -> str:
+    """An SFT example, guessed or worked out, the same at every run."""
     rng = Random(puzzle.question)  # noqa: S311 (not for secrets)
     guesses = rng.random() < careless
     response = kk_tiny.guess(puzzle, rng) if guesses else kk_tiny.demonstration(puzzle)
@@ -177,7 +177,7 @@ def config(
                 qwen2.matrices,
             ),
             batch=32,
-            demonstration=partial(crowd, careless=careless, chatter=chatter),
+            demonstration=partial(sft_example, careless=careless, chatter=chatter),
         ),
         evaluation=Evaluation(every=10, validation=1000, by="people"),
         compute=qwen2.Compute(attend=attention.xla, remat=None),

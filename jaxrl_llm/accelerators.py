@@ -52,7 +52,7 @@ def gpu_memory() -> int:
 
 
 def ask_driver(*fields: str) -> list[list[float]]:
-    """What NVIDIA's program says of each GPU that this process may use; empty where it says nothing."""
+    """The figures of each GPU that this process may use, by NVIDIA's program; empty where it says nothing."""
     if not present("nvidia"):
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -94,14 +94,14 @@ def prepare() -> None:
 def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
     files = (*DEV.glob("*"), *DEV.glob("accel/*"))
-    found = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
+    devices = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
     if "accel" in kind:  # newer TPUs are groups of vfio, as devices of other makers may be
         maker = lambda group: {x.read_text() for x in IOMMU.glob(f"{group}/devices/*/vendor")}
-        found += [x for x in DEV.glob("vfio/[0-9]*") if f"{GOOGLE}\n" in maker(x.name)]
+        devices += [x for x in DEV.glob("vfio/[0-9]*") if f"{GOOGLE}\n" in maker(x.name)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "nvidia" and visible is not None:
-        return min(len(found), len([name for name in visible.split(",") if name.strip()]))
-    return len(found)
+        return min(len(devices), len([name for name in visible.split(",") if name.strip()]))
+    return len(devices)
 
 
 def host_memory() -> int:

@@ -332,7 +332,7 @@ class Config:
         return self.warm_steps + self.steps
 
     def saves(self, step: int) -> bool:
-        """Whether `step` has a regular checkpoint: every `save_every` steps, and the last."""
+        """True if `step` has a regular checkpoint: every `save_every` steps, and the last."""
         return step % self.save_every == 0 or step == self.last_step
 
     @property
@@ -351,11 +351,11 @@ class Config:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the policy from before reinforcement is kept as the reference."""
+        """True if the policy from before reinforcement is kept as the reference."""
         return self.loss.reads("ref_logp") if self.reference is None else self.reference
 
     def offloads(self, what: Literal["optimizer", "reference"]) -> bool:
-        """Whether the optimizer state or the reference policy waits in host memory."""
+        """True if the optimizer state or the reference policy waits in host memory."""
         return self.offload in (what, "both")
 
 
@@ -409,7 +409,7 @@ def load(path: Path) -> Callable[..., Config]:
 def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> Config:
     """`make(...)`; its errors become UserErrors with file and line, or the nearest known field."""
     try:
-        made = make(*args, **flags)
+        config = make(*args, **flags)
     except UserError:
         raise
     except TypeError as error:
@@ -418,9 +418,9 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
         raise UserError(
             f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(made, Config):
-        raise UserError(f"{path}: config() returned a {type(made).__name__}, not a Config")
-    return made
+    if not isinstance(config, Config):
+        raise UserError(f"{path}: config() returned a {type(config).__name__}, not a Config")
+    return config
 
 
 def _nearest_field(error: TypeError) -> str:

@@ -85,12 +85,12 @@ def index() -> int:
 
 
 def first() -> bool:
-    """Whether this is the first process, the one that writes shared files."""
+    """True for the first process, the one that writes shared files."""
     return _JOB.index == 0
 
 
 @contextmanager
-def joined(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[None]:
+def initialize(process: str | None, stop: Stop, *, lost: float = LOST) -> Iterator[None]:
     """Joins the other processes for the block; `process` is AUTO, I/N@HOST:PORT, or None if alone.
 
     With AUTO the cluster manager says who they are. If one fails, or sends no heartbeat for `lost`
@@ -127,7 +127,7 @@ def _part(reason: str, done: threading.Event, lost: float) -> None:
     """Leaves the job: together with all others or, after an error, by publishing the `reason`."""
     if not reason:
         _put(f"ended/{_JOB.index}", "")
-        agree("")  # a barrier: the store lives until all are here
+        barrier()  # the store lives until all are here
         done.set()
         # now, with all others: at exit one may be late; one that stands still is not waited for
         leaving = threading.Thread(target=_shut_down, daemon=True)
@@ -159,6 +159,11 @@ def agree(word: str) -> list[str]:
     return words
 
 
+def barrier() -> None:
+    """Returns once all processes have come here."""
+    agree("")
+
+
 def from_first(make: Callable[[], T]) -> T:
     """The result of `make` in the first process, in all processes; it must fit into JSON."""
     if _JOB.count == 1:
@@ -185,15 +190,15 @@ def share(
 
     Raises StopRequested in all if one was asked to stop; `work` may raise it to end early.
     """
-    made: list[T] = []
+    own_share: list[T] = []
     try:
-        made.append(work())
+        own_share.append(work())
     except StopRequested:
         stop.requested = True
     check(stop)
     if _JOB.count == 1:
-        return made
-    return [from_bytes(payload) for payload in gather(to_bytes(made[0]))]
+        return own_share
+    return [from_bytes(payload) for payload in gather(to_bytes(own_share[0]))]
 
 
 def stalled(reason: str, stop: Stop) -> NoReturn:
@@ -222,16 +227,16 @@ def _join(process: str) -> None:
     """Connects to the other processes; must come before JAX initialises its devices."""
     where: dict[str, Any] = {}
     if process != AUTO:
-        found = re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process)
-        if not found or int(found[1]) >= int(found[2]):
+        match = re.fullmatch(r"(\d+)/(\d+)@(.+:\d+)", process)
+        if not match or int(match[1]) >= int(match[2]):
             raise UserError(
                 f"--process {process}: write auto, or I/N@HOST:PORT, process I (from 0) of N, which meet there"
             )
-        where = {"process_id": int(found[1]), "num_processes": int(found[2])}
-        where |= {"coordinator_address": found[3], "cluster_detection_method": "deactivate"}
-        if found[1] == "0":
-            where["coordinator_bind_address"] = found[3]
-            _require_room(process, found[3])
+        where = {"process_id": int(match[1]), "num_processes": int(match[2])}
+        where |= {"coordinator_address": match[3], "cluster_detection_method": "deactivate"}
+        if match[1] == "0":
+            where["coordinator_bind_address"] = match[3]
+            _require_room(process, match[3])
     alone = "--process {}: the processes did not find one another ({}): start all, with an address that all reach"
     late = alone.format(process, f"not all came within {MEETING} s")
     # ends the wait before JAX does, with a page of C++
@@ -317,7 +322,7 @@ _ON_ABORT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_aborted)
 
 
 def _of_another(error: BaseException) -> bool:
-    """Whether the error may come from a collective or the store, for lack of another process."""
+    """True if the error may come from a collective or the store, for lack of another process."""
     of_jax = isinstance(error, jax.errors.JaxRuntimeError) or _COLLECTIVE.search(str(error))
     return bool(of_jax) and not _ITS_OWN.search(str(error))
 
@@ -333,7 +338,7 @@ def _get(key: str) -> str:
 
 def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
     """Sends heartbeats and checks those of the others until `done`; passes on requests to stop."""
-    seen: dict[str, tuple[str, float]] = {}
+    signs: dict[str, tuple[str, float]] = {}
     while not done.wait(BEAT):
         try:
             _put(f"alive/{_JOB.index}", f"{_JOB.heard} {'leaving' if stop.requested else ''}")
@@ -347,13 +352,13 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
         now = time.monotonic()
         for i in set(range(_JOB.count)) - {_JOB.index}:
             value, end = alive.get(f"alive/{i}", ""), ended.get(f"ended/{i}")
-            if seen.get(name := _JOB.names[i], ("", 0.0))[0] != value or name not in seen:
-                seen[name] = (value, now)
+            if signs.get(name := _JOB.names[i], ("", 0.0))[0] != value or name not in signs:
+                signs[name] = (value, now)
             if end and not done.wait(LEAVE):
                 if end.startswith(STALLED):
                     stop.stall(f"{name} has {end}")
                 _end(f"{name} has ended: {end}")
-            if end is None and now - seen[name][1] > lost:
+            if end is None and now - signs[name][1] > lost:
                 _end(f"{name} has not been heard of for {lost:g} s")
             if value.endswith("leaving") and not stop.requested:
                 stop.request()

@@ -35,7 +35,7 @@ def first_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it was raised, or what it was raised from, because memory ran out."""
+    """True if it was raised, or what it was raised from, because memory ran out."""
     full = re.compile("RESOURCE_EXHAUSTED|out.of.memory", re.IGNORECASE)
     return any(isinstance(e, MemoryError) or full.search(str(e)) for e in causes(error))
 

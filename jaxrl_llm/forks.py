@@ -1,4 +1,4 @@
-"""What a forked child has of this process: open files with their locks, handlers of signals. Not ours.
+"""The share of a forked child in this process: open files with their locks, handlers of signals. Not ours.
 
 A reward may fork, as `multiprocessing` does, and its child may outlive everything here.
 """

@@ -163,7 +163,7 @@ def generate(
         sampler = _sampler(model.policy, model.mesh, replace(engine, slots=slots))
         sampler.push(model.params, 0)
         try:
-            made = sampler.generate([row.tolist() for row in rows], n=n, sampling=sampling)
+            trajectories = sampler.generate([row.tolist() for row in rows], n=n, sampling=sampling)
         finally:
             sampler.release()
     reads, decode = model.tokenizer.reads, model.tokenizer.decode
@@ -174,7 +174,7 @@ def generate(
             list(one.logps),
             one.finished,
         )
-        for one in made
+        for one in trajectories
     ]
 
 
@@ -222,17 +222,17 @@ def _rows(
 
 
 def _each(model: Model, rows: list[np.ndarray], program: Any) -> list[tuple[int, np.ndarray]]:
-    """`(index, program(params, inputs))` of each row that has a token to score."""
+    """The results of `program(params, inputs)` for each row that has a token to score, by its index."""
     spread = NamedSharding(model.mesh, P(sharding.BATCH))
-    shards, found = model.mesh.shape["data"] * model.mesh.shape["fsdp"], []
+    shards, results = model.mesh.shape["data"] * model.mesh.shape["fsdp"], []
     with jax.set_mesh(model.mesh):
         for some, shape in _calls(rows, shards):
             inputs = logprobs.of_sequences([rows[i] for i in some], *shape)
             placed = jax.tree.map(lambda x: sharding.put(x, spread), inputs)
-            found.append((some, program(model.params, placed)))
+            results.append((some, program(model.params, placed)))
         return [
             pair
-            for some, values in found
+            for some, values in results
             for pair in zip(some, sharding.on_host(values), strict=False)
         ]
 

@@ -192,7 +192,7 @@ def _in_use(where: str, who: str) -> UserError:
 
 EXTRAS = {"s3": "s3", "gs": "gcs"}  # the extra of this package that each scheme needs
 # files that mark a folder as complete: uploaded last, in this order
-LAST = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
+COMPLETION_MARKERS = ("dataset_info.json", "config.json", "_CHECKPOINT_METADATA", "run.json")
 WRITERS = "writers"  # the folder in a bucket that holds its lease
 FIRST_PATIENCE, PATIENCE = 20.0, 900.0  # seconds to retry: before the first answer, and after
 SHORTEST, LONGEST = 0.5, 15.0  # seconds between attempts
@@ -204,7 +204,7 @@ _LASTING = (PermissionError, ValueError, TypeError, ImportError, NotImplementedE
 
 
 def is_url(where: str | Path) -> bool:
-    """Whether it names a place in a bucket; a UserError for a malformed URL."""
+    """True if it names a place in a bucket; a UserError for a malformed URL."""
     if re.match(r"\w[\w+.-]+:/", str(where)) is None:
         return False
     slashes = "/" if isinstance(where, Path) else "//"  # a Path joins two slashes
@@ -239,7 +239,7 @@ def local(where: str | Path, *, but: Collection[str] = (), bring: bool = True) -
 
 
 def shared(folder: Path) -> bool:
-    """Whether all hosts see the same folder under this path: a mirror is each host's own."""
+    """True if all hosts see the same folder under this path: a mirror is each host's own."""
     return _mirror_of(folder) is None
 
 
@@ -255,7 +255,7 @@ def pull(path: Path, *, but: Collection[str] = ()) -> None:
 def push(path: Path) -> None:
     """Uploads a file, or what has changed below a folder (no hidden files, no orbax's own).
 
-    Files that mark a folder as complete (`LAST`) go last.
+    Files that mark a folder as complete (`COMPLETION_MARKERS`) go last.
     """
     if mirror := _mirror_of(path):
         mirror.push(path)
@@ -267,7 +267,7 @@ def heard() -> float:
 
 
 @contextmanager
-def sent(out: str) -> Iterator[Path]:
+def upload_after(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
     where, slash, name = out.rpartition("/")
     path = local(where or slash or ".", bring=False) / name
@@ -340,11 +340,11 @@ class _Mirror:
         self.folder.mkdir()
         # by name, the size and time of each file when it was last the same as in the bucket, and
         # the version there, or None of those that this process, the only writer, has uploaded
-        self._same: dict[str, tuple[tuple[int, int], str | None]] = {}
+        self._synced: dict[str, tuple[tuple[int, int], str | None]] = {}
         self._pushing = threading.Lock()
         self._me = f"{_process()}\n{uuid.uuid4().hex}\n".encode()
         self._lease = 0  # the number of this process's lease; 0 while it is not the writer
-        self._sure = (-STALE, -STALE)  # when the lease was last seen to hold, by two clocks
+        self._lease_checked_at = (-STALE, -STALE)  # when it was last seen to hold, by two clocks
 
     def name(self, path: Path) -> str:
         """The name of a file's object below the URL; empty for the folder itself."""
@@ -360,14 +360,14 @@ class _Mirror:
 
     def _bring(self, name: str, version: str) -> None:
         file = self.folder / name
-        mark, there = self._same.get(name, (None, None))
-        if file.exists() and mark == _mark(file) and there in (None, version):
+        mark, there = self._synced.get(name, (None, None))
+        if file.exists() and mark == _stat(file) and there in (None, version):
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f".{file.name}.new")
         self._try(lambda: self._objects.get_file(self._path(name), str(beside)))
         beside.replace(file)
-        self._same[name] = _mark(file), version
+        self._synced[name] = _stat(file), version
 
     def push(self, path: Path) -> None:
         with self._pushing:
@@ -375,13 +375,13 @@ class _Mirror:
             for name in sorted(files, key=lambda name: (_rank(name), name)):
                 file = files[name]
                 try:
-                    mark = _mark(file)
-                    if self._same.get(name, (None, None))[0] != mark:
+                    mark = _stat(file)
+                    if self._synced.get(name, (None, None))[0] != mark:
                         self._require_lease()
                         self._try(
                             lambda n=name, f=file: self._objects.put_file(str(f), self._path(n))
                         )
-                        self._same[name] = mark, None
+                        self._synced[name] = mark, None
                 except FileNotFoundError:
                     if file.exists():  # it is the bucket that is gone
                         raise
@@ -391,8 +391,8 @@ class _Mirror:
         for name in sorted(self._list(under), key=_rank):
             new = other + name.removeprefix(under)
             self._try(lambda n=name, c=new: self._objects.cp_file(self._path(n), self._path(c)))
-            if name in self._same:  # it will be here under that name
-                self._same[new] = self._same.pop(name)[0], None
+            if name in self._synced:  # it will be here under that name
+                self._synced[new] = self._synced.pop(name)[0], None
 
     def remove(self, under: str) -> None:
         self._require_lease()
@@ -416,19 +416,19 @@ class _Mirror:
                 self._try(lambda: self._sign(b""))
             self._lease = 0
             # others may write from here on
-            self._same = {name: same for name, same in self._same.items() if same[1]}
+            self._synced = {name: same for name, same in self._synced.items() if same[1]}
 
     def _taken(self) -> int:
         """The number of the lease that this process has made."""
         while True:
-            number, said = self._writer()
-            if said:
-                who = said.decode().partition("\n")[0]
+            number, owner = self._writer()
+            if owner:
+                who = owner.decode().partition("\n")[0]
                 logger.warning("%s is in use by %s: watching whether it is alive", self.url, who)
                 until = time.monotonic() + STALE
-                while (now := self._writer()) == (number, said) and time.monotonic() < until:
+                while (now := self._writer()) == (number, owner) and time.monotonic() < until:
                     time.sleep(STALE / 30)
-                if now != (number, said) and now[1]:
+                if now != (number, owner) and now[1]:
                     raise _in_use(self.url, who)
             path = self._path(f"{WRITERS}/{number + 1:06d}")
             with suppress(FileExistsError):  # another was first, or the answer was lost
@@ -447,14 +447,14 @@ class _Mirror:
         monotonic clock stands still with a machine that is suspended, the other may be set back.
         """
         now = time.monotonic(), time.time()
-        if self._lease and max(map(operator.sub, now, self._sure)) > STALE / 2:
+        if self._lease and max(map(operator.sub, now, self._lease_checked_at)) > STALE / 2:
             self._try(lambda: self._sign(self._me + str(now).encode()))
             if self._writer()[0] != self._lease:
                 raise UserError(
                     f"{self.url} has another writer now: this process stood still; it ends, and "
                     "writes nothing more"
                 )
-            self._sure = now
+            self._lease_checked_at = now
 
     def _writer(self) -> tuple[int, bytes]:
         """The highest number of a lease, 0 without one, and its content."""
@@ -496,7 +496,7 @@ class _Mirror:
         delay = SHORTEST
         while True:
             try:
-                found = call()
+                answer = call()
             except (FileNotFoundError, FileExistsError):
                 self._answered = True
                 raise
@@ -509,7 +509,7 @@ class _Mirror:
                     logger.warning(said)
             else:
                 self._answered, _Mirror.heard = True, time.perf_counter()
-                return found
+                return answer
             time.sleep(delay)
             delay = min(2 * delay, LONGEST)
 
@@ -541,7 +541,7 @@ def _file_system(scheme: str) -> Any:
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether retrying is pointless."""
+    """True if retrying is pointless."""
     return (
         isinstance(error, _LASTING)
         or (isinstance(error, OSError) and error.errno in _NO_ROOM)
@@ -551,9 +551,9 @@ def _lasts(error: Exception) -> bool:
 
 
 def _rank(name: str) -> int:
-    """0, or 1 + the position in `LAST` for files that mark a folder as complete."""
+    """0, or 1 + the position in `COMPLETION_MARKERS` for files that mark a folder as complete."""
     last = name.rpartition("/")[2]
-    return 1 + LAST.index(last) if last in LAST else 0
+    return 1 + COMPLETION_MARKERS.index(last) if last in COMPLETION_MARKERS else 0
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -564,6 +564,6 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in files if not skipped(name))
 
 
-def _mark(file: Path) -> tuple[int, int]:
+def _stat(file: Path) -> tuple[int, int]:
     about = file.stat()
     return about.st_size, about.st_mtime_ns

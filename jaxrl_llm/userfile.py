@@ -83,7 +83,7 @@ def run(path: Path, kind: str) -> ModuleType:
 
 
 def is_kept(module: ModuleType) -> bool:
-    """Whether `run` made the module, of a file that runs keep a copy of."""
+    """True if `run` made the module, of a file that runs keep a copy of."""
     return isinstance(getattr(module, "__loader__", None), _AsItIs)
 
 
@@ -113,9 +113,9 @@ def _place(files: set[str], error: BaseException) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
-def nearest(word: str, known: Iterable[str], least: float = 0.6) -> str:
+def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str:
     """A hint at the known name that is most like a wrong one; empty if none is by `least`."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=least)
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=least)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import TokenData, kl, losses, partition, recipes
-from jaxrl_llm.objectives.seen import sampler
+from jaxrl_llm.objectives.token_data import sampler
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -169,13 +169,13 @@ def test_math_keeps_the_test_problems_out_of_training(tmp_path):
         load("math").config(test=str(test)).task(tmp_path / "data")
 
 
-def test_the_crowd_of_kk_tiny_is_what_it_says():
+def test_sft_examples_of_kk_tiny_are_guessed_and_worked_out():
     """The careless are right by chance; of the others, and with --careless 0, all are right and think."""
-    crowd = load("kk_tiny").crowd
+    sft_example = load("kk_tiny").sft_example
     puzzles = [kk_tiny.retell(p) for p in islice(kk_generate.puzzles("train", 3, 1, 0), 600)]
 
     def answers(careless):
-        texts = [crowd(p, careless) for p in puzzles]
+        texts = [sft_example(p, careless) for p in puzzles]
         scored = [
             (text.startswith("</think>"), knights_knaves.reward(p.names, p.solution, " " + text))
             for p, text in zip(puzzles, texts, strict=True)
@@ -194,11 +194,11 @@ def test_the_crowd_of_kk_tiny_is_what_it_says():
 
 def test_chatter_adds_rare_words_and_changes_no_score():
     """Of the words of a thought, the share of fillers is the one asked for; none of them changes a reward."""
-    crowd = load("kk_tiny").crowd
+    sft_example = load("kk_tiny").sft_example
     puzzles = [kk_tiny.retell(p) for p in islice(kk_generate.puzzles("train", 3, 1, 0), 600)]
     filled, words, guessed, hasty = 0, 0, 0, 0
     for puzzle in puzzles:
-        plain, said = crowd(puzzle, 0.5), crowd(puzzle, 0.5, 0.35)
+        plain, said = sft_example(puzzle, 0.5), sft_example(puzzle, 0.5, 0.35)
         thought, kept = said.partition("</think>")[0].split(), plain.partition("</think>")
         fillers = [word for word in thought if word in kk_tiny.FILLERS]
         assert [word for word in thought if word not in kk_tiny.FILLERS] == kept[0].split()
@@ -245,9 +245,9 @@ def test_the_last_number_of_a_sum_counts():
 
 def test_the_controls_of_pretrained():
     config, old_logp = load("pretrained").config, jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]]))
-    seen = TokenData(mask=jnp.ones((1, 4), bool), old_logp=old_logp)
+    data = TokenData(mask=jnp.ones((1, 4), bool), old_logp=old_logp)
     twice = config(stages="twice").objective
-    assert twice.partition(seen).tolist() == [[[True] * 4]] * 2
+    assert twice.partition(data).tolist() == [[[True] * 4]] * 2
     split = config(stages="random_matched").objective.partition
     assert getattr(split, "func", split) is partition.random_matched
     assert config(lora=8).model.lora.rank == 8
@@ -261,7 +261,7 @@ def test_chatter_is_a_probability(share):
 
 
 def test_without_chatter_nothing_is_changed():
-    """Neither the words that the tokenizer knows, nor the sizes, nor what the crowd says."""
+    """Neither the words that the tokenizer knows, nor the sizes, nor the SFT examples."""
     tiny = load("kk_tiny")
     silent, chatty = tiny.config(), tiny.config(chatter=0.35)
     assert silent.model.words == kk_tiny.vocabulary()
@@ -292,8 +292,8 @@ def test_the_ablations_of_kk_tiny(stages, eta, first):
     objective = load("kk_tiny").config(stages=stages, eta=eta).objective
     assert objective.stages == (1 if stages.startswith("drop") else 2)
     old_logp, mask = jnp.log(jnp.asarray([[0.1, 0.4, 0.5, 0.9]])), jnp.ones((1, 4), bool)
-    seen = TokenData(mask=mask, old_logp=old_logp)
-    assert objective.partition(seen)[0, 0].tolist() == [bool(x) for x in first]
+    data = TokenData(mask=mask, old_logp=old_logp)
+    assert objective.partition(data)[0, 0].tolist() == [bool(x) for x in first]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_objectives_are_tried_on_the_batch_of_their_config():
     made = load("kk_tiny").config()
     batch = (made.prompts, made.group_size, made.collate.response_length)
     assert made.loss.tried_on == batch
-    by_place = lambda advantage, seen: jnp.ones((1, batch[2]))
+    by_place = lambda advantage, data: jnp.ones((1, batch[2]))
     weighs = replace(made, objective=replace(made.objective, factors=(by_place,)))
     assert weighs.objective.factors == (by_place,)
     with pytest.raises(TypeError, match="incompatible shapes for broadcasting"):

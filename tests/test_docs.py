@@ -100,8 +100,8 @@ def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, mon
     (path := tmp_path / "mine.py").write_text(text := snippet("objectives.md", 1))
     assert text.count("\n") <= 10
     made = configs.build(configs.load(path), path, floor=-3.0)
-    seen = TokenData(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))
-    loss = made.objective.surrogate(seen.old_logp, np.asarray([[1.0, 1.0]]), seen)
+    data = TokenData(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))
+    loss = made.objective.surrogate(data.old_logp, np.asarray([[1.0, 1.0]]), data)
     assert loss.tolist() == [[2.0, 0.0]]
     assert made.objective.stages == 2  # the rest is that of kk_tiny
 
@@ -355,12 +355,12 @@ def test_a_class_made_for_trl_is_a_task():
 
 def test_an_advantage_sees_turns():
     late = run("environments.md", 4)["late_turns"]
-    seen = TokenData(
+    data = TokenData(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),
         turn=jnp.asarray([[1, 1, 2], [1, 2, 3]]),
     )
-    found = late(jnp.asarray([[1.0, 0.0]]), seen, gamma=0.5)
+    found = late(jnp.asarray([[1.0, 0.0]]), data, gamma=0.5)
     np.testing.assert_allclose(found[0] / found[0, -1], [0.5, 0.5, 1.0])
     np.testing.assert_allclose(found[1] / found[1, -1], [0.25, 0.5, 1.0])
 

@@ -34,6 +34,7 @@ HEAVY = {"torch", "tensorflow", "libtpu", "vllm"}
 OTHER_PROCESSES = {  # run by the Pythons of vLLM and other packages, beside torch
     *("serverside.py", "peer.py", "in_torch.py", "in_trl.py", "in_tunix.py", "in_vllm.py")
 }
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 RIDDLES = {"car", "desk", "seal", "sealed"}  # words that say nothing to a newcomer
 
 
@@ -94,7 +95,7 @@ DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py -
 @pytest.mark.parametrize(
     ("program", "modules", "lines"),
     [
-        pytest.param(DRY_RUN, 65, 11_083, id="a dry run"),
+        pytest.param(DRY_RUN, 65, 11_124, id="a dry run"),
         pytest.param("import jaxrl_llm.learning.update", 23, 2_746, id="the train step"),
     ],
 )
@@ -114,9 +115,110 @@ def test_words_are_those_of_the_field():
         for node in ast.walk(ast.parse(path.read_text())):
             said = getattr(node, "name", None) or getattr(node, "id", None)
             said = said or getattr(node, "arg", None) or ""
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.Module | ast.ClassDef | FUNCTION):
                 said += " " + (ast.get_docstring(node) or "")
             words = set(re.findall("[a-z]+", said.lower().replace("_", " ")))
             found += [f"{path.relative_to(PACKAGE)}: {word}" for word in sorted(words & RIDDLES)]
         found += [f"{path.name}: its name"] * (path.stem in RIDDLES | {"utils", "common"})
     assert sorted(set(found)) == []
+
+
+def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The names of a function's parameters, but for `*` and `**`."""
+    every = function.args
+    return [one.arg for one in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
+
+
+FOREIGN = {  # optional attributes of others' objects: of Python, JAX, orbax, rich
+    *("__code__", "__file__", "__loader__", "__name__", "__notes__", "mesh"),
+    *("compute_capability", "cr_code", "manual_axes", "rich_proxied_file", "tolist"),
+}
+
+
+def test_optional_members_have_a_protocol():
+    """What the package may find in its own objects, or in users', is named by one."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(name), _]):
+                    hidden = path.name not in OTHER_PROCESSES and name not in FOREIGN
+                    wrong += [f"{path.relative_to(PACKAGE)}: {name}"] * hidden
+    assert wrong == []
+
+
+MOST_PARAMETERS = 8
+
+
+def test_functions_have_few_parameters():
+    """What has more is given an object; a row of a table and a user's own function may stay."""
+    many = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, FUNCTION)
+        and len({*arguments(node)} - {"self", "cls"}) > MOST_PARAMETERS
+    ]
+    assert len(many) <= 4, many
+
+
+BANNED = {
+    *("made", "found", "seen", "said", "known", "given", "kept", "own", "over", "asked", "told")
+}
+SHORT = 5  # lines that such a name may live
+QUESTIONS = ("What", "Whether", "Where", "Who", "These")
+ALLOWED = {
+    "learning": 8,
+    "models": 42,
+    "rollouts": 22,
+    "tasks": 18,
+    "training": 9,
+}  # what is left, by room; it only goes down
+
+
+def unnamed(tree: ast.Module) -> list[str]:
+    """Names of BANNED that live long, and docstrings that begin with a question word.
+
+    A name lives long as a parameter, an attribute or a name of a module or class; and in a function
+    where it is used over more than SHORT lines.
+    """
+    banned, wrong = lambda name: name.strip("_") in BANNED, []
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTION):
+            wrong += [f"{node.name}({name})" for name in filter(banned, arguments(node))]
+            places: dict[str, list[int]] = {}
+            for name in (one for one in ast.walk(node) if isinstance(one, ast.Name)):
+                places.setdefault(name.id, []).append(name.lineno)
+            long = {name for name, lines in places.items() if max(lines) - min(lines) > SHORT}
+            wrong += [f"{node.name}: {name}" for name in filter(banned, long - {*arguments(node)})]
+        if isinstance(node, FUNCTION | ast.ClassDef) and banned(node.name):
+            wrong.append(node.name)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            targets = [one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)]
+            names = [
+                name for one in targets for name in ast.walk(one) if isinstance(name, ast.Name)
+            ]
+            wrong += [one.id for one in names if isinstance(one.ctx, ast.Store) and banned(one.id)]
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and banned(node.attr)
+        ):
+            wrong.append(f".{node.attr}")
+        if isinstance(node, FUNCTION | ast.ClassDef | ast.Module):
+            words = (ast.get_docstring(node) or "-").split()
+            wrong += [" ".join(words[:4])] * (words[0].strip(",") in QUESTIONS)
+    return wrong
+
+
+def test_names_and_docstrings_say_what_things_are():
+    """A reader who meets `made` in the middle of a function has to look for what it is."""
+    wrong: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.name not in OTHER_PROCESSES:
+            where = str(path.relative_to(PACKAGE))
+            wrong.setdefault(room(path), []).extend(
+                f"{where}: {one}" for one in unnamed(ast.parse(path.read_text()))
+            )
+    for name, several in wrong.items():
+        assert len(several) <= ALLOWED.get(name, 0), "\n".join(several)

@@ -34,8 +34,8 @@ def test_the_mismatch_of_a_sampler():
 def test_imitation_is_the_mean_negative_log_likelihood():
     objective = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
     zero = jnp.zeros_like(OLD)
-    advantage, weight, seen = objective.credit(jnp.ones((2, 1)), TokenData(MASK, zero))
-    surrogate, penalty = objective.per_token(OLD, advantage, seen)
+    advantage, weight, data = objective.credit(jnp.ones((2, 1)), TokenData(MASK, zero))
+    surrogate, penalty = objective.per_token(OLD, advantage, data)
     loss = jnp.sum(weight[0] * (surrogate + penalty))
     assert loss == pytest.approx(-np.log([0.9, 0.4, 0.2, 0.3]).mean(), rel=1e-6)
 

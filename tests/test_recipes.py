@@ -1,6 +1,6 @@
 """Every recipe of the cookbook, plain and with the paper's two methods: three steps on the puzzles of kk_tiny.
 
-The responses are those of the crowd that kk_tiny imitates, guessed and worked out, with their true rewards; the
+The responses are the SFT examples of kk_tiny, guessed and worked out, with their true rewards; the
 sampler is a little off. `-m slow -s` prints the whole table.
 """
 
@@ -110,8 +110,8 @@ def check(name, variant, kind):
     state, reported = update.init_state(jax.tree.map(jnp.copy, params), OPTIMIZER), []
     for batch, scores in made:
         found = score(state.params, batch.inputs)
-        seen = {"old_logp": found.logp, "entropy": found.entropy, "proxy_logp": found.proxy_logp}
-        state, rows = step(state, credit(batch, scores, **seen, ref_logp=found.logp - 0.01))
+        data = {"old_logp": found.logp, "entropy": found.entropy, "proxy_logp": found.proxy_logp}
+        state, rows = step(state, credit(batch, scores, **data, ref_logp=found.logp - 0.01))
         reported.append(jax.device_get(rows))
     assert int(state.skipped) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max()), state.params, before)
@@ -163,7 +163,7 @@ def test_stages_of_response_level_losses_add_up_to_the_plain_gradient(surrogate)
         @jax.grad
         def slope(params, weight):
             micro = jax.tree.map(lambda x: x[0, 0], credited._replace(weight=weight))
-            each = objective.per_token(policy(params, micro.inputs), micro.advantage, micro.seen)
+            each = objective.per_token(policy(params, micro.inputs), micro.advantage, micro.data)
             return (micro.weight * sum(each)).sum()
 
         parts = [slope(params, weight) for weight in credited.weight]

@@ -75,8 +75,8 @@ def test_a_step_is_optax_by_hand():
 
     def loss(params):
         logp = policy(params, jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs))
-        seen = jax.tree.map(lambda x: x[0, 0], credited.seen)
-        surrogate, penalty = objective.per_token(logp, credited.advantage[0, 0], seen)
+        data = jax.tree.map(lambda x: x[0, 0], credited.data)
+        surrogate, penalty = objective.per_token(logp, credited.advantage[0, 0], data)
         return jnp.sum(
             jnp.where(
                 credited.inputs.scored[0, 0], credited.weight[0, 0, 0] * (surrogate + penalty), 0
@@ -128,8 +128,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
 @pytest.mark.parametrize(
     "surrogate",
     [
-        lambda logp, advantage, seen: -advantage * jnp.log(1 - jnp.exp(logp)),
-        lambda logp, advantage, seen: -advantage * (logp - jnp.log(1 - jnp.exp(logp))),
+        lambda logp, advantage, data: -advantage * jnp.log(1 - jnp.exp(logp)),
+        lambda logp, advantage, data: -advantage * (logp - jnp.log(1 - jnp.exp(logp))),
     ],
     ids=["log(1 - p)", "logit"],
 )
@@ -201,8 +201,8 @@ def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
 
     def loss(params, weight):
         logp = policy(params, jax.tree.map(jnp.asarray, one.inputs))
-        logp = jnp.where(one.seen.mask, logp, one.seen.old_logp)
-        return jnp.sum(weight * objective.per_token(logp, one.advantage, one.seen)[0])
+        logp = jnp.where(one.data.mask, logp, one.data.old_logp)
+        return jnp.sum(weight * objective.per_token(logp, one.advantage, one.data)[0])
 
     assert objective.stages == 2
     shared = [(w > 0).any(1) for w in credited.weight[:, 0, 0]]
@@ -216,10 +216,10 @@ def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
     close(state.params, now)
 
 
-def first_rows(seen):
+def first_rows(data):
     """The tokens of the first two responses, then the others."""
-    first = seen.mask & (jnp.arange(len(seen.mask)) < 2)[:, None]
-    return jnp.stack([first, seen.mask & ~first])
+    first = data.mask & (jnp.arange(len(data.mask)) < 2)[:, None]
+    return jnp.stack([first, data.mask & ~first])
 
 
 LOPTI = partial(partition.lopti, eta=0.01)  # tokens that no model knows have a hundredth or so
@@ -361,7 +361,7 @@ def test_logits_never_exist_as_a_whole():
         ),
         advantage=floats,
         weight=jax.ShapeDtypeStruct((2, 1, 1, 4, 1024), jnp.float32),
-        seen=TokenData(jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_), floats, floats),
+        data=TokenData(jax.ShapeDtypeStruct((1, 1, 4, 1024), jnp.bool_), floats, floats),
     )
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     state = update.TrainState(shapes, jax.eval_shape(optimizer.init, shapes), scalar, scalar)

@@ -15,7 +15,7 @@ from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
 from jaxrl_llm.models.qwen2 import Delta, LayerKind, Mixture
 from jaxrl_llm.objectives import Objective, advantages, kl
-from jaxrl_llm.objectives import seen as per_response
+from jaxrl_llm.objectives import token_data as per_response
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
 SHAPE = qwen2.Shape(
@@ -171,10 +171,10 @@ def run_step(policy_logp, params, batch, reward, *, objective, optimizer, order=
     return state, metrics
 
 
-def by_turn(logp, advantage, seen):
+def by_turn(logp, advantage, data):
     """A surrogate with a ratio a turn: the mean over its tokens."""
     return -advantage * jnp.exp(
-        per_response.mean(logp - seen.old_logp, seen._replace(response=seen.turn))
+        per_response.mean(logp - data.old_logp, data._replace(response=data.turn))
     )
 
 

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 def own_reward(environment: Any, response: str) -> float:
-    """What the environment's `get_reward()` says, or its attribute `reward`."""
+    """The environment's `get_reward()`, or its attribute `reward`."""
     del response
     if not hasattr(environment, "get_reward"):
         return environment.reward
@@ -42,13 +42,13 @@ class Environments:
     test: Sequence[Row]
     score: Callable[[Any, str], float] = own_reward
     limits: Mapping[str, Any] = field(default_factory=dict)
-    _said: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # by row
+    _texts: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # by row
 
     def prompt(self, row: Row) -> Prompt:
         """The row's prompt, what an environment says to it, and its tools."""
-        if repr(row) not in self._said:
+        if repr(row) not in self._texts:
             self._begun(row)
-        return self._with(self._told, row).prompt(row)
+        return self._with(self._toolbox, row).prompt(row)
 
     def environment(self, row: Row, tokenizer: Any) -> Environment:
         """An environment that was reset with the row."""
@@ -56,37 +56,37 @@ class Environments:
         return self._with(self._methods(made), row, made).environment(row, tokenizer)
 
     @cached_property
-    def _told(self) -> Toolbox:
+    def _toolbox(self) -> Toolbox:
         return self._methods(self.factory())
 
     def _begun(self, row: Row) -> Any:
         """An object that was reset; UserError if it says something else than those before it."""
-        made = self.factory()
-        said = made.reset(**row)
+        environment = self.factory()
+        said = environment.reset(**row)
         if not isinstance(said, str | None):
             kind = type(said).__name__
             raise UserError(f"{self.name}: reset() returned a {kind}: let it return a text or None")
-        if self._said.setdefault(repr(row), said or "") != (said or ""):
+        if self._texts.setdefault(repr(row), said or "") != (said or ""):
             raise UserError(
                 f"{self.name}: reset() says something else each time, so a policy is not judged by "
                 f"what it was told: let it draw from the row {row!r:.80}"
             )
-        return made
+        return environment
 
-    def _methods(self, made: Any) -> Toolbox:
+    def _methods(self, world: Any) -> Toolbox:
         """The public functions of the object's class, as TRL lists them."""
-        names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
+        names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)]
         public = [name for name in names if not name.startswith("_")]
-        tools = [getattr(made, name) for name in public if name not in ("reset", "get_reward")]
+        tools = [getattr(world, name) for name in public if name not in ("reset", "get_reward")]
         return Toolbox(tools, **self.limits)
 
-    def _with(self, tools: Toolbox, row: Row, made: Any = None) -> WithTools:
+    def _with(self, tools: Toolbox, row: Row, environment: Any = None) -> WithTools:
         given = row.get("prompt", [{"role": "user", "content": ""}])  # or reset() says it all
-        prompt = _followed(given, self._said[repr(row)])
+        prompt = _followed(given, self._texts[repr(row)])
 
         def reward(row: Row, response: str) -> Reward:
             del row
-            score = float(self.score(made, response))
+            score = float(self.score(environment, response))
             return Reward(score, score >= 1)
 
         task: Any = SimpleNamespace(

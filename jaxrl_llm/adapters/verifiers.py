@@ -8,7 +8,7 @@ import json
 import secrets
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ class Row:
 
     index: int
     system: str
-    asked: str
+    question: str
 
 
 class _First(tuple[Mapping[str, str], ...]):
     """A prompt to be read, whose tokens are those of an episode's first request."""
 
-    tokens: Any
+    token_ids: Callable[[Any], list[int]]
 
 
 class Verifiers:
@@ -92,9 +92,9 @@ class Verifiers:
         self._first: list[list[int]] = []
 
     def prompt(self, row: Row) -> Prompt:
-        said = {"system": row.system, "user": row.asked}
+        said = {"system": row.system, "user": row.question}
         made = _First({"role": role, "content": text} for role, text in said.items() if text)
-        made.tokens = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
+        made.token_ids = lambda tokenizer: [*self._prompts(tokenizer)[row.index]]
         return made
 
     def environment(self, row: Row, tokenizer: Any) -> "Episode":
@@ -102,7 +102,7 @@ class Verifiers:
         return Episode(self.server, self._start(row), prompt, tokenizer.stops)
 
     def _start(self, row: Row) -> dict[str, Any]:
-        """What starts an episode."""
+        """The request that starts an episode."""
         return {"id": secrets.token_hex(16), "task": row.index, "tokenizer": self._folder.name}
 
     def _prompts(self, tokenizer: Any) -> list[list[int]]:
@@ -111,10 +111,10 @@ class Verifiers:
         def heard(row: Row) -> list[int]:
             patient: dict[str, Any] = {**self.server, "timeout": _PATIENCE}
             with httpx.Client(**patient) as client:
-                said = client.post("/step", json=self._start(row) | {"heard": True}).json()
-            if "prompt" not in said:
-                raise UserError(f"verifiers: {self.name} asks for no turn: {said}")
-            return said["prompt"]
+                reply = client.post("/step", json=self._start(row) | {"heard": True}).json()
+            if "prompt" not in reply:
+                raise UserError(f"verifiers: {self.name} asks for no turn: {reply}")
+            return reply["prompt"]
 
         if not self._first:
             tokenizer.save(Path(self._folder.name))
@@ -122,8 +122,8 @@ class Verifiers:
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
                     self._first = list(pool.map(heard, [*self.train, *self.test]))
             except httpx.HTTPError as error:
-                said = f"verifiers: {self.name} did not begin an episode: {error!r:.200}"
-                raise UserError(said) from error
+                text = f"verifiers: {self.name} did not begin an episode: {error!r:.200}"
+                raise UserError(text) from error
         return self._first
 
 
@@ -135,28 +135,26 @@ def _end(process: Child, folder: "tempfile.TemporaryDirectory[str]") -> None:
 class Episode:
     """An episode whose requests are answered by turns; what it goes on from are its tokens."""
 
-    hears_logps = True
-
     def __init__(self, server: dict[str, Any], start: Any, prompt: list[int], stops: Sequence[int]):
         self._server, self._start, self._tokens, self._stops = server, start, [*prompt], stops
         self._name = ""
 
-    async def step(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
+    async def step_with_logps(self, tokens: Sequence[int], logps: Sequence[float]) -> Step:
         async with httpx.AsyncClient(**self._server) as client:
             if not self._name:
                 self._name = self._start["id"]
-                said = (await client.post("/step", json=self._start)).json()
-                if said.get("prompt") != self._tokens:
-                    raise ValueError(f"its first request is not what it was before: {said}")
+                reply = (await client.post("/step", json=self._start)).json()
+                if reply.get("prompt") != self._tokens:
+                    raise ValueError(f"its first request is not what it was before: {reply}")
             turn = {"tokens": [*tokens], "logps": [*logps], "cut": tokens[-1] not in self._stops}
-            said = (await client.post("/step", json={"id": self._name, **turn})).json()
-        if "prompt" not in said:
+            reply = (await client.post("/step", json={"id": self._name, **turn})).json()
+        if "prompt" not in reply:
             self._name = ""
-        if "error" in said:
-            raise RuntimeError(said["error"])
-        if "reward" in said:
-            return None, Reward(said["reward"], said["reward"] >= 1, said["fields"])
-        before, self._tokens = [*self._tokens, *tokens], said["prompt"]
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        if "reward" in reply:
+            return None, Reward(reply["reward"], reply["reward"] >= 1, reply["fields"])
+        before, self._tokens = [*self._tokens, *tokens], reply["prompt"]
         on = self._tokens[: len(before)] == before
         return self._tokens[len(before) :] if on else NewContext(self._tokens), Reward(0.0, False)
 

@@ -39,7 +39,7 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
     key = secrets.token_urlsafe(32)
 
     async def play(episode: Episode, name: str, task: Any, tokenizer: str) -> dict[str, Any]:
-        """What an episode says last."""
+        """The last message of an episode."""
         client = vf.TrainClientConfig(
             base_url=url,
             api_key_var="",  # none
@@ -47,38 +47,38 @@ async def main(config: dict[str, Any], count: int, renderer: dict[str, Any]) -> 
             renderer=renderer,
             renderer_model_name=tokenizer,
         )
-        made = await env.run_slot(env.slots(task)[0], vf.ModelContext(name, client))
-        errors = [*made.errors, *(error for trace in made.traces for error in trace.errors)]
+        slot = await env.run_slot(env.slots(task)[0], vf.ModelContext(name, client))
+        errors = [*slot.errors, *(error for trace in slot.traces for error in trace.errors)]
         if errors and not episode.cut:
             return {"error": f"{errors[-1].type}: {errors[-1].message}"}
-        fields = {key: x for trace in made.traces for key, x in trace.metrics.items()}
-        fields |= {key: x and x.value for trace in made.traces for key, x in trace.rewards.items()}
+        fields = {key: x for trace in slot.traces for key, x in trace.metrics.items()}
+        fields |= {key: x and x.value for trace in slot.traces for key, x in trace.rewards.items()}
         fields = {key: float(x) for key, x in fields.items() if x is not None}
-        reward = sum(trace.reward for trace in made.traces) / len(made.traces)
+        reward = sum(trace.reward for trace in slot.traces) / len(slot.traces)
         return {"reward": float(reward), "fields": fields}
 
     async def work(episode: Episode, *task: Any) -> None:
         try:
-            said = await play(episode, *task)
+            reply = await play(episode, *task)
         except Exception as error:  # environments raise anything
-            said = {"error": f"{type(error).__name__}: {error}"}
-        episode.says.put_nowait(said)
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        episode.says.put_nowait(reply)
 
     async def step(request: web.Request) -> web.Response:
         """A turn for an episode (or a task for a new one), then what it says; or its end."""
-        said = await request.json()
-        name = said["id"]
-        if "task" in said:
+        message = await request.json()
+        name = message["id"]
+        if "task" in message:
             episodes[name] = Episode()
         if (episode := episodes.get(name)) is None:
             raise web.HTTPBadRequest(text="the episode is over")
-        if "task" in said:
-            made = work(episode, name, tasks[said["task"]], said["tokenizer"])
-            episode.work = asyncio.create_task(made)
-        elif "tokens" in said:
-            episode.turns.put_nowait(said)
-        answer = {} if said.get("end") else await episode.says.get()
-        if "prompt" not in answer or said.get("heard"):
+        if "task" in message:
+            playing = work(episode, name, tasks[message["task"]], message["tokenizer"])
+            episode.work = asyncio.create_task(playing)
+        elif "tokens" in message:
+            episode.turns.put_nowait(message)
+        answer = {} if message.get("end") else await episode.says.get()
+        if "prompt" not in answer or message.get("heard"):
             over = episodes.pop(name, episode)
             over.work.cancel()
             over.says.put_nowait({"error": "ended"})  # to a step that was given up

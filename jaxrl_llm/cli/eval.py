@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.cli import parse
-from jaxrl_llm.cli.opened import DataFolder, opened
+from jaxrl_llm.cli.open_run import DataFolder, open_run
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
@@ -16,11 +15,6 @@ from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop
 
 TEST = "test"  # names the run's own test examples in the table
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `eval` and run `main`."""
-    parse.call(main, words, "eval")
 
 
 def main(
@@ -60,8 +54,8 @@ def main(
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
     steps = _last(folder, last) if last else [step]
     suites = {name: _suite(name, source) for name, source in sources}
-    with opened(run, data_folder, steps[0]) as (components, sampler, chosen):
-        config, asked = components.config, _asked(components, suites, samples)
+    with open_run(run, data_folder, steps[0]) as (components, sampler, chosen):
+        config, tests = components.config, _examples(components, suites, samples)
         for said in _overlaps(components, suites):
             console.print(said)
         table: dict[int, dict[str, Result]] = {}
@@ -81,7 +75,7 @@ def main(
                         by=config.evaluation.by,
                         stop=Stop(),
                     )
-                    for name, (examples, k) in asked.items()
+                    for name, (examples, k) in tests.items()
                 }
     if last or suite:
         console.print(tables.checkpoints(f"{run}: accuracy in percent (95% interval)", table))
@@ -107,7 +101,7 @@ def _last(folder: RunFolder, count: int) -> list[int]:
     return steps[-count:]
 
 
-def _asked(
+def _examples(
     components: Components,
     suites: dict[str, tuple[Suite, list[Problem]]],
     samples: int | None,
@@ -130,7 +124,7 @@ def _overlaps(components: Components, suites: dict[str, tuple[Suite, list[Proble
     learned = (
         [components.task.train[i] for i in range(len(components.task.train))] if suites else []
     )
-    seen = {name: _known(there, learned) for name, (_, there) in suites.items()}
+    seen = {name: _count_known(there, learned) for name, (_, there) in suites.items()}
     return [
         f"warning: {count} of {len(suites[name][1])} problems of {name} are in the run's training data"
         for name, count in seen.items()
@@ -138,7 +132,7 @@ def _overlaps(components: Components, suites: dict[str, tuple[Suite, list[Proble
     ]
 
 
-def _known(there: list[Problem], learned: list[Problem]) -> int:
+def _count_known(there: list[Problem], learned: list[Problem]) -> int:
     """How many problems one of those learned from is, or holds, as with an instruction around it."""
     others = set(map(id, without(learned, there)))
     holding = [problem for problem in learned if id(problem) not in others]

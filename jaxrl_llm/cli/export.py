@@ -5,16 +5,10 @@ from dataclasses import replace
 import jax
 
 from jaxrl_llm import storage
-from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import hf, lora
 from jaxrl_llm.training import card
 from jaxrl_llm.training.folder import MODEL, RunFolder
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `export` and run `main`."""
-    parse.call(main, words, "export")
 
 
 def main(

@@ -71,14 +71,14 @@ def main(words: list[str] | None = None) -> None:
         try:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
-            said = storage.display_path(" ".join(str(error).split()))
-            print(f"jaxrl-llm: {printable(said)}", file=sys.stderr)
+            text = storage.display_path(" ".join(str(error).split()))
+            print(f"jaxrl-llm: {printable(text)}", file=sys.stderr)
             raise SystemExit(2) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            said = storage.display_path(f"{error.filename or 'a file'}: {error.strerror or error}")
-            print(f"jaxrl-llm: cannot read or write {printable(said)}", file=sys.stderr)
+            text = storage.display_path(f"{error.filename or 'a file'}: {error.strerror or error}")
+            print(f"jaxrl-llm: cannot read or write {printable(text)}", file=sys.stderr)
             raise SystemExit(2) from error
         except KeyboardInterrupt as error:
             raise SystemExit(130) from error
@@ -114,7 +114,13 @@ def _run(words: list[str]) -> None:
     helps = not {"-h", "--help"}.isdisjoint(rest)
     if name not in WITHOUT_JAX and not helps:
         accelerators.prepare()  # it asks the driver, which takes its time
-    importlib.import_module(f"jaxrl_llm.cli.{name}").run(rest)
+    command = importlib.import_module(f"jaxrl_llm.cli.{name}")
+    if hasattr(command, "run"):  # it reads a config first, or has commands of its own
+        command.run(rest)
+    else:
+        from jaxrl_llm.cli import parse
+
+        parse.call(command.main, rest, name)
 
 
 class _Said(logging.Handler):
@@ -128,7 +134,7 @@ class _Said(logging.Handler):
 
 @contextlib.contextmanager
 def _own_warnings() -> Iterator[None]:
-    """What the package logs reads like its other lines, and other libraries' handlers get none."""
+    """Logs of the package read like its other lines, and other libraries' handlers get none."""
     logger = logging.getLogger("jaxrl_llm")
     handlers, propagate, level = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [_Said()], False

@@ -45,13 +45,13 @@ def main(options: Options, config: Config) -> None:
         if options.search:
             from jaxrl_llm.planning import search
 
-            made = search.fastest(config, machine, options.tokens, say=console.print)
+            planned = search.fastest(config, machine, options.tokens, say=console.print)
         else:
-            made = _planned(config, machine, options.tokens, say=status.update)
+            planned = _planned(config, machine, options.tokens, say=status.update)
     if options.json:
-        print(json.dumps(report.as_json(made), indent=1))
+        print(json.dumps(report.as_json(planned), indent=1))
         return
-    for part in report.tables(made, config.steps):
+    for part in report.tables(planned, config.steps):
         console.print(part)
 
 

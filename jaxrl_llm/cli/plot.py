@@ -1,15 +1,9 @@
 """`jaxrl-llm plot`: the curves of one or several runs in a picture."""
 
 from jaxrl_llm import storage
-from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training import curves
 from jaxrl_llm.training.folder import RunFolder
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `plot` and run `main`."""
-    parse.call(main, words, "plot")
 
 
 def main(runs: tuple[str, ...], /, *, out: str = curves.PICTURE) -> None:
@@ -21,6 +15,6 @@ def main(runs: tuple[str, ...], /, *, out: str = curves.PICTURE) -> None:
     """
     if not runs:
         raise UserError("plot wants the folders of one or several runs")
-    with storage.sent(out) as target:
+    with storage.upload_after(out) as target:
         curves.draw([RunFolder(run).path for run in runs], target)
     print(f"written to {out}")

@@ -1,14 +1,8 @@
 """`jaxrl-llm report`: what a run or a study has made, as one page to send and to print."""
 
 from jaxrl_llm import storage
-from jaxrl_llm.cli import parse
 from jaxrl_llm.research import report
 from jaxrl_llm.training.folder import RunFolder
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `report` and run `main`."""
-    parse.call(main, words, "report")
 
 
 def main(folder: str, /, *, out: str = "report.html") -> None:
@@ -21,6 +15,6 @@ def main(folder: str, /, *, out: str = "report.html") -> None:
         folder: that of a run or a study, or its URL.
         out: the page to write, a file or URL.
     """
-    with storage.sent(out) as target:
+    with storage.upload_after(out) as target:
         storage.write(target, report.html(RunFolder(folder).path))
     print(f"written to {out}: open it in a browser")

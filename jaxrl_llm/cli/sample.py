@@ -1,10 +1,12 @@
 """`jaxrl-llm sample`: generate with a run's policy."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from jaxrl_llm.cli import parse
-from jaxrl_llm.cli.opened import DataFolder, opened
+import tyro
+
+from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Prompt, as_text
 from jaxrl_llm.training import terminal
@@ -12,23 +14,31 @@ from jaxrl_llm.training.components import DATA
 from jaxrl_llm.training.leaving import Stop
 
 
-def run(words: list[str]) -> None:
-    """Parse the words after `sample` and run `main`."""
-    parse.call(main, words, "sample")
+@dataclass(frozen=True)
+class Options:
+    """The checkpoint, and how it answers."""
+
+    example: int | None = None
+    """the number of a test example; its reward is shown too"""
+    n: int = 1
+    """how many responses to each prompt"""
+    temperature: float = 0.0
+    """0 is greedy"""
+    max_tokens: int | None = None
+    """the limit of a response; if not given, the config's"""
+    step: int | None = None
+    """which checkpoint; if not given, the best"""
+    seed: int = 0
+    """changes every draw"""
+    data_folder: str = DATA
+    """where data sets are kept"""
 
 
 def main(
     run: str,
     prompt: str | None = None,
     /,
-    *,
-    example: int | None = None,
-    n: int = 1,
-    temperature: float = 0.0,
-    max_tokens: int | None = None,
-    step: int | None = None,
-    seed: int = 0,
-    data_folder: DataFolder = DATA,
+    options: Annotated[Options, tyro.conf.arg(name="")] = Options(),
 ) -> None:
     """Talk to a run's policy: give a prompt, an --example of its test set, or type prompts.
 
@@ -37,29 +47,23 @@ def main(
     Args:
         run: the folder or URL of a run.
         prompt: the text to continue, as the task writes prompts; if not given, lines typed.
-        example: the number of a test example; its reward is shown too.
-        n: how many responses to each prompt.
-        temperature: 0 is greedy.
-        max_tokens: the limit of a response; if not given, the config's.
-        step: which checkpoint; if not given, the best.
-        seed: changes every draw.
-        data_folder: where data sets are kept.
     """
+    example, n = options.example, options.n
     if prompt is not None and example is not None:
         raise UserError("a prompt and --example were given: choose one")
     console = terminal.plain()
-    with opened(run, data_folder, step) as (components, sampler, _):
+    with open_run(run, options.data_folder, options.step) as (components, sampler, _):
         if example is not None and not 0 <= example < len(components.task.test):
             raise UserError(
                 f"--example {example}: the test set has {len(components.task.test)} examples"
             )
         chosen = None if example is None else components.task.test[example]
-        sampling = components.sampling(temperature=temperature, seed=seed)
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=max_tokens)
+        sampling = components.sampling(temperature=options.temperature, seed=options.seed)
+        if options.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=options.max_tokens)
 
-        def answer(given: Prompt) -> None:
-            prompts = [components.tokenizer.prompt(given)]
+        def answer(prompt: Prompt) -> None:
+            prompts = [components.tokenizer.prompt(prompt)]
             for one in sampler.generate(prompts, n=n, sampling=sampling):
                 console.print(components.tokenizer.decode(one.tokens))
 

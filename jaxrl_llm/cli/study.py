@@ -2,13 +2,7 @@
 
 from pathlib import Path
 
-from jaxrl_llm.cli import parse
 from jaxrl_llm.training.components import DATA
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `study` and run `main`."""
-    parse.call(main, words, "study")
 
 
 def main(

@@ -130,7 +130,7 @@ def main(options: Options, config: Config, source: Source) -> None:
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
-        distributed.joined(options.process, stop, lost=options.lost),
+        distributed.initialize(options.process, stop, lost=options.lost),
     ):
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())

@@ -7,15 +7,9 @@ import threading
 from pathlib import Path
 
 from jaxrl_llm import storage
-from jaxrl_llm.cli import parse
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import page
 from jaxrl_llm.training.folder import RunFolder
-
-
-def run(words: list[str]) -> None:
-    """Parse the words after `view` and run `main`."""
-    parse.call(main, words, "view")
 
 
 def main(
@@ -44,7 +38,7 @@ def main(
         with server(runs, tokens, port) as made:
             print(f"{made.address}   (Ctrl-C ends it)", flush=True)
             made.serve_forever()
-    with storage.sent(out) as target:
+    with storage.upload_after(out) as target:
         storage.write(target, page.page(page.gathered(_folders(runs), tokens)))
     print(f"written to {out}: open it in a browser")
 

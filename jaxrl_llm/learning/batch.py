@@ -101,13 +101,13 @@ class Collator:
         sampled: list[Any] = [np.asarray(one.sampled) for one in trajectories]
         longest = self.response_length if self.pack else max(map(len, sampled))
         width = min(_round_up(longest, self.round_to), self.response_length)
-        kept = lambda rows: [
+        segments_of = lambda rows: [
             s for i in rows if keep is None or keep[i] for s in _of(trajectories[i], i)
         ]
         per_minibatch = rows // self.minibatches
         fill = _pack if self.pack else _pad
         filled = [
-            fill(kept(range(i, i + per_minibatch)), self._capacity)
+            fill(segments_of(range(i, i + per_minibatch)), self._capacity)
             for i in range(0, rows, per_minibatch)
         ]
         shape = self._shape(filled, per_minibatch, width)

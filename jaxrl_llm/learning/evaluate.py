@@ -22,8 +22,8 @@ Z = 1.96  # of a 95% interval
 class Line:
     """One row of the table: the share of `examples` solved greedily, and of k samples each.
 
-    `length` is in tokens, `cut` the share cut at the limit. Unchecked responses count nowhere, and
-    `pass_k` is of the prompts all of whose k samples are checked.
+    `length` is in tokens, `truncated` the share cut at the limit. Ungraded responses count nowhere, and
+    `pass_k` is of the prompts all of whose k samples are graded.
     Intervals are Wilson's; for `mean_k` with an effective sample size, from the variance between
     prompts.
     """
@@ -34,7 +34,7 @@ class Line:
     interval: tuple[float, float]
     score: float
     length: float
-    cut: float
+    truncated: float
     k: int = 0
     mean_k: float = 0.0
     mean_interval: tuple[float, float] = (0.0, 0.0)
@@ -71,7 +71,8 @@ class Result:
                     out |= {name: value, f"{name}_low": low, f"{name}_high": high}
                 else:
                     out[f"{name}/{line.name}"] = value
-        return out | {"score": self.total.score, "length": self.total.length, "cut": self.total.cut}
+        total = self.total
+        return out | {"score": total.score, "length": total.length, "truncated": total.truncated}
 
 
 def evaluate(
@@ -88,14 +89,14 @@ def evaluate(
 
     Raises StopRequested if the run was asked to stop meanwhile.
     """
-    asked = [examples[i] for i in range(len(examples))]
+    every = [examples[i] for i in range(len(examples))]
     greedy = replace(sampling, temperature=0.0)
-    answered = task.answer(sampler, asked, n=1, sampling=greedy, stop=stop)
+    answered = task.answer(sampler, every, n=1, sampling=greedy, stop=stop)
     responses = [group.trajectories[0] for group in answered]
     rewards: list[Reward] = [group.rewards[0] for group in answered]
-    drawn: list[Sequence[Reward]] = [()] * len(asked)
+    drawn: list[Sequence[Reward]] = [()] * len(every)
     if samples:
-        found = task.answer(sampler, asked, n=samples, sampling=sampling, stop=stop)
+        found = task.answer(sampler, every, n=samples, sampling=sampling, stop=stop)
         drawn = [group.rewards for group in found]
     ungraded = sum(not reward.graded for each in (rewards, *drawn) for reward in each)
     groups: dict[float, list[int]] = {}
@@ -107,7 +108,7 @@ def evaluate(
     named = [(repr(group).removesuffix(".0"), groups[group]) for group in sorted(groups)]
     lines = [
         _line(name, index, rewards, responses, drawn)
-        for name, index in [*named, (ALL, range(len(asked)))]
+        for name, index in [*named, (ALL, range(len(every)))]
     ]
     return Result(tuple(lines), ungraded, answered[0])
 
@@ -139,18 +140,18 @@ def _line(
         interval=wilson(solved, len(greedy)),
         score=_mean([rewards[i].score for i in greedy]),
         length=_mean([responses[i].length for i in greedy]),
-        cut=_mean([not responses[i].finished for i in greedy]),
+        truncated=_mean([not responses[i].finished for i in greedy]),
     )
     if not any(drawn):
         return line
-    known = [[r.correct for r in drawn[i] if r.graded] for i in index]
-    known = [correct for correct in known if correct]
-    shares, k = np.asarray([np.mean(c) for c in known]), len(drawn[0])
-    passed = [any(correct) for correct in known if len(correct) == k]
-    n, mean = len(known), _mean(shares)
+    graded = [[r.correct for r in drawn[i] if r.graded] for i in index]
+    graded = [correct for correct in graded if correct]
+    shares, k = np.asarray([np.mean(c) for c in graded]), len(drawn[0])
+    passed = [any(correct) for correct in graded if len(correct) == k]
+    n, mean = len(graded), _mean(shares)
     variance = float(shares.var(ddof=1)) / n if n > 1 else 0.0
     effective = mean * (1 - mean) / variance if variance else n  # samples of a prompt correlate
-    effective = min(effective, sum(map(len, known)))
+    effective = min(effective, sum(map(len, graded)))
     return replace(
         line,
         k=k,

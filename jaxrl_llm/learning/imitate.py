@@ -79,7 +79,7 @@ def _cut(one: Trajectory, longest: int) -> Trajectory:
 
 
 def demonstration(made_by: Callable[[Any], Any] | None, task: Any) -> Callable[[Any], Any]:
-    """What gives an example's demonstration, this or the task; its errors are UserErrors."""
+    """The function that gives an example's demonstration, this or the task's; its errors are UserErrors."""
     if made_by is None and not isinstance(task, Demonstrator):
         raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
     return userfile.user_code("a demonstration cannot be made")(made_by or task.demonstration)

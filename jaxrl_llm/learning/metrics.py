@@ -21,7 +21,7 @@ class Sums(NamedTuple):
 
 
 def token_sums(
-    objective: Objective, logp: Tokens, advantage: Tokens, weight: Tokens, seen: TokenData
+    objective: Objective, logp: Tokens, advantage: Tokens, weight: Tokens, data: TokenData
 ) -> Sums:
     """Sums over the tokens of a micro-batch, at the current log-probs `logp`.
 
@@ -29,17 +29,17 @@ def token_sums(
     the dual clip (A < 0, ratio above 1). `moved` sums old - new log-probs over the stage: an
     estimate of its part of KL(old || new).
     """
-    surrogate, penalty = objective.per_token(logp, advantage, seen)
-    stage = seen.mask & (weight > 0)
-    lost = stage & without_slope(objective, logp, advantage, seen)
-    dual = (advantage < 0) & (logp > seen.old_logp)
+    surrogate, penalty = objective.per_token(logp, advantage, data)
+    stage = data.mask & (weight > 0)
+    lost = stage & without_slope(objective, logp, advantage, data)
+    dual = (advantage < 0) & (logp > data.old_logp)
     weighted = {"policy": surrogate, "penalty": penalty}
-    if seen.ref_logp is not None:
-        weighted["kl"] = kl.k3(logp, seen)
+    if data.ref_logp is not None:
+        weighted["kl"] = kl.k3(logp, data)
     over_tokens = {
         "clip": lost & ~dual,
         "clip_dual": lost & dual,
-        "moved": jnp.where(stage, seen.old_logp - logp, 0.0),
+        "moved": jnp.where(stage, data.old_logp - logp, 0.0),
         "share": stage,
     }
     return Sums(
@@ -49,10 +49,10 @@ def token_sums(
 
 
 def without_slope(
-    objective: Objective, logp: Tokens, advantage: Tokens, seen: TokenData
+    objective: Objective, logp: Tokens, advantage: Tokens, data: TokenData
 ) -> Bool[Array, "R C"]:
-    """Where the surrogate has lost its gradient though there is an advantage."""
-    pull = jax.grad(lambda x: objective.surrogate(x, advantage, seen).sum())(logp)
+    """True where the surrogate has lost its gradient though there is an advantage."""
+    pull = jax.grad(lambda x: objective.surrogate(x, advantage, data).sum())(logp)
     return (pull == 0) & (advantage != 0)
 
 

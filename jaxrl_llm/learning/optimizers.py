@@ -65,13 +65,13 @@ def muon(
     Updates have the root mean square `rms`, close to Adam's, so one schedule serves both.
     """
     numbers = optax.contrib.MuonDimensionNumbers
-    known = lambda axes: None if axes is None else numbers(*axes)
+    dimensions = lambda axes: None if axes is None else numbers(*axes)
     leaf = lambda axes: axes is None or isinstance(axes, tuple)
     unscaled = optax.contrib.muon(
         learning_rate=-1.0,  # sign and schedule are applied last
         adam_b1=b1,
         adam_b2=b2,
-        muon_weight_dimension_numbers=lambda p: jax.tree.map(known, matrices(p), is_leaf=leaf),
+        muon_weight_dimension_numbers=lambda p: jax.tree.map(dimensions, matrices(p), is_leaf=leaf),
         consistent_rms=rms,
     )
     return optax.chain(optax.clip_by_global_norm(max_norm), unscaled, scale_by_batches(schedule))

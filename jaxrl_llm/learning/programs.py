@@ -13,7 +13,7 @@ from jaxrl_llm.objectives import Objective
 
 
 class Programs(NamedTuple):
-    """What runs on the devices in a step; `learning/update.py` has each.
+    """The programs of a step on the devices; `learning/update.py` has each.
 
     `score(params, inputs)` are log-probs and entropies, `credit(batch, reward, **scores)` all that
     is constant in the parameters, `update(state, credited, frozen)` the new state and metrics.

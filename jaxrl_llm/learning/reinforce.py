@@ -54,13 +54,13 @@ class Step:
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
         old = _of_sampler(batch) if self.sampler_ratios else now.logp
-        seen = now._asdict() | {"old_logp": old, "ref_logp": ref}
-        seen = {name: x for name, x in seen.items() if x is not None and name != "logp"}
-        return seen, _describe_scores(batch, now, ref)
+        data = now._asdict() | {"old_logp": old, "ref_logp": ref}
+        data = {name: x for name, x in data.items() if x is not None and name != "logp"}
+        return data, _describe_scores(batch, now, ref)
 
-    def credit(self, batch: Batch, reward: jax.Array, **seen: Any) -> update.Credited:
+    def credit(self, batch: Batch, reward: jax.Array, **data: Any) -> update.Credited:
         """The batch with advantages and weights: all that is constant in the parameters."""
-        return self.programs.credit(batch, reward, **seen)
+        return self.programs.credit(batch, reward, **data)
 
     def update(self, state: update.TrainState, credited: update.Credited) -> Any:
         """The new state, and metrics by visit; the old state is donated."""
@@ -129,7 +129,7 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
     lengths = [one.length for one in responses]
     out = {
         "length": float(np.mean(lengths)),
-        "cut": 1.0 - float(np.mean([one.finished for one in responses])),
+        "truncated": 1.0 - float(np.mean([one.finished for one in responses])),
         "ungraded": len(lengths) - len(checked),
         "ungraded_share": 1.0 - len(checked) / len(lengths),
         "time/sampling": seconds,

@@ -1,4 +1,4 @@
-"""What a step knew of each token of a few responses, and did to it: numbers for people to look at."""
+"""Figures of the tokens of a few responses, before and after a step: numbers for people to look at."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,24 +51,24 @@ def token_stats(
     ):
         after = _bins(after)[jnp.argsort(order)].reshape(after.shape)
         to_rows = batch.layout.to_rows
-        seen, here = credited.seen, jnp.isin(_row(batch.layout), rows)
-        new = jnp.where(here, after, seen.old_logp)
-        whole = jax.tree.map(to_rows, seen)._replace(response=batch.mask.astype(jnp.int32))
+        data, here = credited.data, jnp.isin(_row(batch.layout), rows)
+        new = jnp.where(here, after, data.old_logp)
+        whole = jax.tree.map(to_rows, data)._replace(response=batch.mask.astype(jnp.int32))
         flat = partial(jax.tree.map, lambda x: x.reshape(-1, x.shape[-1]))
-        of = (new, credited.advantage, seen)
+        of = (new, credited.advantage, data)
         base, final = objective.advantage(reward, whole), to_rows(credited.advantage)
-        found = {
-            "old": to_rows(seen.old_logp),
+        figures = {
+            "old": to_rows(data.old_logp),
             "new": to_rows(new),
             "sampler": batch.sampler_logp,
             "advantage": base,
             "factor": jnp.where(base == 0, 1.0, final / jnp.where(base == 0, 1.0, base)),
             "clip": to_rows(metrics.without_slope(objective, *map(flat, of)).reshape(new.shape)),
         }
-        found |= {f"weight{s + 1}": to_rows(x) for s, x in enumerate(credited.weight)}
+        figures |= {f"weight{s + 1}": to_rows(x) for s, x in enumerate(credited.weight)}
         extra = {"reference": whole.ref_logp, "entropy": whole.entropy}
-        found |= {name: x for name, x in extra.items() if x is not None}
-        return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in found.items()}
+        figures |= {name: x for name, x in extra.items() if x is not None}
+        return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in figures.items()}
 
     def look(params: Any, batch: Batch, reward: Any, credited: Credited, rows: Sequence[int]):
         at = np.asarray(rows, np.int32)

@@ -21,14 +21,14 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import Inputs, merge_params, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, TokenData
-from jaxrl_llm.objectives.seen import UNKNOWN
+from jaxrl_llm.objectives.token_data import UNKNOWN
 
 PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
 Binned = Float[Array, "M m R C"]
 
 
 class TrainState(NamedTuple):
-    """What a step changes; `step` counts batches, `skipped` updates with a non-finite gradient."""
+    """All that a step changes; `step` counts batches, `skipped` updates with a non-finite gradient."""
 
     params: Any
     opt_state: Any
@@ -42,7 +42,7 @@ class Credited(NamedTuple):
     inputs: Inputs
     advantage: Binned
     weight: Float[Array, "S M m R C"]
-    seen: TokenData
+    data: TokenData
 
 
 # Orders in which a step visits the pairs (mini-batch, stage).
@@ -152,17 +152,17 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
         layout: Layout = batch.layout
         turn: Any = batch.mask.astype(jnp.int32) if batch.turn is None else batch.turn
-        seen = TokenData(
+        data = TokenData(
             mask=batch.mask,
             sampler_logp=batch.sampler_logp,
             turn=turn if reads_turn else UNKNOWN,
             **{name: layout.to_rows(x) for name, x in scores.items() if x is not None},
         )
-        rows = objective.credit(reward, seen, minibatches=layout.in_rows.shape[0])
-        advantage, weight, seen = rows
-        seen = jax.tree.map(layout.to_bins, seen)._replace(response=layout.response)
+        rows = objective.credit(reward, data, minibatches=layout.in_rows.shape[0])
+        advantage, weight, data = rows
+        data = jax.tree.map(layout.to_bins, data)._replace(response=layout.response)
         return Credited(
-            batch.inputs, layout.to_bins(advantage), jax.vmap(layout.to_bins)(weight), seen
+            batch.inputs, layout.to_bins(advantage), jax.vmap(layout.to_bins)(weight), data
         )
 
     return credit
@@ -190,20 +190,20 @@ def make_train_step(
     whole = objective.whole_responses
 
     def sums_and_loss(frozen, params, micro: Credited):
-        stage, seen = micro.weight > 0, micro.seen
-        scored = seen.mask if whole else stage
+        stage, data = micro.weight > 0, micro.data
+        scored = data.mask if whole else stage
         logp = policy_logp(merge_params(params, frozen), micro.inputs._replace(scored=scored))
-        logp = jnp.where(scored, logp, seen.old_logp)  # unscored: a ratio of 1
-        surrogate, penalty = objective.per_token(logp, micro.advantage, seen)
+        logp = jnp.where(scored, logp, data.old_logp)  # unscored: a ratio of 1
+        surrogate, penalty = objective.per_token(logp, micro.advantage, data)
         # padding has p = 1, where a loss may be infinite
         loss = jnp.sum(jnp.where(stage, micro.weight * (surrogate + penalty), 0.0))
         logp = jax.lax.stop_gradient(logp)
-        return loss, metrics.token_sums(objective, logp, micro.advantage, micro.weight, seen)
+        return loss, metrics.token_sums(objective, logp, micro.advantage, micro.weight, data)
 
-    def visit(data: Credited, frozen, state: TrainState, which):
+    def visit(credited: Credited, frozen, state: TrainState, which):
         m, s = which
-        weight = data.weight[s, m]
-        rest = jax.tree.map(lambda x: x[m], data._replace(weight=None))
+        weight = credited.weight[s, m]
+        rest = jax.tree.map(lambda x: x[m], credited._replace(weight=None))
         minibatch = rest._replace(weight=weight)
         (loss, sums), grads = accumulate(partial(sums_and_loss, frozen), state.params, minibatch)
         norm = optax.tree.norm(grads)
@@ -221,12 +221,12 @@ def make_train_step(
         state = state._replace(skipped=state.skipped + ~finite)
         return state, (sums, {"loss": loss, "grad_norm": norm})
 
-    def train_step(state: TrainState, data: Credited, frozen=None):
-        stages, minibatches = data.weight.shape[:2]
+    def train_step(state: TrainState, credited: Credited, frozen=None):
+        stages, minibatches = credited.weight.shape[:2]
         plan = order(minibatches, stages)
-        state, (sums, rows) = jax.lax.scan(partial(visit, data, frozen), state, plan)
+        state, (sums, rows) = jax.lax.scan(partial(visit, credited, frozen), state, plan)
         rows |= {"minibatch": jnp.asarray(plan[:, 0]), "stage": jnp.asarray(plan[:, 1])}
-        tokens = jnp.sum(data.seen.mask, axis=(1, 2, 3))[rows["minibatch"]]
+        tokens = jnp.sum(credited.data.mask, axis=(1, 2, 3))[rows["minibatch"]]
         return state._replace(step=state.step + 1), rows | metrics.as_means(sums, tokens)
 
     out = None if shardings is None else (shardings, None)

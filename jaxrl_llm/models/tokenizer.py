@@ -7,12 +7,19 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
+
+
+@runtime_checkable
+class TokenPrompt(Protocol):
+    """Messages that are other tokens than those of the chat template, as where tools are told of."""
+
+    def token_ids(self, tokenizer: Any, /) -> list[int]: ...
 
 
 class Tokenizer:
@@ -77,8 +84,8 @@ class Tokenizer:
 
     def prompt(self, given: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
-        if tokens := getattr(given, "tokens", None):  # it tells of tools
-            return tokens(self)
+        if isinstance(given, TokenPrompt):
+            return given.token_ids(self)
         if isinstance(given, str) and not self.chats:
             return self.encode(given)
         said = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)

@@ -10,7 +10,7 @@ from jaxrl_llm.objectives import (
     selections,
 )
 from jaxrl_llm.objectives.objective import Objective
-from jaxrl_llm.objectives.seen import TokenData
+from jaxrl_llm.objectives.token_data import TokenData
 
 __all__ = [
     "Objective",

@@ -1,4 +1,4 @@
-"""Rewards to per-token advantages: `(reward [P,G], seen) -> [B,T]`, 0 on padding.
+"""Rewards to per-token advantages: `(reward [P,G], data) -> [B,T]`, 0 on padding.
 
 A row of `reward` is a prompt's group of G responses, which are consecutive rows of `[B,T]`. A row
 of `[B,T]` with an empty mask is padding and counts in no mean, deviation or group.
@@ -10,110 +10,110 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.objectives import kl
-from jaxrl_llm.objectives.seen import Mask, Rewards, TokenData, Tokens
+from jaxrl_llm.objectives.token_data import Mask, Rewards, TokenData, Tokens
 
 
-def imitation(reward: Rewards, seen: TokenData) -> Tokens:
+def imitation(reward: Rewards, data: TokenData) -> Tokens:
     """1 on every token; the loss with `losses.reinforce` is then the negative log-likelihood."""
     del reward
-    return jnp.where(seen.mask, jnp.ones_like(seen.old_logp), 0.0)
+    return jnp.where(data.mask, jnp.ones_like(data.old_logp), 0.0)
 
 
-def grpo(reward: Rewards, seen: TokenData) -> Tokens:
+def grpo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward standardised in its group: (R - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300).
 
     A group whose rewards are all equal gets exactly 0; a group of one has mean 0 and std 1.
     """
-    valid, count, alone = _group(reward, seen)
+    valid, count, alone = _group(reward, data)
     centred = jnp.where(alone, reward, reward - _mean(reward, valid))
     variance = jnp.sum(jnp.square(centred), 1, where=valid, keepdims=True) / jnp.maximum(
         count - 1, 1
     )
     std = jnp.where(alone, 1.0, jnp.sqrt(variance))
     score = jnp.where(_uneven(reward, valid) | alone, centred / (std + 1e-6), 0.0)
-    return _to_tokens(score, seen)
+    return _to_tokens(score, data)
 
 
-def dr_grpo(reward: Rewards, seen: TokenData) -> Tokens:
+def dr_grpo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward minus the mean of its group, not divided by its deviation (arXiv:2503.20783).
 
     A lone response gets its reward.
     """
-    valid, _, alone = _group(reward, seen)
+    valid, _, alone = _group(reward, data)
     score = jnp.where(_uneven(reward, valid), reward - _mean(reward, valid), 0.0)
-    return _to_tokens(jnp.where(alone, reward, score), seen)
+    return _to_tokens(jnp.where(alone, reward, score), data)
 
 
-def rloo(reward: Rewards, seen: TokenData) -> Tokens:
+def rloo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward minus the mean of the group's other rewards (arXiv:2402.14740); alone, the reward."""
-    valid, count, alone = _group(reward, seen)
+    valid, count, alone = _group(reward, data)
     scale = count / jnp.maximum(count - 1, 1)
     score = jnp.where(_uneven(reward, valid), scale * (reward - _mean(reward, valid)), 0.0)
-    return _to_tokens(jnp.where(alone, reward, score), seen)
+    return _to_tokens(jnp.where(alone, reward, score), data)
 
 
-def opo(reward: Rewards, seen: TokenData) -> Tokens:
+def opo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward minus the group's length-weighted mean (arXiv:2505.23585); alone, the reward."""
-    valid, _, alone = _group(reward, seen)
-    length = seen.mask.sum(1, dtype=jnp.float32).reshape(reward.shape)
+    valid, _, alone = _group(reward, data)
+    length = data.mask.sum(1, dtype=jnp.float32).reshape(reward.shape)
     total = jnp.maximum(length.sum(1, keepdims=True), 1.0)
     baseline = (length * reward).sum(1, keepdims=True) / total
     score = jnp.where(_uneven(reward, valid), reward - baseline, 0.0)
-    return _to_tokens(jnp.where(alone, reward, score), seen)
+    return _to_tokens(jnp.where(alone, reward, score), data)
 
 
-def maxrl(reward: Rewards, seen: TokenData) -> Tokens:
+def maxrl(reward: Rewards, data: TokenData) -> Tokens:
     """(R - mean) / mean of the group, 0 where the mean is not positive (arXiv:2602.02710).
 
     The authors' code divides by mean + 1e-6, which flips every sign where the mean is negative. A
     lone response gets 0: nothing is learned from it.
     """
-    valid, _, _ = _group(reward, seen)
+    valid, _, _ = _group(reward, data)
     mean = _mean(reward, valid)
     some = (mean > 0) & _uneven(reward, valid)
-    return _to_tokens(jnp.where(some, (reward - mean) / jnp.where(some, mean, 1.0), 0.0), seen)
+    return _to_tokens(jnp.where(some, (reward - mean) / jnp.where(some, mean, 1.0), 0.0), data)
 
 
-def asymre(reward: Rewards, seen: TokenData, *, shift: float = -0.1) -> Tokens:
+def asymre(reward: Rewards, data: TokenData, *, shift: float = -0.1) -> Tokens:
     """Reward minus (mean of the group + shift), for plain -A log pi (arXiv:2506.20520).
 
     A group of equal rewards gets -shift: do not drop such groups. A lone response gets its reward.
     """
-    valid, _, alone = _group(reward, seen)
-    return _to_tokens(jnp.where(alone, reward, reward - (_mean(reward, valid) + shift)), seen)
+    valid, _, alone = _group(reward, data)
+    return _to_tokens(jnp.where(alone, reward, reward - (_mean(reward, valid) + shift)), data)
 
 
-def w_reinforce(reward: Rewards, seen: TokenData, *, positive: float = 0.1) -> Tokens:
+def w_reinforce(reward: Rewards, data: TokenData, *, positive: float = 0.1) -> Tokens:
     """`positive` for a reward above 0, -1 for any other: no baseline, no group (arXiv:2506.01347).
 
     The paper has rewards of 1 and 0; published code leaves any other reward unweighted.
     """
-    return _to_tokens(jnp.where(reward > 0, positive, -1.0), seen)
+    return _to_tokens(jnp.where(reward > 0, positive, -1.0), data)
 
 
 def reinforce_plus_plus(
     reward: Rewards,
-    seen: TokenData,
+    data: TokenData,
     *,
     kl_coef: float = 1e-3,
     gamma: float = 1.0,
     estimator: Callable[[Tokens, TokenData], Tokens] = kl.k1,
 ) -> Tokens:
     """Batch-whitened returns of r_t = R [t = last] - kl_coef * KL_t (arXiv:2501.03262)."""
-    rewards = token_rewards(reward, seen, kl_coef=kl_coef, estimator=estimator)
-    return whiten(discounted_returns(rewards, gamma=gamma), seen.mask)
+    rewards = token_rewards(reward, data, kl_coef=kl_coef, estimator=estimator)
+    return whiten(discounted_returns(rewards, gamma=gamma), data.mask)
 
 
 def token_rewards(
     reward: Rewards,
-    seen: TokenData,
+    data: TokenData,
     *,
     kl_coef: float,
     estimator: Callable[[Tokens, TokenData], Tokens] = kl.k1,
 ) -> Tokens:
     """The reward on the last token of each response, minus kl_coef times the KL on every token."""
-    penalty = jnp.where(seen.mask, estimator(seen.old_logp, seen), 0.0)
-    return jnp.where(_is_last(seen.mask), reward.reshape(-1, 1), 0.0) - kl_coef * penalty
+    penalty = jnp.where(data.mask, estimator(data.old_logp, data), 0.0)
+    return jnp.where(_is_last(data.mask), reward.reshape(-1, 1), 0.0) - kl_coef * penalty
 
 
 def discounted_returns(rewards: Tokens, *, gamma: float) -> Tokens:
@@ -135,28 +135,28 @@ def whiten(x: Tokens, mask: Mask) -> Tokens:
     return jnp.where(uneven, centred * jax.lax.rsqrt(variance + 1e-8), 0.0)
 
 
-# Reward shaping: `(reward, seen) -> reward`, applied before an advantage function by `shaped`.
+# Reward shaping: `(reward, data) -> reward`, applied before an advantage function by `shaped`.
 
 
 def shaped(
     reward: Rewards,
-    seen: TokenData,
+    data: TokenData,
     *,
     by: Callable[[Rewards, TokenData], Rewards],
     then: Callable[[Rewards, TokenData], Tokens] = grpo,
 ) -> Tokens:
-    """then(by(reward, seen), seen): the reward shaping `by`, then the advantage function `then`."""
-    return then(by(reward, seen), seen)
+    """then(by(reward, data), data): the reward shaping `by`, then the advantage function `then`."""
+    return then(by(reward, data), data)
 
 
-def unlikeliness(reward: Rewards, seen: TokenData, *, beta: float = 0.25) -> Rewards:
+def unlikeliness(reward: Rewards, data: TokenData, *, beta: float = 0.25) -> Rewards:
     """R (1 - beta * rank / G), rank 0 the least likely response of its group (arXiv:2506.02355).
 
     For R >= 0: a negative reward would favour likely responses. Equal rewards get advantages too.
     """
-    valid, count, _ = _group(reward, seen)
-    length = jnp.maximum(seen.mask.sum(1), 1)
-    score = (jnp.sum(seen.old_logp, 1, where=seen.mask) / length).reshape(reward.shape)
+    valid, count, _ = _group(reward, data)
+    length = jnp.maximum(data.mask.sum(1), 1)
+    score = (jnp.sum(data.old_logp, 1, where=data.mask) / length).reshape(reward.shape)
     order = jnp.argsort(jnp.where(valid, score, jnp.inf), axis=1, stable=True)
     rank = jnp.argsort(order, axis=1, stable=True)
     return reward * (1.0 - beta * rank / jnp.maximum(count, 1))
@@ -164,7 +164,7 @@ def unlikeliness(reward: Rewards, seen: TokenData, *, beta: float = 0.25) -> Rew
 
 def overlong(
     reward: Rewards,
-    seen: TokenData,
+    data: TokenData,
     *,
     longest: int,
     buffer: int = 4096,
@@ -175,15 +175,15 @@ def overlong(
 
     arXiv:2503.14476. `floor` only matters for responses over `longest`; some code has none.
     """
-    over = seen.mask.sum(1, dtype=jnp.int32).reshape(reward.shape) - (longest - buffer)
+    over = data.mask.sum(1, dtype=jnp.int32).reshape(reward.shape) - (longest - buffer)
     return reward + jnp.clip(-over / buffer, floor, 0.0) * factor
 
 
-def _group(reward, seen):
+def _group(reward, data):
     """Which responses [P,G] are not padding, how many in each group [P,1], and whether just one."""
-    if reward.size != seen.mask.shape[0]:
-        raise ValueError(f"{reward.shape} rewards [P,G] are not those of {seen.mask.shape[0]} rows")
-    valid = seen.mask.any(1).reshape(reward.shape)
+    if reward.size != data.mask.shape[0]:
+        raise ValueError(f"{reward.shape} rewards [P,G] are not those of {data.mask.shape[0]} rows")
+    valid = data.mask.any(1).reshape(reward.shape)
     count = valid.sum(1, keepdims=True)
     return valid, count, count == 1
 
@@ -193,7 +193,7 @@ def _mean(x, valid):
 
 
 def _uneven(x, valid):
-    """Whether numbers of a row differ (or are NaN); x - mean may not be 0 for equal ones."""
+    """True if numbers of a row differ (or are NaN); x - mean may not be 0 for equal ones."""
     high = jnp.max(x, 1, where=valid, initial=-jnp.inf, keepdims=True)
     low = jnp.min(x, 1, where=valid, initial=jnp.inf, keepdims=True)
     return ~(high == low)
@@ -204,5 +204,5 @@ def _is_last(mask):
     return mask & (remaining == 1)
 
 
-def _to_tokens(score, seen):
-    return jnp.where(seen.mask, score.reshape(-1, 1), 0.0)
+def _to_tokens(score, data):
+    return jnp.where(data.mask, score.reshape(-1, 1), 0.0)

@@ -6,7 +6,7 @@ are slices that add up. Rows with an empty mask are padding and count nowhere.
 
 import jax.numpy as jnp
 
-from jaxrl_llm.objectives.seen import Mask, Tokens
+from jaxrl_llm.objectives.token_data import Mask, Tokens
 
 
 def token_mean(mask: Mask) -> Tokens:

@@ -1,4 +1,4 @@
-"""Surrogate losses per token, unreduced: `(logp, advantage, seen) -> [B,T]`.
+"""Surrogate losses per token, unreduced: `(logp, advantage, data) -> [B,T]`.
 
 r is pi / pi_old of a token, A its advantage, sg(x) = stop_gradient(x); `anchor` gives the log-probs
 in r's denominator. Where published code and paper differ, the docstring says which one this is. All
@@ -10,30 +10,30 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.objectives.seen import Mask, TokenData, Tokens, ratio, trainer
+from jaxrl_llm.objectives import token_data as per_response
+from jaxrl_llm.objectives.token_data import Mask, TokenData, Tokens, ratio, trainer
 
 Surrogate = Callable[[Tokens, Tokens, TokenData], Tokens]
 Anchor = Callable[[TokenData], Tokens]
 
 
-def reinforce(logp: Tokens, advantage: Tokens, seen: TokenData) -> Tokens:
+def reinforce(logp: Tokens, advantage: Tokens, data: TokenData) -> Tokens:
     """-A log pi, the plain policy gradient (Williams 1992)."""
-    del seen
+    del data
     return -advantage * logp
 
 
 def importance(
-    logp: Tokens, advantage: Tokens, seen: TokenData, *, anchor: Anchor = trainer
+    logp: Tokens, advantage: Tokens, data: TokenData, *, anchor: Anchor = trainer
 ) -> Tokens:
     """-A r without clipping; `anchor` gives the log-probs in the denominator of r."""
-    return -advantage * jnp.exp(logp - anchor(seen))
+    return -advantage * jnp.exp(logp - anchor(data))
 
 
 def clipped(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 0.2,
     high: float = 0.24,
@@ -43,7 +43,7 @@ def clipped(
 
     arXiv:1707.06347; separate bounds from arXiv:2503.14476, the dual clip from arXiv:1912.09729.
     """
-    r = jnp.exp(logp - seen.old_logp)
+    r = jnp.exp(logp - data.old_logp)
     loss = jnp.maximum(-advantage * r, -advantage * jnp.clip(r, 1.0 - low, 1.0 + high))
     return jnp.where(advantage < 0, jnp.minimum(loss, -advantage * dual), loss)
 
@@ -51,7 +51,7 @@ def clipped(
 def cispo(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 1.0,
     high: float = 4.0,
@@ -62,14 +62,14 @@ def cispo(
     No lower bound by default, as in the paper; code that reuses PPO's options keeps one of 0.8. Do
     not multiply by `factors.truncated` with `anchor=sampler`, which corrects for the sampler too.
     """
-    r = ratio(logp, anchor(seen))
+    r = ratio(logp, anchor(data))
     return -advantage * stop_gradient(jnp.clip(r, 1.0 - low, 1.0 + high)) * logp
 
 
 def dppo_tv(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 0.15,
     high: float = 0.15,
@@ -81,15 +81,15 @@ def dppo_tv(
     DPPO, Binary-TV: a trust region of probabilities, not of ratios. In the paper p_anchor is the
     sampler's. The cap on the ratio is that of `then`; published defaults set it three ways.
     """
-    moved = jnp.exp(logp) - jnp.exp(anchor(seen))
+    moved = jnp.exp(logp) - jnp.exp(anchor(data))
     inside = jnp.where(advantage > 0, moved <= high, moved >= -low)
-    return jnp.where(inside, then(logp, advantage, seen), 0.0)
+    return jnp.where(inside, then(logp, advantage, data), 0.0)
 
 
 def dppo_kl(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 0.05,
     high: float = 0.05,
@@ -100,56 +100,56 @@ def dppo_kl(
 
     DPPO, Binary-KL (arXiv:2602.04879): KL(anchor || p) of two outcomes, this token or any other.
     """
-    p, q = jnp.exp(logp), jnp.exp(anchor(seen))
+    p, q = jnp.exp(logp), jnp.exp(anchor(data))
     others = (1.0 - q) * jnp.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
-    distance = q * (anchor(seen) - logp) + others
+    distance = q * (anchor(data) - logp) + others
     outside = jnp.where(advantage > 0, (distance > high) & (p > q), (distance > low) & (p < q))
-    return jnp.where(outside, 0.0, then(logp, advantage, seen))
+    return jnp.where(outside, 0.0, then(logp, advantage, data))
 
 
 def gspo(
-    logp: Tokens, advantage: Tokens, seen: TokenData, *, low: float = 3e-4, high: float = 4e-4
+    logp: Tokens, advantage: Tokens, data: TokenData, *, low: float = 3e-4, high: float = 4e-4
 ) -> Tokens:
     """PPO with s = exp(mean of log r over the response) in place of r (arXiv:2507.18071).
 
     Each token carries s times the gradient of its own log pi. Published with `seq_mean_token_mean`.
     """
-    s = per_response.mean(logp - seen.old_logp, seen)
+    s = per_response.mean(logp - data.old_logp, data)
     s = jnp.exp(jnp.minimum(stop_gradient(s) + logp - stop_gradient(logp), 10.0))
     return jnp.maximum(-advantage * s, -advantage * jnp.clip(s, 1.0 - low, 1.0 + high))
 
 
 def gmpo(
-    logp: Tokens, advantage: Tokens, seen: TokenData, *, low: float = 0.4, high: float = 0.4
+    logp: Tokens, advantage: Tokens, data: TokenData, *, low: float = 0.4, high: float = 0.4
 ) -> Tokens:
     """-A exp(mean over the response of log r, clipped one-sidedly in log space) (arXiv:2507.20673).
 
     Aggregate by `seq_mean_token_mean`. Each token has its own gradient, so stages can split them.
     """
-    change = logp - seen.old_logp
+    change = logp - data.old_logp
     bound = jnp.where(advantage > 0, jnp.minimum(change, high), jnp.maximum(change, -low))
-    mean = jnp.exp(per_response.mean(stop_gradient(bound), seen))
+    mean = jnp.exp(per_response.mean(stop_gradient(bound), data))
     return -advantage * mean * _unit_slope(bound)
 
 
 def sapo(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tokens:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of clipping (arXiv:2511.20347)."""
     tau = jnp.where(advantage > 0, tau_positive, tau_negative)
-    r = ratio(logp, seen.old_logp)
+    r = ratio(logp, data.old_logp)
     return -advantage * (4.0 / tau) / (1.0 + jnp.exp(-tau * (r - 1.0)))
 
 
 def ce_gppo(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 0.2,
     high: float = 0.2,
@@ -161,7 +161,7 @@ def ce_gppo(
 
     The betas are those of the released runs, not the code's defaults.
     """
-    r = jnp.exp(logp - seen.old_logp)
+    r = jnp.exp(logp - data.old_logp)
     below, above = (advantage < 0) & (r < 1.0 - low), (advantage > 0) & (r > 1.0 + high)
     kept = jnp.where(below, beta1 * (1.0 - low), beta2 * (1.0 + high)) * _unit_slope(logp)
     loss = -advantage * jnp.where(below | above, kept, r)
@@ -171,7 +171,7 @@ def ce_gppo(
 def aspo(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     calm: float = 0.2,
     open: float = 0.4,  # noqa: A002
@@ -181,22 +181,22 @@ def aspo(
 
     The bounds are `calm` on selected tokens (`selections.calm`), `open` on the others.
     """
-    r, bound = ratio(logp, seen.old_logp), jnp.where(seen.selected, calm, open)
+    r, bound = ratio(logp, data.old_logp), jnp.where(data.selected, calm, open)
     up = jnp.minimum(r, 1.0 + bound)
     inverse = stop_gradient(1.0 / up) * jnp.where(r < 1.0 + bound, _unit_slope(logp), 1.0)
     weight = jnp.where(advantage < 0, jnp.maximum(r, 1.0 - bound), inverse)
     return -advantage * jnp.where(weight > dual, dual * logp, weight)
 
 
-def positive_reward(advantage: Tokens, seen: TokenData) -> Mask:
+def positive_reward(advantage: Tokens, data: TokenData) -> Mask:
     """Tokens of responses with R > 0."""
-    return seen.reward > 0
+    return data.reward > 0
 
 
 def topr(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     positive: Callable[[Tokens, TokenData], Mask] = positive_reward,
     weights: tuple[float, float] = (1.0, 1.0),
@@ -205,15 +205,15 @@ def topr(
 
     r is the token's, as in published code; in the paper it is that of the whole response.
     """
-    tapered = stop_gradient(jnp.minimum(jnp.exp(logp - seen.old_logp), 1.0))
-    weight = jnp.where(positive(advantage, seen), weights[0], weights[1] * tapered)
+    tapered = stop_gradient(jnp.minimum(jnp.exp(logp - data.old_logp), 1.0))
+    weight = jnp.where(positive(advantage, data), weights[0], weights[1] * tapered)
     return -advantage * weight * logp
 
 
 def lp_reg(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     low: float = 1.0,
     high: float = 9.0,
@@ -223,25 +223,25 @@ def lp_reg(
 
     Select by `selections.lowest_probability`; the proxy is the old policy without unlikely tokens.
     """
-    d = seen.proxy_logp - logp
+    d = data.proxy_logp - logp
     k3 = jnp.minimum(jnp.exp(d) - d - 1.0, 10.0)
-    pulled = importance(logp, advantage, seen) + coef * k3
-    plain = clipped(logp, advantage, seen, low=low, high=high, dual=jnp.inf)
-    return jnp.where(seen.selected & (d > 0), pulled, plain)
+    pulled = importance(logp, advantage, data) + coef * k3
+    plain = clipped(logp, advantage, data, low=low, high=high, dual=jnp.inf)
+    return jnp.where(data.selected & (d > 0), pulled, plain)
 
 
 def opsm(
     logp: Tokens,
     advantage: Tokens,
-    seen: TokenData,
+    data: TokenData,
     *,
     delta: float = 1e-4,
     anchor: Anchor = trainer,
     then: Surrogate = clipped,
 ) -> Tokens:
     """`then`, but 0 where A < 0 and a response's mean(anchor - logp) > delta (arXiv:2512.02556)."""
-    drift = per_response.mean(anchor(seen) - stop_gradient(logp), seen)
-    return jnp.where((advantage >= 0) | (drift <= delta), then(logp, advantage, seen), 0.0)
+    drift = per_response.mean(anchor(data) - stop_gradient(logp), data)
+    return jnp.where((advantage >= 0) | (drift <= delta), then(logp, advantage, data), 0.0)
 
 
 def _unit_slope(x):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.objectives import aggregation, losses, partition, selections
-from jaxrl_llm.objectives.seen import Mask, Rewards, TokenData, Tokens
+from jaxrl_llm.objectives.token_data import Mask, Rewards, TokenData, Tokens
 
 Weights = Float[Array, "S B T"]
 
@@ -18,7 +18,7 @@ Weights = Float[Array, "S B T"]
 class Objective:
     """A policy-gradient loss: `credit` is constant in the parameters, `per_token` differentiated.
 
-    `advantage` sees the whole batch, the other functions one mini-batch. `seen.proxy_logp` leaves
+    `advantage` sees the whole batch, the other functions one mini-batch. `data.proxy_logp` leaves
     out tokens less likely than `proxy` times the most likely. Which fields of `TokenData` are read is
     found by tracing the functions on the shapes `tried_on`: prompts, responses a prompt, tokens a
     response; a config sets its own.
@@ -44,46 +44,46 @@ class Objective:
     tried_on: tuple[int, int, int] = field(default=(16, 64, 32), compare=False)
 
     def credit(
-        self, reward: Rewards, seen: TokenData, *, minibatches: int = 1
+        self, reward: Rewards, data: TokenData, *, minibatches: int = 1
     ) -> tuple[Tokens, Weights, TokenData]:
-        """Advantage [B,T], weight [S,B,T], and `seen` with `reward`, `response`, `selected` set.
+        """Advantage [B,T], weight [S,B,T], and `data` with `reward`, `response`, `selected` set.
 
         Each of `minibatches` equal consecutive parts of the rows has its own denominator and
         selection. Raises TypeError where a function returns another shape than the tokens'.
         """
-        seen = _complete(reward, seen)
+        data = _complete(reward, data)
         split, join = _runs(minibatches)
         of_one = jax.vmap(self._credit_minibatch, out_axes=(0, 1, 0))
-        advantage, weight, seen = of_one(*split((self._advantage(reward, seen), seen)))
-        return join(advantage), jax.vmap(join)(weight), join(seen)
+        advantage, weight, data = of_one(*split((self._advantage(reward, data), data)))
+        return join(advantage), jax.vmap(join)(weight), join(data)
 
-    def _advantage(self, reward: Rewards, seen: TokenData) -> Tokens:
-        return _of_tokens("advantage", self.advantage(reward, seen), seen.mask)
+    def _advantage(self, reward: Rewards, data: TokenData) -> Tokens:
+        return _of_tokens("advantage", self.advantage(reward, data), data.mask)
 
     def _credit_minibatch(
-        self, advantage: Tokens, seen: TokenData
+        self, advantage: Tokens, data: TokenData
     ) -> tuple[Tokens, Weights, TokenData]:
         for factor in self.factors:
-            weight = factor(advantage, seen)
+            weight = factor(advantage, data)
             if jnp.ndim(weight) == 1:  # of responses, or of columns: no product may choose
-                _of_tokens("factor", weight, seen.mask)
-            advantage = jnp.where(seen.mask, advantage * weight, 0.0)
-            _of_tokens("advantage times factor", advantage, seen.mask)
-        selected = _of_tokens("select", self.select(advantage, seen), seen.mask)
-        seen = seen._replace(selected=selected)
-        weight = self.aggregate(seen.mask)
+                _of_tokens("factor", weight, data.mask)
+            advantage = jnp.where(data.mask, advantage * weight, 0.0)
+            _of_tokens("advantage times factor", advantage, data.mask)
+        selected = _of_tokens("select", self.select(advantage, data), data.mask)
+        data = data._replace(selected=selected)
+        weight = self.aggregate(data.mask)
         if jnp.ndim(weight) == 0:  # an aggregation may return one weight for all tokens
-            weight = jnp.broadcast_to(weight, seen.mask.shape)
-        stages = self.partition(seen)
-        _of_tokens("a stage of partition", stages[0], seen.mask)
-        return advantage, _of_tokens("aggregate", weight, seen.mask)[None] * stages, seen
+            weight = jnp.broadcast_to(weight, data.mask.shape)
+        stages = self.partition(data)
+        _of_tokens("a stage of partition", stages[0], data.mask)
+        return advantage, _of_tokens("aggregate", weight, data.mask)[None] * stages, data
 
-    def per_token(self, logp: Tokens, advantage: Tokens, seen: TokenData) -> tuple[Tokens, Tokens]:
+    def per_token(self, logp: Tokens, advantage: Tokens, data: TokenData) -> tuple[Tokens, Tokens]:
         """The surrogate and the weighted sum of penalties, each `[B,T]`; the loss adds the two."""
         penalty = jnp.zeros_like(logp)
         for coefficient, estimator in self.penalties:
-            penalty += coefficient * _of_tokens("penalty", estimator(logp, seen), logp)
-        return _of_tokens("surrogate", self.surrogate(logp, advantage, seen), logp), penalty
+            penalty += coefficient * _of_tokens("penalty", estimator(logp, data), logp)
+        return _of_tokens("surrogate", self.surrogate(logp, advantage, data), logp), penalty
 
     def try_out(self) -> None:
         """Traces all functions on the shapes `tried_on`; raises whatever they raise."""
@@ -96,44 +96,44 @@ class Objective:
 
     @property
     def whole_responses(self) -> bool:
-        """Whether a token's loss depends on its whole response, so a stage must score all of it."""
-        read = self._read(lambda _, x, seen: self.per_token(x, x, seen))
+        """True if a token's loss depends on its whole response, so a stage must score all of it."""
+        read = self._read(lambda _, x, data: self.per_token(x, x, data))
         return not read.isdisjoint(("response", "turn"))
 
     def reads(self, field: str) -> bool:
-        """Whether any function of the objective reads this field of `TokenData`."""
+        """True if any function of the objective reads this field of `TokenData`."""
         return field in self._read(self._everything)
 
     @property
     def corrects(self) -> bool:
-        """Whether a factor or the selection reads `sampler_logp`; useless if that is `old_logp`."""
-        return "sampler_logp" in self._read(lambda _, x, seen: self._chosen(x, seen))
+        """True if a factor or the selection reads `sampler_logp`; useless if that is `old_logp`."""
+        return "sampler_logp" in self._read(lambda _, x, data: self._chosen(x, data))
 
     @property
     def allows_for_staleness(self) -> bool:
-        """Whether a factor, the selection or the surrogate reads `sampler_logp`."""
-        weighs = lambda _, x, seen: (self._chosen(x, seen), self.surrogate(x, x, seen))
+        """True if a factor, the selection or the surrogate reads `sampler_logp`."""
+        weighs = lambda _, x, data: (self._chosen(x, data), self.surrogate(x, x, data))
         return "sampler_logp" in self._read(weighs)
 
-    def _chosen(self, advantage: Tokens, seen: TokenData):
+    def _chosen(self, advantage: Tokens, data: TokenData):
         for factor in self.factors:
-            factor(advantage, seen)
-        self.select(advantage, seen)
+            factor(advantage, data)
+        self.select(advantage, data)
 
-    def _everything(self, reward: Rewards, logp: Tokens, seen: TokenData):
-        self._credit_minibatch(self._advantage(reward, seen), seen)
-        self.per_token(logp, logp, seen)
+    def _everything(self, reward: Rewards, logp: Tokens, data: TokenData):
+        self._credit_minibatch(self._advantage(reward, data), data)
+        self.per_token(logp, logp, data)
 
     def _read(self, call: Callable[[Rewards, Tokens, TokenData], object]) -> set[str]:
         """The fields of `TokenData` that a call reads, found by tracing it on shapes."""
         notes = _Notes()
 
-        def traced(reward, tokens, seen):
-            call(reward, tokens, _Watched.of(seen, notes))
+        def traced(reward, tokens, data):
+            call(reward, tokens, _Watched.of(data, notes))
 
-        seen = self._example()
+        data = self._example()
         rewards = jax.ShapeDtypeStruct(self.tried_on[:2], jnp.float32)
-        jax.eval_shape(traced, rewards, seen.old_logp, seen)
+        jax.eval_shape(traced, rewards, data.old_logp, data)
         return notes.fields
 
     def _example(self) -> TokenData:
@@ -185,28 +185,28 @@ class _Watched(TokenData):
 
 jax.tree_util.register_pytree_node(
     _Watched,
-    lambda seen: (tuple(tuple.__iter__(seen)), (seen._notes, seen._replaced)),
+    lambda data: (tuple(tuple.__iter__(data)), (data._notes, data._replaced)),
     lambda known, values: _Watched.of(values, *known),
 )
 
 
-def _of_tokens(name: str, made: Any, like: Any) -> Any:
+def _of_tokens(name: str, value: Any, like: Any) -> Any:
     """`made`; TypeError if its shape is not that of the tokens, which broadcasting would hide."""
-    shape = jnp.shape(made) if made is not None else None
+    shape = jnp.shape(value) if value is not None else None
     if shape != like.shape:
         hints = {
             (): "aggregate is what sums up",
-            like.shape[:1]: "x[:, None] * seen.mask spreads it",
+            like.shape[:1]: "x[:, None] * data.mask spreads it",
         }
         hint = f": {hints[shape]}" if shape in hints else ""
         raise TypeError(f"{name} has the shape {shape}, not that of the tokens, {like.shape}{hint}")
-    return made
+    return value
 
 
-def _complete(reward: Rewards, seen: TokenData) -> TokenData:
-    """`seen` with each token's reward and response number: 1, as a row is one response."""
-    by_token = jnp.where(seen.mask, reward.reshape(-1, 1), 0.0)
-    return seen._replace(reward=by_token, response=seen.mask.astype(jnp.int32))
+def _complete(reward: Rewards, data: TokenData) -> TokenData:
+    """`data` with each token's reward and response number: 1, as a row is one response."""
+    by_token = jnp.where(data.mask, reward.reshape(-1, 1), 0.0)
+    return data._replace(reward=by_token, response=data.mask.astype(jnp.int32))
 
 
 def _runs(count: int):

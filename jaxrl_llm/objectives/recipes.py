@@ -20,7 +20,7 @@ from jaxrl_llm.objectives import (
     selections,
 )
 from jaxrl_llm.objectives.objective import Objective
-from jaxrl_llm.objectives.seen import sampler
+from jaxrl_llm.objectives.token_data import sampler
 
 Recipe = Callable[[int], Objective]
 

@@ -96,7 +96,7 @@ class Module:
 
     def collectives(self) -> list[Collective]:
         """Equal ones counted together, the most traffic first; XLA's clones of one count once."""
-        found: dict[Collective, int] = defaultdict(int)
+        counts: dict[Collective, int] = defaultdict(int)
         home: dict[Any, str] = {}  # where a channel was met first; clones are elsewhere with it
         for computation, times, loop in self._reached(into_fusions=True):
             body = {i.name: i for i in self.computations[computation]}
@@ -112,8 +112,8 @@ class Module:
                 line = self._line(i, body)
                 if not line and loop and (outer := self._line(loop, {})):
                     line = f"within {outer}"
-                found[Collective(kind, array, size, devices, span, 0, line)] += times
-        all_ = [replace(one, times=times) for one, times in found.items()]
+                counts[Collective(kind, array, size, devices, span, 0, line)] += times
+        all_ = [replace(one, times=times) for one, times in counts.items()]
         return sorted(all_, key=lambda c: -c.sent)
 
     def cycles(self) -> int:
@@ -240,16 +240,16 @@ def _bytes(kind: str, dims: str) -> int:
 
 def _group(rest: str) -> tuple[int, int]:
     """Devices in a group, and the range of device numbers that it covers (last - first + 1)."""
-    if found := _MESH.search(rest):
-        axes = re.findall(r"'([^']+)'=(\d+)", found[1])
+    if match := _MESH.search(rest):
+        axes = re.findall(r"'([^']+)'=(\d+)", match[1])
         sizes = [int(size) for _, size in axes]
-        named = [n for n, (axis, _) in enumerate(axes) if f"'{axis}'" in found[4]]
-        ids = _ids(found[2] or str(math.prod(sizes)), found[3]).reshape(sizes)
+        named = [n for n, (axis, _) in enumerate(axes) if f"'{axis}'" in match[4]]
+        ids = _ids(match[2] or str(math.prod(sizes)), match[3]).reshape(sizes)
         first = ids[tuple(slice(None) if n in named else 0 for n in range(len(sizes)))]
-    elif found := _IOTA.search(rest):
-        first = _ids(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0]
-    elif found := _LISTS.search(rest):
-        first = np.asarray([int(d) for d in found[1].split("}")[0].strip("{").split(",") if d])
+    elif match := _IOTA.search(rest):
+        first = _ids(match[3], match[4]).reshape(int(match[1]), int(match[2]))[0]
+    elif match := _LISTS.search(rest):
+        first = np.asarray([int(d) for d in match[1].split("}")[0].strip("{").split(",") if d])
     else:
         pairs = _PAIRS.search(rest)
         one = re.findall(r"(\d+),(\d+)", pairs[1])[0] if pairs else ("0", "0")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo
@@ -147,17 +146,29 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
     here = device in jax.devices()
     with ExitStack() as stack:
         if not (here and device.platform == "gpu"):
-            # lowering asks for cuDNN's version and the GPU's generation, and there is neither
-            answers = {"check_cudnn_version": 91200, "check_compute_capability": None}
-            for check, answer in answers.items():
-                patch = mock.patch.object(fused_attention_stablehlo, check, return_value=answer)
-                stack.enter_context(patch)
+            stack.enter_context(_cudnn_without_a_gpu())
         elsewhere = sharding.ELSEWHERE.set(None if here else device)
         stack.callback(sharding.ELSEWHERE.reset, elsewhere)
         # with `set_mesh`, JAX would place eager constants on devices that do not exist
         meshes = jax.set_mesh(mesh) if here else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         stack.enter_context(meshes)
         yield
+
+
+@contextmanager
+def _cudnn_without_a_gpu(version: int = 91200) -> Iterator[None]:
+    """For the block, JAX lowers cuDNN's attention by this version, and not for one GPU's generation.
+
+    It asks the driver for both in functions of a module of its own, with no public way to tell it.
+    """
+    answers = {"check_cudnn_version": lambda: version, "check_compute_capability": lambda _: False}
+    module = fused_attention_stablehlo.__dict__
+    theirs = {name: module[name] for name in answers}  # a KeyError once JAX has renamed them
+    module.update(answers)
+    try:
+        yield
+    finally:
+        module.update(theirs)
 
 
 def chip_of(device: Any) -> Chip | None:
@@ -203,7 +214,7 @@ def _nodes(name: str, kind: str, nodes: int, each: int) -> Machine:
 
 
 def _target(chip: Chip) -> str:
-    """What XLA's compiler for GPUs asks of a device, as text."""
+    """A device as XLA's compiler for GPUs wants it described."""
     shared, threads = CORE[chip.capability]
     major, _, minor = str(chip.capability).partition(".")
     return TARGET.format(

@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has memory for the peak."""
+        """True if a device has memory for the peak."""
         return self.peak <= self.memory
 
     @property

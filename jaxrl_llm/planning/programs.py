@@ -132,7 +132,7 @@ class Step:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether those are a copy, in another precision or sharding than the trainer's."""
+        """True if those are a copy, in another precision or sharding than the trainer's."""
         leaves = jax.tree.leaves(self.weights), jax.tree.leaves(self.params)
         same = lambda a, b: a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim)
         return not (len(leaves[0]) == len(leaves[1]) and all(map(same, *leaves)))

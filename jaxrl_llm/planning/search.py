@@ -38,16 +38,16 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
         try:
             layout = tight.sized(estimated(tight, machine, shape))
         except UserError as error:
-            say(f"{_said(tight)}: {error}")
+            say(f"{_describe(tight)}: {error}")
             continue
         for only in (("update",), ()):
-            made = plan(layout, machine, tokens=tokens, only=only)
-            needed, there = made.peak / 2**30, made.memory / 2**30
-            say(f"{_said(layout)}: {made.worst.name} {needed:.1f} of {there:.1f} GiB a device")
-            if not made.fits:
+            best = plan(layout, machine, tokens=tokens, only=only)
+            needed, there = best.peak / 2**30, best.memory / 2**30
+            say(f"{_describe(layout)}: {best.worst.name} {needed:.1f} of {there:.1f} GiB a device")
+            if not best.fits:
                 break
         else:
-            return made
+            return best
     raise UserError(
         f"none of {len(tried)} layouts of this config fits on {machine.name} ({len(layouts)} looked possible): "
         "take more devices, or shorter responses"
@@ -108,13 +108,13 @@ def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
 
 
 def _may_fit(layout: Config, shape: qwen2.Shape, machine: Machine) -> bool:
-    """Whether a device has memory for its shards of parameters, moments and gradients."""
+    """True if a device has memory for its shards of parameters, moments and gradients."""
     each = STATE if layout.offload == "none" else STATE - MOMENTS
     shards = layout.mesh.fsdp * layout.mesh.tensor
     return each * qwen2.parameter_count(shape) / shards < machine.chip.memory
 
 
-def _said(layout: Config) -> str:
+def _describe(layout: Config) -> str:
     mesh = " x ".join(f"{name} {size}" for name, size in vars(layout.mesh).items())
     again = "recomputing layers" if layout.compute.remat else "keeping everything"
     out = f"{mesh}, {layout.collate.microbatches} micro-batches, {again}"

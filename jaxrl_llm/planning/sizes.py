@@ -37,14 +37,14 @@ def fitted(
     sizes = estimated(config, machine, shape)
     while not _on_a_cpu(machine):
         sized = config.sized(sizes)
-        made = plan(sized, machine, shape=shape, only=only, **settings)
-        if made.fits:
-            return sized, made
-        name = LIMITED.get(made.worst.name, "")
+        planned = plan(sized, machine, shape=shape, only=only, **settings)
+        if planned.fits:
+            return sized, planned
+        name = LIMITED.get(planned.worst.name, "")
         less = _less(config, sizes)
         if config.sizes.get(name, 1) or less[name] == sizes[name]:
             raise UserError(
-                f"{report.sized(sized.sizes)} on {machine.name}: {report.verdict(made)}"
+                f"{report.sized(sized.sizes)} on {machine.name}: {report.verdict(planned)}"
             )
         sizes[name] = less[name]
     return config.sized(sizes), None
@@ -68,7 +68,7 @@ def _less(config: Config, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str, int]:
-    """What fits by an estimate; a UserError if the arrays alone that there must be do not."""
+    """The sizes that fit by an estimate; a UserError if the arrays alone that there must be do not."""
     if all(config.sizes.values()):
         return config.sizes
     limit, rows = config.collate, _rows(config)

@@ -106,30 +106,30 @@ def accelerator(
         skipped = [Line(check.name, why=f"{minutes:g} minutes are over")]
         for line in skipped if late else _run(check, settings, limit, entry):
             entry["lines"].append(line._asdict())
-            console.print(f"  {_said(line)}")
+            console.print(f"  {_written(line)}")
         storage.write(out, json.dumps(report, indent=2) + "\n")
         if check.number == 0:
-            settings = _found(entry, settings)
+            settings = _with_devices(entry, settings)
     lines = [line for entry in report["checks"] for line in entry["lines"]]
     console.print(f"{terminal.duration(time.monotonic() - begun)} in all, written to {out}")
     if wrong := sum(line["fine"] is False for line in lines):
         raise UserError(f"{wrong} figures are WRONG: see above, and attach {out} to a report")
 
 
-def _found(entry: dict[str, Any], settings: Settings) -> Settings:
+def _with_devices(entry: dict[str, Any], settings: Settings) -> Settings:
     """Settings with what the first check has found; a UserError if nothing more can be checked."""
-    known = {line["name"]: line["value"] for line in entry["lines"]}
-    if not (platform := known.get("platform")):
+    values = {line["name"]: line["value"] for line in entry["lines"]}
+    if not (platform := values.get("platform")):
         raise UserError(f"JAX has no devices: {entry['lines'][-1]['why']}")
     if platform == "cpu" and not settings.rehearse:
         raise UserError(
-            f"JAX runs on {known['devices']}, and this checks GPUs and TPUs: {accelerators.FOR_GPUS}, or "
+            f"JAX runs on {values['devices']}, and this checks GPUs and TPUs: {accelerators.FOR_GPUS}, or "
             f"{accelerators.FOR_TPUS}; --rehearse tries the checks themselves out on a CPU"
         )
-    return settings._replace(platform=platform, devices=int(known["number of devices"]))
+    return settings._replace(platform=platform, devices=int(values["number of devices"]))
 
 
-def _said(line: Line) -> str:
+def _written(line: Line) -> str:
     """A line as it is printed."""
     verdict = {None: "skipped" if line.why else "", True: "right", False: "WRONG"}[line.fine]
     verdict += f": {line.why}" if line.why else ""

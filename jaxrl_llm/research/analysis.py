@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What an update did: gradient norm of its first stage, way of the parameters, log-probs."""
+    """The effect of an update: gradient norm of its first stage, way of the parameters, log-probs."""
 
     grad_norm: float
     distance: float
@@ -129,9 +129,9 @@ def measure(
     """
     samples = draw(of, sampler, prompts, batches, seed)
     trial, credit = compiled(of, max(len(trajectories(groups)) for groups in samples))
-    each, seen = [], []
+    each, each_data = [], []
     for number, sample in enumerate(samples, 1):
-        told = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
+        tell = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
         credited, there = credit(sample)
         if not np.any(there.advantage):
             raise UserError(
@@ -141,12 +141,12 @@ def measure(
         gradient = lambda batch: np.asarray(ravel_pytree(trial.gradient(batch))[0])
         each.append(
             {
-                "updates": updates(credited["plain"], there, trial, told),
-                "directions": directions(credited, there, trial, told),
-                "sources": sources(credited, there, gradient, of.config.group_size, told),
+                "updates": updates(credited["plain"], there, trial, tell),
+                "directions": directions(credited, there, trial, tell),
+                "sources": sources(credited, there, gradient, of.config.group_size, tell),
             }
         )
-        seen.append(there)
+        each_data.append(there)
     spread = {"least": min, "most": max} if batches > 1 else {}
     model = of.config.model
     patterns = words.categories(model.words if isinstance(model, Scratch) else ())
@@ -154,11 +154,13 @@ def measure(
     return {
         "sample": {
             **described(samples),
-            "tokens": sum(int(one.mask.sum()) for one in seen),
+            "tokens": sum(int(one.mask.sum()) for one in each_data),
             "optimizer_steps_before": int(of.state.step),
         },
         **over_batches(each, fmean),
-        "single_tokens": _single_tokens(of, trajectories(samples[0]), seen[0], tokens, seed, say),
+        "single_tokens": _single_tokens(
+            of, trajectories(samples[0]), each_data[0], tokens, seed, say
+        ),
         "words": words.frequencies(texts, scores, patterns),
         **{name: over_batches(each, pick) for name, pick in spread.items()},
     }
@@ -169,13 +171,13 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
     components, config = of.components, of.config
     source = components.task.train
     first = [source[i] for i in range(min(prompts * batches, len(source)))]
-    known = readable(components, first, "train")
-    if len(known) < batches:
-        raise UserError(f"{len(known)} prompts are too few for {batches} batches: take fewer")
+    usable = readable(components, first, "train")
+    if len(usable) < batches:
+        raise UserError(f"{len(usable)} prompts are too few for {batches} batches: take fewer")
     task, sampling = components.token_task(), components.sampling(seed=seed)
     samples = []
     for number in range(batches):
-        examples = [known[i] for i in range(number, len(known), batches)]
+        examples = [usable[i] for i in range(number, len(usable), batches)]
         groups = task.sample(sampler, examples, n=config.group_size, sampling=sampling)
         samples.append(task.grade(groups))
     return samples
@@ -184,7 +186,7 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
 def compiled(
     of: Subject, responses: int
 ) -> tuple[Trial, Callable[[list[Group]], tuple[dict[str, Credited], Tokens]]]:
-    """What is tried on batches of up to so many responses; and the batch, by variant, of groups."""
+    """The programs for batches of up to so many responses; and the batch, by variant, of groups."""
     tried = variants(of.config.loss, alpha=of.alpha, eta=of.eta)
     plain, collate, params = tried["plain"], of.config.collate, of.state.params
     share = responses / (of.config.prompts * of.config.group_size)
@@ -201,7 +203,7 @@ def compiled(
     def credited(sample: list[Group]) -> tuple[dict[str, Credited], Tokens]:
         batch, reward = training.batch(sample)
         scores, _ = training.score(params, batch)
-        found = {name: make(batch, reward, **scores) for name, make in credit.items()}
+        by_variant = {name: make(batch, reward, **scores) for name, make in credit.items()}
         rows = np.asarray(batch.layout.in_rows)
         mask = rows >= 0
         response, position = np.divmod(rows, batch.mask.shape[1])
@@ -209,10 +211,10 @@ def compiled(
         where = zip(response[mask].tolist(), position[mask].tolist(), strict=True)
         group[mask] = [GROUPS.index(groups[i][t]) for i, t in where]
         now = np.asarray(score(params, batch.inputs))
-        return found, Tokens(
+        return by_variant, Tokens(
             mask,
             now,
-            np.asarray(found["plain"].advantage),
+            np.asarray(by_variant["plain"].advantage),
             by_probability(now, mask, EDGES),
             group,
             np.where(mask, response, -1),
@@ -241,7 +243,8 @@ def make_gradient(
 def variants(objective: Objective, *, alpha: float, eta: float) -> dict[str, Objective]:
     """The objective without the paper's two methods, with each, and with both."""
     methods = (factors.linear_in_probability,)
-    others = (f for f in objective.factors if getattr(f, "func", f) not in methods)
+    function = lambda factor: factor.func if isinstance(factor, partial) else factor
+    others = (factor for factor in objective.factors if function(factor) not in methods)
     plain = replace(objective, factors=tuple(others), partition=partition.together)
     tamed = partial(recipes.with_ar_and_lopti, plain)
     return {
@@ -414,13 +417,13 @@ def _groups(of: Subject, responses: Sequence[Trajectory]) -> list[list[str]]:
 
 def checked(of: Subject, samples: Sequence[list[Group]]) -> tuple[list[str], list[float]]:
     """The texts of responses that could be checked, and their scores."""
-    known = [
+    scored = [
         (of.components.tokenizer.decode(one.tokens), one.reward.score)
         for groups in samples
         for one in trajectories(groups)
         if one.reward and one.reward.graded
     ]
-    return [text for text, _ in known], [score for _, score in known]
+    return [text for text, _ in scored], [score for _, score in scored]
 
 
 def described(samples: Sequence[list[Group]]) -> dict[str, Any]:
@@ -435,14 +438,14 @@ def described(samples: Sequence[list[Group]]) -> dict[str, Any]:
     }
 
 
-def over_batches(found: Sequence[Any], of: Callable[[list], float]) -> Any:
+def over_batches(values: Sequence[Any], of: Callable[[list], float]) -> Any:
     """Merges records of the same form; each number is `of` all values that are not None."""
-    known = [x for x in found if x is not None]
-    if not known:
+    there = [x for x in values if x is not None]
+    if not there:
         return None
-    if isinstance(known[0], dict):
-        names = dict.fromkeys(name for x in known for name in x)
-        return {name: over_batches([x.get(name) for x in known], of) for name in names}
-    if isinstance(known[0], list):
-        return [over_batches(x, of) for x in zip(*known, strict=True)]
-    return known[0] if isinstance(known[0], str) else of(known)
+    if isinstance(there[0], dict):
+        names = dict.fromkeys(name for x in there for name in x)
+        return {name: over_batches([x.get(name) for x in there], of) for name in names}
+    if isinstance(there[0], list):
+        return [over_batches(x, of) for x in zip(*there, strict=True)]
+    return there[0] if isinstance(there[0], str) else of(there)

@@ -12,32 +12,32 @@ from jaxrl_llm import storage
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.training.curves import save, sheet
 
-Found = Mapping[str, Any]
+Figures = Mapping[str, Any]
 """the result of `analysis.measure`, as JSON"""
 NAME = "analysis.json"
 GREY = "0.45"
 LEGEND: Any = {"fontsize": 8, "frameon": False, "handlelength": 1, "columnspacing": 1}
 
 
-def write(found: Found, folder: Path) -> None:
+def write(figures: Figures, folder: Path) -> None:
     """Writes analysis.json, and each figure as a PNG."""
-    storage.write(folder / NAME, json.dumps(found, indent=1, allow_nan=False) + "\n")
-    draw(found, folder)
+    storage.write(folder / NAME, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+    draw(figures, folder)
 
 
-def table(found: Found) -> rich.table.Table:
+def table(shown: Figures) -> rich.table.Table:
     """The key numbers, for a terminal."""
-    out = rich.table.Table("", "", title=f"{found['run']}, step {found['step']}", show_header=False)
-    for row in rows(found):
+    out = rich.table.Table("", "", title=f"{shown['run']}, step {shown['step']}", show_header=False)
+    for row in rows(shown):
         out.add_row(*row)
     return out
 
 
-def rows(found: Found) -> list[tuple[str, str]]:
+def rows(figures: Figures) -> list[tuple[str, str]]:
     """The key numbers: what each is, and its value."""
-    sample, single = found["sample"], found["single_tokens"]
+    sample, single = figures["sample"], figures["single_tokens"]
     out = [("responses, tokens", f"{sample['responses']}, {sample['tokens']}")]
-    bins = found["updates"]["probability"]["bins"]
+    bins = figures["updates"]["probability"]["bins"]
     for entry in bins:
         norm = entry.get("gradient_norm")
         value = "no tokens" if norm is None else f"{entry['share']:.1%}, {norm:.3g}"
@@ -56,18 +56,18 @@ def rows(found: Found) -> list[tuple[str, str]]:
         outside += f"; {single['stretch']['tokens']} at the layers: {layers}"
     out.append(("outside the bounds of Prop. 4.2", outside))
     rare, likely = bins[0]["name"], bins[-1]["name"]
-    for by, tried in found["updates"]["probability"]["updates"].items():
+    for by, tried in figures["updates"]["probability"]["updates"].items():
         moved = [
             _number(tried[on]["logp_size"][-1] if on in tried else None) for on in (rare, likely)
         ]
         out.append(
             (f"likely tokens moved by the {by}: on the rare, on their own", ", ".join(moved))
         )
-    for name, part in found["directions"]["probability"]["variants"].items():
+    for name, part in figures["directions"]["probability"]["variants"].items():
         rising = part["rising"][-1]
         said = "none" if rising is None else f"{rising:.1%}"
         out.append((f"good tokens that rise: {name}", said))
-    if not found["words"]:
+    if not figures["words"]:
         out.append(("words that tell reasoning", "none in this vocabulary"))
     return out
 
@@ -76,7 +76,7 @@ def _number(x: float | None) -> str:
     return "none" if x is None else f"{x:.3g}"
 
 
-def draw(found: Found, folder: Path) -> None:
+def draw(figures: Figures, folder: Path) -> None:
     """Writes {bins,single_tokens,directions,sources}.png, and words.png if words were counted."""
     pictures = {
         "bins": _bins,
@@ -84,21 +84,21 @@ def draw(found: Found, folder: Path) -> None:
         "directions": _directions,
         "sources": _sources,
     }
-    if found["words"]:
+    if figures["words"]:
         pictures["words"] = _words
     for name, picture in pictures.items():
-        save(partial(picture, found), folder / f"{name}.png")
+        save(partial(picture, figures), folder / f"{name}.png")
 
 
 def _bars(
-    axis: Any, places: Sequence[str], found: Found, heights: Callable[[Any], Mapping[str, list]]
+    axis: Any, places: Sequence[str], figures: Figures, heights: Callable[[Any], Mapping[str, list]]
 ) -> None:
     """Grouped bars, one colour for each name; no bar for None.
 
     `heights` reads them from a record of figures; whiskers go from "least" to "most" if known.
     """
-    ends = [heights(found[end]) for end in ("least", "most") if end in found]
-    bars = heights(found)
+    ends = [heights(figures[end]) for end in ("least", "most") if end in figures]
+    bars = heights(figures)
     width = 0.8 / len(bars)
     for n, (name, values) in enumerate(bars.items()):
         left = (n - (len(bars) - 1) / 2) * width
@@ -111,11 +111,11 @@ def _bars(
     axis.set_xticks(range(len(places)), places, fontsize=7)
 
 
-def _bins(found: Found) -> Any:
+def _bins(figures: Figures) -> Any:
     """Fig. 1."""
     figure, [axes] = sheet(1, 5, (16, 3.2))
     bins = lambda of: of["updates"]["probability"]["bins"]
-    names = [entry["name"] for entry in bins(found)]
+    names = [entry["name"] for entry in bins(figures)]
     of_bins = lambda key: lambda of: [entry.get(key) for entry in bins(of)]
     share, norm = of_bins("share"), of_bins("gradient_norm")
     signed, size = of_bins("advantage"), of_bins("advantage_size")
@@ -134,7 +134,7 @@ def _bins(found: Found) -> Any:
         f"{mean_change} along the gradient of": moved("gradient"),
     }
     for axis, (title, heights) in zip(axes, panels.items(), strict=True):
-        _bars(axis, names, found, heights)
+        _bars(axis, names, figures, heights)
         axis.set_title(title)
     for axis in axes[[1, 3, 4]]:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, **LEGEND)
@@ -144,18 +144,18 @@ def _bins(found: Found) -> Any:
     return figure
 
 
-def _single_tokens(found: Found) -> Any:
+def _single_tokens(figures: Figures) -> Any:
     """Fig. 2."""
-    tokens = found["single_tokens"]
+    tokens = figures["single_tokens"]
     x, vocab, layers = tokens["one_minus_p"], tokens["vocabulary"], tokens["at_layers"]
-    known, stretch = tokens["correlation"], tokens.get("stretch")
+    linears, stretch = tokens["correlation"], tokens.get("stretch")
     at = {0: "the first layer's input", len(layers) - 1: "the head's input"}
     at[len(layers) // 2] = f"the input of layer {len(layers) // 2 + 1}"
-    panels = [("the logits", tokens["at_logits"], known["at_logits"], (1.0, 1.0))]
+    panels = [("the logits", tokens["at_logits"], linears["at_logits"], (1.0, 1.0))]
     for i, name in sorted(at.items()):
         within = (stretch["least"][i], stretch["most"][i]) if stretch else (0.0, 0.0)
-        panels.append((name, layers[i], known["at_layers"][i], within))
-    over = (tokens["over_parameters"], known["over_parameters"])
+        panels.append((name, layers[i], linears["at_layers"][i], within))
+    over = (tokens["over_parameters"], linears["over_parameters"])
     panels.append(("over all parameters", *over, (0.0, 0.0)))
     figure, [axes] = sheet(1, len(panels), (3.2 * len(panels), 3.4))
     ends = [min(v for v in x if v > 0), 1.0]
@@ -176,16 +176,16 @@ def _single_tokens(found: Found) -> Any:
     return figure
 
 
-def _directions(found: Found) -> Any:
+def _directions(figures: Figures) -> Any:
     """Fig. 3: the share of tokens that an update moves as their advantage says."""
     figure, [axes] = sheet(1, 2, (11, 3.2))
-    places = [*found["directions"]["probability"]["bins"], "all"]
+    places = [*figures["directions"]["probability"]["bins"], "all"]
     tried = lambda of: of["directions"]["probability"]["variants"].items()
     for axis, key, title in (
         (axes[0], "rising", "advantage > 0: share that rises, of those that move"),
         (axes[1], "falling", "advantage < 0: share that falls, of those that move"),
     ):
-        _bars(axis, places, found, lambda of, key=key: {name: x[key] for name, x in tried(of)})
+        _bars(axis, places, figures, lambda of, key=key: {name: x[key] for name, x in tried(of)})
         axis.axhline(0.5, color=GREY, linewidth=0.8, linestyle="--")
         axis.set_ylim(0, 1)
         axis.set_title(title)
@@ -193,9 +193,9 @@ def _directions(found: Found) -> Any:
     return figure
 
 
-def _sources(found: Found) -> Any:
+def _sources(figures: Figures) -> Any:
     """The gradients of the groups: norm, share of the whole, agreement between prompts."""
-    steps = [name for name in found["sources"] if name != "tokens"]
+    steps = [name for name in figures["sources"] if name != "tokens"]
     places = [name.replace(", ", ",\n") for name in steps]
     figure, [axes] = sheet(1, 3, (15, 3.6))
 
@@ -210,9 +210,9 @@ def _sources(found: Found) -> Any:
         tokens = of["sources"]["tokens"]
         return {group: [tokens[group], *share] for group, share in groups(of, "share").items()}
 
-    _bars(axes[0], places, found, partial(groups, key="norm", of_all="gradient_norm"))
-    _bars(axes[1], ["tokens", *places], found, shares)
-    _bars(axes[2], places, found, partial(groups, key="agreement", of_all="agreement"))
+    _bars(axes[0], places, figures, partial(groups, key="norm", of_all="gradient_norm"))
+    _bars(axes[1], ["tokens", *places], figures, shares)
+    _bars(axes[2], places, figures, partial(groups, key="agreement", of_all="agreement"))
     axes[0].set_ylabel("norm of the gradient")
     axes[1].set_ylabel("share: of the tokens, and of the\ngradient (along the whole)")
     axes[2].set_ylabel("agreement: cosine of the gradients\nof every other prompt and the rest")
@@ -225,15 +225,15 @@ def _legend(figure: Any, axes: Any) -> None:
     figure.legend(*handles, loc="outside upper center", ncols=4, **LEGEND)
 
 
-def _words(found: Found) -> Any:
+def _words(figures: Figures) -> Any:
     """Fig. 5: frequency of each category of words, and its correlation with the reward."""
-    names = [entry["name"] for entry in found["words"]]
+    names = [entry["name"] for entry in figures["words"]]
     figure, [axes] = sheet(1, 2, (9, 1.2 + 0.4 * len(names)))
     for axis, key, label in (
         (axes[0], "a_response", "words a response"),
         (axes[1], "correlation_with_reward", "correlation with the reward"),
     ):
-        axis.barh(range(len(names)), [entry[key] or 0.0 for entry in found["words"]], 0.6)
+        axis.barh(range(len(names)), [entry[key] or 0.0 for entry in figures["words"]], 0.6)
         axis.set_yticks(range(len(names)), names if axis is axes[0] else [])
         axis.invert_yaxis()
         axis.set_xlabel(label)

@@ -1,4 +1,4 @@
-"""What `bench accelerator` checks of the devices that are here: each check is a generator of lines.
+"""The checks of `bench accelerator` on the devices that are here: each check is a generator of lines.
 
 It judges what has one right answer, and memory by its plan; other figures it only tells.
 """
@@ -73,7 +73,7 @@ class Line(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What checks are told: how much, with which models (names in SHAPES), on what."""
+    """The settings of checks: how much, with which models (names in SHAPES), on what."""
 
     rehearse: bool = False
     quick: bool = False
@@ -218,9 +218,9 @@ def _on_host(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-def difference(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
+def difference(values: list[np.ndarray], truth: list[np.ndarray]) -> float:
     """The norm of the difference over the norm of the truth."""
-    apart = sum(float(np.sum((a - b) ** 2)) for a, b in zip(found, truth, strict=True))
+    apart = sum(float(np.sum((a - b) ** 2)) for a, b in zip(values, truth, strict=True))
     return (apart / sum(float(np.sum(b**2)) for b in truth)) ** 0.5
 
 
@@ -251,8 +251,8 @@ def mismatch(
     score = updates.make_score(Policy(subject.definition).logp())
     ours = batch.layout.to_rows(score(subject.params, batch.inputs))
     apart = np.abs(np.asarray(ours) - np.asarray(batch.sampler_logp))[np.asarray(batch.mask)]
-    kind = "max" if dtype == "float32" else "mean"
-    return at_most(name, getattr(apart, kind)(), TOLERANCE[dtype], f"{kind} ")
+    kind, value = ("max", apart.max()) if dtype == "float32" else ("mean", apart.mean())
+    return at_most(name, value, TOLERANCE[dtype], f"{kind} ")
 
 
 def offload(settings: Settings) -> Iterator[Line]:
@@ -433,9 +433,9 @@ def meeting(settings: Settings) -> Iterator[Line]:
 
 
 def _member(i: int, where: str) -> list[bytes]:
-    """What one of them gathers."""
+    """The bytes that one of them gathers."""
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[i % len(visible)]
     stop: Any = SimpleNamespace(requested=False, wants_save=False, save_is_due=False)
-    with distributed.joined(f"{i}/2@{where}", stop):
+    with distributed.initialize(f"{i}/2@{where}", stop):
         return distributed.gather(str(i).encode())

@@ -35,27 +35,27 @@ def page(data: dict[str, Any]) -> str:
 
 
 def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
-    """What the page shows of these runs: of steps evenly apart so many that `most` tokens suffice.
+    """The data of a page of these runs: of steps evenly apart so many that `most` tokens suffice.
 
     A UserError if a folder has no tokens.
     """
-    made = [_run(*one, most // len(runs)) for one in zip(runs, curves.names(runs), strict=True)]
-    steps = [step for _, found in made for step, _ in found]
-    texts = [text for _, found in made for _, written in found for text in written]
+    pages = [_run(*one, most // len(runs)) for one in zip(runs, curves.names(runs), strict=True)]
+    steps = [step for _, steps_of_run in pages for step, _ in steps_of_run]
+    texts = [text for _, steps_of_run in pages for _, written in steps_of_run for text in written]
     pieces = list(dict.fromkeys(texts))
     place = {text: i for i, text in enumerate(pieces)}
     sampled = np.concatenate([step.sampled for step in steps])
     names = dict.fromkeys(name for step in steps for name in step.numbers)
     shown, at = [], 0
-    for run, (_, found) in enumerate(made):
-        for step, _ in found:
+    for run, (_, steps_of_run) in enumerate(pages):
+        for step, _ in steps_of_run:
             responses = []
             for response in step.responses:
                 responses.append({**response, "start": at})
                 at += response["tokens"]
             shown.append({"run": run, "step": step.step, "responses": responses})
     return {
-        "runs": [about for about, _ in made],
+        "runs": [about for about, _ in pages],
         "steps": shown,
         "pieces": pieces,
         "token": _packed(np.asarray([place[text] for text in texts], np.int32)),
@@ -65,22 +65,22 @@ def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
 
 
 def _run(folder: Path, name: str, most: int) -> tuple[dict[str, Any], list[Written]]:
-    """What a run is called and its curves; and steps that it kept."""
-    found = tokens.steps(folder)
-    if not found:
+    """A run's name and curves; and steps whose tokens it has."""
+    steps = tokens.steps(folder)
+    if not steps:
         raise UserError(
             f"{folder} has kept no tokens: is it the folder of a run, with keep_tokens above 0?"
         )
     records = journal.read(folder)
     last = max((r["step"] for r in records if r["phase"] == REINFORCE), default=0)
-    read = [written(folder, step) for step in _spread(folder, found, last, most)]
+    read = [written(folder, step) for step in _spread(folder, steps, last, most)]
     shown = {k: x for curve in CURVES for k, x in curves.series(records, curve).items()}
-    return {"name": name, "kept": len(found), "curves": shown}, read
+    return {"name": name, "kept": len(steps), "curves": shown}, read
 
 
-def _spread(folder: Path, found: list[int], last: int, most: int) -> list[int]:
+def _spread(folder: Path, steps: list[int], last: int, most: int) -> list[int]:
     """Steps evenly apart, the first and the last among them, of about `most` tokens in all."""
-    known = [step for step in found if step <= last] or found[:1]
+    known = [step for step in steps if step <= last] or steps[:1]
     of_one = len(written(folder, known[-1])[1])
     count = min(len(known), max(2, most // max(of_one, 1)))
     return [known[i] for i in sorted({*np.linspace(0, len(known) - 1, count).round().astype(int)})]

@@ -84,7 +84,7 @@ def _finished(
         there = available()
         cores = ",".join(str(there[(slot * threads + i) % len(there)]) for i in range(threads))
         command = [sys.executable, "-S", "-P", "-c", _BOUND, str(os.getpid()), cores, *command]
-    given, asked = {**os.environ, **environment, "NPROC": str(threads)}, False
+    given, signalled = {**os.environ, **environment, "NPROC": str(threads)}, False
     with (
         log.open("ab") as output,
         subprocess.Popen(  # noqa: S603
@@ -92,8 +92,8 @@ def _finished(
         ) as process,
     ):
         while process.poll() is None:
-            if stop.requested and not asked:
+            if stop.requested and not signalled:
                 process.terminate()
-                asked = True
+                signalled = True
             time.sleep(POLL)
     return process.returncode

@@ -35,7 +35,7 @@ CHARTS = {
     "mismatch_mean": "sampler's log-probs against the trainer's, nats a token",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 46, 14, 8, 20  # of a chart, in pixels
-FIGURES = ("length", "cut", "ungraded")  # of each evaluation
+FIGURES = ("length", "truncated", "ungraded")  # of each evaluation
 SHOWN, RECENT = 2, 10  # responses of a kind; kept steps from which the best and worst come
 # all control characters but tab and line feed, marks of direction and of no width, surrogates
 _SPECIAL = re.compile(
@@ -60,15 +60,15 @@ def tag(name: str, /, *inside: Part, **given: object) -> Element:
     Whatever would act on the reader instead of being read is written out, as ⟨U+202E⟩.
     """
     plain = lambda text: _SPECIAL.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", str(text))
-    made = Element(name, {k.rstrip("_").replace("_", "-"): plain(v) for k, v in given.items()})
+    element = Element(name, {k.rstrip("_").replace("_", "-"): plain(v) for k, v in given.items()})
     for part in inside:
         if isinstance(part, Element):
-            made.append(part)
-        elif len(made):
-            made[-1].tail = (made[-1].tail or "") + plain(part)
+            element.append(part)
+        elif len(element):
+            element[-1].tail = (element[-1].tail or "") + plain(part)
         else:
-            made.text = (made.text or "") + plain(part)
-    return made
+            element.text = (element.text or "") + plain(part)
+    return element
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Part]]) -> Element:
@@ -109,16 +109,16 @@ def chart(
     if band:
         edge = [(x, low) for x, low, _ in band] + [(x, high) for x, _, high in band[::-1]]
         drawn.append(tag("polygon", points=path(edge), class_="band"))
-    said: list[Part] = [tag("b", title)]
+    caption: list[Part] = [tag("b", title)]
     for i, (name, line) in enumerate(lines.items()):
         drawn.append(tag("polyline", points=path(line), class_=f"curve l{i % 4}"))
         if len(line) < 30:
             drawn += [tag("circle", cx=across(x), cy=up(y), r=2) for x, y in line]
         key = tag("line", x1=0, x2=26, y1=4, y2=4, class_=f"curve l{i % 4}")
         ends = f" {name} {line[0][1]:.3g} to {line[-1][1]:.3g}"
-        said += [" · ", tag("svg", key, viewBox="0 0 26 8", class_="key"), ends]
+        caption += [" · ", tag("svg", key, viewBox="0 0 26 8", class_="key"), ends]
     picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
-    return tag("figure", tag("figcaption", *said), picture)
+    return tag("figure", tag("figcaption", *caption), picture)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -135,10 +135,10 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
     parts = [_summary(records), *_curves(records), *_evaluations(records), *_time(records)]
     parts += _responses(folder, max((r["step"] for r in records), default=0))
     if analysed.exists():
-        step, rows = _known(analysed, lambda found: (found["step"], analysis_report.rows(found)))
+        step, rows = _or_none(analysed, lambda found: (found["step"], analysis_report.rows(found)))
         parts += [tag("h2", "Analysis"), table(f"of step {step}", (), rows)]
         parts += _pictures(sorted(analysed.parent.glob("*.png")))
-    return Path(storage.display_path(folder.absolute())).name, [*parts, *_made(run)]
+    return Path(storage.display_path(folder.absolute())).name, [*parts, *_provenance(run)]
 
 
 def _summary(records: Sequence[Record]) -> Element:
@@ -148,21 +148,23 @@ def _summary(records: Sequence[Record]) -> Element:
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
     ended = tested and tested[-1]["step"] >= max((r["step"] for r in steps), default=0)
     state = "finished" if ended else "not finished"
-    said = [f"{len(steps)} steps of reinforcement, {state}."]
+    sentences = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
         best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
-        said += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
-        said[-1] += f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
+        sentences += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
+        sentences[-1] += (
+            f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
+        )
     for r in tested:
-        said += [
+        sentences += [
             f"Test accuracy: {_measured(r, 'test')} at step {r.get('test/step', r['step']):.0f}."
         ]
-    said += ["Percent, with 95% intervals."] if len(said) > 1 else []
+    sentences += ["Percent, with 95% intervals."] if len(sentences) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):
         at = [step for k, step in alarmed if k == kind]
-        said += [f"Alarm ({kind[6:]}) at {len(at)} steps, from {at[0]} to {at[-1]}."]
-    return tag("p", " ".join(said))
+        sentences += [f"Alarm ({kind[6:]}) at {len(at)} steps, from {at[0]} to {at[-1]}."]
+    return tag("p", " ".join(sentences))
 
 
 def _measured(r: Record, of: str, name: str = "accuracy") -> str:
@@ -196,14 +198,14 @@ def _curves(records: Sequence[Record]) -> Sequence[Part]:
 def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     """A row an evaluation, and the groups of the last one."""
     known = lambda r, of: {f"{of}/{x}" for x in ("accuracy", "examples", *FIGURES)} <= r.keys()
-    found = [(r, of) for r in records for of in ("eval", "test") if known(r, of)]
-    if not found:
+    evaluations = [(r, of) for r in records for of in ("eval", "test") if known(r, of)]
+    if not evaluations:
         return [tag("h2", "Evaluations"), tag("p", "There was none yet.")]
-    names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in found]))
+    names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in evaluations]))
     extra = list(dict.fromkeys(names))
     cell = lambda x: "" if x is None else f"{100 * x:.1f}"
     rows = []
-    for r, of in found:
+    for r, of in evaluations:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
         row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
         row += [_measured(r, of, name) for name in ("accuracy", *extra)]
@@ -211,13 +213,13 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
         rows.append(row)
     head = ["step", "examples of", "graded", "greedy, % (95% interval)"]
     head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "ungraded"]
-    made = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
-    last, of = found[-1]
+    parts = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
+    last, of = evaluations[-1]
     groups = [k.split("/", 2)[2] for k in last if k.startswith(f"{of}/accuracy/")]
     names = ["accuracy", *extra]
     rows = [[g, *(cell(last.get(f"{of}/{name}/{g}")) for name in names)] for g in groups]
     head = ["group", "greedy", *extra]
-    return [*made, table("The last of them by group, in percent", head, rows)] if groups else made
+    return [*parts, table("The last of them by group, in percent", head, rows)] if groups else parts
 
 
 def _time(records: Sequence[Record]) -> Sequence[Part]:
@@ -236,17 +238,17 @@ def _time(records: Sequence[Record]) -> Sequence[Part]:
 
 def _responses(folder: Path, last: int) -> list[Part]:
     """The best and worst responses of the last steps, and those that an update moved most."""
-    kept = [step for step in tokens.steps(folder) if step <= last]
+    steps = [step for step in tokens.steps(folder) if step <= last]
     parts: list[Part] = [tag("h2", "Responses")]
-    if not kept:
+    if not steps:
         return [*parts, tag("p", "The run has kept no tokens (keep_tokens).")]
     rewards, sizes = {}, {}  # of different responses
-    for step in kept:
+    for step in steps:
         found = tokens.read(folder, step)
         for i, (r, (row, moved)) in enumerate(zip(found.responses, _rows(found), strict=True)):
             key = hash((r["prompt"], row.tobytes()))
             sizes[step, key] = _size(moved), step, i
-            if step in kept[-RECENT:] and r["graded"]:
+            if step in steps[-RECENT:] and r["graded"]:
                 rewards[key] = r["reward"], step, i
     order = [at for _, *at in sorted(rewards.values())]
     count = min(SHOWN, len(order) // 2)
@@ -265,47 +267,47 @@ def _responses(folder: Path, last: int) -> list[Part]:
     return [*parts, tag("p", said, class_="said")]
 
 
-def _rows(kept: tokens.Step) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def _rows(step: tokens.Step) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """The tokens of each response, and the change of their log-probs; NaN where they are given."""
-    column = np.full(len(kept.sampled), np.nan)
-    moved = kept.numbers["moved"]
-    column[kept.sampled] = np.where(np.isfinite(moved), moved, np.nan)
-    ends = np.cumsum([r["tokens"] for r in kept.responses])[:-1]
-    return zip(np.split(kept.tokens, ends), np.split(column, ends), strict=True)
+    column = np.full(len(step.sampled), np.nan)
+    moved = step.numbers["moved"]
+    column[step.sampled] = np.where(np.isfinite(moved), moved, np.nan)
+    ends = np.cumsum([r["tokens"] for r in step.responses])[:-1]
+    return zip(np.split(step.tokens, ends), np.split(column, ends), strict=True)
 
 
 def _size(moved: np.ndarray) -> float:
     return mean(np.abs(moved[np.isfinite(moved)])) or 0.0
 
 
-def _response(kept: tokens.Step, texts: Sequence[str], i: int) -> Element:
-    r = kept.responses[i]
-    start = sum(one["tokens"] for one in kept.responses[:i])
-    _, moved = [*_rows(kept)][i]
+def _response(step: tokens.Step, texts: Sequence[str], i: int) -> Element:
+    r = step.responses[i]
+    start = sum(one["tokens"] for one in step.responses[:i])
+    _, moved = [*_rows(step)][i]
     known = np.nan_to_num(moved)
     inside = []
     for at, x in enumerate(known / max(np.abs(known).max(initial=0.0), 1e-9), start):
         shade = f"background: rgb(var(--{'up' if x > 0 else 'down'}) / {abs(x) / 2:.2f})"
         styled = {"style": shade} if abs(x) > 0.02 else {}
-        inside.append(tag("span" if kept.sampled[at] else "i", texts[at] or "·", **styled))
+        inside.append(tag("span" if step.sampled[at] else "i", texts[at] or "·", **styled))
     verdict = ("correct" if r["correct"] else "wrong") if r["graded"] else "ungraded"
-    said = f"step {kept.step}: reward {r['reward']:g}, {verdict}, {r['tokens']} tokens"
-    said += f" in {len(turns)} turns" if len(turns := r.get("turns", [])) > 1 else ""
-    said += "" if r["finished"] else ", cut at the limit"
-    said += f"; its tokens moved by {_size(moved):.3g} on average"
+    text = f"step {step.step}: reward {r['reward']:g}, {verdict}, {r['tokens']} tokens"
+    text += f" in {len(turns)} turns" if len(turns := r.get("turns", [])) > 1 else ""
+    text += "" if r["finished"] else ", cut at the limit"
+    text += f"; its tokens moved by {_size(moved):.3g} on average"
     return tag(
         "article",
-        tag("header", said, class_="said"),
+        tag("header", text, class_="said"),
         tag("div", r["prompt"], class_="text"),
         tag("div", *inside, class_="text response"),
     )
 
 
-def _made(run: record.Run) -> Sequence[Part]:
-    """What made the run: flags, checksums, and its sessions."""
+def _provenance(run: record.Run) -> Sequence[Part]:
+    """The run's provenance: flags, checksums, and its sessions."""
     text = lambda x: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
     about = {"config": run["config"] or "made by a program", "id": run["id"]}
-    about |= {"warm start": run["from"]} if run["from"] else {}
+    about |= {"warm start": run["init_from"]} if run["init_from"] else {}
     about |= {f"SHA-256 of {name}": x for name, x in run.get("sums", {}).items()} | run["given"]
     flags, rows = [[name, text(x)] for name, x in run["flags"].items()], []
     for s in run["sessions"]:
@@ -330,7 +332,7 @@ def _study(folder: Path) -> tuple[str, list[Part]]:
         [*study_report.tables(x)],
         study_report.reading(x),
     )
-    title, text, state, tables, reading = _known(folder / study_report.NAME, read)
+    title, text, state, tables, reading = _or_none(folder / study_report.NAME, read)
     parts: list[Part] = [tag("p", *_bold(x)) for x in (*text.split("\n\n"), state) if x]
     for panel, head, rows in tables:
         cells = [[tag("span", *_bold(cell)) for cell in row] for row in rows]
@@ -354,7 +356,7 @@ def _pictures(paths: Iterable[Path]) -> Sequence[Part]:
     ]
 
 
-def _known(path: Path, read: Callable[[Any], Any]) -> Any:
+def _or_none(path: Path, read: Callable[[Any], Any]) -> Any:
     """`read` of the JSON of a file; a UserError if its content is not what it should be."""
     try:
         return read(json.loads(path.read_bytes()))

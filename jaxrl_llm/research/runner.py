@@ -55,21 +55,21 @@ class Grid:
 
         Builds every config, so that wrong flags are found before anything starts.
         """
-        found: dict[str, Run | None] = {}
+        by_run: dict[str, Run | None] = {}
         for run in self.runs:
             made = configs.build(self.make, self.config, **run.flags)
             if not made.steps:
                 raise UserError(f"{self.name}: {run.name}: steps = 0 leaves nothing to compare")
-            found[run.name] = self.study.warm_start(run) if made.warm_start else None
-        shared = {warm.name: warm for warm in found.values() if warm}
+            by_run[run.name] = self.study.warm_start(run) if made.warm_start else None
+        shared = {warm.name: warm for warm in by_run.values() if warm}
         for warm in shared.values():
             configs.build(self.make, self.config, **warm.flags)
-        if len(found.keys() | shared) < len(self.runs) + len(shared):
+        if len(by_run.keys() | shared) < len(self.runs) + len(shared):
             raise UserError(
                 f"{self.name}: two variants or panels, or one and a warm start, "
                 "have names that make the same folder"
             )
-        return found
+        return by_run
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -87,7 +87,7 @@ class Grid:
         return record.plain(bound.arguments)
 
     def finished(self, run: Run) -> bool:
-        """Whether a run has been tested, which is the last thing that it does."""
+        """True if a run has been tested, which is the last thing that it does."""
         return any("test/accuracy" in r for r in journal.read(self.folder(run)))
 
     def outcome(self, run: Run) -> Outcome:
@@ -133,25 +133,25 @@ class Grid:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: move it away, or --out elsewhere") from error
 
-    def kept(self, *, whole: bool) -> dict[str, Outcome]:
+    def outcomes(self, *, whole: bool) -> dict[str, Outcome]:
         """Outcomes in results.json of runs whose folders were deleted, by name.
 
         Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
         is taken; with `whole` none either unless results.json has them all.
         """
-        found, recorded = {}, self.recorded()
+        by_name, recorded = {}, self.recorded()
         for run in self.runs:
             one, wanted = recorded.get(run.name), record.plain(vars(run))
             if one is not None and {name: one[name] for name in wanted} == wanted:
                 source = f"{run.name} of {self.out / 'results.json'}"
                 _require_equal(source, one["made"].get("flags", {}), self.settings(run))
-                found[run.name] = one
+                by_name[run.name] = one
         left_out = {
             (run.panel, run.seed)
             for run in self.runs
-            if self.folder(run).exists() or (whole and run.name not in found)
+            if self.folder(run).exists() or (whole and run.name not in by_name)
         }
-        return {n: one for n, one in found.items() if (one["panel"], one["seed"]) not in left_out}
+        return {n: one for n, one in by_name.items() if (one["panel"], one["seed"]) not in left_out}
 
 
 def as_words(make: Callable[..., configs.Config], flags: Mapping[str, Any]) -> list[str]:
@@ -199,13 +199,13 @@ def run(
     if out is not None and storage.is_url(out):
         raise UserError(f"--out {out}: a study's folder lies in a file system")
     grid, console = load(file, None if out is None else Path(out), seeds), terminal.console()
-    kept, codes, stop = grid.kept(whole=not report), dict[str, int | None](), Stop()
+    outcomes, codes, stop = grid.outcomes(whole=not report), dict[str, int | None](), Stop()
     if not report:
         workers = jobs or max(1, len(pool.available()) // threads)
         with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
-            codes = _make(grid, kept, workers, threads, data, stop, console)
+            codes = _make(grid, outcomes, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}
-    _report(grid, kept | done, console)
+    _report(grid, outcomes | done, console)
     if stop.requested and any(code != 0 for code in codes.values()):
         console.print(f"stopped and saved in {grid.out}; the same command goes on")
         raise SystemExit(UNFINISHED)
@@ -216,7 +216,7 @@ def run(
 
 def _make(
     grid: Grid,
-    kept: Mapping[str, Outcome],
+    outcomes: Mapping[str, Outcome],
     workers: int,
     threads: int,
     data: str,
@@ -224,7 +224,7 @@ def _make(
     console: rich.console.Console,
 ) -> dict[str, int | None]:
     """Makes the runs that are neither finished nor kept, warm starts first; their exit codes."""
-    wanted = [run for run in grid.runs if run.name not in kept]
+    wanted = [run for run in grid.runs if run.name not in outcomes]
     left = [run for run in wanted if not grid.finished(run)]
     origins = {run.name: warm for run in left if (warm := grid.warm_starts[run.name])}
     warm = {one.name: one for one in origins.values() if not grid.finished(one)}
@@ -277,7 +277,7 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
         console.print(f"no run in {grid.out} is finished yet")
         return
     steps = [one for one in (grid.warm_starts[done[0].name], *done[:2]) if one]
-    found = results(
+    overview = results(
         grid.study,
         [outcomes[run.name] for run in done],
         title=grid.name,
@@ -287,7 +287,7 @@ def _report(grid: Grid, outcomes: Mapping[str, Outcome], console: rich.console.C
         commands=["jaxrl-llm " + shlex.join(grid.command(one)) for one in steps],
         others=[one for name, one in grid.recorded().items() if name not in outcomes],
     )
-    console.print(study_report.write(found, grid.out))
+    console.print(study_report.write(overview, grid.out))
     console.print(f"written to {grid.out / 'results.md'}, results.json, and pictures beside them")
 
 

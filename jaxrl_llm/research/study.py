@@ -96,7 +96,7 @@ class Study:
         return Run("", label, run.seed, {**known, "steps": 0, "seed": run.seed})
 
 
-def outcome(run: Run, records: Sequence[Mapping[str, Any]], made: Flags) -> Outcome:
+def outcome(run: Run, records: Sequence[Mapping[str, Any]], flags: Flags) -> Outcome:
     """The outcome of a finished run, from its records in metrics.jsonl."""
     ours = [r for r in records if r["phase"] == REINFORCE]
     steps = [r for r in ours if "reward" in r]
@@ -115,7 +115,7 @@ def outcome(run: Run, records: Sequence[Mapping[str, Any]], made: Flags) -> Outc
         "rare_half_first": steps[0]["rare_half"],
         "seconds": sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours),
     }
-    return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": made}
+    return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": flags}
 
 
 def results(study: Study, outcomes: Sequence[Outcome], **about: Any) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     for (panel, figure), variants in cells.items():
         base = variants.get(study.baseline, {})
         apart = {
-            variant: found
+            variant: leads
             for variant, values in variants.items()
-            if variant != study.baseline and (found := statistics.differences(values, base))
+            if variant != study.baseline and (leads := statistics.differences(values, base))
         }
         p_values = {variant: statistics.p_value(values) for variant, values in apart.items()}
         holm = statistics.holm({name: p for name, p in p_values.items() if p is not None})
@@ -168,7 +168,7 @@ def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             entry = {"panel": panel, "variant": variant, "figure": figure, "difference": None}
             entry |= asdict(statistics.estimate([*values.values()]))
             if seeds := apart.get(variant):
-                found = asdict(statistics.estimate(seeds))
-                entry["difference"] = {**found, "holm": holm.get(variant), "seeds": seeds}
+                leads = asdict(statistics.estimate(seeds))
+                entry["difference"] = {**leads, "holm": holm.get(variant), "seeds": seeds}
             entries.append(entry)
     return entries

@@ -155,13 +155,13 @@ def single_tokens(
 
     The bounds of the layers are computed for some of the tokens, if the vocabulary is small.
     """
-    norms, found = make_norms(logits), []
+    norms, pieces = make_norms(logits), []
     count = len(chosen.index)
     for start in range(0, count, PIECE):
         say(f"gradients of single tokens, {start} of {count}")
         piece = Chosen(*(x[np.arange(start, start + PIECE) % count] for x in chosen))  # one shape
-        found.append(jax.device_get(norms(params, offsets, piece)))
-    every = Norms(*(np.concatenate(x)[:count] for x in zip(*found, strict=True)))
+        pieces.append(jax.device_get(norms(params, offsets, piece)))
+    every = Norms(*(np.concatenate(x)[:count] for x in zip(*pieces, strict=True)))
     vocab = jax.eval_shape(logits, params, offsets, chosen.tokens[0], chosen.index[0]).shape[0]
     low, high = bounds(every.rest, vocab)
     out: dict[str, Any] = {

@@ -9,12 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
+import tyro
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
@@ -49,16 +50,27 @@ CLOSE = {False: 1e-3, True: 0.1}  # True: computed in bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed: rows of tokens for an update, prompts and new tokens for the rest."""
+    """Rows of tokens of an update; prompts and new tokens of all else."""
 
-    rows: int
-    prompt: int
-    response: int
-    microbatches: int
-    sequences: int
-    new_tokens: int
-    group: int
-    bfloat16: bool
+    rows: int = 8
+    """sequences of an update"""
+    prompt_length: int = 128
+    """tokens of each of their prompts; half of it in rollouts and steps"""
+    response_length: int = 384
+    """tokens of each of their responses"""
+    microbatches: int = 4
+    """gradient-accumulation slices"""
+    sequences: int = 64
+    """responses of a rollout; a step has a quarter of them"""
+    new_tokens: int = 64
+    """tokens of each"""
+    group: int = 4
+    """responses to a prompt in a step"""
+    bfloat16: bool = False
+    """compute in bfloat16 instead of float32"""
+
+    def __post_init__(self):
+        at_least_one(**{name: n for name, n in asdict(self).items() if name != "bfloat16"})
 
 
 @dataclass
@@ -78,15 +90,8 @@ def against(
     *,
     model: str | None = None,
     kinds: tuple[str, ...] = ("update", "rollout", "step", "sync"),
-    rows: int = 8,
-    prompt_length: int = 128,
-    response_length: int = 384,
-    microbatches: int = 4,
-    sequences: int = 64,
-    new_tokens: int = 64,
-    group: int = 4,
+    sizes: Annotated[Sizes, tyro.conf.arg(name="")] = Sizes(),
     repeats: int = 3,
-    bfloat16: bool = False,
     out: Path | None = None,
 ) -> None:
     """Time the same work in other packages, in turn with ours: torch, trl, tunix, vllm.
@@ -96,43 +101,35 @@ def against(
             is made once from PyPI, in ~/.cache/jaxrl_llm/peers.
         model: a model folder or hub name that all can load; without it a small random one.
         kinds: of work: an update, a greedy rollout, a whole step, a sync of weights to vLLM.
-        rows: sequences of an update.
-        prompt_length: tokens of each of their prompts; half of it in rollouts and steps.
-        response_length: tokens of each of their responses.
-        microbatches: gradient-accumulation slices.
-        sequences: responses of a rollout; a step has a quarter of them.
-        new_tokens: tokens of each.
-        group: responses to a prompt in a step.
         repeats: timed rounds, after one that compiles; the median is shown.
-        bfloat16: compute in bfloat16 instead of float32.
         out: a folder for against.json and against.svg.
     """
-    at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
-                 microbatches=microbatches, sequences=sequences, new_tokens=new_tokens,
-                 group=group, repeats=repeats)  # fmt: skip
-    asked = others.parse(names)
+    at_least_one(repeats=repeats)
+    interpreters = others.parse(names)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")
     for kind, count, into in (
-        ("update", rows, microbatches),
-        ("step", sequences // 4, group * microbatches),
+        ("update", sizes.rows, sizes.microbatches),
+        ("step", sizes.sequences // 4, sizes.group * sizes.microbatches),
     ):
         if kind in kinds and (count % into or not count):
-            what = f"--rows {rows}" if kind == "update" else f"a quarter of --sequences {sequences}"
-            raise UserError(f"{what} does not divide by {into} for the micro-batches")
+            flag = (
+                f"--rows {count}"
+                if kind == "update"
+                else f"a quarter of --sequences {sizes.sequences}"
+            )
+            raise UserError(f"{flag} does not divide by {into} for the micro-batches")
     if out:
         out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
     console, mesh = terminal.plain(), sharding.make_mesh(devices=jax.devices()[:1])
-    sizes = Sizes(rows, prompt_length, response_length, microbatches, sequences, new_tokens,
-                  group, bfloat16)  # fmt: skip
-    pythons = dict(_interpreters(asked, kinds, console))
-    found: dict[str, Result] = {}
+    pythons = dict(_interpreters(interpreters, kinds, console))
+    results: dict[str, Result] = {}
     with _folder(model, mesh) as folder, jax.set_mesh(mesh):
-        rate = matmul_rate(jnp.bfloat16 if bfloat16 else jnp.float32)
+        rate = matmul_rate(jnp.bfloat16 if sizes.bfloat16 else jnp.float32)
         console.print(f"{jax.devices()[0].device_kind}, a matrix product {rate / 1e9:.0f} GFLOP/s")
         for kind in kinds:
-            found[kind] = result = Result()
+            results[kind] = result = Result()
             here = {n: p for n, p in pythons.items() if kind in others.PEERS[n].kinds}
             result.absent |= {n: str(p) for n, p in here.items() if not isinstance(p, Path)}
             usable = {n: p for n, p in here.items() if isinstance(p, Path)}
@@ -152,7 +149,7 @@ def against(
             for name, reason in result.absent.items():
                 console.print(f"{kind}: {name} is left out: {reason}")
             if out:
-                _write(out, sizes, found)
+                _write(out, sizes, results)
     if out:
         console.print(f"wrote {out / 'against.json'} and {out / 'against.svg'}")
 
@@ -164,14 +161,20 @@ def _update(
     folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
 ) -> None:
     """An optimizer step on the same responses, the model's own, and ours in two stages."""
-    subject, length = load_subject(folder, mesh, sizes.bfloat16), sizes.prompt + sizes.response
+    subject, length = (
+        load_subject(folder, mesh, sizes.bfloat16),
+        sizes.prompt_length + sizes.response_length,
+    )
     result.tokens = sizes.rows * length
     result.floor = flops.update(
-        subject.shape, tokens=result.tokens, scored=sizes.rows * sizes.response, length=length
+        subject.shape,
+        tokens=result.tokens,
+        scored=sizes.rows * sizes.response_length,
+        length=length,
     )
-    collate = Collator(sizes.prompt, sizes.response, microbatches=sizes.microbatches)
-    with generating(subject, mesh, sizes.rows, sizes.rows, sizes.prompt) as generate:
-        responses = generate(Sampling(max_tokens=sizes.response))
+    collate = Collator(sizes.prompt_length, sizes.response_length, microbatches=sizes.microbatches)
+    with generating(subject, mesh, sizes.rows, sizes.rows, sizes.prompt_length) as generate:
+        responses = generate(Sampling(max_tokens=sizes.response_length))
     trainer = Trainer(subject, mesh, collate, sizes.rows, responses=responses)
     del subject
     credited, rows = trainer.credited(GRPO), trainer.batch.layout.to_rows
@@ -213,7 +216,7 @@ def _rollout(
     folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
 ) -> None:
     """Greedy answers to the same prompts."""
-    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt // 2)
+    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt_length // 2)
     length, result.tokens = prompt + sizes.new_tokens, sizes.sequences * sizes.new_tokens
     result.floor = flops.forward(
         subject.shape, tokens=sizes.sequences * length, scored=result.tokens, length=length
@@ -239,7 +242,7 @@ def _step(
     folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
 ) -> None:
     """Sampling, rewards, and an optimizer step."""
-    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt // 2)
+    subject, prompt = load_subject(folder, mesh, sizes.bfloat16), max(1, sizes.prompt_length // 2)
     rows = sizes.sequences // 4
     length, result.tokens = prompt + sizes.new_tokens, rows * sizes.new_tokens
     amounts = {"tokens": rows * length, "scored": result.tokens, "length": length}
@@ -303,10 +306,10 @@ KINDS = {"update": _update, "rollout": _rollout, "step": _step, "sync": _sync}
 
 
 def _interpreters(
-    asked: Mapping[str, Path | None], kinds: tuple[str, ...], console: rich.console.Console
+    interpreters: Mapping[str, Path | None], kinds: tuple[str, ...], console: rich.console.Console
 ) -> Iterator[tuple[str, Path | others.Absent]]:
     """The Python of each peer that has something to do, or why there is none."""
-    for name, python in asked.items():
+    for name, python in interpreters.items():
         if not {*kinds} & {*others.PEERS[name].kinds}:
             continue
         try:
@@ -376,7 +379,7 @@ def _table(kind: str, result: Result) -> Any:
     return table(kind, result.seconds, columns)
 
 
-def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
+def _write(out: Path, sizes: Sizes, results: Mapping[str, Result]) -> None:
     """against.json and against.svg."""
     machine = {
         "device": jax.devices()[0].device_kind,
@@ -385,10 +388,10 @@ def _write(out: Path, sizes: Sizes, found: Mapping[str, Result]) -> None:
         "jax": jax.__version__,
         "peers": {name: " ".join(needs.packages) for name, needs in others.PEERS.items()},
     }
-    kinds = {kind: asdict(result) for kind, result in found.items()}
+    kinds = {kind: asdict(result) for kind, result in results.items()}
     content = {"machine": machine, "sizes": asdict(sizes), "kinds": kinds}
     storage.write(out / "against.json", json.dumps(content, indent=2) + "\n")
-    shown = {kind: result.seconds for kind, result in found.items() if len(result.seconds) > 1}
+    shown = {kind: result.seconds for kind, result in results.items() if len(result.seconds) > 1}
     if shown:
         curves.save(partial(_drawn, shown), out / "against.svg")
 

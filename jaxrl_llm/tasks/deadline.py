@@ -97,13 +97,13 @@ class Call:
 
 
 class Errors:
-    """What calls raised, by type and place; `logged` are the kinds that were logged before."""
+    """Errors that calls raised, by type and place; `logged` are the kinds that were logged before."""
 
     def __init__(self, logged: set[str]):
         self._logged, self._messages = logged, defaultdict[str, list[str]](list)
 
     def settled(self, call: Call, outcome: Outcome) -> Any:
-        """What the call returned; None if it raised, unless that is for the caller."""
+        """The result of the call; None if it raised, unless that is for the caller."""
         result, error = outcome
         if error is None:
             return result

@@ -62,10 +62,6 @@ class Batches(Iterator[list[E]], Generic[E]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where `state` was taken; UserError if its settings were others."""
-        if "taken" not in state:
-            raise UserError(
-                "cannot resume the data: the checkpoint is of an older version of jaxrl_llm"
-            )
         for key, value in self._identity.items():
             if state[key] != value:
                 raise UserError(

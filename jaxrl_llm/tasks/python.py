@@ -108,7 +108,7 @@ def interpreter(
             raise RuntimeError("the program could not be run")
         return json.loads(reply)
 
-    vars(python)["limited"] = True  # it waits for others' programs, which must not count
+    vars(python)["limits_itself"] = True  # it waits for others' programs, which must not count
     return python
 
 
@@ -126,8 +126,8 @@ def _delete(folder: str) -> None:
 
 
 def _answer(code: str, seconds: float, memory: int) -> str:
-    """What a program printed, in JSON, and why it was ended if it was."""
-    said, left = b"", lambda: max(0.0, end - time.monotonic())
+    """The output of a program, in JSON, and why it was ended if it was."""
+    output, left = b"", lambda: max(0.0, end - time.monotonic())
     folder = tempfile.mkdtemp(dir=sys.argv[1])
     try:
         reader, writer = os.pipe()
@@ -135,10 +135,10 @@ def _answer(code: str, seconds: float, memory: int) -> str:
         if not (pid := os.fork()):
             _run(code, seconds, memory, folder, writer, worker)
         os.close(writer)
-        while len(said) <= 4 * _OUTPUT and wait([reader], left()):  # in UTF-8
+        while len(output) <= 4 * _OUTPUT and wait([reader], left()):  # in UTF-8
             if not (piece := os.read(reader, 1 << 16)):
                 break
-            said += piece
+            output += piece
         late = not left()
         for kill in (os.kill, os.killpg):  # it has a group if it came that far
             with suppress(ProcessLookupError):
@@ -147,7 +147,7 @@ def _answer(code: str, seconds: float, memory: int) -> str:
         os.close(reader)
     finally:
         _delete(folder)
-    text, number, why = said.decode(errors="replace"), os.WTERMSIG(status), ""
+    text, number, why = output.decode(errors="replace"), os.WTERMSIG(status), ""
     if len(text) > _OUTPUT:
         why = f"it printed more than {_OUTPUT} characters"
     elif late or number == signal.SIGXCPU:

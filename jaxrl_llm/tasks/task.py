@@ -73,14 +73,14 @@ class Demonstrator(Protocol[E_contra]):
     def demonstration(self, example: E_contra, /) -> str | Sequence[str]: ...
 
 
+Reply = Step | Awaitable[Step | Callable[[], Step]]
+
+
 class Environment(Protocol):
-    """What the policy talks to in one episode; each has its own.
+    """The other side of one episode, to which the policy talks."""
 
-    `step` gets the tokens' log-probs too, as a second argument, where `hears_logps` is True.
-    """
-
-    def step(self, tokens: Sequence[int], /) -> Step | Awaitable[Step | Callable[[], Step]]:
-        """What follows a turn of these tokens: token ids, or None at the end; the reward so far.
+    def step(self, tokens: Sequence[int], /) -> Reply:
+        """The answer to a turn of these tokens: token ids, or None at the end; the reward so far.
 
         If they are `NewContext`, the policy sees them alone. What is awaited may be a function that gives
         them, and is called in a thread.
@@ -89,10 +89,19 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class LogpEnvironment(Protocol):
+    """An environment that is asked with the log-probs of the turn's tokens, in place of `step`."""
+
+    def step_with_logps(self, tokens: Sequence[int], logps: Sequence[float], /) -> Reply: ...
+
+
+@runtime_checkable
 class Interactive(Protocol[E_contra]):
     """A task of several turns: the policy's first follows the prompt."""
 
-    def environment(self, example: E_contra, tokenizer: Any, /) -> Environment: ...
+    def environment(
+        self, example: E_contra, tokenizer: Any, /
+    ) -> Environment | LogpEnvironment: ...
 
 
 class Mapped(Generic[E]):
@@ -179,7 +188,7 @@ class Episodes:
         self.rewards = [UNGRADED] * len(examples)
         self._left = len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[int, Environment | LogpEnvironment] = {}
         self._settings = settings
         self._errors = deadline.Errors(settings.reported)
         self._workers = deadline.Threads(settings.threads)
@@ -224,27 +233,28 @@ class Episodes:
         if index not in self._environments:
             made = self._task.environment(self._examples[index], self._tokenizer)
             self._environments[index] = made
-        step: Any = self._environments[index].step
-        hears = getattr(self._environments[index], "hears_logps", False)
-        return step(tokens, logps) if hears else step(tokens)
+        environment = self._environments[index]
+        if isinstance(environment, LogpEnvironment):
+            return environment.step_with_logps(tokens, logps)
+        return environment.step(tokens)
 
-    def _plain(self, made: Any) -> Any:
-        """What a step returned, in plain numbers; TypeError or ValueError for anything else.
+    def _plain(self, result: Any) -> Any:
+        """The result of a step, in plain numbers; TypeError or ValueError for anything else.
 
         What is awaited is none yet, and stays as it is.
         """
-        if inspect.isawaitable(made):
-            return made
-        given, reward = made
+        if inspect.isawaitable(result):
+            return result
+        reply, reward = result
         reward = _plain(reward)
-        if given is None:
+        if reply is None:
             return None, reward
-        tokens, known = [*given], range(len(self._tokenizer))
+        tokens, known = [*reply], range(len(self._tokenizer))
         if wrong := [token for token in tokens if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        if isinstance(given, NewContext) and not tokens:
+        if isinstance(reply, NewContext) and not tokens:
             raise ValueError("step() returned NewContext without a token")
-        return (NewContext if isinstance(given, NewContext) else list)(map(int, tokens)), reward
+        return (NewContext if isinstance(reply, NewContext) else list)(map(int, tokens)), reward
 
 
 def _plain(reward: Reward) -> Reward:

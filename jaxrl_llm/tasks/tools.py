@@ -8,12 +8,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
 from jaxrl_llm.tasks import deadline
-from jaxrl_llm.tasks.task import Interactive, Prompt, Reward, Step, Task, check_members
+from jaxrl_llm.tasks.task import (
+    Demonstrator,
+    Interactive,
+    Prompt,
+    Reward,
+    Step,
+    Task,
+    check_members,
+)
 
 _TOLD = "You can call functions, which are described here in JSON, one a line:\n"
 _HOW = (
@@ -75,6 +83,15 @@ def _in_json(text: str, key: str) -> Call:
     return f'a call is {{"name": ..., "{key}": {{...}}}}'
 
 
+@runtime_checkable
+class SelfLimited(Protocol):
+    """A tool that gives up late calls by itself: for it a toolbox's `seconds` do not count."""
+
+    limits_itself: bool
+
+    def __call__(self, *args: Any, **named: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Toolbox:
     """Functions as tools: their annotations and docstrings (with `Args:`) are told to the model.
@@ -122,7 +139,7 @@ class Toolbox:
         """The result of a call as text, and whether it is one; UserError if the tool raises it."""
         try:
             function, arguments = self._checked(call)
-            seconds = None if getattr(function, "limited", False) else self.seconds
+            seconds = None if isinstance(function, SelfLimited) else self.seconds
             work = partial(function, **arguments)
             return self._shown(deadline.in_thread(work, seconds, self._late)), True
         except (Exception, SystemExit) as error:  # the call's mistakes, and tools raise anything
@@ -141,7 +158,7 @@ class Toolbox:
 
     @property
     def awaits(self) -> bool:
-        """Whether a function is a coroutine."""
+        """True if a function is a coroutine."""
         return any(map(inspect.iscoroutinefunction, self.functions))
 
     def _late(self) -> Exception:
@@ -161,31 +178,32 @@ class Toolbox:
         """The function and its arguments, by name."""
         if isinstance(call, str):
             raise ValueError(call)
-        name, given = call
+        name, arguments = call
         if name not in self.schemas:
             raise ValueError(f"no tool {name!r}: there is {', '.join(self.schemas)}")
         function = self.functions[[*self.schemas].index(name)]
-        known = self.schemas[name]["function"]["parameters"]["properties"]
-        given = dict.fromkeys([*known][:1], given) if isinstance(given, str) else given
-        inspect.signature(function).bind(**given)
-        for key, value in given.items():
-            if not _fits(value, known[key]):
-                raise TypeError(f"{key} must be {json.dumps(known[key])}")
-        return function, given
+        schema = self.schemas[name]["function"]["parameters"]["properties"]
+        if isinstance(arguments, str):
+            arguments = dict.fromkeys([*schema][:1], arguments)
+        inspect.signature(function).bind(**arguments)
+        for key, value in arguments.items():
+            if not _fits(value, schema[key]):
+                raise TypeError(f"{key} must be {json.dumps(schema[key])}")
+        return function, arguments
 
-    def told(self, tokenizer: Tokenizer, said: Said) -> list[int]:
+    def prompt_ids(self, tokenizer: Tokenizer, messages: Said) -> list[int]:
         """Token ids of messages as a prompt that names the tools."""
         tools, reads = [*self.schemas.values()], _template(tokenizer)[1]
         if self.form or reads:
-            tokens = tokenizer.turns(said, tools=tools, add_generation_prompt=True)
-            if reads or tokens != tokenizer.turns(said, add_generation_prompt=True):
+            tokens = tokenizer.turns(messages, tools=tools, add_generation_prompt=True)
+            if reads or tokens != tokenizer.turns(messages, add_generation_prompt=True):
                 return tokens
         text = _TOLD + "\n".join(json.dumps(one["function"]) for one in tools)
         text += _HOW if self.form in (None, hermes) else ""
-        if said[0]["role"] == "system":
-            text, said = f"{said[0]['content']}\n\n{text}", said[1:]
+        if messages[0]["role"] == "system":
+            text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
         system = {"role": "system", "content": text}
-        return tokenizer.turns([system, *said], add_generation_prompt=True)
+        return tokenizer.turns([system, *messages], add_generation_prompt=True)
 
     def read(self, tokenizer: Tokenizer, turn: str) -> list[Call]:
         """The calls of a turn."""
@@ -193,13 +211,13 @@ class Toolbox:
         return (self.form or form or (hermes if there else words))(turn)
 
     def replied(
-        self, tokenizer: Tokenizer, results: Sequence[str], asked: Said = (_ASKED,)
+        self, tokenizer: Tokenizer, results: Sequence[str], prompt: Said = (_ASKED,)
     ) -> list[int]:
         """The tokens that follow a turn with calls, after the one that ended it.
 
-        They are what the template adds to an assistant's turn for these results and the next turn,
-        where `asked` is the prompt. Without a template they are the results alone, or "error" if no
-        words of the vocabulary.
+        They are what the template adds to an assistant's turn after the prompt, for these results and
+        the next turn. Without a template they are the results alone, or "error" if no words of the
+        vocabulary.
         """
         there, form = _template(tokenizer)
         for mark in tokenizer.marks:  # in a result they are text
@@ -215,8 +233,8 @@ class Toolbox:
         else:
             text = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in results)
             turn, given = _SAID, [{"role": "user", "content": text}]
-        before = self.told(tokenizer, [*asked, turn])
-        after = self.told(tokenizer, [*asked, turn, *given])
+        before = self.prompt_ids(tokenizer, [*prompt, turn])
+        after = self.prompt_ids(tokenizer, [*prompt, turn, *given])
         ended = sum(token in tokenizer.stops for token in before)
         ends = [i for i, token in enumerate(after, 1) if token in tokenizer.stops]
         if not 0 < ended <= len(ends):
@@ -230,12 +248,12 @@ class Toolbox:
 class _Asked(tuple[Mapping[str, str], ...]):
     """A prompt as messages, whose tokens name the tools too if it goes by the chat template."""
 
-    given: Prompt
+    prompt: Prompt
     tools: Toolbox
 
-    def tokens(self, tokenizer: Tokenizer) -> list[int]:
-        plain = isinstance(self.given, str) and not tokenizer.chats
-        return tokenizer.prompt(self.given) if plain else self.tools.told(tokenizer, self)
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        plain = isinstance(self.prompt, str) and not tokenizer.chats
+        return tokenizer.prompt(self.prompt) if plain else self.tools.prompt_ids(tokenizer, self)
 
 
 class WithTools:
@@ -251,14 +269,14 @@ class WithTools:
             raise UserError("tools: the task has an environment, whose step is where to call them")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.tools, self.whole = task, tools, whole
-        if demonstration := getattr(task, "demonstration", None):
-            self.demonstration = demonstration
+        if isinstance(task, Demonstrator):
+            self.demonstration = task.demonstration
 
     def prompt(self, example: Any) -> _Asked:
-        given = self.task.prompt(example)
-        made = _Asked([{"role": "user", "content": given}] if isinstance(given, str) else given)
-        made.given, made.tools = given, self.tools
-        return made
+        prompt = self.task.prompt(example)
+        asked = _Asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        asked.prompt, asked.tools = prompt, self.tools
+        return asked
 
     def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
         join = "\n".join if self.whole else lambda said: said[-1]
@@ -273,47 +291,47 @@ class _Turns:
     tools: Toolbox
     tokenizer: Tokenizer
     reward: Callable[[list[str]], Reward]
-    asked: Said
-    given: Sequence[int]  # what the turn follows
-    said: list[str] = field(default_factory=list)
-    made: int = 0
+    prompt: Said
+    context: Sequence[int]  # what the turn follows
+    turns: list[str] = field(default_factory=list)
+    calls: int = 0
     wrong: int = 0
 
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
-        self.said.append(self.tokenizer.decode(tokens))
+        self.turns.append(self.tokenizer.decode(tokens))
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
-        opened = self.tokenizer.decode(self.given[-9:]).rstrip().endswith("<think>")
-        turn = "<think>" * opened + self.said[-1]
+        opened = self.tokenizer.decode(self.context[-9:]).rstrip().endswith("<think>")
+        turn = "<think>" * opened + self.turns[-1]
         calls = self.tools.read(self.tokenizer, turn) if ended else []
         made = calls[: self.tools.calls]
         if self.tools.awaits:
             return self._later(calls, made)
         return self._replied(calls, [self.tools.answer(call) for call in made])
 
-    async def _later(self, calls: list[Call], made: list[Call]) -> Callable[[], Step]:
+    async def _later(self, calls: list[Call], first: list[Call]) -> Callable[[], Step]:
         """The rest of the step, which is for a thread: a reward may take long."""
-        answers = await asyncio.gather(*map(self.tools.awaited, made))
+        answers = await asyncio.gather(*map(self.tools.awaited, first))
         return partial(self._replied, calls, answers)
 
     def _replied(self, calls: list[Call], answers: list[tuple[str, bool]]) -> Step:
         most = self.tools.calls
         answers += [(f"error: only {most} calls of a turn are made", False)] * (len(calls) > most)
-        self.made += len(calls)
+        self.calls += len(calls)
         self.wrong += sum(not fine for _, fine in answers)
-        counts = {"used": self.made > 0, "calls": self.made, "errors": self.wrong}
+        counts = {"used": self.calls > 0, "calls": self.calls, "errors": self.wrong}
         counts = {f"tool_{name}": float(count) for name, count in counts.items()}
-        reward = self.reward(self.said)  # at every turn, since the episode may be cut after it
+        reward = self.reward(self.turns)  # at every turn, since the episode may be cut after it
         reward = replace(reward, fields={**reward.fields, **counts})
         results = [text for text, _ in answers]
         if not calls:
             return None, reward
-        self.given = self.tools.replied(self.tokenizer, results, self.asked)
-        return self.given, reward
+        self.context = self.tools.replied(self.tokenizer, results, self.prompt)
+        return self.context, reward
 
 
 @lru_cache(maxsize=8)
 def _template(tokenizer: Tokenizer) -> tuple[bool, Form | None]:
-    """Whether there is a chat template, and in which form it writes a call (None: it does not)."""
+    """True if there is a chat template, and in which form it writes a call (None: it does not)."""
     try:
         before = tokenizer.turns([_ASKED], add_generation_prompt=True)
     except UserError:
@@ -330,14 +348,14 @@ def _template(tokenizer: Tokenizer) -> tuple[bool, Form | None]:
 
 
 def _wrong(error: BaseException) -> str:
-    """What is said in place of a result; raises a UserError, which is for the caller."""
+    """The text in place of a result; raises a UserError, which is for the caller."""
     if isinstance(error, UserError):
         raise error
     return f"error: {type(error).__name__}: {first_line(error)}"
 
 
 def _fits(value: Any, kind: Mapping[str, Any]) -> bool:
-    """Whether a value read from JSON is of a schema; a whole number is a float too."""
+    """True if a value read from JSON is of a schema; a whole number is a float too."""
     if value is None and kind.get("nullable"):
         return True
     if "anyOf" in kind:

@@ -65,11 +65,11 @@ def _same_reward(records: Records) -> str:
     rewards = {record.get("reward") for record in records}
     if len(rewards) > 1 or None in rewards:
         return ""
-    cut, accuracy = _mean("cut", records), _mean("accuracy", records)
+    truncated, accuracy = _mean("truncated", records), _mean("accuracy", records)
     if accuracy == 1.0:
         reason = "all are right, so the examples are too easy for this model"
-    elif cut > 0.5:
-        reason = f"{cut:.0%} are cut at response_length, likely before their answer: raise it"
+    elif truncated > 0.5:
+        reason = f"{truncated:.0%} are cut at response_length, likely before their answer: raise it"
     elif any(record.get("reward/format") == 0.0 for record in records):
         reason = "none has the format that the reward looks for: show it in the prompt"
     else:
@@ -87,14 +87,14 @@ def _flat(records: Records) -> str:
 
 
 def _collapsed(name: str, records: Records) -> str:
-    def known(some: Iterable[Mapping[str, float]]) -> list[float]:
+    def begin_of(some: Iterable[Mapping[str, float]]) -> list[float]:
         """The first numbers, read from one end, so that long runs are no slower."""
         values = (record[name] for record in some if name in record and _learned(record))
         return list(islice(values, 2 * WINDOW))
 
     if name not in records[-1]:  # nor is it in any other of a warm start
         return ""
-    start, end = known(records), known(reversed(records))
+    start, end = begin_of(records), begin_of(reversed(records))
     if len(start) < 2 * WINDOW:
         return ""
     first, last = (sum(some[:WINDOW]) / WINDOW for some in (start, end))
@@ -104,7 +104,7 @@ def _collapsed(name: str, records: Records) -> str:
 
 
 def _learned(record: Mapping[str, float]) -> bool:
-    """Whether the batch had any tokens: without, its entropy and length mean nothing."""
+    """True if the batch had any tokens: without, its entropy and length mean nothing."""
     return record.get("updates", 0) + record.get("skipped", 0) > 0
 
 

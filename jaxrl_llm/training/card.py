@@ -45,14 +45,14 @@ def write(folder: RunFolder, step: int, there: Path, *, adapters: bool) -> None:
 
 def _evaluations(records: list[journal.Record], step: int) -> list[str]:
     """A table of accuracies: before reinforcement, at the step, and on the test set."""
-    known = {
+    scored = {
         r["step"]: r for r in records if "eval/accuracy" in r and r["phase"] == journal.REINFORCE
     }
     tests = [r for r in records if r.get("test/step") == step]
     rows = [
-        (f"validation, {name}", "eval", known[at])
-        for name, at in (("before reinforcement", min(known, default=-1)), ("this step", step))
-        if at in known
+        (f"validation, {name}", "eval", scored[at])
+        for name, at in (("before reinforcement", min(scored, default=-1)), ("this step", step))
+        if at in scored
     ]
     rows += [("test, this step", "test", one) for one in tests]
     if not rows:

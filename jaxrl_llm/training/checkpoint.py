@@ -61,7 +61,7 @@ class Checkpoints:
         scores: Callable[[], Mapping[int, float]] = dict,
     ):
         self.folder, self._keep, self._regular, self._scores = folder, keep, regular, scores
-        self._known: dict[int, dict[str, Any]] = {}  # of the notes: why each step was saved
+        self._notes: dict[int, dict[str, Any]] = {}  # why each step was saved
         self._under_way: Future[None] | None = None
         # each host has a mirror of its own: the first process writes for all
         self._gathers = distributed.count() > 1 and not storage.shared(folder)
@@ -117,12 +117,12 @@ class Checkpoints:
 
     def _why(self, step: int) -> dict[str, Any]:
         """Why a step was saved, by its note or, where this process cannot read that, by the records."""
-        if step not in self._known:
+        if step not in self._notes:
             found = {"regular": self._regular(step), "score": None}
             with suppress(Exception):  # damage is told where it is restored
                 found |= self._note(step)
-            self._known[step] = {name: found[name] for name in ("regular", "score")}
-        return self._known[step]
+            self._notes[step] = {name: found[name] for name in ("regular", "score")}
+        return self._notes[step]
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
         """Copies the state and returns; it is written in the background, after the run's records.
@@ -131,7 +131,7 @@ class Checkpoints:
         """
         self.wait()
         why = {"regular": self._regular(step), "score": self._scores().get(step)}
-        self._known[step] = why
+        self._notes[step] = why
         note = {**note, **why, "arrays": describe(state)}
         note["sum"] = checksum(note)
         if self._gathers:
@@ -156,7 +156,7 @@ class Checkpoints:
                 storage.remove(self.folder / str(other))
             elif self._gathers:  # this host's copy, pulled earlier
                 shutil.rmtree(self.folder / str(other), ignore_errors=True)
-        distributed.agree("")  # a barrier: nobody writes before they are removed
+        distributed.barrier()  # nobody writes before they are removed
         self.save(step, state, {})
         self.wait()
 
@@ -243,7 +243,7 @@ class Checkpoints:
             if step in damaged:
                 continue
             try:
-                found = read(step)
+                content = read(step)
             except DamageError as error:
                 damaged[step] = reason(error)
                 continue
@@ -251,7 +251,7 @@ class Checkpoints:
                 logger.warning("checkpoint %d is damaged (%s): %d is taken", other, why, step)
                 if rename and distributed.first():
                     self._rename(other)
-            return step, found
+            return step, content
         said = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise UserError(
             f"{self.folder} holds no checkpoint that can be read ({said}); nothing was changed: repair it, "
@@ -264,10 +264,10 @@ class Checkpoints:
             storage.write(self.folder / BACK, str(step))
             storage.push(self.folder / BACK)
             self._finish_going_back()
-        distributed.agree("")  # a barrier: nobody saves one of them again before
+        distributed.barrier()  # nobody saves one of them again before
 
     def _finish_going_back(self) -> None:
-        """What `go_back` does; also after it was killed, or the run would go on from a later step."""
+        """Does what `go_back` does; also after it was killed, or the run would go on from a later step."""
         if not (mark := self.folder / BACK).exists():
             return
         for later in [s for s in self.steps if s > int(mark.read_text())]:
@@ -285,10 +285,10 @@ class Checkpoints:
         return self._reader.restore(where, args=ocp.args.Composite(**{item: how}))[item]
 
     def _read(self, step: int, restore: Callable[[], T]) -> T:
-        """What `restore` gives; a DamageError in all processes if any cannot read its part."""
-        found, fault = None, ""
+        """Calls `restore`; a DamageError in all processes if any cannot read its part."""
+        content, fault = None, ""
         try:
-            found = restore()
+            content = restore()
         except Exception as error:  # a damaged file raises almost anything
             if _may_pass(error):
                 raise UserError(
@@ -298,7 +298,7 @@ class Checkpoints:
             fault = reason(error)
         if faults := [*filter(None, distributed.agree(fault))]:
             raise DamageError(faults[0])
-        return cast(T, found)
+        return cast(T, content)
 
     def _cannot_write(self, error: BaseException) -> UserError:
         last = f"the last whole one is step {self.steps[-1]}" if self.steps else "there is none yet"
@@ -340,7 +340,7 @@ def _checkpointer(kind: Callable[..., T], processes: Iterable[int], **options: A
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the error may come from disk, network or memory instead of damaged files."""
+    """True if the error may come from disk, network or memory instead of damaged files."""
     return any(
         isinstance(cause, MemoryError)
         or (isinstance(cause, OSError) and not isinstance(cause, _ABSENT))
@@ -353,11 +353,11 @@ def _silence_tasks_of_orbax() -> None:
     """Hides tracebacks of tasks that orbax abandoned after an error: hundreds of lines."""
     before, orbax = sys.unraisablehook, str(Path(ocp.__file__).parent)
 
-    def silenced(found: Any) -> None:
-        code = getattr(found.object, "cr_code", None)
+    def silenced(unraised: Any) -> None:
+        code = getattr(unraised.object, "cr_code", None)
         of_orbax = code is not None and code.co_filename.startswith(orbax)
-        if not of_orbax and str(found.exc_value) != "Event loop is closed":
-            before(found)
+        if not of_orbax and str(unraised.exc_value) != "Event loop is closed":
+            before(unraised)
 
     if getattr(before, "__name__", "") != silenced.__name__:
         sys.unraisablehook = silenced

@@ -1,4 +1,4 @@
-"""What a run's time goes into, phase by phase, over all of its sessions."""
+"""The time that a run spends, phase by phase, over all of its sessions."""
 
 import threading
 import time
@@ -31,13 +31,13 @@ class Clock:
 
     def __init__(self, *, since: float | None = None):
         self._spent = defaultdict[str, float](float)
-        self._found = defaultdict[str, float](float)
+        self._since_lap = defaultdict[str, float](float)
         self._before: dict[str, float] = {}  # `_found` when the step began
         self._idle = 0.0
         self._turned = self._beaten = time.perf_counter()
         self._between = "other"
         if since is not None:
-            self._found["start"], self._between = self._turned - since, "start"
+            self._since_lap["start"], self._between = self._turned - since, "start"
         self._open: list[str] = []
         self._longest: dict[str, float] = {}
         self._thread = threading.get_ident()
@@ -58,7 +58,7 @@ class Clock:
         self._between = "other"
         self._spent.update(spent)
         if lost:
-            self._found["lost"] = lost
+            self._since_lap["lost"] = lost
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Clock:
     def restart(self) -> None:
         """Begins a step."""
         self._turn()
-        self._before, self._idle = dict(self._found), 0.0
+        self._before, self._idle = dict(self._since_lap), 0.0
 
     def idle(self, seconds: float) -> None:
         """No program ran on the devices for so many seconds of the rollout."""
@@ -101,22 +101,22 @@ class Clock:
         `time/goodput` the share of steps in all of the run's time so far.
         """
         self._turn()
-        found, self._found = self._found, defaultdict[str, float](float)
-        inside = defaultdict(float, {n: x - self._before.get(n, 0.0) for n, x in found.items()})
+        by_phase, self._since_lap = self._since_lap, defaultdict[str, float](float)
+        inside = defaultdict(float, {n: x - self._before.get(n, 0.0) for n, x in by_phase.items()})
         self._before = {}
-        for name, seconds in found.items():
+        for name, seconds in by_phase.items():
             self._spent[name] += seconds
         steps = lambda some: sum(n for name, n in some.items() if name not in OUTSIDE)
         step = steps(inside)
         busy = step - inside["other"] - sum(inside[name] for name in HOST) - self._idle
-        out = {f"time/{name}": value for name, value in found.items()}
+        out = {f"time/{name}": value for name, value in by_phase.items()}
         out |= {"time/step": step, "time/idle_share": 1 - busy / max(step, 1e-9)}
         return out | {"time/goodput": steps(self._spent) / max(sum(self._spent.values()), 1e-9)}
 
     def in_words(self) -> str:
         """The run's time so far and the shares of what it went into, as a line."""
         self._turn()
-        whole = {name: self._spent[name] + self._found[name] for name in ALL}
+        whole = {name: self._spent[name] + self._since_lap[name] for name in ALL}
         total = max(sum(whole.values()), 1e-9)
         large = sorted(
             (name for name in ALL if whole[name] >= 0.005 * total), key=whole.__getitem__
@@ -131,14 +131,14 @@ class Clock:
     def _turn(self) -> None:
         """Counts the time since the last turn for the innermost phase."""
         now, phase = time.perf_counter(), self._phase
-        self._found[phase] += now - self._turned
+        self._since_lap[phase] += now - self._turned
         self._longest[phase] = max(self._longest.get(phase, 0.0), now - self._turned)
         self._turned = now
 
     def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILING and threading.get_ident() == self._thread:
-            self._found["compile"] += duration_secs
-            self._found[self._phase] -= duration_secs
+            self._since_lap["compile"] += duration_secs
+            self._since_lap[self._phase] -= duration_secs
 
 
 def spent(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:

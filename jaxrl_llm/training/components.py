@@ -1,8 +1,8 @@
-"""What a run is made of, from its config: task, tokenizer, model, mesh, and the examples."""
+"""The parts of a run, from its config: task, tokenizer, model, mesh, and the examples."""
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,19 +24,27 @@ from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
-from jaxrl_llm.tasks.task import Mapped, RewardSettings, Source, Task, as_text, check_members
+from jaxrl_llm.tasks.task import (
+    Mapped,
+    Prompt,
+    RewardSettings,
+    Source,
+    Task,
+    as_text,
+    check_members,
+)
 from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
 PRETRAINED, DAY = "the pretrained model", "the day in prompts"
-KEPT = 2**16  # examples that are kept once they are read, which may take 0.2 ms
+KEPT = 2**16  # examples that are held once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
 
 @dataclass(frozen=True)
 class Components:
-    """What a config makes; `source` is the folder of a pretrained model, or None.
+    """All that a config makes; `source` is the folder of a pretrained model, or None.
 
     `base` are name and revision of that, by which adapters name it.
     """
@@ -116,18 +124,27 @@ class Components:
     @cached_property
     def splits(self) -> "Splits":
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
-        known = readable(self, _kept(self.task.train), "training")
-        test = askable(self, _kept(self.task.test))
-        prompt = lambda i: as_text(self.task.prompt(known[i]))
+        learned = readable(self, _read_once(self.task.train), "training")
+        test = askable(self, _read_once(self.task.test))
         # by prompt: an example in validation is never trained on under another number
-        train, validation = _set_aside(known, prompt, self.config.evaluation.validation)
+        train, validation = _set_aside(learned.texts, self.config.evaluation.validation)
         # a run that goes on has to have the same data, wherever it comes from
-        found = hashlib.sha256()
-        for source in (known, test):
-            for i in range(len(source)):
-                text = f"{self.task.prompt(source[i])}\0{written_out(source[i])}\0"
-                found.update(text.encode())
-        return Splits(train, validation, test, known.skipped, found.hexdigest())
+        checksum = hashlib.sha256()
+        for examples in (learned, test):
+            for i, prompt in enumerate(examples.prompts):
+                checksum.update(f"{prompt}\0{written_out(examples[i])}\0".encode())
+        return Splits(
+            learned.at(train),
+            learned.at(validation),
+            test.source,
+            learned.skipped,
+            checksum.hexdigest(),
+            _overlap(
+                {learned.texts[i] for i in train},
+                {learned.texts[i] for i in validation},
+                test.texts,
+            ),
+        )
 
     def sampling(self, **changes: Any) -> Sampling:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
@@ -175,7 +192,7 @@ class Splits(NamedTuple):
     """A task's examples, with `validation` taken out of its training data.
 
     `skipped` training examples have prompts that are too long to learn from. `checksum` is that of
-    all prompts and examples, in hex.
+    all prompts and examples, in hex. `overlap` is a warning if test prompts are in another split.
     """
 
     train: Source[Any]
@@ -183,71 +200,58 @@ class Splits(NamedTuple):
     test: Source[Any]
     skipped: int
     checksum: str
+    overlap: str
 
-    def overlap(self, task: Task[Any]) -> str:
-        """A warning if a split has prompts of another, else an empty string.
 
-        Raises a UserError if all test prompts are trained on, for then the test says nothing.
-        """
-        train, validation, test = (
-            [as_text(task.prompt(source[i])) for i in range(len(source))]
-            for source in (self.train, self.validation, self.test)
+def _overlap(train: Collection[str], validation: Collection[str], test: Sequence[str]) -> str:
+    """A warning if test prompts are among the others; a UserError if all are trained on."""
+    trained = sum(prompt in train for prompt in test)
+    if trained == len(test):  # the rest of a test set still tells something
+        raise UserError(
+            f"the prompts of all {trained} test examples are in the training data: give the task a test set "
+            "of its own"
         )
-        known = set(train)
-        seen = sum(prompt in known for prompt in test)
-        if seen == len(test):  # the rest of a test set still tells something
-            raise UserError(
-                f"the prompts of all {seen} test examples are in the training data: give the task a test set "
-                "of its own"
-            )
-        chosen_by = set(validation)
-        counts = (
-            (seen, "test prompts are in the training data"),
-            (sum(p in chosen_by for p in test), "test prompts are in the validation data"),
-        )
-        said = [f"{count} {what}" for count, what in counts if count]
-        return f"warning: {'; '.join(said)}" if said else ""
+    counts = {"training": trained, "validation": sum(prompt in validation for prompt in test)}
+    shared = [f"{n} test prompts are in the {name} data" for name, n in counts.items() if n]
+    return f"warning: {'; '.join(shared)}" if shared else ""
 
 
-def _kept(source: Source[E]) -> Source[E]:
+def _read_once(source: Source[E]) -> Source[E]:
     """The source, whose examples are read once if there are no more than KEPT."""
     read = userfile.user_code("an example cannot be read")(source.__getitem__)
     return Mapped(range(len(source)), lru_cache(KEPT)(read))
 
 
-def _set_aside(
-    source: Source[E], prompt: Callable[[int], str], validation: int
-) -> tuple[Source[E], Source[E]]:
-    """Moves a random prompt of each of `validation` equal stretches of the data to validation.
+def _set_aside(prompts: Sequence[str], validation: int) -> tuple[list[int], list[int]]:
+    """Places to train on, and for validation a random prompt of each of so many equal stretches.
 
     Stretches make it like the rest in sorted data, random choice in data that goes in cycles. Other
     examples with a prompt that is moved are left out.
     """
     places: dict[str, list[int]] = {}
-    for i in range(len(source)):
-        places.setdefault(prompt(i), []).append(i)
+    for i, prompt in enumerate(prompts):
+        places.setdefault(prompt, []).append(i)
     each = [*places.values()]
-    if len(source) < SHARE or len(each) < 2:
+    if len(prompts) < SHARE or len(each) < 2:
         raise UserError(
-            f"the training data has {len(source)} examples of {len(each)} different prompts: at least {SHARE} are "
-            "needed, of two prompts, to set one aside for validation"
+            f"the training data has {len(prompts)} examples of {len(each)} different prompts: at least "
+            f"{SHARE} are needed, of two prompts, to set one aside for validation"
         )
     count = max(1, min(validation, len(each) // SHARE))  # small data sets keep most to learn from
     stretches = itertools.pairwise(i * len(each) // count for i in range(count + 1))
     rng = np.random.default_rng(0)  # not the run's seed: seeds are compared on the same examples
     aside = [each[rng.integers(*stretch)] for stretch in stretches]
-    rest = sorted({*range(len(source))}.difference(*aside))
-    get = source.__getitem__
-    return Mapped(rest, get), Mapped([first for first, *_ in aside], get)
+    return sorted({*range(len(prompts))}.difference(*aside)), [first for first, *_ in aside]
 
 
 @dataclass(frozen=True)
-class Readable(Generic[E]):
-    """The examples of a source whose prompts fit; `skipped` is the number of the others."""
+class Prompted(Generic[E]):
+    """The examples of a source whose prompts fit, with these; `skipped` is the number of the others."""
 
     source: Source[E]
-    index: list[int]
-    skipped: int
+    index: Sequence[int]
+    prompts: list[Prompt]
+    skipped: int = 0
 
     def __len__(self) -> int:
         return len(self.index)
@@ -255,8 +259,17 @@ class Readable(Generic[E]):
     def __getitem__(self, i: int, /) -> E:
         return self.source[self.index[i]]
 
+    @cached_property
+    def texts(self) -> list[str]:
+        """The prompts to be read."""
+        return [*map(as_text, self.prompts)]
 
-def readable(components: Components, source: Source[E], name: str) -> Readable[E]:
+    def at(self, places: Sequence[int]) -> Source[E]:
+        """The examples at these places, without their prompts."""
+        return Mapped([self.index[i] for i in places], self.source.__getitem__)
+
+
+def readable(components: Components, source: Source[E], name: str) -> Prompted[E]:
     """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
     config, longest = components.config, components.shape.max_length
     # both phases read the same examples, so the longest response of the two decides
@@ -266,44 +279,44 @@ def readable(components: Components, source: Source[E], name: str) -> Readable[E
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
-    kept, skipped = [], 0
+    fit: dict[int, Prompt] = {}
     for i in range(len(source)):
-        length = _prompt_length(components, source, i, name)
+        prompt, length = _prompt(components, source, i, name)
         if 0 < length <= limit:
-            kept.append(i)
+            fit[i] = prompt
         elif config.long_prompts == "refuse":
             raise UserError(
                 f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: {raised}, or set "
                 "long_prompts to 'skip'"
             )
-        else:
-            skipped += 1
-    if not kept:  # with the reason, or one would look for the fault in the data
+    skipped = len(source) - len(fit)
+    if not fit:  # with the reason, or one would look for the fault in the data
         raise UserError(
             f"the {name} data is empty: {skipped} examples were skipped for prompts of more than "
             f"{limit} tokens"
             if skipped
             else f"the {name} data is empty: it needs at least one example"
         )
-    return Readable(source, kept, skipped)
+    return Prompted(source, [*fit], [*fit.values()], skipped)
 
 
-def _prompt_length(components: Components, source: Source[E], i: int, name: str) -> int:
+def _prompt(components: Components, source: Source[E], i: int, name: str) -> tuple[Prompt, int]:
+    """An example's prompt, and its number of tokens."""
     with userfile.user_code(f"{name} example {i} has no prompt"):
         prompt = components.task.prompt(source[i])
         if not isinstance(prompt, str) and not _messages(prompt):
             kind = type(prompt).__name__
             raise TypeError(f"prompt() returned a {kind}, not a str or a list of messages")
-    return len(components.tokenizer.prompt(prompt))
+    return prompt, len(components.tokenizer.prompt(prompt))
 
 
 def _messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
+    """True for a list of messages."""
     fine = lambda one: isinstance(one, Mapping) and {"role", "content"} <= one.keys()
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(fine, prompt))
 
 
-def askable(components: Components, source: Source[E]) -> Source[E]:
+def askable(components: Components, source: Source[E]) -> Prompted[E]:
     """The test examples: only answered, so the model's context alone limits their prompts."""
     config = components.config
     whole, engine = components.shape.max_length, config.engine
@@ -311,9 +324,10 @@ def askable(components: Components, source: Source[E]) -> Source[E]:
     if isinstance(engine, Vllm) and engine.max_model_len is not None:
         more = ", raise the engine's max_model_len" if engine.max_model_len < whole else ""
         whole = min(whole, engine.max_model_len)
-    response = config.collate.response_length
+    response, prompts = config.collate.response_length, []
     for i in range(len(source)):
-        length = _prompt_length(components, source, i, "test")
+        prompt, length = _prompt(components, source, i, "test")
+        prompts.append(prompt)
         if not 0 < length <= whole - response:
             raise UserError(
                 f"test example {i} has a prompt of {length} tokens, and {whole} is room for it and {response} to "
@@ -321,4 +335,4 @@ def askable(components: Components, source: Source[E]) -> Source[E]:
             )
     if not len(source):
         raise UserError("the test data is empty: it needs at least one example")
-    return source
+    return Prompted(source, range(len(source)), prompts)

@@ -37,21 +37,21 @@ def draw(folders: Sequence[Path], target: Path) -> None:
     try:
         save(partial(_runs, records), target)
     except (OSError, ValueError) as error:  # ValueError: an unknown format
-        reason = getattr(error, "strerror", None) or error
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise UserError(f"cannot write {target}: {reason}") from error
 
 
 def series(records: Sequence[journal.Record], name: str) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of a metric of reinforcement where it is finite: a curve, or one a stage."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     for r in records:
         if r["phase"] != REINFORCE:
             continue
         for key, value in r.items():
             mine = key == name or key.startswith(f"{name}/stage")
             if mine and math.isfinite(value):
-                found.setdefault(key, []).append((r["step"], value))
-    return found
+                curves.setdefault(key, []).append((r["step"], value))
+    return curves
 
 
 def sheet(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
@@ -121,13 +121,13 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def _accuracy(axis: Any, records: list[dict[str, Any]], name: str, colour: str) -> None:
-    found = [r for r in records if "eval/accuracy" in r]
-    steps = [r["step"] for r in found]
+    scored = [r for r in records if "eval/accuracy" in r]
+    steps = [r["step"] for r in scored]
     low, high = (
-        [r.get(f"eval/accuracy_{side}", math.nan) for r in found] for side in ("low", "high")
+        [r.get(f"eval/accuracy_{side}", math.nan) for r in scored] for side in ("low", "high")
     )
-    axis.plot(steps, [r["eval/accuracy"] for r in found], "o-", ms=3, color=colour, label=name)
+    axis.plot(steps, [r["eval/accuracy"] for r in scored], "o-", ms=3, color=colour, label=name)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    begin = min((r["step"] for r in found if r["phase"] == REINFORCE), default=None)
+    begin = min((r["step"] for r in scored if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):
         axis.axvline(begin, color=colour, linestyle=":")

@@ -53,7 +53,7 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether there is a run, which can only be resumed."""
+        """True if there is a run, which can only be resumed."""
         return (self.path / record.NAME).exists()
 
     @property
@@ -66,14 +66,14 @@ class RunFolder:
         self,
         components: Components,
         source: Source | None,
-        given: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
         *,
         resume: bool,
         init_from: "RunFolder | None" = None,
     ) -> Iterator[None]:
         """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
-        `given` are checksums of what its numbers depend on beside the config. Raises a UserError if the
+        `inputs` are checksums of what its numbers depend on beside the config. Raises a UserError if the
         self.path holds another run or, without `resume`, any other content.
         """
         other = init_from and init_from.path
@@ -92,12 +92,12 @@ class RunFolder:
             self.pull()  # another may have written until now
             storage.clear(self.path)
             if resume:
-                run = record.continued(self.path, record.read(self.path), source, other, given)
+                run = record.continued(self.path, record.read(self.path), source, other, inputs)
                 self.require_model(components)
                 record.write(self.path, run)
             else:
                 self._require_new()  # again: another may have begun while this one waited for the lock
-                self._start(components, source, other, given)
+                self._start(components, source, other, inputs)
             storage.push(self.path)  # other hosts wait for the record of this session
             try:
                 yield
@@ -139,10 +139,10 @@ class RunFolder:
         components: Components,
         source: Source | None,
         init_from: Path | None,
-        given: Mapping[str, Any] | None,
+        inputs: Mapping[str, Any] | None,
     ) -> None:
         """Writes the files of a new run; run.json last, because it marks the folder as a run."""
-        run = record.new(source, init_from, given)
+        run = record.new(source, init_from, inputs)
         # a folder of Hugging Face's form: `export` copies it, and reads the shape from it
         components.tokenizer.save(self.path / MODEL)
         described = {
@@ -208,7 +208,7 @@ class RunFolder:
         self.require_model(components)
 
     def _reinforced(self) -> bool:
-        """Whether there are records of reinforcement; a checkpoint was whole before the first of them."""
+        """True if there are records of reinforcement; a checkpoint was whole before the first of them."""
         return any(r["phase"] == REINFORCE for r in journal.read(self.path))
 
     def require_at_most(self, first: int, steps: int, earlier: int | None = None) -> None:
@@ -255,13 +255,13 @@ class RunFolder:
         begun_in = Path(run.get("folder", ""))
         with userfile.redirected(copies, begun_in):
             make: Callable[..., Config] = configs.load(path)
-            made = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
+            config = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
 
         def task(data: Path) -> Any:  # made later, and may read files of its own
             with userfile.redirected(copies, begun_in):
-                return made.task(data)
+                return config.task(data)
 
-        return self.pinned(replace(made, task=task))
+        return self.pinned(replace(config, task=task))
 
     def checkpoints(
         self,
@@ -302,7 +302,7 @@ class RunFolder:
 
         Nothing of it is brought where it is not needed any more: it may be gone.
         """
-        recorded = record.read(self.path)["from"] if resuming else None
+        recorded = record.read(self.path)["init_from"] if resuming else None
         if (where := where or recorded) is None:
             return None
         there = RunFolder(where, bring=False)

@@ -105,7 +105,7 @@ class Journal:
 
     def start(self, after: int) -> None:
         """Opens the files; drops records of steps after `after` (-1: all records)."""
-        known, self.records = self.records, [r for r in self.records if r["step"] <= after]
+        before, self.records = self.records, [r for r in self.records if r["step"] <= after]
         if not self._writes:
             return
         there = {r["step"] for r in self.records}
@@ -120,7 +120,7 @@ class Journal:
             storage.remove(path)
         from jaxrl_llm.training.loggers import Loggers  # which no other command needs
 
-        self._loggers = Loggers(self.folder, after + 1 if known else None)
+        self._loggers = Loggers(self.folder, after + 1 if before else None)
 
     def record(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
         """Adds a record of a step: to the file, and for the loggers."""
@@ -176,13 +176,13 @@ def _line(record: Record) -> bytes:
 
 def _parsed(line: bytes) -> Record | None:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
-    numbers = all(isinstance(x, int | float) for name, x in found.items() if name != "phase")
-    return found if numbers and isinstance(found.get("phase"), str) else None
+    numbers = all(isinstance(x, int | float) for name, x in record.items() if name != "phase")
+    return record if numbers and isinstance(record.get("phase"), str) else None
 
 
 def _quoted(text: str) -> str:

@@ -33,7 +33,7 @@ STALLED = 76  # of one that made no progress: launchers start it again, so many 
 
 
 class Stop:
-    """Whether the run was asked to stop. Signals raise nothing: running work checks the flag."""
+    """A flag: the run was asked to stop. Signals raise nothing: running work checks it."""
 
     def __init__(self) -> None:
         self.requested = self.wants_save = False
@@ -50,7 +50,7 @@ class Stop:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether it is time for a save."""
+        """True if it is time for a save."""
         return time.monotonic() - self.saved > self.save_seconds
 
     def check(self) -> None:
@@ -76,8 +76,8 @@ class Stop:
         os._exit(STALLED)
 
 
-class Progress(Protocol):
-    """What a watch reads: the present phase with the time of its last progress, and its limit."""
+class Watched(Protocol):
+    """The figures that a watch reads: the present phase with the time of its last progress, and its limit."""
 
     @property
     def now(self) -> tuple[str, float]: ...
@@ -87,7 +87,7 @@ class Progress(Protocol):
 
 @contextmanager
 def stall_watchdog(
-    progress: Progress,
+    progress: Watched,
     *,
     least: float,
     factor: float,
@@ -135,8 +135,8 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
     # the pipe gets a signal's number at once, even while the main thread is in a compiled program
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in heard}
-    stop._bell, over = write, threading.Event()
-    watch = threading.Thread(target=_watch, args=(stop, read, over, grace, minutes), daemon=True)
+    stop._bell, ended = write, threading.Event()
+    watch = threading.Thread(target=_watch, args=(stop, read, ended, grace, minutes), daemon=True)
     watch.start()
 
     def undo() -> None:
@@ -150,7 +150,7 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
             yield
     finally:
         undo()
-        over.set()
+        ended.set()
         with suppress(BlockingIOError):  # it is full: `_watch` is awake
             os.write(write, b"\0")
         watch.join()
@@ -159,7 +159,7 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
 
 
 def _watch(
-    stop: Stop, read: int, over: threading.Event, grace: float, minutes: float | None
+    stop: Stop, read: int, ended: threading.Event, grace: float, minutes: float | None
 ) -> None:
     """Reads signal numbers from the pipe until it is `over`; ends the process when its time is."""
     end = time.monotonic() + 60.0 * minutes if minutes is not None else None
@@ -169,7 +169,7 @@ def _watch(
         wait = None if due is None else max(0.0, due - time.monotonic())
         if select.select([read], [], [], wait)[0]:
             numbers = os.read(read, 64)
-            if over.is_set():
+            if ended.is_set():
                 return
             if not {0, *SIGNALS} & {*numbers}:  # such as SIGALRM, which a reward may use
                 continue

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: records, lines on the terminal, seconds by phase."""
+"""The record of a run's steps: metrics, lines on the terminal, seconds by phase."""
 
 import math
 import time
@@ -47,7 +47,7 @@ class RunLog:
 
     def begin(self, phase: str, steps: range, start: int, every: int) -> None:
         """Begins a phase, or goes on with it after step `start`; says that the first step compiles."""
-        self._phase, self._steps, self._every, self._said = phase, steps, every, set[str]()
+        self._phase, self._steps, self._every, self._warned = phase, steps, every, set[str]()
         mine = lambda r: r["phase"] == phase and "updates" in r  # steps, and no evaluations
         self._records = [r for r in self.journal.records if mine(r)]
         self._before = len(self._records)
@@ -104,8 +104,8 @@ class RunLog:
         self._records[-1] = self.journal.records[-1]  # kept once
         self._show(step, values)
         for kind, text in found.items():
-            if kind not in self._said:
-                self._said.add(kind)
+            if kind not in self._warned:
+                self._warned.add(kind)
                 self.journal.say(f"  step {step}: warning: {text}", "yellow")
 
     def _require_progress(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run does, step by step: imitation of demonstrations, then reinforcement.
+"""The phases of a run, step by step: imitation of demonstrations, then reinforcement.
 
 A step is a function of the state, the phase's `state_dict` and its own number, so a resumed run
 repeats the uninterrupted one bit for bit (on a CPU). Steps are numbered through both phases.
@@ -54,7 +54,7 @@ class Phase(Protocol):
     def evaluates_at(self, step: int) -> bool: ...
 
     def keeps(self, step: int) -> bool:
-        """Whether the state after `step` is the phase's to save."""
+        """True if the state after `step` is the phase's to save."""
         ...
 
     def train_step(self, state: TrainState, step: int, log: RunLog) -> TrainState:
@@ -62,7 +62,7 @@ class Phase(Protocol):
         ...
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What it needs beside the state to go on after `step`; in all processes."""
+        """All that it needs beside the state to go on after `step`; in all processes."""
         ...
 
 

@@ -61,11 +61,11 @@ class Source:
 
 
 def new(
-    source: Source | None, init_from: Path | None = None, given: Mapping[str, Any] | None = None
+    source: Source | None, init_from: Path | None = None, inputs: Mapping[str, Any] | None = None
 ) -> Run:
     """The record of a new run; `init_from` is the folder of the run whose warm start it uses.
 
-    `given` are checksums of what its numbers depend on beside the config, by name. Without a source
+    `inputs` are checksums of what its numbers depend on beside the config, by name. Without a source
     the config was made by a program, and only that can resume the run.
     """
     flags = plain(source.flags if source else {})
@@ -77,9 +77,9 @@ def new(
         "files": {},
         "sums": {},
         "folder": str(Path.cwd()),
-        "from": init_from and storage.display_path(init_from),
-        "from_id": init_from and identity(init_from),
-        "given": dict(given or {}),
+        "init_from": init_from and storage.display_path(init_from),
+        "init_from_id": init_from and identity(init_from),
+        "given": dict(inputs or {}),
         "sessions": [_session(flags)],
     }
     if source is not None:
@@ -95,8 +95,8 @@ def read(folder: Path) -> Run:
     """The record of the run in the folder; a UserError if there is none or it is damaged."""
     path = folder / NAME
     try:
-        found = json.loads(path.read_bytes())
-        version, was = found["version"], found.pop("sha256", None)
+        run = json.loads(path.read_bytes())
+        version, was = run["version"], run.pop("sha256", None)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
     except KeyError as error:
@@ -109,9 +109,9 @@ def read(folder: Path) -> Run:
         ) from error
     if version != VERSION:
         raise UserError(f"{folder} was made by another version of this package: start anew")
-    if was != checksum(found):
+    if was != checksum(run):
         raise UserError(f"{path} was altered: take it from a copy of the run; nothing was changed")
-    return found
+    return run
 
 
 def identity(folder: Path) -> str | None:
@@ -127,7 +127,7 @@ def write(folder: Path, run: Run) -> None:
 
 
 class Difference(NamedTuple):
-    """What differs between two records, or is None in one: a kind of fact and its name."""
+    """A difference between two records, of which one may have None: a kind of fact and its name."""
 
     kind: str
     name: str
@@ -136,14 +136,14 @@ class Difference(NamedTuple):
 
 
 def differences(was: Run, now: Run) -> Iterator[Difference]:
-    """Where two records are of different runs: the list of all that makes a run the one it is.
+    """The differences of two records in all that makes a run the one it is.
 
     Files are compared wherever they lie. Of what is "given" and of "code" only what both know is
     compared: a module may not be loaded yet.
     """
-    same = was["from_id"] and was["from_id"] == now["from_id"]  # it may have moved
-    if not same and was["from"] != now["from"]:
-        yield Difference("from", "--from", was["from"], now["from"])
+    same = was["init_from_id"] and was["init_from_id"] == now["init_from_id"]  # it may have moved
+    if not same and was["init_from"] != now["init_from"]:
+        yield Difference("from", "--from", was["init_from"], now["init_from"])
     one, other = _facts(was), _facts(now)
     for kind, name in one | other:
         a, b = one.get((kind, name)), other.get((kind, name))
@@ -152,7 +152,7 @@ def differences(was: Run, now: Run) -> Iterator[Difference]:
 
 
 def _facts(run: Run) -> dict[tuple[str, str], Any]:
-    """What makes the run the one it is, by kind and name."""
+    """All that makes the run the one it is, by kind and name."""
     code: dict[str, str] = {}
     for session in run["sessions"][-1:]:
         package = f"{session['code']['version']} ({session['code'].get('sha256', '')[:12]})"
@@ -184,10 +184,10 @@ def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
     return None
 
 
-def require_given(folder: Path, given: Mapping[str, Any]) -> None:
+def require_given(folder: Path, inputs: Mapping[str, Any]) -> None:
     """A UserError if one of these is not as it was when the run was started; modules are warned of."""
     run = read(folder)
-    for _, name, was, now in differences(run, run | {"given": given}):
+    for _, name, was, now in differences(run, run | {"given": inputs}):
         said = f"{name} is not as it was when {folder} was started ({was}; now {now})"
         if not name.startswith(MODULE):
             raise UserError(f"{said}: put it back, or start anew with another --out")
@@ -222,14 +222,14 @@ def continued(
     run: Run,
     source: Source | None,
     init_from: Path | None,
-    given: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Run:
     """The record with one more session; a UserError for whatever would make it another run.
 
     Another version of the package or a library is a warning.
     """
     require_sources(folder, run)
-    now, versions = new(source, init_from, given), list[str]()
+    now, versions = new(source, init_from, inputs), list[str]()
     paths = dict(zip(now["sums"], [now["config"], *now["files"]], strict=False))
     flags = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
     flags |= {name: value for name, value in now["flags"].items() if name in LENGTHS}
@@ -250,17 +250,18 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
     stored = flags_for(make, read(folder)["flags"])
     signature = inspect.signature(make)
 
-    def made(*args: Any, **given: Any) -> Any:
+    def flagged(*args: Any, **given: Any) -> Any:
         return make(*args, **given)
 
-    made.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+    flagged.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=[
             parameter.replace(default=stored.get(name, parameter.default))
             for name, parameter in signature.parameters.items()
         ]
     )
-    made.__doc__, made.__annotations__ = make.__doc__, get_type_hints(make, include_extras=True)
-    return made
+    flagged.__doc__ = make.__doc__
+    flagged.__annotations__ = get_type_hints(make, include_extras=True)
+    return flagged
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,11 +271,11 @@ def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, A
 
 
 def _restored(kind: Any, value: Any) -> Any:
-    """What JSON has made `value` of, by its annotation."""
+    """The value that JSON was written of, by its annotation."""
     outer, inner = get_origin(kind) or kind, get_args(kind)
     if outer in (Union, UnionType):
-        made = [_restored(one, value) for one in inner if one is not NoneType]
-        return value if value in made else made[0]
+        values = [_restored(one, value) for one in inner if one is not NoneType]
+        return value if value in values else values[0]
     if isinstance(value, dict):
         key, of = inner or (str, Any)
         as_key = key if key in (int, float, Path) else str
@@ -282,8 +283,8 @@ def _restored(kind: Any, value: Any) -> Any:
     if isinstance(value, list):
         each = inner if outer is tuple and ... not in inner else inner[:1] * len(value)
         kinds = [*each, *[Any] * len(value)]
-        made = [_restored(of, one) for of, one in zip(kinds, value, strict=False)]
-        return made if outer in (list, Sequence) else tuple(made)
+        values = [_restored(of, one) for of, one in zip(kinds, value, strict=False)]
+        return values if outer in (list, Sequence) else tuple(values)
     return Path(value) if outer is Path and isinstance(value, str) else value
 
 
@@ -328,13 +329,13 @@ def modules() -> dict[str, str]:
         sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
     }
     ours = str(Path(jaxrl_llm.__file__).parent)
-    found = {}
+    checksums = {}
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "")
         own = path.suffix == ".py" and not userfile.is_kept(module) and not name.startswith("__")
         if own and path.is_file() and not any(map(path.is_relative_to, [*installed, ours])):
-            found[f"{MODULE}{name}"] = storage.sha256(path)
-    return found
+            checksums[f"{MODULE}{name}"] = storage.sha256(path)
+    return checksums
 
 
 def code() -> dict[str, Any]:
@@ -344,18 +345,18 @@ def code() -> dict[str, Any]:
     package = Path(jaxrl_llm.__file__).parent
     files = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
     sha256 = hashlib.sha256(files).hexdigest()
-    found: dict[str, Any] = {"version": jaxrl_llm.__version__, "sha256": sha256}
+    version: dict[str, Any] = {"version": jaxrl_llm.__version__, "sha256": sha256}
     root = package.parent
     if not (root / ".git").exists():
-        return found
+        return version
     git = functools.partial(
         subprocess.run, cwd=root, capture_output=True, text=True, check=True, timeout=60
     )
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here
-        found["commit"] = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        version["commit"] = git(["git", "rev-parse", "HEAD"]).stdout.strip()
         changed = git(["git", "status", "--porcelain", "-uno"]).stdout
-        found["dirty"] = bool(changed.strip())
-    return found
+        version["dirty"] = bool(changed.strip())
+    return version
 
 
 def _session(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Run:
             folder = RunFolder(out)
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
-            components, given = _components(config, data, console)
+            components, inputs = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
             if source is not None:  # making the task ran its file
                 ran = userfile.executed_files(but=source.path)
@@ -136,14 +136,14 @@ class Run:
             resuming = distributed.from_first(
                 lambda: folder.holds_run if resume == "auto" else resume is not False
             )
-            begun = folder.init_from(init_from, resuming)
+            other = folder.init_from(init_from, resuming)
             if distributed.count() > 1:
-                require_alike(new(source, begun and begun.path, given), resume)
+                require_alike(new(source, other and other.path, inputs), resume)
             earlier = None if isinstance(resume, (bool, str)) else resume
             if resuming:
                 folder.require_at_most(first, config.steps, earlier)
-            if begun is not None and not folder.checkpoints().steps:
-                begun.require_warm_start(components, first)
+            if other is not None and not folder.checkpoints().steps:
+                other.require_warm_start(components, first)
             # what this process does when it is stopped, or makes no progress
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
@@ -153,18 +153,18 @@ class Run:
             stack.enter_context(_explained(folder, console))
             if distributed.first():
                 stack.enter_context(
-                    folder.open(components, source, given, resume=resuming, init_from=begun)
+                    folder.open(components, source, inputs, resume=resuming, init_from=other)
                 )
             # the others go on when they see the same run: --out may be another disk there
             folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
             # all decide by the same records (the best so far, what is evaluated), read once
-            known = distributed.from_first(lambda: read(folder.path))
+            records = distributed.from_first(lambda: read(folder.path))
             journal = stack.enter_context(
                 Journal(
                     folder.path,
                     console,
-                    known,
+                    records,
                     writes=distributed.first(),
                     on_record=session.on_record,
                 )
@@ -180,10 +180,10 @@ class Run:
             resumed = _resumed(components, checkpoints, earlier) if resuming else None
             if resuming:
                 journal.say(_goes_on(resumed, first, config.steps))
-            known = journal.records
+            records = journal.records
             journal.start(after=-1 if resumed is None else resumed.step)
-            lost = sum(spent(known).values()) - sum((kept := spent(journal.records)).values())
-            clock.begin(kept, lost=lost)
+            lost = sum(spent(records).values()) - sum((so_far := spent(journal.records)).values())
+            clock.begin(so_far, lost=lost)
             if resumed is None:
                 if distributed.first():
                     _try_reward(components, journal, stop)
@@ -200,7 +200,7 @@ class Run:
             log = RunLog(journal, clock, config.max_ungraded)
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)
-            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, begun)
+            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, other)
 
     def warm_up(self) -> Any:
         """The parameters that reinforcement begins with, which are kept where they are read again."""
@@ -279,14 +279,14 @@ class Run:
         self.log.journal.record(step, phase, values | {"time/evaluation": seconds})
         total = result.total
         low, high = (100 * bound for bound in total.interval)
-        said = (
+        text = (
             f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
         )
         if result.ungraded:
-            said = f"{said}, {result.ungraded} ungraded"
+            text = f"{text}, {result.ungraded} ungraded"
         if not total.examples:
-            said = f"unknown: all {len(examples)} responses are ungraded"
-        self.log.journal.say(f"  step {step}: validation accuracy {said}")
+            text = f"unknown: all {len(examples)} responses are ungraded"
+        self.log.journal.say(f"  step {step}: validation accuracy {text}")
         if (phase, step) == (REINFORCE, self.components.config.warm_steps) and result.first:
             self._show_example(result.first)
         return total.greedy
@@ -355,7 +355,7 @@ class Run:
 
 
 def _may_save(error: BaseException, state: TrainState) -> bool:
-    """Whether the state can be saved after an error: not if another step has consumed it.
+    """True if the state can be saved after an error: not if another step has consumed it.
 
     With several processes only on a stop, on which all agree; an error is one process's alone.
     """
@@ -366,7 +366,7 @@ def _may_save(error: BaseException, state: TrainState) -> bool:
 def _components(
     config: Config, data: str | Path, console: rich.console.Console
 ) -> tuple[Components, dict[str, Any]]:
-    """What the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
+    """All that the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
     if isinstance(config.engine, Vllm) and config.engine.share:
         accelerators.leave(config.engine.share)
     distributed.require_joined()
@@ -439,15 +439,14 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
         f"checkpoint by, {len(splits.test)} to test on"
     )
     whole = sharding.left_whole(components.like, components.mesh)
-    for said in (*whole, splits.overlap(components.task)):
-        if said:
-            console.print(said)
+    for warning in filter(None, (*whole, splits.overlap)):
+        console.print(warning)
 
 
 def _resumed(
     components: Components, checkpoints: Checkpoints, earlier: int | None
 ) -> Resumed | None:
-    """Where a resumed run goes on: at the newest readable checkpoint, or that of a step.
+    """The checkpoint that a resumed run goes on from: the newest readable one, or that of a step.
 
     None without any. A UserError if that of the step cannot be read.
     """
@@ -492,7 +491,7 @@ def _try_reward(components: Components, journal: Journal, stop: Stop) -> None:
 
 
 def _goes_on(start: Resumed | None, first: int, steps: int) -> str:
-    """Where a resumed run goes on, in words."""
+    """The step that a resumed run goes on from, in words."""
     if start is None:
         return "resumed without a checkpoint: it begins anew"
     if start.phase == WARM_START:
@@ -539,18 +538,18 @@ def _summarise(
     )
 
 
-def _progress(known: dict[int, float], step: int) -> str:
+def _progress(accuracies: dict[int, float], step: int) -> str:
     """How reinforcement changed validation accuracy, up to the chosen step, as text."""
-    start, chosen = known[min(known)], known.get(step, known[max(known)])
-    said = f"validation accuracy: {100 * start:.1f}% before reinforcement"
-    later = [known[s] for s in sorted(known)[1:]][-3:]
+    start, chosen = accuracies[min(accuracies)], accuracies.get(step, accuracies[max(accuracies)])
+    text = f"validation accuracy: {100 * start:.1f}% before reinforcement"
+    later = [accuracies[s] for s in sorted(accuracies)[1:]][-3:]
     if not later:  # a run of no steps
-        return said
+        return text
     mean = sum(later) / len(later)
-    said += f", {100 * chosen:.1f}% at step {step}"
+    text += f", {100 * chosen:.1f}% at step {step}"
     if len(later) > 1:
-        said += f", mean of the last {len(later)}: {100 * mean:.1f}%"
-    said += f" ({100 * (mean - start):+.1f} points)"
+        text += f", mean of the last {len(later)}: {100 * mean:.1f}%"
+    text += f" ({100 * (mean - start):+.1f} points)"
     if chosen <= start:
-        said += "\nwarning: no checkpoint is better than the start of reinforcement"
-    return said
+        text += "\nwarning: no checkpoint is better than the start of reinforcement"
+    return text

@@ -23,14 +23,14 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
     return out
 
 
-def checkpoints(title: str, found: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
+def checkpoints(title: str, tables: Mapping[int, Mapping[str, Result]]) -> rich.table.Table:
     """Accuracies in percent on several sets: a column a checkpoint, then their mean."""
-    out = rich.table.Table("", "examples", *(f"step {step}" for step in found), title=title)
-    out.caption = _ungraded(one for results in found.values() for one in results.values())
-    if len(found) > 1:
-        out.add_column(f"mean of {len(found)}")
-    for name in next(iter(found.values())):
-        lines = [results[name].total for results in found.values()]
+    out = rich.table.Table("", "examples", *(f"step {step}" for step in tables), title=title)
+    out.caption = _ungraded(one for results in tables.values() for one in results.values())
+    if len(tables) > 1:
+        out.add_column(f"mean of {len(tables)}")
+    for name in next(iter(tables.values())):
+        lines = [results[name].total for results in tables.values()]
         k = lines[0].k
         measures = {f"{name} greedy": [(line.greedy, line.interval) for line in lines]}
         if k:

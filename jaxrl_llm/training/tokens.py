@@ -23,7 +23,7 @@ FOLDER = "tokens"
 
 @dataclass(frozen=True)
 class Step:
-    """What is kept of a step: `numbers[name]` has a value for each `sampled` token.
+    """The figures of a step's tokens: `numbers[name]` has a value for each `sampled` token.
 
     `tokens` and `sampled` are flat over `responses`, dicts of the fields written by `write`.
     """
@@ -89,7 +89,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> Step:
-    """What is kept of a step; a UserError if the file is missing or damaged."""
+    """Reads the file of a step; a UserError if the file is missing or damaged."""
     path = at(folder, step)
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as found:

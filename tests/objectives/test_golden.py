@@ -18,7 +18,7 @@ from jaxrl_llm.objectives import (
     losses,
     partition,
 )
-from jaxrl_llm.objectives.seen import TokenData
+from jaxrl_llm.objectives.token_data import TokenData
 from tests.shared import GOLDEN
 
 AGGREGATE = {
@@ -66,31 +66,31 @@ def test_every_array(i, algorithm, stage):
     p, a = case(i)
     objective = build(algorithm, p, stage)
     logp, reward = a["in/logp"], a["in/rewards"].reshape(-1, p["group_size"])
-    seen = TokenData(a["in/mask"] > 0, a["in/old_logp"], a["in/ref_logp"])
+    data = TokenData(a["in/mask"] > 0, a["in/old_logp"], a["in/ref_logp"])
     want = {k.removeprefix(f"out/{algorithm}_"): v for k, v in a.items()}
 
-    close(objective.advantage(reward, seen), want["advantages"])
+    close(objective.advantage(reward, data), want["advantages"])
     if algorithm == "rpp":
-        rewards = advantages.token_rewards(reward, seen, kl_coef=p["kl_reward_coef"])
+        rewards = advantages.token_rewards(reward, data, kl_coef=p["kl_reward_coef"])
         returns = advantages.discounted_returns(rewards, gamma=p["gamma"])
-        close(jnp.where(seen.mask, returns, 0), jnp.where(seen.mask, want["returns"], 0))
+        close(jnp.where(data.mask, returns, 0), jnp.where(data.mask, want["returns"], 0))
 
-    advantage, weight, seen = objective.credit(reward, seen)
+    advantage, weight, data = objective.credit(reward, data)
     close(advantage, want["reweighted"])
 
     def loss(x):
-        surrogate, penalty = objective.per_token(x, advantage, seen)
+        surrogate, penalty = objective.per_token(x, advantage, data)
         return jnp.sum(weight[0] * (surrogate + penalty))
 
     value, gradient = jax.value_and_grad(loss)(logp)
     close(value, want[f"{stage}_loss"])
     close(gradient, want[f"{stage}_grad_logp"])
 
-    sums = metrics.token_sums(objective, logp, advantage, weight[0], seen)
-    got = metrics.as_means(sums, seen.mask.sum())
+    sums = metrics.token_sums(objective, logp, advantage, weight[0], data)
+    got = metrics.as_means(sums, data.mask.sum())
     names = {"policy": "pg", "kl": "kl", "clip": "clipfrac", "clip_dual": "clipfrac_lower"}
     for ours, theirs in names.items():
         close(got[ours], want[f"{stage}_{theirs}"])
-    every = metrics.token_sums(objective, logp, advantage, seen.mask.astype(float), seen)
-    moved = metrics.as_means(every, seen.mask.sum())["moved"]
+    every = metrics.token_sums(objective, logp, advantage, data.mask.astype(float), data)
+    moved = metrics.as_means(every, data.mask.sum())["moved"]
     close(moved, want[f"{stage}_ppo_kl"])  # theirs of a stage is that of all tokens

@@ -22,8 +22,8 @@ from jaxrl_llm.objectives import (
     partition,
     selections,
 )
-from jaxrl_llm.objectives import seen as per_response
-from jaxrl_llm.objectives.seen import TokenData
+from jaxrl_llm.objectives import token_data as per_response
+from jaxrl_llm.objectives.token_data import TokenData
 from jaxrl_llm.tasks.task import LARGEST
 from tests import tiny
 
@@ -45,7 +45,7 @@ PARTITIONS = [
 GROUPED = [advantages.grpo, advantages.dr_grpo, advantages.rloo]
 
 
-def data(seed, rows=8, width=7):
+def random_batch(seed, rows=8, width=7):
     """Rewards `[P,G]` in two groups, what is seen of their tokens, and log-probs after an update."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, width + 1, rows)
@@ -56,15 +56,15 @@ def data(seed, rows=8, width=7):
 
     reward = jnp.asarray(rng.choice([-3.0, -1.0, -0.5, 3.0], rows), jnp.float32)
     old, ref, new = logp(), logp(), logp()
-    seen = TokenData(jnp.asarray(mask), old, ref, old, response=jnp.asarray(mask, jnp.int32))
-    seen = seen._replace(reward=jnp.where(seen.mask, reward[:, None], 0))
-    return reward.reshape(2, -1), seen, new
+    data = TokenData(jnp.asarray(mask), old, ref, old, response=jnp.asarray(mask, jnp.int32))
+    data = data._replace(reward=jnp.where(data.mask, reward[:, None], 0))
+    return reward.reshape(2, -1), data, new
 
 
 @pytest.mark.parametrize("function", GROUPED)
 def test_group_advantages_by_hand(function):
-    reward, seen, _ = data(0)
-    got = np.asarray(function(reward, seen))[:, 0]
+    reward, data, _ = random_batch(0)
+    got = np.asarray(function(reward, data))[:, 0]
     for start in (0, 4):
         r = np.asarray(reward.ravel()[start : start + 4], np.float64)
         want = {
@@ -82,38 +82,38 @@ OTHERS = [advantages.opo, advantages.maxrl, advantages.reinforce_plus_plus]
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, -0.7, 1e6])
 def test_equal_rewards_give_exactly_zero(function, value):
     """In groups of any size; the reference is the policy, so the KL in REINFORCE++ is 0 too."""
-    _, seen, _ = data(1, rows=24)
-    seen = seen._replace(ref_logp=seen.old_logp)
+    _, data, _ = random_batch(1, rows=24)
+    data = data._replace(ref_logp=data.old_logp)
     for size in (3, 8, 24):
-        got = function(jnp.full((24 // size, size), value), seen)
+        got = function(jnp.full((24 // size, size), value), data)
         assert np.all(np.asarray(got) == 0), size
 
 
 @pytest.mark.parametrize("function", [*GROUPED, *OTHERS])
 def test_the_largest_reward_that_a_task_may_give_is_one_of_any_size(function):
     """Nothing overflows: what differs from rewards of a thousand is a factor of the whole batch."""
-    reward, seen, _ = data(22)
-    seen = seen._replace(ref_logp=seen.old_logp)
+    reward, data, _ = random_batch(22)
+    data = data._replace(ref_logp=data.old_logp)
     reward = jnp.abs(reward) / 3
-    usual, largest = (np.asarray(function(reward * x, seen)) for x in (1e3, LARGEST))
+    usual, largest = (np.asarray(function(reward * x, data)) for x in (1e3, LARGEST))
     close(largest / np.abs(largest).max(), usual / np.abs(usual).max(), rtol=1e-4)
 
 
 def test_lengths_are_counted_in_whole_numbers_of_any_kind_of_reward_and_mask(monkeypatch):
     """By hand a reward may be a boolean, a mask of small integers."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    _, seen, _ = data(23)
+    _, data, _ = random_batch(23)
     right = jnp.asarray([[True, False, False, True], [False, False, True, False]])
-    close(advantages.opo(right, seen), advantages.opo(right.astype(jnp.float32), seen))
-    small = seen._replace(mask=seen.mask.astype(jnp.uint8))
-    got, want = (advantages.overlong(jnp.ones((2, 4)), x, longest=5) for x in (small, seen))
+    close(advantages.opo(right, data), advantages.opo(right.astype(jnp.float32), data))
+    small = data._replace(mask=data.mask.astype(jnp.uint8))
+    got, want = (advantages.overlong(jnp.ones((2, 4)), x, longest=5) for x in (small, data))
     close(got, want)
 
 
 def test_a_group_of_one_keeps_its_reward():
-    reward, seen, _ = data(2)
+    reward, data, _ = random_batch(2)
     for function in (*GROUPED, advantages.opo, advantages.asymre):
-        got = function(reward.reshape(8, 1), seen)
+        got = function(reward.reshape(8, 1), data)
         close(got[:, 0], reward.ravel())
 
 
@@ -127,14 +127,14 @@ LONG = partial(advantages.shaped, by=partial(advantages.overlong, longest=7, buf
      advantages.w_reinforce, UNLIKELY, LONG],
 )  # fmt: skip
 def test_padding_rows_count_nowhere(function):
-    reward, seen, _ = data(3)
-    mask = seen.mask.at[jnp.asarray([2, 7])].set(False)
-    seen = seen._replace(mask=mask, old_logp=jnp.where(mask, seen.old_logp, 0))
-    one = function(reward, seen)
-    other = function(reward.at[0, 2].set(1e4), seen)
+    reward, data, _ = random_batch(3)
+    mask = data.mask.at[jnp.asarray([2, 7])].set(False)
+    data = data._replace(mask=mask, old_logp=jnp.where(mask, data.old_logp, 0))
+    one = function(reward, data)
+    other = function(reward.at[0, 2].set(1e4), data)
     assert np.array_equal(one, other)
     keep = np.asarray([0, 1, 3, 4, 5, 6])
-    alone = function(reward.ravel()[keep].reshape(2, 3), jax.tree.map(lambda x: x[keep], seen))
+    alone = function(reward.ravel()[keep].reshape(2, 3), jax.tree.map(lambda x: x[keep], data))
     if function is UNLIKELY:  # ranks are of 3, not of 4
         assert not np.any(np.asarray(one)[np.asarray([2, 7])])
     close(one[keep], alone)
@@ -142,7 +142,7 @@ def test_padding_rows_count_nowhere(function):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_discounted_returns_by_recursion(gamma):
-    rewards = np.asarray(data(4)[1].old_logp)
+    rewards = np.asarray(random_batch(4)[1].old_logp)
     want = np.zeros_like(rewards)
     later = np.zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -151,23 +151,23 @@ def test_discounted_returns_by_recursion(gamma):
 
 
 def test_reinforce_plus_plus_puts_the_reward_on_the_last_token_and_is_white():
-    reward, seen, _ = data(5)
-    rewards = advantages.token_rewards(reward, seen, kl_coef=0.0)
-    last = np.asarray(seen.mask).sum(1) - 1
+    reward, data, _ = random_batch(5)
+    rewards = advantages.token_rewards(reward, data, kl_coef=0.0)
+    last = np.asarray(data.mask).sum(1) - 1
     close(np.asarray(rewards)[np.arange(8), last], reward.ravel())
     assert np.count_nonzero(rewards) == np.count_nonzero(reward)
-    white = np.asarray(advantages.reinforce_plus_plus(reward, seen, kl_coef=0.1))
-    tokens = white[np.asarray(seen.mask)]
+    white = np.asarray(advantages.reinforce_plus_plus(reward, data, kl_coef=0.1))
+    tokens = white[np.asarray(data.mask)]
     close(tokens.mean(), 0)
     close(tokens.std(ddof=1), 1)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_reweighting_is_the_formula(alpha):
-    _, seen, advantage = data(6)
-    got = factors.linear_in_probability(advantage, seen, alpha=alpha)
-    close(got, alpha * np.exp(np.asarray(seen.old_logp)) + 1 - alpha)
-    assert np.all(np.asarray(factors.linear_in_probability(advantage, seen, alpha=0.0)) == 1)
+    _, data, advantage = random_batch(6)
+    got = factors.linear_in_probability(advantage, data, alpha=alpha)
+    close(got, alpha * np.exp(np.asarray(data.old_logp)) + 1 - alpha)
+    assert np.all(np.asarray(factors.linear_in_probability(advantage, data, alpha=0.0)) == 1)
 
 
 def expected_where_all_earn_the_same(logits, weight):
@@ -180,8 +180,8 @@ def expected_where_all_earn_the_same(logits, weight):
 def test_reweighting_sharpens_where_no_word_is_better_than_another(alpha):
     """By alpha/2 times the gradient of sum p^2; without it nothing is pushed."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=9), jnp.float32)
-    seen = TokenData(jnp.ones((1, 9), bool), jax.nn.log_softmax(logits)[None])
-    [weight] = factors.linear_in_probability(jnp.ones((1, 9)), seen, alpha=alpha)
+    data = TokenData(jnp.ones((1, 9), bool), jax.nn.log_softmax(logits)[None])
+    [weight] = factors.linear_in_probability(jnp.ones((1, 9)), data, alpha=alpha)
     sharper = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(logits)
     close(expected_where_all_earn_the_same(logits, weight), alpha / 2 * sharper)
 
@@ -189,10 +189,10 @@ def test_reweighting_sharpens_where_no_word_is_better_than_another(alpha):
 def test_stages_of_lopti_pull_against_each_other_where_no_word_is_better_than_another():
     """The unlikely words first, and the likely ones then: two steps that add up to none."""
     logits = jnp.asarray([2.0, 0.3, 0.1, -0.2, -1.0], jnp.float32)
-    seen = TokenData(jnp.ones((1, 5), bool), jax.nn.log_softmax(logits)[None])
+    data = TokenData(jnp.ones((1, 5), bool), jax.nn.log_softmax(logits)[None])
     first, second = (
         expected_where_all_earn_the_same(logits, stage[0])
-        for stage in partition.lopti(seen, eta=0.5)
+        for stage in partition.lopti(data, eta=0.5)
     )
     sharper = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2))(logits)
     close(first, -second)
@@ -212,17 +212,17 @@ def test_stages_of_lopti_pull_against_each_other_where_no_word_is_better_than_an
 )
 def test_clip_acts_on_the_right_side(advantage, ratio, gradient):
     x = jnp.log(jnp.full((1, 1), ratio))
-    seen = TokenData(jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
-    grad = jax.grad(lambda x: losses.clipped(x, jnp.full((1, 1), advantage), seen).sum())(x)
+    data = TokenData(jnp.ones((1, 1), bool), jnp.zeros((1, 1)))
+    grad = jax.grad(lambda x: losses.clipped(x, jnp.full((1, 1), advantage), data).sum())(x)
     close(grad, [[gradient]])
 
 
 def test_k1_as_a_loss_pulls_to_the_reference():
     """The plain k1 has gradient 1 whatever the reference is; ours has log pi - log ref."""
-    _, seen, logp = data(7)
-    gradient = jax.grad(lambda x: kl.k1(x, seen).sum())(logp)
-    close(jnp.where(seen.mask, gradient - (logp - seen.ref_logp), 0), jnp.zeros(logp.shape))
-    assert np.array_equal(kl.k1(logp, seen), logp - seen.ref_logp)
+    _, data, logp = random_batch(7)
+    gradient = jax.grad(lambda x: kl.k1(x, data).sum())(logp)
+    close(jnp.where(data.mask, gradient - (logp - data.ref_logp), 0), jnp.zeros(logp.shape))
+    assert np.array_equal(kl.k1(logp, data), logp - data.ref_logp)
 
 
 def test_kl_estimators_agree_with_the_kl_in_expectation():
@@ -230,8 +230,8 @@ def test_kl_estimators_agree_with_the_kl_in_expectation():
     logits, ref_logits = jnp.asarray(rng.normal(size=(2, 6)), jnp.float32) * 0.3
     p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
     exact = jnp.sum(jnp.exp(p) * (p - q))
-    seen = TokenData(jnp.ones((1, 6), bool), p[None], q[None])
-    expected = lambda f: jnp.sum(jnp.exp(p) * f(p[None], seen)[0])
+    data = TokenData(jnp.ones((1, 6), bool), p[None], q[None])
+    expected = lambda f: jnp.sum(jnp.exp(p) * f(p[None], data)[0])
     close(expected(kl.k1), exact)
     close(expected(kl.k3), exact, rtol=1e-4)
     exact_pull = jax.grad(
@@ -239,7 +239,7 @@ def test_kl_estimators_agree_with_the_kl_in_expectation():
     )(logits)
     for estimator in (kl.k1, kl.k2):
         pull = jax.grad(
-            lambda x, f=estimator: jnp.sum(jnp.exp(p) * f(jax.nn.log_softmax(x)[None], seen)[0])
+            lambda x, f=estimator: jnp.sum(jnp.exp(p) * f(jax.nn.log_softmax(x)[None], data)[0])
         )(logits)
         close(pull, exact_pull, atol=1e-5)
 
@@ -247,8 +247,8 @@ def test_kl_estimators_agree_with_the_kl_in_expectation():
 @pytest.mark.parametrize("aggregate", AGGREGATIONS)
 def test_slices_of_rows_add_up(aggregate):
     """The loss of a mini-batch is the sum over its micro-batches, however it is cut."""
-    _, seen, x = data(8)
-    weight = aggregate(seen.mask)
+    _, data, x = random_batch(8)
+    weight = aggregate(data.mask)
     whole = jnp.sum(weight * x)
     for cuts in ([4], [1, 6], [2, 3, 5]):
         parts = np.split(np.arange(8), cuts)
@@ -256,8 +256,8 @@ def test_slices_of_rows_add_up(aggregate):
 
 
 def test_aggregations_are_the_means_they_are_named_after():
-    _, seen, x = data(9)
-    mask = seen.mask
+    _, data, x = random_batch(9)
+    mask = data.mask
     rows = [np.asarray(x)[b][np.asarray(mask)[b]] for b in range(8)]
     want = [
         np.concatenate(rows).mean(),
@@ -271,33 +271,33 @@ def test_aggregations_are_the_means_they_are_named_after():
 @pytest.mark.parametrize("split", PARTITIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_partitions_cover_the_mask_once(split, seed):
-    _, seen, _ = data(seed)
-    assert np.array_equal(split(seen).sum(0), np.asarray(seen.mask, int))
+    _, data, _ = random_batch(seed)
+    assert np.array_equal(split(data).sum(0), np.asarray(data.mask, int))
 
 
 def test_lopti_is_low_first_and_strict():
     old = jnp.log(jnp.asarray([[0.49, 0.5, 0.51, 0.1]]))
     old = old.at[0, 1].set(jnp.log(0.5))
     mask = jnp.asarray([[True, True, True, False]])
-    seen = TokenData(mask, old)
-    low, high = partition.lopti(seen, eta=0.5)
+    data = TokenData(mask, old)
+    low, high = partition.lopti(data, eta=0.5)
     assert low.tolist() == [[True, bool(jnp.exp(old[0, 1]) < 0.5), False, False]]
-    assert np.array_equal(partition.reversed(seen), jnp.stack([high, low]))
-    assert np.array_equal(partition.drop_high(seen), low[None])
-    assert np.array_equal(partition.drop_low(seen), high[None])
-    assert partition.together(seen, steps=2).shape[0] == 2
+    assert np.array_equal(partition.reversed(data), jnp.stack([high, low]))
+    assert np.array_equal(partition.drop_high(data), low[None])
+    assert np.array_equal(partition.drop_low(data), high[None])
+    assert partition.together(data, steps=2).shape[0] == 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_shares_are_exact(share):
-    _, seen, _ = data(10, rows=12)
-    count = int(share * int(seen.mask.sum()))
-    tied = seen._replace(old_logp=jnp.round(seen.old_logp))
-    for one in (seen, tied):
+    _, data, _ = random_batch(10, rows=12)
+    count = int(share * int(data.mask.sum()))
+    tied = data._replace(old_logp=jnp.round(data.old_logp))
+    for one in (data, tied):
         assert int(partition.quantile(one, share=share)[0].sum()) == count
         assert int(partition.random(one, share=share)[0].sum()) == count
-    assert int(partition.random_matched(seen)[0].sum()) == int(partition.lopti(seen)[0].sum())
-    least, others = (seen.old_logp[x] for x in partition.quantile(seen, share=0.4))
+    assert int(partition.random_matched(data)[0].sum()) == int(partition.lopti(data)[0].sum())
+    least, others = (data.old_logp[x] for x in partition.quantile(data, share=0.4))
     assert float(least.max()) <= float(others.min())
 
 
@@ -310,22 +310,22 @@ def test_a_part_is_counted_in_double_precision(share, jitted):
 
 
 def test_sums_over_responses_do_not_depend_on_the_layout():
-    _, seen, x = data(17)
-    rows = per_response.total(x, seen)
-    close(rows[:, 0], jnp.sum(x, 1, where=seen.mask))
+    _, data, x = random_batch(17)
+    rows = per_response.total(x, data)
+    close(rows[:, 0], jnp.sum(x, 1, where=data.mask))
     one_bin = lambda y: y.reshape(1, -1)
-    number = seen.response * jnp.arange(1, 9)[:, None]
-    binned = TokenData(one_bin(seen.mask), one_bin(seen.old_logp), response=one_bin(number))
+    number = data.response * jnp.arange(1, 9)[:, None]
+    binned = TokenData(one_bin(data.mask), one_bin(data.old_logp), response=one_bin(number))
     close(per_response.total(one_bin(x), binned).reshape(x.shape), rows)
-    length = np.asarray(seen.mask).sum(1, keepdims=True)
+    length = np.asarray(data.mask).sum(1, keepdims=True)
     close(per_response.mean(one_bin(x), binned).reshape(x.shape), rows / length)
 
 
 RANDOM = [
     partial(partition.random, share=0.5),
     partition.random_matched,
-    lambda seen, **how: selections.covariance_band(
-        jnp.ones_like(seen.old_logp), seen, share=0.3, lower=-9.0, upper=9.0, **how
+    lambda data, **how: selections.covariance_band(
+        jnp.ones_like(data.old_logp), data, share=0.3, lower=-9.0, upper=9.0, **how
     ),
 ]
 
@@ -333,57 +333,57 @@ RANDOM = [
 @pytest.mark.parametrize("draw", RANDOM)
 def test_draws_do_not_depend_on_the_layout(draw):
     """Neither on padding or devices, nor on the last bits of log-probs, which these change."""
-    _, seen, _ = data(12)
-    drawn = np.asarray(draw(seen))
-    assert np.array_equal(draw(seen), drawn)
-    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 5))), seen)
+    _, data, _ = random_batch(12)
+    drawn = np.asarray(draw(data))
+    assert np.array_equal(draw(data), drawn)
+    padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 5))), data)
     assert np.array_equal(draw(padded)[..., :7], drawn)
     spread = jax.sharding.NamedSharding(tiny.mesh_of(8), jax.sharding.PartitionSpec("data"))
-    nearly = jnp.where(seen.mask, seen.old_logp * (1 + 1e-6), 0)
-    eight = jax.device_put(seen._replace(old_logp=nearly), spread)
+    nearly = jnp.where(data.mask, data.old_logp * (1 + 1e-6), 0)
+    eight = jax.device_put(data._replace(old_logp=nearly), spread)
     assert np.array_equal(jax.jit(draw)(eight), drawn)
-    assert not np.array_equal(draw(seen, seed=1), drawn)
+    assert not np.array_equal(draw(data, seed=1), drawn)
 
 
 def test_a_selection_and_a_partition_draw_apart():
     """Of what Clip-Cov drew a random half holds about half."""
-    _, seen, _ = data(24, rows=64)
-    half, _, drawn = (draw(seen) for draw in RANDOM)
+    _, data, _ = random_batch(24, rows=64)
+    half, _, drawn = (draw(data) for draw in RANDOM)
     shared = np.asarray(drawn & half[0]).sum() / np.asarray(drawn).sum()
     assert 0.3 < shared < 0.7
 
 
 def test_draws_are_fresh_in_every_batch():
-    _, seen, _ = data(12)
-    shorter = seen._replace(mask=seen.mask.at[jnp.argmax(seen.mask[:, -1]), -1].set(False))
-    better = seen._replace(reward=jnp.where(seen.mask, seen.reward + 0.5, 0))
+    _, data, _ = random_batch(12)
+    shorter = data._replace(mask=data.mask.at[jnp.argmax(data.mask[:, -1]), -1].set(False))
+    better = data._replace(reward=jnp.where(data.mask, data.reward + 0.5, 0))
     for other in (shorter, better):
-        assert not np.isclose(selections.noise(other, 0), selections.noise(seen, 0)).any()
+        assert not np.isclose(selections.noise(other, 0), selections.noise(data, 0)).any()
 
 
 @pytest.mark.parametrize("split", PARTITIONS)
 def test_stages_split_the_loss_without_renormalising_it(split):
-    reward, seen, logp = data(13)
+    reward, data, logp = random_batch(13)
     o = tiny.objective(partition=split)
-    advantage, weight, seen = o.credit(reward, seen)
-    per_token = sum(o.per_token(logp, advantage, seen))
+    advantage, weight, data = o.credit(reward, data)
+    per_token = sum(o.per_token(logp, advantage, data))
     stages = jnp.sum(weight * per_token[None], (1, 2))
-    whole = jnp.sum(aggregation.token_mean(seen.mask) * per_token)
+    whole = jnp.sum(aggregation.token_mean(data.mask) * per_token)
     close(stages.sum(), whole)
     assert o.stages == len(stages)
 
 
 def test_minibatches_have_denominators_of_their_own():
-    reward, seen, _ = data(14)
+    reward, data, _ = random_batch(14)
     select = partial(selections.covariance, share=0.2)
     o = tiny.objective(select=select)
-    advantage, weight, both = o.credit(reward, seen, minibatches=2)
+    advantage, weight, both = o.credit(reward, data, minibatches=2)
     close(weight[0].reshape(2, -1).sum(1), [1, 1])
-    close(advantage, o.credit(reward, seen)[0])
+    close(advantage, o.credit(reward, data)[0])
     for half in (slice(0, 4), slice(4, 8)):
-        alone = select(advantage[half], jax.tree.map(itemgetter(half), seen))
+        alone = select(advantage[half], jax.tree.map(itemgetter(half), data))
         assert np.array_equal(both.selected[half], alone)
-        assert int(alone.sum()) == int(0.2 * int(seen.mask[half].sum()))
+        assert int(alone.sum()) == int(0.2 * int(data.mask[half].sum()))
 
 
 SURROGATES = (
@@ -395,13 +395,13 @@ SURROGATES = (
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_a_factor_of_the_advantage_is_a_factor_of_every_surrogate(surrogate):
     """Homogeneous in the advantage: what makes reweighting, corrections and selections one kind of thing."""
-    reward, seen, logp = data(15)
-    sampler = jnp.where(seen.mask, seen.old_logp + 0.3 * jnp.sin(jnp.arange(7.0))[None], 0)
-    seen = seen._replace(sampler_logp=sampler)
+    reward, data, logp = random_batch(15)
+    sampler = jnp.where(data.mask, data.old_logp + 0.3 * jnp.sin(jnp.arange(7.0))[None], 0)
+    data = data._replace(sampler_logp=sampler)
     cut = partial(factors.truncated, cap=1.1)
-    factor = np.minimum(np.exp(np.asarray(seen.old_logp - sampler)), 1.1)
+    factor = np.minimum(np.exp(np.asarray(data.old_logp - sampler)), 1.1)
     both = [tiny.objective(surrogate=surrogate, factors=fs) for fs in ((), (cut,))]
-    (plain, _, more), (scaled, _, _) = (o.credit(reward, seen) for o in both)
+    (plain, _, more), (scaled, _, _) = (o.credit(reward, data) for o in both)
     want = factor * np.asarray(surrogate(logp, plain, more))
     close(surrogate(logp, scaled, more), want, rtol=1e-4)
 
@@ -418,8 +418,8 @@ def test_gradient_at_the_logits_is_bounded_by_one_minus_pi(vocab, weight, scale,
     def loss(logits):
         logp = jax.nn.log_softmax(logits)[token].reshape(1, 1)
         advantage = jnp.full((1, 1), weight, jnp.float32)
-        seen = TokenData(jnp.ones((1, 1), bool), jax.lax.stop_gradient(logp))
-        return losses.clipped(logp, advantage, seen).sum()
+        data = TokenData(jnp.ones((1, 1), bool), jax.lax.stop_gradient(logp))
+        return losses.clipped(logp, advantage, data).sum()
 
     norm = float(jnp.linalg.norm(jax.grad(loss)(jnp.asarray(logits))))
     others = np.delete(np.asarray(jax.nn.softmax(logits), np.float64), token).sum()
@@ -429,11 +429,11 @@ def test_gradient_at_the_logits_is_bounded_by_one_minus_pi(vocab, weight, scale,
 
 
 def test_credit_is_the_same_jitted():
-    reward, seen, _ = data(16)
+    reward, data, _ = random_batch(16)
     credit = tiny.objective(partition=partition.lopti).credit
     with jax.disable_jit():
-        advantage, weight, _ = credit(reward, seen)
-    other, other_weight, _ = jax.jit(credit)(reward, seen)
+        advantage, weight, _ = credit(reward, data)
+    other, other_weight, _ = jax.jit(credit)(reward, data)
     close(advantage, other)
     close(weight, other_weight)
 
@@ -454,66 +454,66 @@ def test_an_objective_knows_what_it_reads():
 
 
 MISSHAPEN = {
-    "a figure a response": {"advantage": lambda reward, seen: reward},
-    "in a row": {"advantage": lambda reward, seen: reward.ravel()},
-    "in a column": {"advantage": lambda reward, seen: reward.reshape(-1, 1)},
-    "select": {"select": lambda advantage, seen: seen.mask[:, :1]},
-    "surrogate": {"surrogate": lambda logp, advantage, seen: -(advantage * logp).mean()},
-    "penalty": {"penalties": ((1.0, lambda logp, seen: logp.sum(1)),)},
+    "a figure a response": {"advantage": lambda reward, data: reward},
+    "in a row": {"advantage": lambda reward, data: reward.ravel()},
+    "in a column": {"advantage": lambda reward, data: reward.reshape(-1, 1)},
+    "select": {"select": lambda advantage, data: data.mask[:, :1]},
+    "surrogate": {"surrogate": lambda logp, advantage, data: -(advantage * logp).mean()},
+    "penalty": {"penalties": ((1.0, lambda logp, data: logp.sum(1)),)},
     "aggregate": {"aggregate": lambda mask: 1.0 / mask.sum(1)},
-    "nothing": {"select": lambda advantage, seen: None},
-    "partition": {"partition": lambda seen: jnp.ones((2, 1, 1), bool)},
+    "nothing": {"select": lambda advantage, data: None},
+    "partition": {"partition": lambda data: jnp.ones((2, 1, 1), bool)},
 }
 
 
 @pytest.mark.parametrize("parts", MISSHAPEN.values(), ids=MISSHAPEN)
 def test_what_is_no_figure_of_each_token_is_refused(parts):
     """Indexing by token would take some other token's, and say nothing."""
-    reward, seen, logp = data(21)
+    reward, data, logp = random_batch(21)
     one = Objective(**{"advantage": advantages.grpo, **parts})
     with pytest.raises(TypeError, match=r"has the shape .* not that of the tokens"):
         one.try_out()
     with pytest.raises(TypeError, match=r"has the shape .* not that of the tokens"):
-        one.per_token(logp, *one.credit(reward, seen)[::2])
+        one.per_token(logp, *one.credit(reward, data)[::2])
 
 
 def test_a_factor_of_each_response_is_refused_where_it_would_fit_the_tokens():
     """As many rows as columns: NumPy's broadcasting would take a response's factor for a column's."""
     square = Objective(
-        advantages.grpo, factors=(lambda _, seen: 1.0 / seen.mask.sum(1),), tried_on=(2, 4, 8)
+        advantages.grpo, factors=(lambda _, data: 1.0 / data.mask.sum(1),), tried_on=(2, 4, 8)
     )
     with jax.numpy_rank_promotion("allow"), pytest.raises(TypeError, match=r"factor has the shape"):
         square.try_out()
 
 
 def test_an_objective_is_tried_on_groups_and_not_on_a_token():
-    def of_the_best(reward, seen):
+    def of_the_best(reward, data):
         best = jax.lax.top_k(reward, 4)[0].mean(1)
-        return (reward - best[:, None]).reshape(-1, 1) * seen.mask
+        return (reward - best[:, None]).reshape(-1, 1) * data.mask
 
     Objective(advantage=of_the_best, select=selections.highest_entropy).try_out()
 
 
 def test_one_number_does_for_the_weight_of_all_tokens():
-    reward, seen, _ = data(21)
+    reward, data, _ = random_batch(21)
     one, each = (
         Objective(advantages.grpo, aggregate=aggregate)
         for aggregate in (lambda mask: 1.0 / mask.sum(), aggregation.token_mean)
     )
     one.try_out()
     assert one.stages == 1
-    alone, usual = (np.where(seen.mask, o.credit(reward, seen)[1], 0.0) for o in (one, each))
+    alone, usual = (np.where(data.mask, o.credit(reward, data)[1], 0.0) for o in (one, each))
     np.testing.assert_allclose(alone, usual, rtol=1e-6)
 
 
 def test_an_objective_is_tried_on_the_batch_of_its_config():
     """What knows its config's group and response, as it may, is refused by no made-up shape."""
 
-    def of_rank(reward, seen):
+    def of_rank(reward, data):
         weights = jnp.array([[-1.0, -0.5, 0.5, 1.0]])
-        return (jnp.sort(reward, 1) * weights).sum(1).repeat(4)[:, None] * seen.mask
+        return (jnp.sort(reward, 1) * weights).sum(1).repeat(4)[:, None] * data.mask
 
-    late = lambda advantage, seen: 0.99 ** jnp.arange(48.0)[None]
+    late = lambda advantage, data: 0.99 ** jnp.arange(48.0)[None]
     made = Objective(of_rank, factors=(late,), tried_on=(6, 4, 48))
     made.try_out()
     assert not made.reads("ref_logp")
@@ -522,18 +522,18 @@ def test_an_objective_is_tried_on_the_batch_of_its_config():
         replace(made, tried_on=(16, 64, 32)).try_out()
 
 
-def from_unpacked(logp, seen):
-    _, _, ref, *_ = seen
+def from_unpacked(logp, data):
+    _, _, ref, *_ = data
     return logp - ref
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
 def test_what_is_read_is_known_within_a_transformation(wrap):
-    def surrogate(logp, advantage, seen):
-        return -advantage * jnp.where(seen.response > 0, jnp.exp(logp - seen.old_logp), 0.0)
+    def surrogate(logp, advantage, data):
+        return -advantage * jnp.where(data.response > 0, jnp.exp(logp - data.old_logp), 0.0)
 
-    def chosen(advantage, seen):
-        return seen.old_logp < advantage
+    def chosen(advantage, data):
+        return data.old_logp < advantage
 
     parts = {"surrogate": surrogate, "select": chosen}
     plain = tiny.objective(**parts, penalties=())
@@ -542,19 +542,19 @@ def test_what_is_read_is_known_within_a_transformation(wrap):
         assert one.whole_responses
         assert not one.reads("ref_logp")
     assert tiny.objective(penalties=((1.0, wrap(from_unpacked)),)).reads("ref_logp")
-    reward, seen, logp = data(19)
-    (advantage, _, seen), (_, _, same) = (one.credit(reward, seen) for one in (plain, wrapped))
-    assert np.array_equal(seen.selected, same.selected)
-    close(wrapped.surrogate(logp, advantage, seen), plain.surrogate(logp, advantage, seen))
+    reward, data, logp = random_batch(19)
+    (advantage, _, data), (_, _, same) = (one.credit(reward, data) for one in (plain, wrapped))
+    assert np.array_equal(data.selected, same.selected)
+    close(wrapped.surrogate(logp, advantage, data), plain.surrogate(logp, advantage, data))
 
 
 @pytest.mark.parametrize("surrogate", [*SURROGATES, tiny.by_turn])
 def test_whole_responses_are_scored_where_a_token_depends_on_the_others(surrogate):
     """Found by what a surrogate reads; here against the derivative by another token's log-prob."""
-    reward, seen, logp = data(18)
-    seen = seen._replace(turn=seen.response)
-    advantage, _, seen = tiny.objective().credit(reward, seen)
-    value = lambda x: surrogate(x, advantage, seen)[:, 0].sum()
+    reward, data, logp = random_batch(18)
+    data = data._replace(turn=data.response)
+    advantage, _, data = tiny.objective().credit(reward, data)
+    value = lambda x: surrogate(x, advantage, data)[:, 0].sum()
     bumped = [value(logp.at[:, 1:].add(step)) for step in (0.0, 0.5)]
     depends = not np.allclose(*bumped, rtol=1e-6)
     assert tiny.objective(surrogate=surrogate).whole_responses == depends
@@ -570,16 +570,16 @@ def test_rows_without_tokens_count_in_no_aggregation(function):
 
 def test_a_small_share_is_one_token_at_least():
     likely = jnp.asarray([[0.1, 0.5, 0.9], [0.2, 0.6, 0.8]])
-    seen = TokenData(jnp.ones((2, 3), bool), jnp.log(likely))
+    data = TokenData(jnp.ones((2, 3), bool), jnp.log(likely))
     advantage = jnp.asarray([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
-    assert selections.covariance(advantage, seen, share=1e-4).sum() == 1
-    lowest = selections.lowest_probability(advantage, seen, share=1e-4, positive_share=1e-4)
+    assert selections.covariance(advantage, data, share=1e-4).sum() == 1
+    lowest = selections.lowest_probability(advantage, data, share=1e-4, positive_share=1e-4)
     assert lowest.tolist() == [[True, False, False]] * 2
 
 
 def test_where_nothing_is_kept_nothing_is_learned():
-    seen = TokenData(jnp.ones((2, 3), bool), jnp.zeros((2, 3)))
-    factor = factors.renormalised(jnp.ones((2, 3)), seen, select=selections.nothing)
+    data = TokenData(jnp.ones((2, 3), bool), jnp.zeros((2, 3)))
+    factor = factors.renormalised(jnp.ones((2, 3)), data, select=selections.nothing)
     assert not np.any(factor)
 
 
@@ -590,5 +590,5 @@ def test_rewards_of_other_rows_are_refused():
 
 def test_k3_is_bounded():
     ref = jnp.asarray([[3.0, 20.0, -20.0]])
-    seen = TokenData(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)
-    close(kl.k3(jnp.zeros((1, 3)), seen), [[10.0, 10.0, np.exp(-5) + 4]])
+    data = TokenData(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)
+    close(kl.k3(jnp.zeros((1, 3)), data), [[10.0, 10.0, np.exp(-5) + 4]])

@@ -22,7 +22,7 @@ from jaxrl_llm.objectives import (
     losses,
     selections,
 )
-from jaxrl_llm.objectives.seen import sampler
+from jaxrl_llm.objectives.token_data import sampler
 from tests.shared import GOLDEN
 
 CLIP = ("low", "high", "dual")
@@ -89,7 +89,7 @@ SURROGATES = {
         losses.topr, weights=(p["positive_weight"], p["negative_weight"])
     ),
     "topr_trinity": lambda p: partial(
-        losses.topr, positive=lambda advantage, seen: advantage > p["threshold"]
+        losses.topr, positive=lambda advantage, data: advantage > p["threshold"]
     ),
     "opsm_slime": lambda p: partial(losses.opsm, delta=p["delta"], then=clip(p)),
     "opsm_trl": lambda p: partial(losses.opsm, delta=p["delta"], then=clip(p), **of_sampler),
@@ -146,7 +146,7 @@ def method(name, p, a):
             "penalties": ((p["coef"], kl.drift_of_selected),),
         }
     if name.startswith("clip_cov"):
-        chosen = lambda advantage, seen: jnp.asarray(a["out/chosen"])
+        chosen = lambda advantage, data: jnp.asarray(a["out/chosen"])
         bounds = pick(p, "lower", "upper", "low", "high") | {"logp": logp}
         return {
             "surrogate": clip(p),
@@ -219,19 +219,19 @@ OTHERS = [case for case in CASES if case not in LOSSES]
 def test_losses(case):
     p, a = load(case)
     name = case.split("/")[0]
-    seen, logp = seen_of(a), jnp.asarray(a["in/logp"])
+    data, logp = seen_of(a), jnp.asarray(a["in/logp"])
     reward = jnp.asarray(a.get("in/rewards", np.zeros(16)), jnp.float32).reshape(4, 4)
     parts = method(name, p, a)
     objective = Objective(
-        advantage=lambda reward, seen: jnp.asarray(a["in/advantages"]),
+        advantage=lambda reward, data: jnp.asarray(a["in/advantages"]),
         factors=(parts["factor"],) if "factor" in parts else (),
         **{k: parts[k] for k in ("surrogate", "select", "penalties") if k in parts},
     )
-    advantage, weight, seen = objective.credit(reward, seen)
+    advantage, weight, data = objective.credit(reward, data)
     tokens, mask = a["in/mask"].sum(), a["in/mask"]
 
-    def loss(logp, advantage, weight, seen):
-        surrogate, penalty = objective.per_token(logp, advantage, seen)
+    def loss(logp, advantage, weight, data):
+        surrogate, penalty = objective.per_token(logp, advantage, data)
         return jnp.sum(weight * (surrogate + penalty)), surrogate + penalty
 
     def check(loss, gradient, per_token):
@@ -241,36 +241,36 @@ def test_losses(case):
             near(np.where(mask, per_token, 0), np.where(mask, a["out/per_token"], 0))
 
     slope = jax.value_and_grad(loss, has_aux=True)
-    (value, per_token), gradient = slope(logp, advantage, weight[0], seen)
+    (value, per_token), gradient = slope(logp, advantage, weight[0], data)
     check(value, gradient, per_token)
 
     lengths = mask.sum(1).tolist()
     packed = lambda x: None if x is None else pack(np.asarray(x), lengths)[0]
-    bins = TokenData(*map(packed, seen))._replace(response=pack(mask, lengths)[1])
+    bins = TokenData(*map(packed, data))._replace(response=pack(mask, lengths)[1])
     there = [packed(x) for x in (logp, advantage, weight[0])]
     (value, _), slopes = slope(*there, bins)
     near(value, a["out/loss"])
     near(slopes, packed(a["out/grad_logp"]), tokens)
 
     if "out/weight" in a:
-        near(np.where(mask, parts["factor"](advantage, seen), 0), a["out/weight"])
+        near(np.where(mask, parts["factor"](advantage, data), 0), a["out/weight"])
     if "out/calm" in a:
-        np.testing.assert_array_equal(np.asarray(seen.selected), a["out/calm"])
+        np.testing.assert_array_equal(np.asarray(data.selected), a["out/calm"])
     if "peer" in parts:
-        kept = parts["peer"](advantage, seen)
+        kept = parts["peer"](advantage, data)
         np.testing.assert_array_equal(np.asarray(kept), a["out/keep"])
     if "peer" in parts and "out/peer_loss" in a:
         full = partial(factors.renormalised, select=parts["peer"])
         again = Objective(
             advantage=objective.advantage, factors=(full,), surrogate=objective.surrogate
         )
-        advantage, weight, seen = again.credit(reward, seen)
-        (value, _), gradient = slope(logp, advantage, weight[0], seen)
+        advantage, weight, data = again.credit(reward, data)
+        (value, _), gradient = slope(logp, advantage, weight[0], data)
         near(value, a["out/peer_loss"])
         near(gradient, a["out/peer_grad_logp"], tokens)
     if "candidates" in parts:
-        near(parts["candidates"](jnp.asarray(a["in/advantages"]), seen), a["out/candidates"])
-        drawn = parts["count"](jnp.asarray(a["in/advantages"]), seen)
+        near(parts["candidates"](jnp.asarray(a["in/advantages"]), data), a["out/candidates"])
+        drawn = parts["count"](jnp.asarray(a["in/advantages"]), data)
         assert drawn.sum() == a["out/chosen"].sum()
         assert not np.any(np.asarray(drawn) & ~a["out/candidates"])
 
@@ -327,11 +327,11 @@ def test_weights_of_responses_are_normalised_over_responses(case):
     recorded, mask = a["out/weight"], a["in/mask"]
     want = recorded / recorded[mask.any(1), 0].mean()
     by = WEIGHTS["tis_sequence_verl"](p)
-    seen = seen_of(a)._replace(response=jnp.asarray(mask, jnp.int32))
-    over = aggregation.seq_mean_token_mean
-    found = factors.normalised(jnp.asarray(a["in/advantages"]), seen, by=by, over=over)
+    data = seen_of(a)._replace(response=jnp.asarray(mask, jnp.int32))
+    average = aggregation.seq_mean_token_mean
+    found = factors.normalised(jnp.asarray(a["in/advantages"]), data, by=by, average=average)
     near(np.where(mask, found, 0), want)
-    others = factors.normalised(jnp.asarray(a["in/advantages"]), seen, by=by)
+    others = factors.normalised(jnp.asarray(a["in/advantages"]), data, by=by)
     near(np.sum(others, where=mask) / mask.sum(), 1.0)
     assert np.abs(np.where(mask, others, 0) - want).max() > 1e-3
 

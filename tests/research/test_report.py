@@ -24,7 +24,7 @@ STUDIES = Path(__file__).parents[2] / "configs" / "studies" / "results"
 def evaluation(of, right, n, **more):
     low, high = wilson(right, n)
     found = {"accuracy": right / n, "accuracy_low": low, "accuracy_high": high, "examples": n}
-    found |= {"length": 9.5, "cut": 0.25, "ungraded": 1, "score": 0.5, **more}
+    found |= {"length": 9.5, "truncated": 0.25, "ungraded": 1, "score": 0.5, **more}
     return {f"{of}/{name}": value for name, value in found.items()}
 
 
@@ -58,7 +58,7 @@ def whole(run, lines, tmp_path):  # noqa: F811
     """The folder of `test_page` with records, and a run.json whose text tries to act too."""
     (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     (path := tmp_path / "config.py").write_text("")
-    made = record.new(Source(path, {"name": "".join(EVIL), "alpha": 0.3}), given={"data": "abc"})
+    made = record.new(Source(path, {"name": "".join(EVIL), "alpha": 0.3}), inputs={"data": "abc"})
     record.write(run, made | {"sums": {"config.py": "123"}})
     return run
 

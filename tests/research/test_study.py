@@ -133,9 +133,11 @@ def made(where, **known):
         "given": {},
         "sessions": [],
         "config": None,
-        "from": None,
+        "init_from": None,
     }
-    record.write(where, {"version": record.VERSION, "id": "a", "from_id": None, **nothing, **known})
+    record.write(
+        where, {"version": record.VERSION, "id": "a", "init_from_id": None, **nothing, **known}
+    )
 
 
 def fake(out, name, accuracies, *, tested=True, warm=2, flags=None):

@@ -119,7 +119,7 @@ def test_gradients_of_bins_add_up_to_the_whole(params, credited):
     policy_logp, ascent = tiny.policy()[0], optax.sgd(1.0)
     step = update.make_train_step(policy_logp, tiny.objective(penalties=()), ascent)
     state = update.init_state(params, ascent)
-    mask = np.asarray(credited.seen.mask)
+    mask = np.asarray(credited.data.mask)
     bins = np.where(mask, np.cumsum(mask).reshape(mask.shape) % 3, -1)
 
     def moved(batch):

@@ -82,9 +82,7 @@ def test_a_coroutine_holds_no_thread():
 
 def test_what_is_said_anew_is_marked_and_log_probs_are_told_to_who_asks():
     class Rewrites:
-        hears_logps = True
-
-        def step(self, tokens, logps):
+        def step_with_logps(self, tokens, logps):
             return tasks.NewContext(tokens[:1]), Reward(logps[0], True)
 
     task = Of(echo)

@@ -531,7 +531,7 @@ def test_a_real_tokenizer_without_tools_in_its_template():
         {"role": "user", "content": "<tool_response>\n2\n</tool_response>"},
     ]
     task = TOOLS.for_task(Sums())
-    assert [*made.prompt(task.prompt((1, 2))), *said, *given] == TOOLS.told(made, whole)
+    assert [*made.prompt(task.prompt((1, 2))), *said, *given] == TOOLS.prompt_ids(made, whole)
 
 
 # Episodes.
@@ -734,9 +734,9 @@ def test_a_tool_with_a_limit_of_its_own_has_no_other():
         "error: TimeoutError: no result in 0.05 s",
         False,
     )
-    vars(slow)["limited"] = True
+    vars(slow)["limits_itself"] = True
     assert tools.answer(("slow", {"text": "a"})) == ("a", True)
-    assert vars(python)["limited"]
+    assert vars(python)["limits_itself"]
 
 
 def test_a_late_tool_is_left_behind_and_others_go_on():

@@ -10,7 +10,7 @@ FINE = {
 }  # fmt: skip
 
 
-SAME = {"constant_groups": 1.0, "reward": 0.0, "accuracy": 0.0, "cut": 0.1}
+SAME = {"constant_groups": 1.0, "reward": 0.0, "accuracy": 0.0, "truncated": 0.1}
 
 
 def steps(count, **changes):
@@ -67,8 +67,8 @@ def test_no_false_alarm(records):
     ("changes", "said"),
     [
         ({}, "has the reward 0: likely true answers have another form"),
-        ({"reward": 1.0, "accuracy": 1.0, "cut": 0.6}, "has the reward 1: all are right"),
-        ({"cut": 0.6}, "60% are cut at response_length"),
+        ({"reward": 1.0, "accuracy": 1.0, "truncated": 0.6}, "has the reward 1: all are right"),
+        ({"truncated": 0.6}, "60% are cut at response_length"),
         ({"reward/format": 0.0}, "none has the format"),
         ({"reward/format": 1.0}, "likely true answers"),
     ],

@@ -18,15 +18,16 @@ from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
-from jaxrl_llm.training.components import Components, Splits, askable, readable
+from jaxrl_llm.training.components import Components, askable, readable
 from jaxrl_llm.training.fingerprint import written_out
 from tests.training import quick
 from tests.training.conftest import forget
 
 CONFIG = quick.config()
+TWO_ASIDE = replace(CONFIG, evaluation=Evaluation(validation=2))
 
 
-def made_of(train, test=(0,), *, config=CONFIG, longest=1000) -> Any:
+def made_of(train, test=(-1,), *, config=CONFIG, longest=1000) -> Any:
     """Components whose prompts are as many tokens as they have digits."""
     task = SimpleNamespace(train=train, test=test, prompt=str)
     tokenizer = SimpleNamespace(prompt=lambda text: [0] * len(text))
@@ -35,7 +36,7 @@ def made_of(train, test=(0,), *, config=CONFIG, longest=1000) -> Any:
     return Components(config, task, tokenizer, shape, nothing, nothing, None)  # pyright: ignore[reportArgumentType]
 
 
-def divided(train, validation, test=(0,)):
+def divided(train, validation, test=(-1,)):
     config = replace(CONFIG, evaluation=Evaluation(validation=validation))
     found = made_of(train, test, config=config).splits
     return [[source[i] for i in range(len(source))] for source in found[:3]]
@@ -43,14 +44,14 @@ def divided(train, validation, test=(0,)):
 
 def test_validation_comes_out_of_the_training_data_evenly():
     """One of every ten in a row, where the data are sorted; and of each kind, where they go in cycles."""
-    train, validation, test = divided(range(100), 10, range(7))
+    train, validation, test = divided(range(100), 10, range(100, 107))
     assert [number // 10 for number in validation] == [*range(10)]
     kinds = Counter(number % 5 for number in divided(range(5000), 500)[1])
     assert sorted(kinds) == [0, 1, 2, 3, 4]
     assert all(70 < count < 130 for count in kinds.values())
     assert validation == divided(range(100), 10)[1]
     assert sorted(train + validation) == [*range(100)]
-    assert test == [*range(7)]
+    assert test == [*range(100, 107)]
 
 
 def test_other_data_of_the_same_length_have_another_checksum():
@@ -147,14 +148,15 @@ def test_no_prompt_of_validation_is_trained_on():
     assert Counter(train) == Counter(n for n in numbers if n not in validation)
 
 
-def test_an_example_is_read_once():
-    """Reading may take longer than all else that a run begins with."""
-    count = Counter()
-    noted = lambda i: count.update([i]) or i
-    made = made_of(Mapped(range(40), noted), Mapped(range(40, 50), noted))
-    found = made.splits
-    found.overlap(made.task)
-    assert count == Counter(range(50))
+def test_an_example_is_read_once_and_its_prompt_made_once():
+    """Either may take longer than all else that a run begins with."""
+    read, prompts, encoded = Counter(), Counter(), Counter()
+    noted = lambda i: read.update([i]) or i
+    components = made_of(Mapped(range(40), noted), Mapped(range(40, 50), noted))
+    components.task.prompt = lambda i: prompts.update([i]) or str(i)
+    components.tokenizer.prompt = lambda text: encoded.update([int(text)]) or [0]
+    components.splits  # noqa: B018
+    assert read == prompts == encoded == Counter(range(50))
 
 
 def test_an_example_that_cannot_be_read_is_one_line():
@@ -167,7 +169,7 @@ def test_an_example_that_cannot_be_read_is_one_line():
 
 
 def test_small_training_data_keep_three_quarters():
-    assert [len(source) for source in divided(range(10), 500, range(3))] == [8, 2, 3]
+    assert [len(source) for source in divided(range(10), 500, range(10, 13))] == [8, 2, 3]
     assert divided([1, 2] * 4, 500)[0] in ([1] * 4, [2] * 4)
     for few in (range(3), [1] * 9):
         with pytest.raises(UserError, match="at least 4 are needed, of two prompts"):
@@ -175,20 +177,23 @@ def test_small_training_data_keep_three_quarters():
 
 
 @pytest.mark.parametrize(
-    ("train", "validation", "test", "said"),
+    ("split", "test", "warning"),
     [
-        ([1, 2, 3], [4], [5, 6], ""),
-        ([1, 2, 3], [4], [1, 6], "warning: 1 test prompts are in the training data"),
-        ([1, 2, 3], [4], [4, 6], "warning: 1 test prompts are in the validation data"),
+        (0, [0, 0], ""),
+        (0, [0, 1], "warning: 1 test prompts are in the training data"),
+        (1, [1, 0], "warning: 1 test prompts are in the validation data"),
     ],
 )
-def test_overlap_is_said(train, validation, test, said):
-    assert Splits(train, validation, test, 0, "").overlap(made_of([]).task) == said
+def test_overlap_of_splits_is_a_warning(split, test, warning):
+    examples = divided(range(1, 9), 2)[split][:2]
+    test = [n * examples[i] for i, n in enumerate(test)]
+    assert made_of(range(1, 9), test, config=TWO_ASIDE).splits.overlap == warning
 
 
 def test_a_test_set_that_is_trained_on_is_refused():
+    examples = divided(range(1, 9), 2)[0][:2]
     with pytest.raises(UserError, match="all 2 test examples are in the training data"):
-        Splits([1, 2, 3], [4], [1, 2], 0, "").overlap(made_of([]).task)
+        made_of(range(1, 9), examples, config=TWO_ASIDE).splits  # noqa: B018
 
 
 def test_prompts_that_are_too_long_to_learn_from():

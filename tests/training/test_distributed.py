@@ -231,7 +231,7 @@ def test_folders_that_are_not_shared_are_found(environment, pair, tmp_path):
 
 @pytest.mark.parametrize("given", ["2/2@host:1", "one", "0/2@host", "0/2"])
 def test_a_place_among_processes_is_checked(given):
-    with pytest.raises(UserError, match="I/N@HOST:PORT"), distributed.joined(given, Stop()):
+    with pytest.raises(UserError, match="I/N@HOST:PORT"), distributed.initialize(given, Stop()):
         pass
 
 
@@ -380,7 +380,7 @@ def test_an_error_of_another_is_not_told_as_ones_own(job, monkeypatch, there, lo
     job.store.update(there)
     kind = ValueError if there else jax.errors.JaxRuntimeError  # as programs on CPUs raise them
     error = kind("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
-    with pytest.raises(UserError), distributed.joined("1/2@a:1", Stop(), lost=lost):
+    with pytest.raises(UserError), distributed.initialize("1/2@a:1", Stop(), lost=lost):
         raise UserError("cannot write a checkpoint") from error
     assert job.said[0] == said
 
@@ -392,7 +392,7 @@ def test_an_error_of_another_is_not_told_as_ones_own(job, monkeypatch, there, lo
 def test_ones_own_error_is_told_the_others_at_once(job, error, told, gone):
     """And raised, though the store may be gone."""
     job.store.gone, start = gone, time.monotonic()
-    with pytest.raises(type(error)), distributed.joined("1/2@a:1", Stop()):
+    with pytest.raises(type(error)), distributed.initialize("1/2@a:1", Stop()):
         raise error
     assert job.store.get("ended/1") == (None if gone else told)
     assert time.monotonic() - start < 50  # others are given up after 60
@@ -402,14 +402,14 @@ def test_ones_own_error_is_told_the_others_at_once(job, error, told, gone):
 def test_the_first_stays_until_the_others_have_read_its_error(job, monkeypatch, index):
     monkeypatch.setattr(distributed, "LEAVE", leave := 60.0 * index or 0.3)
     job.index, start = index, time.monotonic()
-    with pytest.raises(UserError), distributed.joined("0/2@a:1", Stop()):
+    with pytest.raises(UserError), distributed.initialize("0/2@a:1", Stop()):
         raise UserError("full")
     assert (time.monotonic() - start > leave) == (index == 0)
 
 
 def wait_in_a_job(condition, stop):
     """Until that holds, and no longer than some minutes."""
-    with suppress(UserError), distributed.joined("1/2@a:1", stop, lost=5.0):
+    with suppress(UserError), distributed.initialize("1/2@a:1", stop, lost=5.0):
         until = time.monotonic() + 300
         while not condition() and time.monotonic() < until:
             time.sleep(0.01)
@@ -448,7 +448,7 @@ def test_the_end_waits_for_no_process_that_stands_still(job, monkeypatch):
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: waits.wait(120.0))
     job.store["ended/0"] = ""
     before = time.monotonic()
-    with distributed.joined("1/2@a:1", Stop(), lost=0.5):
+    with distributed.initialize("1/2@a:1", Stop(), lost=0.5):
         pass
     assert 0.4 < time.monotonic() - before < 60.0
     assert told == [""]  # before the barrier: no one may be taken for lost behind it
@@ -571,11 +571,11 @@ def test_a_store_that_cannot_be_reached_ends_this_process(job):
 def test_processes_on_cpus_read_no_programs_from_a_cache(job, monkeypatch):
     monkeypatch.setattr(distributed, "agree", lambda word: [word])
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    with distributed.joined("1/2@a:1", Stop()):
+    with distributed.initialize("1/2@a:1", Stop()):
         assert not jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with distributed.joined("1/2@a:1", Stop()):
+    with distributed.initialize("1/2@a:1", Stop()):
         assert jax.config.jax_enable_compilation_cache
 
 

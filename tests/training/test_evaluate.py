@@ -62,7 +62,7 @@ def test_shares_by_group(result):
     assert total.mean_k == pytest.approx(2 / 7)
     assert total.pass_k == pytest.approx(4 / 7)
     assert total.score == pytest.approx(4 / 7)
-    assert total.cut == pytest.approx(1 / 7)
+    assert total.truncated == pytest.approx(1 / 7)
     assert result.ungraded == result.metrics()["ungraded"] == 1 + 4
     assert result.metrics()["accuracy/1"] == 0.5
     metrics = result.metrics()

@@ -231,7 +231,7 @@ def test_a_run_of_an_older_version_is_refused(begun, opening):
 
 @pytest.mark.parametrize("name", ["the data of the task", "module helper", "the pretrained model"])
 def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
-    run = record.new(None, given={name: "one", "module of_an_option": "two"}) | {"sums": {}}
+    run = record.new(None, inputs={name: "one", "module of_an_option": "two"}) | {"sums": {}}
     with pytest.raises(UserError, match=rf"{name} is not as it was .*\(one; now another\)"):
         record.continued(tmp_path, run, None, None, {name: "another"})
     record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
@@ -240,7 +240,7 @@ def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
 def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
     """Though the branch at the hub has moved; only another revision is another model."""
     began_with = {"the pretrained model": "commit abc"}
-    record.write(tmp_path, record.new(None, given=began_with) | {"sums": {}})
+    record.write(tmp_path, record.new(None, inputs=began_with) | {"sums": {}})
     hub, branch = config.Pretrained("Qwen/x"), config.Pretrained("Qwen/x", "main")
     for model, found in ((hub, "abc"), (branch, "main")):
         made = RunFolder(tmp_path).pinned(replace(quick.config(), model=model))
@@ -252,7 +252,7 @@ def test_prompts_have_the_day_on_which_a_run_began(begun, made, tmp_path):
     """Some chat templates write it."""
     of_base = replace(made, source=tmp_path)
     assert of_base.identity[DAY] == made.tokenizer.day.isoformat()
-    record.write(tmp_path, record.new(None, given={DAY: "2024-07-26"}))
+    record.write(tmp_path, record.new(None, inputs={DAY: "2024-07-26"}))
     day = datetime.date(2024, 7, 26)
     model, other = config.Pretrained("x"), config.Pretrained("x", day=datetime.date(2024, 1, 1))
     pinned = lambda model: RunFolder(tmp_path).pinned(replace(quick.config(), model=model)).model
@@ -287,8 +287,8 @@ def test_a_module_of_the_user_is_known_by_its_content(tmp_path, monkeypatch):
 def test_processes_that_were_started_otherwise_are_told(theirs, said, monkeypatch):
     words = []
     monkeypatch.setattr(distributed, "agree", lambda word: words.append(word) or words)
-    record.require_alike(record.new(SOURCE, given={"module a": "x"}), "auto")
-    other = record.new(replace(SOURCE, flags=theirs), given={"module b": "x"})
+    record.require_alike(record.new(SOURCE, inputs={"module a": "x"}), "auto")
+    other = record.new(replace(SOURCE, flags=theirs), inputs={"module b": "x"})
     if said is None:
         record.require_alike(other, "auto")
     else:

@@ -139,7 +139,7 @@ def test_what_the_responses_of_a_step_say():
     whole = [True, False, True, True]
     made = tiny.trajectories([[1]] * 4, [[1], [1, 2, 3], [1], [1]], finished=whole)
     said = reinforce.describe_answers(tiny.groups(made, [RIGHT] * 4), 2.0)
-    assert (said["cut"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
+    assert (said["truncated"], said["length"], said["time/tokens_per_second"]) == (0.25, 1.5, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_in_a_bucket_is_passed_over(environment, whole, url
         name: size for name, size in objects(url).items() if name.startswith("checkpoints/9/state")
     }
     largest = max(sizes, key=lambda name: sizes[name])
-    name = f"checkpoints/9/{storage.LAST[2]}" if damage == "half" else largest
+    name = f"checkpoints/9/{storage.COMPLETION_MARKERS[2]}" if damage == "half" else largest
     bucket, path = storage._file_system("s3"), f"{url}/{name}"
     content = bytearray(bucket.cat_file(path))
     if damage in ("lost", "half"):

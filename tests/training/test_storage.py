@@ -413,7 +413,7 @@ def test_files_are_brought_side_by_side(url, monkeypatch):
 
 def test_what_vanishes_while_it_is_stored_is_passed_over(url, monkeypatch, stored):
     """A temporary file of another library; where the bucket has gone it is told."""
-    here, inner = storage.local(url), storage._mark
+    here, inner = storage.local(url), storage._stat
     fill(here, "a", "b", "c")
 
     def mark(file):
@@ -422,7 +422,7 @@ def test_what_vanishes_while_it_is_stored_is_passed_over(url, monkeypatch, store
             file.unlink()
         return found
 
-    monkeypatch.setattr(storage, "_mark", mark)
+    monkeypatch.setattr(storage, "_stat", mark)
     storage.push(here)
     assert [*objects(url)] == ["a", "c"]
 
@@ -610,14 +610,14 @@ def test_who_asks_for_its_lease_gives_a_sign_of_life(url, monkeypatch):
 def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("/picture.png", "picture.png", "a/picture.png", str(tmp_path / "picture.png")):
-        with storage.sent(name) as path:
+        with storage.upload_after(name) as path:
             assert path == Path(name)
 
 
 def test_a_file_is_sent_to_a_bucket_once_it_is_written(url):
     """Nothing of what lies beside it is brought for that."""
     for name in ("a/picture.png", "a/another.png"):
-        with storage.sent(f"{url}/{name}") as path:
+        with storage.upload_after(f"{url}/{name}") as path:
             path.write_text("drawn")
         assert files(path.parent) == [path.name]
         assert name in objects(url)

@@ -25,7 +25,7 @@ GRACE = 30.0  # seconds in which a peer ends by itself
 
 
 class Needs(NamedTuple):
-    """What PyPI is asked for, on a CPU (if that differs) and else, and what it can do."""
+    """The packages from PyPI, on a CPU (if they differ) and else, and the kinds of work that it can do."""
 
     kinds: tuple[str, ...]
     packages: tuple[str, ...]
@@ -52,13 +52,13 @@ class Absent(Exception):  # noqa: N818
 
 def parse(names: str) -> dict[str, Path | None]:
     """Peers by name, `torch,vllm`, and their interpreters where one is given: `torch=PYTHON`."""
-    found: dict[str, Path | None] = {}
+    interpreters: dict[str, Path | None] = {}
     for word in filter(None, names.split(",")):
         name, _, python = word.partition("=")
         if name not in PEERS:
             raise UserError(f"no peer is called {name!r}: known are {', '.join(PEERS)}")
-        found[name] = Path(shutil.which(python) or python).absolute() if python else None
-    return found
+        interpreters[name] = Path(shutil.which(python) or python).absolute() if python else None
+    return interpreters
 
 
 def environment(name: str) -> Path:
@@ -66,9 +66,9 @@ def environment(name: str) -> Path:
     needs, folder = PEERS[name], HOME / name
     on_cpu = jax.default_backend() == "cpu"
     packages = needs.on_cpu if on_cpu and needs.on_cpu else needs.packages
-    python, made = folder / "bin" / "python", folder / "made-of"
+    python, marker = folder / "bin" / "python", folder / "made-of"
     wanted = " ".join(packages)
-    if made.exists() and made.read_text() == wanted:
+    if marker.exists() and marker.read_text() == wanted:
         return python
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
     variables = {**os.environ, **({"UV_FIND_LINKS": links} if links else {})}
@@ -81,7 +81,7 @@ def environment(name: str) -> Path:
         flags += ["--overrides", overrides.name] if on_cpu and needs.without else []
         words = [folder / "bin" / "uv", "pip", "install", "-q", "--python", python]
         _run([*words, *flags, *packages], variables)
-    made.write_text(wanted)
+    marker.write_text(wanted)
     return python
 
 

@@ -60,23 +60,23 @@ def generate(recipe: Recipe, split: str) -> Iterator[Puzzle]:
 def puzzles(split: str, people: int, depth: int, seed: int) -> Iterator[Puzzle]:
     """Endless distinct puzzles of one split; a UserError once no new one can be found."""
     rng = Random(f"{seed} {split} {people} {depth}")  # noqa: S311 (not for secrets)
-    seen: set[str] = set()
+    keys: set[str] = set()
     draws = 0
     while draws < _PATIENCE:
         draws += 1
         statements = tuple(_informative(rng, people, depth) for _ in range(people))
-        found = solutions(statements)
-        if len(found) != 1:
+        roles = solutions(statements)
+        if len(roles) != 1:
             continue
         key = canonical_key(statements)
-        if key in seen or split_of(key) != split:
+        if key in keys or split_of(key) != split:
             continue
-        seen.add(key)
+        keys.add(key)
         draws = 0
         names = tuple(rng.sample(english.NAMES, people))
-        yield Puzzle(names, statements, found[0], english.question(names, statements, rng))
+        yield Puzzle(names, statements, roles[0], english.question(names, statements, rng))
     raise UserError(
-        f"only {len(seen)} distinct {split} puzzles found with {people} people at depth {depth}: "
+        f"only {len(keys)} distinct {split} puzzles found with {people} people at depth {depth}: "
         "ask for fewer, or for more people or depth"
     )
 

@@ -88,7 +88,7 @@ def reward(names: Sequence[str], solution: Roles, response: str) -> Reward:
 
 
 def well_formed(text: str) -> bool:
-    """Whether each of the four tags occurs exactly once, in order."""
+    """True if each of the four tags occurs exactly once, in order."""
     places = [text.find(tag) for tag in _TAGS]
     return all(text.count(tag) == 1 for tag in _TAGS) and places == sorted(places)
 

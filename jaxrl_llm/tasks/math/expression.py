@@ -81,7 +81,7 @@ class Node:
 
     @property
     def literal(self) -> bool:
-        """Whether it is written as a result: an integer, decimal or fraction, signed or not."""
+        """True if it is written as a result: an integer, decimal or fraction, signed or not."""
         if self.op == "negative":
             return self.args[0].op != "negative" and self.args[0].literal
         if self.op == "quotient":
@@ -145,7 +145,7 @@ class _Reader:
         return UnreadableError(f"{message}: {self._text[self._at : self._at + 10]!r}")
 
     def find(self, pattern: str) -> re.Match[str] | None:
-        """What comes next, if it is this."""
+        """Goes past what comes next, if it is this, and returns it."""
         return re.compile(rf"\s*(?:{pattern})").match(self._text, self._at)
 
     def _groups(self, pattern: str) -> list[str]:
@@ -226,20 +226,20 @@ class _Reader:
         raise self.error("no expression")
 
     def _number(self) -> Node:
-        if found := self._groups(_SCIENTIFIC):
-            *factor, exponent = found
+        if parts := self._groups(_SCIENTIFIC):
+            *factor, exponent = parts
             return number(Fraction(*factor or "1") * Fraction(10) ** int(exponent), "scientific")
-        if found := self._groups(_REPEATING):
-            whole, fixed, cycle = found
+        if parts := self._groups(_REPEATING):
+            whole, fixed, cycle = parts
             repeated = Fraction(int(cycle), 10 ** len(cycle) - 1)
             value = int(whole or 0) + (int(fixed or 0) + repeated) / 10 ** len(fixed)
             return number(value, "repeating")
-        found = self._groups(_MIXED) or self._groups(_NUMBER)
-        if max(map(len, found)) > _DIGITS:
+        parts = self._groups(_MIXED) or self._groups(_NUMBER)
+        if max(map(len, parts)) > _DIGITS:
             raise self.error("a number of too many digits")
-        if len(found) == 1:
-            return number(Fraction(found[0]))
-        whole, above, below = map(int, found)
+        if len(parts) == 1:
+            return number(Fraction(parts[0]))
+        whole, above, below = map(int, parts)
         if above >= below:
             raise self.error("not a mixed number")
         return number(whole + Fraction(above, below), "mixed")

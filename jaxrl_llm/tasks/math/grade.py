@@ -131,7 +131,7 @@ class Form:
 
 
 def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
-    """Whether the answer is the truth, worked out as far, and not copied from the question."""
+    """True if the answer is the truth, worked out as far, and not copied from the question."""
     if len(answer) > max(_LONGEST, len(truth)):
         return False
     return any(
@@ -144,20 +144,20 @@ def same(truth: str, answer: str, question: str, engine: Engine) -> bool:
 def _readings(text: str, question: str) -> list[str]:
     """The text, `15,450` as two numbers too; or the product of letters that the question has."""
     word = text.strip(" $")
-    if word.isalpha() and all(f"symbol:{letter}" in _asked(question) for letter in word):
+    if word.isalpha() and all(f"symbol:{letter}" in _terms(question) for letter in word):
         return [" ".join(word)]
     return [text, text.replace(",", ", ")] if _PAIRS.fullmatch(text.strip()) else [text]
 
 
-def _same(true: Form, given: Form, question: str, engine: Engine) -> bool:
-    percent = _in_percent(given) and not _in_percent(true)
+def _same(true: Form, answer: Form, question: str, engine: Engine) -> bool:
+    percent = _in_percent(answer) and not _in_percent(true)
     if percent and not re.search("percent|%", _GIVEN_PERCENT.sub("", question), re.IGNORECASE):
         return False  # 0.5 is not 0.5%
-    asked = _asked(question) - {_bare(node).key for node in _nodes(true)}
-    copied = asked & {_bare(node).key for node in _nodes(given)}
+    asked = _terms(question) - {_bare(node).key for node in _nodes(true)}
+    copied = asked & {_bare(node).key for node in _nodes(answer)}
     if not all(map(_PLAIN.fullmatch, copied)):
         return False
-    return equal(true, given, engine)
+    return equal(true, answer, engine)
 
 
 def _in_percent(form: Form) -> bool:
@@ -170,7 +170,7 @@ def _nodes(form: Form) -> list[Node]:
 
 
 @lru_cache(maxsize=4096)
-def _asked(question: str) -> frozenset[str]:
+def _terms(question: str) -> frozenset[str]:
     """The keys (`Node.key`) of the expressions in the formulas of a question."""
     sides = [s for found in _FORMULAS.findall(question) for s in "".join(found).split("=")]
     nodes = [node for side in sides for node in _nodes(read(side))]
@@ -255,13 +255,13 @@ def _read(text: str, depth: int = 0) -> Form:
         raise UnreadableError("no answer")
     text = _stripped(text)
     wrapped = _TEXT.fullmatch(text)
-    said = (wrapped[1] if wrapped else text).strip()
-    words = _WORD.fullmatch(said.rstrip("0123456789"))  # June 5
-    words = words and (re.search("[A-Za-z]{3}", said) or said.casefold() == "no")
-    if words or re.fullmatch("[IVX]{2,}", said) or (wrapped and _WORD.fullmatch(said[1:])):
-        return Form("text " + " ".join(said.casefold().strip(" .").split()))
-    choice = _CHOICE.fullmatch(said) or _CHOSEN.fullmatch(said)
-    text = _without_thousands(choice[1] or choice[2] if choice else said)
+    inner = (wrapped[1] if wrapped else text).strip()
+    words = _WORD.fullmatch(inner.rstrip("0123456789"))  # June 5
+    words = words and (re.search("[A-Za-z]{3}", inner) or inner.casefold() == "no")
+    if words or re.fullmatch("[IVX]{2,}", inner) or (wrapped and _WORD.fullmatch(inner[1:])):
+        return Form("text " + " ".join(inner.casefold().strip(" .").split()))
+    choice = _CHOICE.fullmatch(inner) or _CHOSEN.fullmatch(inner)
+    text = _without_thousands(choice[1] or choice[2] if choice else inner)
     if not text:
         raise UnreadableError("an empty text")
     if choice and len(text) > 1:
@@ -360,7 +360,7 @@ def _unit_split(text: str) -> tuple[str, str]:
 
 
 def _is_unit(unit: str) -> bool:
-    """Whether it does not change the number before it: `students`, `m/s`; not `thousand`, `00`."""
+    """True if it does not change the number before it: `students`, `m/s`; not `thousand`, `00`."""
     if re.search(r"(?<![\^A-Za-z])(?<!\^-)\d|[+=<>]|(fold|illion)s?\b", unit):
         return False
     words = re.findall("[A-Za-z]+", unit)
@@ -377,7 +377,7 @@ def _no_engine(truth: Node, answer: Node) -> bool:
 
 
 def equal(truth: Form, answer: Form, engine: Engine) -> bool:
-    """Whether both forms say the same, with the answer worked out as far as the truth."""
+    """True if both forms say the same, with the answer worked out as far as the truth."""
     named = {part.name for part in truth.parts} - {""}  # x=1, y=2 keeps its order if not named
     in_order = len(named) == len(truth.parts) > 1 and not any(p.name for p in answer.parts)
     if not in_order:
@@ -454,7 +454,7 @@ def _equal_nodes(truth: Node, answer: Node, engine: Engine) -> bool:
 
 
 def _worked_out(answer: Node, truth: Node) -> bool:
-    """Whether the answer has no name, and no more operations of any kind, than the truth."""
+    """True if the answer has no name, and no more operations of any kind, than the truth."""
     if answer.literal:
         known = truth.rational
         whole = known is not None and known.denominator == 1
@@ -464,23 +464,23 @@ def _worked_out(answer: Node, truth: Node) -> bool:
 
 def operations(node: Node) -> Counter[str]:
     """Counts the operations left to do in an expression (sums, roots, ...), and its symbols."""
-    found = Counter[str]()
+    tally = Counter[str]()
     for part in node.walk():
         exponent = part.args[1] if part.op == "power" else None
         if part.op == "sum":
-            found["sum"] += len(part.args) - 1
+            tally["sum"] += len(part.args) - 1
         elif part.op == "product":
-            found["product"] += max(sum(arg.rational is not None for arg in part.args) - 1, 0)
+            tally["product"] += max(sum(arg.rational is not None for arg in part.args) - 1, 0)
         elif part.op == "symbol":
-            found[str(part.value)] += 1
+            tally[str(part.value)] += 1
         elif part.op == "quotient":
-            found["quotient"] += bool(part.args[1].symbols)
+            tally["quotient"] += bool(part.args[1].symbols)
         elif exponent is not None:
             known = exponent.rational
-            found["quotient"] += exponent.op == "negative"
-            found["root" if known is not None and known.denominator > 1 else "power"] += known != -1
+            tally["quotient"] += exponent.op == "negative"
+            tally["root" if known is not None and known.denominator > 1 else "power"] += known != -1
         elif part.op == "scientific":
-            found["power"] += 1
+            tally["power"] += 1
         elif part.op not in ("number", "negative"):
-            found[part.op] += 1
-    return found
+            tally[part.op] += 1
+    return tally

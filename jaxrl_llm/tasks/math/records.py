@@ -86,7 +86,7 @@ def from_file(path: str | Path, convert: Callable[[Row], Problem] = problem_of) 
 
 
 def is_read(truth: str) -> bool:
-    """Whether another text than this very one can equal a truth."""
+    """True if another text than this very one can equal a truth."""
     return not _LOST.match(read(truth).kind)
 
 

@@ -45,7 +45,7 @@ class AnswerChecker:
         self._workers = Workers(workers, "jaxrl_llm.tasks.math.worker")
 
     def check(self, truth: str, answer: str, question: str = "") -> Verdict:
-        """Whether the answer is the truth, worked out as far, and not copied from the question."""
+        """True if the answer is the truth, worked out as far, and not copied from the question."""
         for seconds in (self._seconds, 2 * self._seconds):
             reply = self._workers.ask([truth, answer, question], seconds)
             if reply in ("equal", "different"):
@@ -67,7 +67,7 @@ class AnswerChecker:
 def equals_any(
     checker: AnswerChecker, truths: Iterable[str], answer: str, question: str = ""
 ) -> Verdict:
-    """Whether the answer is one of the truths; UNDECIDED if that hangs on a comparison that is."""
+    """True if the answer is one of the truths; UNDECIDED if that hangs on a comparison that is."""
     verdicts = {checker.check(truth, answer, question) for truth in truths}
     known = (v for v in (Verdict.EQUAL, Verdict.UNDECIDED) if v in verdicts)
     return next(known, Verdict.DIFFERENT)
@@ -105,7 +105,7 @@ def in_sympy(node: Node) -> "sympy.Expr":
 
 
 def equivalent(truth: Node, answer: Node) -> bool:
-    """Whether math-verify takes the two for the same value, at 100 digits where it computes."""
+    """True if math-verify takes the two for the same value, at 100 digits where it computes."""
     import math_verify
 
     gold, given = in_sympy(truth), in_sympy(answer)

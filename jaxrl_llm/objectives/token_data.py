@@ -41,26 +41,26 @@ class TokenData(NamedTuple):
     """the number of the token's turn in its episode, from 1; 0 on padding"""
 
 
-def trainer(seen: TokenData) -> Tokens:
+def trainer(data: TokenData) -> Tokens:
     """`old_logp`, by default the denominator of a ratio."""
-    return seen.old_logp
+    return data.old_logp
 
 
-def sampler(seen: TokenData) -> Tokens:
+def sampler(data: TokenData) -> Tokens:
     """`sampler_logp`: as the denominator of a ratio it corrects for the sampler's mismatch too."""
-    return seen.sampler_logp
+    return data.sampler_logp
 
 
-def total(x: Tokens, seen: TokenData) -> Tokens:
+def total(x: Tokens, data: TokenData) -> Tokens:
     """The sum of x over the response of each token; 0 on padding."""
     segments = x.shape[1] + 1
     add = jax.vmap(lambda row, number: jax.ops.segment_sum(row, number, segments)[number])
-    return jnp.where(seen.mask, add(jnp.where(seen.mask, x, 0.0), seen.response), 0.0)
+    return jnp.where(data.mask, add(jnp.where(data.mask, x, 0.0), data.response), 0.0)
 
 
-def mean(x: Tokens, seen: TokenData) -> Tokens:
+def mean(x: Tokens, data: TokenData) -> Tokens:
     """The mean of x over the response of each token; 0 on padding."""
-    return total(x, seen) / jnp.maximum(total(jnp.ones_like(x), seen), 1.0)
+    return total(x, data) / jnp.maximum(total(jnp.ones_like(x), data), 1.0)
 
 
 def ratio(logp: Tokens, anchor_logp: Tokens, bound: float = 20.0) -> Tokens:

@@ -16,7 +16,7 @@ DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 
 @contextmanager
-def opened(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
+def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
     """A run's components, a sampler with the weights of `step` (None: the best), and that step."""
     folder = RunFolder(where)
     components = Components.make(folder.config(), data)
