@@ -168,9 +168,7 @@ BANNED = {
 SHORT = 5  # lines that such a name may live
 QUESTIONS = ("What", "Whether", "Where", "Who", "These")
 ALLOWED = {
-    "learning": 8,
     "models": 42,
-    "rollouts": 22,
     "tasks": 18,
     "training": 9,
 }  # what is left, by room; it only goes down

@@ -41,7 +41,7 @@ class Group:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no two checked rewards differ, in float32; never where it has one response."""
+        """True if no two graded rewards differ, in float32; never where it has one response."""
         scores = np.asarray([r.score for r in self.rewards if r.graded], np.float32)
         return len(self.trajectories) > 1 and not (len(scores) and scores.max() > scores.min())
 
@@ -75,17 +75,17 @@ class Pending:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process samples it."""
+        """True in the process that samples it."""
         return self.owner == distributed.index()
 
     @property
     def is_there(self) -> bool:
-        """Whether this process has all of its responses."""
+        """True if this process has all of its responses."""
         whole = lambda one: one.done() and not one.cancelled() and one.exception() is None
         return bool(self.responses) and all(map(whole, self.responses))
 
     def group(self) -> Group:
-        """What is there: responses, episodes with their reward."""
+        """The group of its responses, which are there; episodes have their reward."""
         made = [response.result() for response in self.responses]
         if self.replies is not None:
             scores = self.replies.rewards[self.first : self.first + len(made)]
@@ -176,20 +176,20 @@ class TokenTask:
         return self.collect(sampler, groups)
 
     def replay(
-        self, examples: Sequence[Any], said: Sequence[str | Sequence[str]]
+        self, examples: Sequence[Any], turns: Sequence[str | Sequence[str]]
     ) -> list[Trajectory]:
         """Episodes in which the policy says these turns, or this one, each with its end."""
         endless = Sampling(max_tokens=2**31, max_turns=2**31)
-        made = [Draft(endless, prompt) for prompt in self.prompts(examples)]
+        drafts = [Draft(endless, prompt) for prompt in self.prompts(examples)]
         with self._episodes(examples) as reply:
-            for i, turns in enumerate(said):
-                for turn in [turns] if isinstance(turns, str) else turns:
+            for i, several in enumerate(turns):
+                for turn in [several] if isinstance(several, str) else several:
                     tokens = self.turn(examples[i], turn)
                     logps = [0.0] * len(tokens)
-                    made[i].add(tokens, logps, stopped=True)
-                    if not made[i].goes_on(reply(i, tokens, logps).result()):
+                    drafts[i].add(tokens, logps, stopped=True)
+                    if not drafts[i].goes_on(reply(i, tokens, logps).result()):
                         break
-        pairs = zip(made, reply.rewards, strict=True)
+        pairs = zip(drafts, reply.rewards, strict=True)
         return [replace(draft.done(episode=True), reward=reward) for draft, reward in pairs]
 
     def try_reward(self, example: Any, response: str | Sequence[str]) -> Reward:
@@ -244,17 +244,17 @@ def together(
     if len(shares) == 1:
         return shares[0]
     left = [iter(share) for share in shares]  # prompts and examples are not sent along
-    return [_asked(next(left[one.owner]), one.example, one.prompt) for one in groups]
+    return [_with_prompt(next(left[one.owner]), one.example, one.prompt) for one in groups]
 
 
 def _reply(
     replies: Episodes, first: int, index: int, tokens: Sequence[int], logps: Sequence[float]
 ) -> Future[Said]:
-    """What the environment of a response says, of a call whose first response is number `first`."""
+    """The environment's answer to a turn, in a call whose first response is number `first`."""
     return replies(first + index, tokens, logps)
 
 
-def _asked(group: Group, example: Any, prompt: Sequence[int]) -> Group:
+def _with_prompt(group: Group, example: Any, prompt: Sequence[int]) -> Group:
     """A group of an example and its prompt."""
     return Group(example, tuple(replace(one, prompt=prompt) for one in group.trajectories))
 
@@ -272,9 +272,9 @@ def noted(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def from_note(note: dict[str, Any]) -> list[Group]:
-    """What was `noted`."""
+    """The inverse of `noted`."""
     pairs = zip(note["prompts"], unpack(base64.b64decode(note["packed"])), strict=True)
-    return [_asked(group, None, prompt) for prompt, group in pairs]
+    return [_with_prompt(group, None, prompt) for prompt, group in pairs]
 
 
 def pack(groups: Sequence[Group]) -> bytes:
@@ -299,7 +299,7 @@ def pack(groups: Sequence[Group]) -> bytes:
 
 
 def unpack(payload: bytes) -> list[Group]:
-    """What was packed."""
+    """The inverse of `pack`."""
     with np.load(io.BytesIO(payload), allow_pickle=False) as found:
         part = dict(found)
     rest, ends = json.loads(part["rest"].tobytes()), np.cumsum(part["lengths"])

@@ -238,13 +238,13 @@ class Vllm:
 
     def _own_servers(self) -> tuple[str, ...]:
         """This process's share of the running servers, since a server has one trainer."""
-        own = self.servers[jax.process_index() :: jax.process_count()]
-        if self.servers and not own:
+        mine = self.servers[jax.process_index() :: jax.process_count()]
+        if self.servers and not mine:
             raise UserError(
                 f"engine: {len(self.servers)} servers for {jax.process_count()} processes: each needs one of "
                 "its own"
             )
-        return own
+        return mine
 
     def _key(self) -> str:
         from jaxrl_llm.rollouts.vllm.client import read_key

@@ -115,7 +115,7 @@ class NativeSampler(Sampler):
             response.set_result(draft.done(episode=reply is not None))
         return responses
 
-    def _serve(self, requests, made, sampling, reply):
+    def _serve(self, requests, drafts, sampling, reply):
         """The host's loop: fill free slots, decode, collect turns and what is replied to them."""
         start, busy = time.perf_counter(), 0.0
         longest = padded(max(map(len, requests)), SHORTEST)
@@ -125,8 +125,8 @@ class NativeSampler(Sampler):
         slots = idle_slots(self.slots, sampling.max_tokens, turns=reply is not None)
         rules = rules_of(sampling)
         working: dict[int, Request] = {}  # by slot
-        asked: dict[int, Future[Any]] = {}  # replies to come, by slot
-        left = len(made)
+        replies: dict[int, Future[Any]] = {}  # replies to come, by slot
+        left = len(drafts)
         count = {"prefill_tokens": 0, "decode_steps": 0}
         waiting, again = deque([self._prefilled(requests, count)]), list[Request]()
 
@@ -147,8 +147,8 @@ class NativeSampler(Sampler):
                 again.clear()
             cache = self._admit(cache, slots, working, _one_by_one(waiting))
             if slots.done.all():  # all wait for replies
-                futures.wait(asked.values(), CHECK, futures.FIRST_COMPLETED)
-                left -= _collect(slots, working, asked, made, reply, again)
+                futures.wait(replies.values(), CHECK, futures.FIRST_COMPLETED)
+                left -= _collect(slots, working, replies, drafts, reply, again)
                 continue
             live = ~slots.done
             end = int(slots.position[live].max())
@@ -156,7 +156,7 @@ class NativeSampler(Sampler):
             quota = self.refill if left > len(working) else self.slots
             if reply:
                 quota = max(1, live.sum() // 16)
-            steps = max(LOOK, self.stride) if asked else self.steps
+            steps = max(LOOK, self.stride) if replies else self.steps
             steps = steps if columns == limit else min(steps, columns - end)
             began = time.perf_counter()
             ends = np.int32(quota), np.int32(steps)
@@ -164,7 +164,7 @@ class NativeSampler(Sampler):
             slots, steps = jax.tree.map(np.array, jax.device_get(done))
             busy += time.perf_counter() - began
             count["decode_steps"] += int(steps)
-            left -= _collect(slots, working, asked, made, reply, again)
+            left -= _collect(slots, working, replies, drafts, reply, again)
         self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}
 
     def _columns(self, needed: int, limit: int) -> int:
@@ -254,15 +254,15 @@ def _start(slots: Slots, s: int, request: Request) -> None:
     arrays.prompt[s], arrays.number[s] = _hash(request.prompt), request.number
     arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
     arrays.count[s], arrays.done[s], arrays.stopped[s] = request.used, False, False
-    if arrays.given is not None:
-        arrays.given[s] = request.used
+    if arrays.forced is not None:
+        arrays.forced[s] = request.used
 
 
 def _collect(
     slots: Slots,
     working: dict[int, Request],
-    asked: dict[int, Future[Any]],
-    made: list[Draft],
+    replies: dict[int, Future[Any]],
+    drafts: list[Draft],
     reply: Reply | None,
     again: list[Request],
 ) -> int:
@@ -272,32 +272,32 @@ def _collect(
     are added to `again`.
     """
     arrays: Any = slots
-    over = [s for s in working if slots.done[s] and s not in asked]
-    for s in over:
-        turn = slice(0 if slots.given is None else slots.given[s], slots.count[s])
+    ended_now = [s for s in working if slots.done[s] and s not in replies]
+    for s in ended_now:
+        turn = slice(0 if slots.forced is None else slots.forced[s], slots.count[s])
         tokens, logps = slots.tokens[s, turn].tolist(), slots.logps[s, turn].tolist()
         if not all(map(math.isfinite, logps)):
             raise UserError(
                 "the model gives log-probs that are not finite: look at its weights, and for a "
                 "dtype that its logits are too large for"
             )
-        made[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
+        drafts[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
         if reply is None:
             working.pop(s)
         else:
-            asked[s] = reply(working[s].index, tokens, logps)
+            replies[s] = reply(working[s].index, tokens, logps)
     if reply is None:
-        return len(over)
-    futures.wait([asked[s] for s in over], SOON)
+        return len(ended_now)
+    futures.wait([replies[s] for s in ended_now], SOON)
     ended = 0
-    for s in [s for s in asked if asked[s].done()]:
+    for s in [s for s in replies if replies[s].done()]:
         request, count = working[s], slots.count[s]
-        episode = made[request.index]
+        episode = drafts[request.index]
         size, segments = len(episode.tokens), len(episode.restarts)
-        goes_on = episode.goes_on(asked.pop(s).result())
+        goes_on = episode.goes_on(replies.pop(s).result())
         if goes_on and len(episode.restarts) == segments:
-            arrays.given[s] = count + len(episode.tokens) - size
-            arrays.tokens[s, count : arrays.given[s]] = episode.tokens[size:]
+            arrays.forced[s] = count + len(episode.tokens) - size
+            arrays.tokens[s, count : arrays.forced[s]] = episode.tokens[size:]
             arrays.done[s] = arrays.stopped[s] = False
             continue
         working.pop(s)
@@ -311,7 +311,7 @@ def _collect(
 
 
 def _one_by_one(waiting: deque[Iterator[T]]) -> Iterator[T]:
-    """What is left of these, in their order; it may be dropped and asked for anew."""
+    """The rest of these, in their order; it may be dropped and asked for anew."""
     while waiting:
         for one in waiting[0]:  # noqa: UP028 (`yield from` would close it with this one)
             yield one

@@ -80,7 +80,7 @@ class Sampler:
         raise NotImplementedError
 
     def wait(self, responses: Sequence[Future[Trajectory]]) -> list[Trajectory]:
-        """These responses, once they are there. An error calls them off."""
+        """The responses, once all are there. An error calls them off."""
         return [response.result() for response in responses]
 
     def generate(
@@ -170,18 +170,18 @@ class Draft:
         longest = len(self.prompt) + most
         return min([left, *(longest + start - size for start, _ in self.restarts[-1:])])
 
-    def goes_on(self, said: Said) -> bool:
+    def goes_on(self, reply: Said) -> bool:
         """Adds what the environment replies, if that (not None) leaves room for another turn."""
-        if said is None or not self.finished:
+        if reply is None or not self.finished:
             return False
         self.finished = False
-        (given, anew), size = said, len(self.tokens)
-        spans = [*self.restarts, (size, size + len(given))] if anew else self.restarts
-        longer = replace(self, tokens=[*self.tokens, *given], restarts=spans)
+        (tokens, anew), size = reply, len(self.tokens)
+        spans = [*self.restarts, (size, size + len(tokens))] if anew else self.restarts
+        longer = replace(self, tokens=[*self.tokens, *tokens], restarts=spans)
         if longer.room < 1 or len(self.turns) == self.sampling.max_turns:
             return False
         self.tokens, self.restarts = longer.tokens, spans
-        self.logps += [0.0] * len(given)
+        self.logps += [0.0] * len(tokens)
         return True
 
     def done(self, *, episode: bool) -> Trajectory:

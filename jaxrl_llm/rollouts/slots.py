@@ -18,7 +18,7 @@ class Slots(NamedTuple):
     """The state of S slots: `last` is the token to read at `position`, `count` tokens are drawn.
 
     `prompt` and `number` identify the response; `done` is idle, `stopped` ended on a stop token.
-    With turns the first `given` tokens are known, and read instead of drawn ones; a slot that is
+    With turns the first `forced` tokens are read instead of drawn ones; a slot that is
     done keeps its place, to go on from there.
     """
 
@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     stopped: Bool[Array, "S"]
     tokens: Int[Array, "S T"]
     logps: Float[Array, "S T"]
-    given: Int[Array, "S"] | None = None
+    forced: Int[Array, "S"] | None = None
 
 
 class Rules(NamedTuple):
@@ -49,8 +49,8 @@ def idle_slots(slots: int, limit: int, *, turns: bool = False) -> Slots:
     shapes = ((slots,),) * 7 + ((slots, limit),) * 2
     types = (np.uint32,) * 2 + (np.int32,) * 3 + (bool,) * 2 + (np.int32, np.float32)
     arrays: Any = list(map(np.zeros, shapes, types))
-    given: Any = np.zeros(slots, np.int32) if turns else None
-    return Slots(*arrays)._replace(done=np.ones(slots, bool), given=given)
+    forced: Any = np.zeros(slots, np.int32) if turns else None
+    return Slots(*arrays)._replace(done=np.ones(slots, bool), forced=forced)
 
 
 def rules_of(sampling: Sampling) -> Rules:
@@ -95,7 +95,7 @@ def run(
     def advance(_, carry):
         cache, slots = carry
         # a slot that waits for its next turn writes where that will begin, and keeps its state
-        idle, live = (0, None) if slots.given is None else (slots.position, ~slots.done)
+        idle, live = (0, None) if slots.forced is None else (slots.position, ~slots.done)
         position = jnp.where(slots.done, idle, slots.position)
         logits, cache = decode(params, cache, slots.last, position, live)
         return cache, record(slots, rules, logits)
@@ -121,8 +121,8 @@ def record(slots: Slots, rules: Rules, logits: Float[Array, "S V"]) -> Slots:
     column = jnp.where(slots.done, limit, slots.count)  # `limit` is out of range: no write
     count = jnp.where(slots.done, slots.count, slots.count + 1)
     stops = ~slots.done & (token[:, None] == rules.stop[None]).any(1)
-    if slots.given is not None:
-        known = slots.count < slots.given
+    if slots.forced is not None:
+        known = slots.count < slots.forced
         token = jnp.where(known, _by_row(_get)(slots.tokens, column), token)
         logp, stops = jnp.where(known, 0.0, logp), stops & ~known
         token = jnp.where(slots.done, slots.last, token)

@@ -29,7 +29,7 @@ class Trajectory:
 
     @property
     def sampled(self) -> list[int]:
-        """Where its sampled tokens are."""
+        """The places of its sampled tokens."""
         return [
             t for start, end in self.turns or [(0, len(self.tokens))] for t in range(start, end)
         ]

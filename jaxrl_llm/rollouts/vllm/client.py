@@ -229,9 +229,9 @@ def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -
     return Response(tokens, [float(logp) for logp in logps], stopped, aborted)
 
 
-def _one_line(said: str | bytes) -> str:
+def _one_line(text: str | bytes) -> str:
     """The beginning, on a line that is safe to print: a server may send anything."""
-    text = said[:1000].decode(errors="replace") if isinstance(said, bytes) else said
+    text = text[:1000].decode(errors="replace") if isinstance(text, bytes) else text
     return printable(re.sub(r"\s", " ", text[:300])).strip()
 
 
@@ -239,7 +239,7 @@ def _one_line(said: str | bytes) -> str:
 
 
 class Patience:
-    """Who gets no answer asks again; a UserError once all `servers` have failed for `seconds`.
+    """Asks again where no answer comes; a UserError once all `servers` have failed for `seconds`.
 
     That is counted for each from its first failure since it last `answered`. One that has answered
     nothing while a request had its time is restarted: its engine may hang though its /health is
@@ -258,7 +258,7 @@ class Patience:
         self._answered[server] = time.monotonic()
 
     def failing(self, server: Server) -> bool:
-        """Whether it has failed since it last answered."""
+        """True if it has failed since it last answered."""
         return server in self._failing_since
 
     async def persist(self, server: Server, attempt: Callable[[Server], Awaitable[T]]) -> T:
@@ -326,7 +326,7 @@ def address(url: str) -> urllib.parse.SplitResult:
 
 
 def is_private(url: str) -> bool:
-    """Whether data sent there stays on this machine, or is encrypted."""
+    """True if data sent there stays on this machine, or is encrypted."""
     parts = address(url)
     if parts.scheme in ("unix", "https") or parts.hostname == "localhost":
         return True

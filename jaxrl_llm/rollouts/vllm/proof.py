@@ -96,7 +96,7 @@ class Proof:
         self._compared.discard(server.url)
 
     async def same_weights(self, server: Server, ours: Mapping[str, int], rank: int = 0) -> bool:
-        """Whether a server has the trainer's weights; False if it cannot tell, else a UserError.
+        """True if a server has the trainer's weights, False if it cannot tell, else a UserError.
 
         With `rank` they are adapters of that rank.
         """
@@ -109,17 +109,17 @@ class Proof:
                 for name, held in worker.items()
                 for place, number in held
             }  # workers that hold copies of a part say the same
-            found: Counter[str] = Counter()
+            sums: Counter[str] = Counter()
             for name, _, number in parts:
-                found[name] += number
+                sums[name] += number
         except NoRoute:
             return False
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise NoAnswer(f"told no checksums of its weights ({error!r:.200})") from error
-        if not found:
+        if not sums:
             return False
-        wrong = [x for x in ours if found[x] % 2**32 != ours[x]]
-        wrong += [f"{x!r:.99}, which is unknown" for x in found if x not in ours]
+        wrong = [x for x in ours if sums[x] % 2**32 != ours[x]]
+        wrong += [f"{x!r:.99}, which is unknown" for x in sums if x not in ours]
         if wrong:
             raise UserError(
                 f"{server.url} loaded new weights with success, but {len(wrong)} of its {len(ours)} tensors "
@@ -129,7 +129,7 @@ class Proof:
         return True
 
     def _stale(self, server: Server, got: np.ndarray) -> bool:
-        """Whether its answers did not move at all, or barely while the trainer's clearly did."""
+        """True if its answers did not move at all, or barely while the trainer's clearly did."""
         if (before := self._answers_before.get(server.url)) is None:
             return False
         moved = np.abs(got - before).mean()

@@ -147,19 +147,19 @@ class VllmSampler(Sampler):
         return [turn.response for turn in turns]
 
     def wait(self, responses: Sequence[Future[Trajectory]]) -> list[Trajectory]:
-        """These responses, once they are there; an error calls them off. Sets `counters`."""
+        """The responses, once all are there; an error calls them off. Sets `counters`."""
         try:
             while (left := futures.wait(responses, CHECK_SECONDS, FIRST_EXCEPTION)).not_done:
                 if any(one.exception() for one in left.done):
                     break
                 self._look()
-            made = [one.result() for one in responses]
+            trajectories = [one.result() for one in responses]
         except BaseException:
             for one in responses:
                 one.cancel()
             raise
         self.counters = {"retries": self._service.retries()}
-        return made
+        return trajectories
 
     def close(self) -> None:
         """Calls off all that is asked for."""

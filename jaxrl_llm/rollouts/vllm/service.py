@@ -40,18 +40,18 @@ class Turn:
         self._go_on((*self.prompt, *part.tokens))
 
     async def goes_on(self) -> bool:
-        """Whether more is to be asked for: the rest of the turn, or after a reply the next one."""
+        """True if more is to be asked for: the rest of the turn, or after a reply the next one."""
         if self.draft.in_turn:
             return True
         if self.reply is None:
             return False
         start, end = self.draft.turns[-1]
         turn = self.draft.tokens[start:end], self.draft.logps[start:end]
-        said = await asyncio.wrap_future(self.reply(*turn))
-        if said is None or not self.draft.goes_on(said):
+        reply = await asyncio.wrap_future(self.reply(*turn))
+        if reply is None or not self.draft.goes_on(reply):
             return False
-        given, anew = said
-        self._go_on((*given,) if anew else (*self.prompt, *given))
+        tokens, anew = reply
+        self._go_on((*tokens,) if anew else (*self.prompt, *tokens))
         return True
 
     def _go_on(self, prompt: tuple[int, ...]) -> None:
@@ -257,6 +257,6 @@ class Service:
         self._waiting.clear()
 
 
-def _threadsafe(own: asyncio.AbstractEventLoop, task: "asyncio.Future[None]", _: object) -> None:
+def _threadsafe(loop: asyncio.AbstractEventLoop, task: "asyncio.Future[None]", _: object) -> None:
     """Cancels a task from any thread."""
-    own.call_soon_threadsafe(task.cancel)
+    loop.call_soon_threadsafe(task.cancel)

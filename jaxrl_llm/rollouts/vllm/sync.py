@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: bytes, and seconds; `gather` is bringing the tensors to the host.
+    """Bytes that were written, and seconds; `gather` is bringing the tensors to the host.
 
     `changed` is the share of numbers that differ from the folder before (1 at the first).
     """
@@ -97,22 +97,22 @@ class WeightSync:
                 shutil.rmtree(folder)
 
     async def newest_for(self, server: Server) -> str:
-        """Where a server reads the newest weights; sends to its host what is not there yet."""
+        """The folder that a server reads the newest weights from; sends to its host what is not there yet."""
         folder, name = self._newest, f"{self._newest.parent.name}-{self._newest.name}"
         if not self.remote:
             return str(folder)
         query = urllib.parse.urlencode({"name": name, "path": folder})
         async with self._sending:  # one at a time: servers of one host share a copy
             try:
-                found = await server.request("GET", f"/weights/find?{query}")
+                copy = await server.request("GET", f"/weights/find?{query}")
             except NoRoute:  # not started by us: its owner must make the folder visible to it
                 return str(folder)
-            if not isinstance(found.get("path"), str) or not isinstance(found.get("files"), list):
+            if not isinstance(copy.get("path"), str) or not isinstance(copy.get("files"), list):
                 raise NoAnswer("it does not say where it reads weights")
             for path in sorted(folder.iterdir()):
-                if path.name not in found["files"]:
+                if path.name not in copy["files"]:
                     await send_file(server, path, name)
-        return found["path"]
+        return copy["path"]
 
 
 async def load(
