@@ -121,7 +121,7 @@ def config(
         lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
         vllm: generate by vLLM: "auto", with the environment that launch/sidecar.sh makes here, beside the
             trainer; the Python of such an environment; or addresses of running servers, separated by commas.
-        max_lag: let vLLM sample so many batches during as many updates, with the weights before them.
+        max_lag: let vLLM sample so many steps ahead of the updates, by older weights.
         max_resamples: how often, in a step, groups of equal rewards are replaced by those of other prompts.
         keep_tokens: groups of a step whose tokens are kept for `jaxrl-llm view`.
         seed: of everything: initial weights, order of the data, sampling.

@@ -413,7 +413,7 @@ def test_a_command_is_known(line, tmp_path, monkeypatch):
         monkeypatch.setitem(module.COMMANDS, rest[0], _noted(module.COMMANDS[rest[0]], called))
     else:
         monkeypatch.setattr(module, "main", _noted(module.main, called))
-    module.run(rest)
+    main([name, *rest])
     assert called == [1]
 
 

@@ -140,6 +140,7 @@ class TokenTask:
         mine, replies = [one for one in groups if one.is_mine], None
         if mine and isinstance(self.task, Interactive):
             replies = self._episodes([one.example for one in mine for _ in range(n)])
+        # numbers of responses to equal prompts go over a call: one seed, one call
         first = 0
         for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
             asked, how = [*some], replace(sampling, seed=seed)
@@ -261,6 +262,7 @@ def _with_prompt(group: Group, example: Any, prompt: Sequence[int]) -> Group:
 
 def _owners(prompts: Sequence[Sequence[int]]) -> list[int]:
     """The process of each prompt; equal prompts share one, as a sampler numbers their responses."""
+    # in blocks, so that a process's share is one stretch of the data
     numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     return [numbers[tuple(prompt)] * distributed.count() // len(numbers) for prompt in prompts]
 
@@ -287,6 +289,7 @@ def pack(groups: Sequence[Group]) -> bytes:
     ]
     rest = {"sizes": [len(group.trajectories) for group in groups], "about": about}
     buffer = io.BytesIO()
+    # arrays: as JSON a token would take thirty bytes, and a checkpoint may have millions
     np.savez(
         buffer,
         allow_pickle=False,

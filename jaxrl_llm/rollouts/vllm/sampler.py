@@ -187,6 +187,7 @@ class VllmSampler(Sampler):
     async def _ask(self, server: Server, turn: Turn) -> None:
         """Adds what a server samples for a turn to the response."""
         how = replace(turn.draft.sampling, max_tokens=turn.draft.room)
+        # weights are known by their label: a server may have restarted, or been synced by another
         part = await server.complete(turn.prompt, how, turn.seed, self._vocabulary)
         if (label := await server.label()) != self._label:
             raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")

@@ -37,6 +37,7 @@ class Turn:
     def add(self, part: Response, version: int) -> None:
         """Adds the turn, or what was sampled of it when its server was interrupted."""
         self.draft.add(part.tokens, part.logps, part.finished, version, whole=not part.aborted)
+        # a part without tokens leaves prompt and seed, so that it is the same request again
         self._go_on((*self.prompt, *part.tokens))
 
     async def goes_on(self) -> bool:
@@ -118,8 +119,10 @@ class Service:
         """
         self._held = True
         try:
+            # the answers' checks of the weights' label have to see the old one: no new one before
+            # all servers have given back what they have
             await asyncio.gather(*(self._drain(server, interrupt) for server in self._under_way))
-            if self._serving is not None:
+            if self._serving is not None:  # also who is loading old weights just now
                 self._serving.cancel()
                 await asyncio.wait([self._serving])
             yield
@@ -156,6 +159,7 @@ class Service:
         """Keeps all servers until no response is unfinished."""
         self._patience = Patience([*self._under_way], self._seconds)
         now = asyncio.get_running_loop()
+        # a server that hangs may not hold up the others for longer
         self._begins = now.time() + READY
         now.call_later(READY, self._deal)
         try:
@@ -192,6 +196,7 @@ class Service:
             server = max(self._limits, key=self._room)
             if self._room(server) < 1:
                 return
+            # an older response first: its next turn would wait behind all that came later
             order, turn = heapq.heappop(self._waiting)
             if turn.response.cancelled():
                 self._end(turn)
@@ -211,7 +216,7 @@ class Service:
     ) -> None:
         """Goes on with a turn that was answered, called off, even before it was sent, or failed."""
         self._under_way[server].discard(task)
-        if task.cancelled():
+        if task.cancelled():  # not its fault: it keeps its place
             heapq.heappush(self._waiting, (order, turn))
         elif isinstance(error := task.exception(), NoAnswer):
             heapq.heappush(self._waiting, (next(self._order), turn))
