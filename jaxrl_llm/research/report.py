@@ -209,10 +209,14 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
         name = "test" if of == "test" else f"validation, {r['phase'].replace('_', ' ')}"
         row = [f"{r.get(f'{of}/step', r['step']):.0f}", name, f"{r[f'{of}/examples']:.0f}"]
         row += [_measured(r, of, name) for name in ("accuracy", *extra)]
-        row += [f"{r[f'{of}/length']:.1f}", cell(r[f"{of}/cut"]), f"{r[f'{of}/ungraded']:.0f}"]
+        row += [
+            f"{r[f'{of}/length']:.1f}",
+            cell(r[f"{of}/truncated"]),
+            f"{r[f'{of}/ungraded']:.0f}",
+        ]
         rows.append(row)
     head = ["step", "examples of", "graded", "greedy, % (95% interval)"]
-    head += [*(f"{name}, % (95% interval)" for name in extra), "length", "cut, %", "ungraded"]
+    head += [*(f"{name}, % (95% interval)" for name in extra), "length", "truncated, %", "ungraded"]
     parts = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
     last, of = evaluations[-1]
     groups = [k.split("/", 2)[2] for k in last if k.startswith(f"{of}/accuracy/")]

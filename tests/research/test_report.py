@@ -124,7 +124,7 @@ def test_numbers_are_those_of_the_records(whole, lines, tmp_path, capsys):
         middle, half = p + z * z / 2 / n, z * np.sqrt(p * (1 - p) / n + z * z / 4 / n / n)
         ends = [(middle + sign * half) / (1 + z * z / n) for sign in (-1, 1)]
         assert shown["greedy, % (95% interval)"] == of_percent(p, *ends)
-        assert (shown["length"], shown["cut, %"], shown["ungraded"]) == ("9.5", "25.0", "1")
+        assert (shown["length"], shown["truncated, %"], shown["ungraded"]) == ("9.5", "25.0", "1")
     average, whole_groups = (head.index(f"{x}@8, % (95% interval)") for x in ("avg", "pass"))
     ends = of_percent(0.375, 0.25, 0.5)
     assert [row[average] for row in rows] == ["", "", "37.5", ends, ends, ""]
