@@ -34,7 +34,7 @@ def for_platform(
 
 
 def chosen() -> Callable[..., Queries]:
-    """What `for_platform` takes: `gpu`, `splash`, or `xla` where there is no kernel.
+    """The kernel of `for_platform`: `gpu`, `splash`, or `xla` where there is no kernel.
 
     GPUs before Ampere, such as a T4, have none: neither Triton nor cuDNN takes them.
     """

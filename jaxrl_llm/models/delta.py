@@ -41,7 +41,7 @@ class GatedDelta(nnx.Module):
         self.sizes = sizes
 
     def __call__(self, x, segments=None, lengths=None):
-        """What the layer adds; with `lengths` also memory and inputs before each row's last token."""
+        """The layer's output; with `lengths` also memory and inputs before each row's last token."""
         mixed = self.in_proj_qkv(x)
         parts = self._parts(x, convolved(mixed, self.conv1d.weight[...], segments))
         if lengths is None:
@@ -103,7 +103,7 @@ def last(x: Float[Array, "R L C"], lengths: Int[Array, "R"], width: int) -> Floa
 
 
 def log_decay(a: Float[Array, "R L H"], log_speed, bias) -> Float[Array, "R L H"]:
-    """What a token's memory is multiplied by, as a logarithm: never above 0."""
+    """Logarithm of the factor by which a token fades the memory: never above 0."""
     a, log_speed, bias = (x.astype(jnp.float32) for x in (a, log_speed, bias))
     return -jnp.exp(log_speed)[None, None] * jax.nn.softplus(a + bias[None, None])
 
@@ -140,7 +140,7 @@ def chunked(
     beta: Float[Array, "R L H"],
     segments: Segments,
 ) -> tuple[Float[Array, "R L H V"], Float[Array, "R H K V"]]:
-    """What all tokens of rows read, and the memory after the last."""
+    """Reads of all tokens of rows, and the memory after the last."""
     length = q.shape[1]
     size = min(CHUNK, 1 << (length - 1).bit_length())
 

@@ -48,6 +48,7 @@ def apply_experts(
     def local(x, live, gate, experts):
         chosen, weights = route(gate, x)
         chosen = jnp.where(live[..., None], chosen, number)  # an expert that no device has
+        # tokens move to the experts: a group's rows are on all of its devices from here on
         gather = lambda y: jax.lax.all_gather(y, fsdp, tiled=True)
         group, chosen, weights = gather(x), gather(chosen), gather(weights)
         count = len(jax.tree.leaves(experts)[0])
@@ -59,6 +60,7 @@ def apply_experts(
         few = math.prod(group.shape[:-1]) <= FEW[platform()]
         total: Any = _by_all if few else _summed
         found = total(apply, block, *flat, experts).reshape(group.shape).astype(x.dtype)
+        # a token's experts may lie on several devices: their sums are added, each row going home
         found = jax.lax.psum_scatter(found, fsdp, tiled=True)
         return jax.lax.psum(found, tensor)
 
@@ -129,6 +131,7 @@ class _Blocks:
     def __init__(self, chosen: Int[Array, "T K"], number: int, block: int):
         self.tokens, self.choices = chosen.shape
         self.block, self.most = block, chosen.size // block + number
+        # sorted, the rows of an expert lie together; choices of other devices' come last
         self.order = jnp.argsort(chosen.ravel())
         experts = jnp.arange(number + 1)
         self.starts = jnp.searchsorted(chosen.ravel()[self.order], experts).astype(jnp.int32)

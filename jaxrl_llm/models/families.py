@@ -36,7 +36,13 @@ REFUSED = (  # fields that have to be absent, null or false
     "final_logit_softcapping",
     "quantization_config",
     "use_bidirectional_attention",
+    "enable_moe_block",
 )
+GEMMA4_ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+GEMMAS = ("gemma3_text", "gemma4_text")
 
 
 class Family(NamedTuple):
@@ -56,6 +62,7 @@ class Family(NamedTuple):
     types: tuple[str, ...] = (FULL, SLIDING)
     whole: str = ""  # the type of its models with parts for images; they have a `text_config`
     beside: tuple[str, ...] = ()  # what tensors begin with that are not of the language model
+    bears: Mapping[str, Any] = {}  # values of REFUSED that it has, None for any
 
 
 FAMILIES = {
@@ -96,6 +103,32 @@ FAMILIES = {
         scalar=256,
         pattern=6,
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        {
+            "norms_of_heads": True,
+            "norms_after": True,
+            "norm_wide": True,
+            "norm_values": True,
+            "scaled_embedding": True,
+            "query_scalar": 1,
+            "layer_scalars": True,
+        },
+        flags=("attention_bias",),
+        tied=True,
+        head_dim=256,
+        theta=1e6,
+        window=512,
+        pattern=6,
+        whole="gemma4",
+        beside=(
+            "model.vision_tower.",
+            "model.audio_tower.",
+            "model.embed_vision.",
+            "model.embed_audio.",
+        ),
+        bears={"final_logit_softcapping": None, "use_bidirectional_attention": "vision"},
+    ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         {"norms_of_heads": True, "norm_offset": True, "gated": True},
@@ -121,7 +154,8 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
     )
     family = FAMILIES[name]
     for key in REFUSED:
-        read.require(not config.get(key), f"{key} is not supported: only without it")
+        fine = key in family.bears and family.bears[key] in (None, config.get(key))
+        read.require(fine or not config.get(key), f"{key} is not supported: only without it")
     sizes = {field: read.number(key) for field, key in SIZES.items()}
     hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
     given = config.get("head_dim") or family.head_dim
@@ -133,14 +167,16 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         "evenly, and a head has an even size",
     )
     key = _activation_key(name)
-    act = config.get(key, "gelu_pytorch_tanh" if name == "gemma3_text" else "silu")
+    act = config.get(key, "gelu_pytorch_tanh" if name in GEMMAS else "silu")
     read.require(
         act in ACTIVATIONS, f"{key} {act!r} is not supported, only {', '.join(ACTIVATIONS)}"
     )
     flagged = [FLAGS[flag] for flag in family.flags if read.truth(flag, False)]
     scalar = read.number("query_pre_attn_scalar", family.scalar) if family.scalar else width
+    scalar = {} if scalar == width else {"query_scalar": scalar}
     delta = _delta(read) if LINEAR in family.types else None
     turned = _rotary_size(read, width) if delta else width
+    kinds = _kinds(name, family, sizes["num_layers"], width, read)
     return Shape(
         **sizes,
         **family.fixed,
@@ -149,13 +185,28 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         head_size=None if width * heads == hidden else width,
         rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
         max_length=read.number("max_position_embeddings", 32_768),
-        kinds=_kinds(name, family, sizes["num_layers"], read),
+        kinds=kinds,
         biases=(*family.biases, *(one for some in flagged for one in some)),
-        query_scalar=None if scalar == width else scalar,
+        **scalar,
+        **(_gemma4(sizes, kinds, read) if name == "gemma4_text" else {}),
         activation=ACTIVATIONS[act],
         mixture=_mixture(read) if name == "qwen3_moe" else None,
         rotary_size=None if turned == width else turned,
         delta=delta,
+    )
+
+
+def beside(shape: Shape) -> tuple[str, ...]:
+    """Prefixes of tensors that are not of the language model, or that no layer of it reads."""
+    own = range(shape.num_layers - shape.shared_layers, shape.num_layers)
+    unread = (
+        f"model.{part}layers.{i}.self_attn.{x}"
+        for part in ("", "language_model.")
+        for i in own
+        for x in "kv"
+    )
+    return *FAMILIES[shape.family].beside, *(
+        name + end for name in unread for end in ("_proj", "_norm")
     )
 
 
@@ -200,7 +251,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": full.theta,
-        "rope_parameters": _rope(full),
+        "rope_parameters": _rope(full, shape.head_dim),
         "max_position_embeddings": shape.max_length,
         **{flag: FLAGS[flag][0] in shape.biases for flag in family.flags},
     }
@@ -224,14 +275,27 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
         out["rope_parameters"] |= {"partial_rotary_factor": turned}
     if shape.family == "smollm3":
         out["no_rope_layers"] = [int(kind.theta is not None) for kind in layers]
-    if shape.family == "gemma3_text":
+    if shape.family in GEMMAS:
         local = next((kind for kind in layers if kind.window is not None), full)
-        out |= {
-            "query_pre_attn_scalar": shape.query_scalar or shape.head_dim,
-            "rope_local_base_freq": local.theta,
-            "rope_parameters": {FULL: _rope(full), SLIDING: _rope(local)},
-            "layer_types": types,
+        ropes = {
+            name: _rope(kind, shape.head_dim) for name, kind in ((FULL, full), (SLIDING, local))
         }
+        out |= {"rope_parameters": ropes, "layer_types": types}
+        if shape.family == "gemma3_text":
+            out["query_pre_attn_scalar"] = shape.query_scalar or shape.head_dim
+            out["rope_local_base_freq"] = local.theta
+        else:
+            del out["rope_theta"]
+            out |= {
+                "global_head_dim": full.head_size or shape.head_dim,
+                "attention_k_eq_v": full.keys_as_values,
+                "num_global_key_value_heads": full.kv_heads,
+                "num_kv_shared_layers": shape.shared_layers,
+                "use_double_wide_mlp": shape.shared_wide,
+                "hidden_size_per_layer_input": shape.per_layer,
+                "vocab_size_per_layer_input": shape.vocab_size,
+                "final_logit_softcapping": shape.logit_cap,
+            }
     found, wanted = asdict(_written_out(shape_of(out))), asdict(_written_out(shape))
     other = [name for name, value in wanted.items() if found[name] != value]
     if other:
@@ -272,6 +336,54 @@ def _delta(read: "_Reader") -> Delta:
     return found
 
 
+def _gemma4(sizes: dict[str, int], kinds: tuple[LayerKind, ...], read: "_Reader") -> dict[str, Any]:
+    """Fields of a Shape that Gemma 4 alone has."""
+    inputs, shared = (
+        read.count("hidden_size_per_layer_input", 256),
+        read.count("num_kv_shared_layers", 0),
+    )
+    if inputs:
+        known, vocabulary = read.number("vocab_size_per_layer_input", 262_144), sizes["vocab_size"]
+        read.require(
+            known == vocabulary,
+            f"vocab_size_per_layer_input {known} is not supported: only vocab_size, {vocabulary}",
+        )
+    own = sizes["num_layers"] - shared
+    every = [kinds[i % len(kinds)] for i in range(sizes["num_layers"])]
+    read.require(
+        own > 0 and {*every} <= {*every[:own]},
+        f"num_kv_shared_layers {shared} cannot be: no layer before them has the keys of each",
+    )
+    cap = read.config.get("final_logit_softcapping")
+    return {
+        "shared_layers": shared,
+        "shared_wide": bool(shared) and read.truth("use_double_wide_mlp", False),
+        "per_layer": inputs,
+        "logit_cap": None if cap is None else read.number("final_logit_softcapping", kind=float),
+    }
+
+
+def _whole_heads(width: int, read: "_Reader") -> dict[str, Any]:
+    """Fields of Gemma 4's whole layers, whose heads have sizes of their own."""
+    alike, kv_heads = read.truth("attention_k_eq_v", False), read.number("num_key_value_heads")
+    size = read.number("global_head_dim", 512)
+    heads = read.number("num_global_key_value_heads", kv_heads) if alike else kv_heads
+    if "per_layer_config" in read.config:  # as transformers 5 writes it: what differs, by layer
+        each = [*read.record("per_layer_config").config.values()] or [{}]
+        read.require(
+            all(one == each[0] for one in each)
+            and {*each[0]} <= {"head_dim", "num_key_value_heads"},
+            "per_layer_config is not supported: only heads that are alike in whole layers",
+        )
+        own = _Reader(each[0], read.where)
+        size, heads = own.number("head_dim", width), own.number("num_key_value_heads", kv_heads)
+    return {
+        "head_size": None if size == width else size,
+        "kv_heads": None if heads == kv_heads else heads,
+        "keys_as_values": alike,
+    }
+
+
 def _rotary_size(read: "_Reader", width: int) -> int:
     """How many numbers of a head are turned."""
     share = read.number("partial_rotary_factor", 0.25, float)
@@ -290,10 +402,12 @@ def _written_out(shape: Shape) -> Shape:
 
 
 def _activation_key(family: str) -> str:
-    return "hidden_activation" if family == "gemma3_text" else "hidden_act"
+    return "hidden_activation" if family in GEMMAS else "hidden_act"
 
 
-def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[LayerKind, ...]:
+def _kinds(
+    name: str, family: Family, layers: int, width: int, read: "_Reader"
+) -> tuple[LayerKind, ...]:
     """The kinds of the layers, as few as repeat."""
     config, window = read.config, _window(name, family, read)
     listed = None if family.window == 0 else config.get("layer_types")
@@ -307,6 +421,8 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
         fine = isinstance(given, list) and len(given) >= layers
         read.require(fine, f"{what} is not a list of the {layers} layers")
     windows_turn = name == "exaone4" and window  # and whole layers do not
+    if name == "gemma4_text":  # the last layer sees all, whatever is listed
+        types = [*types[: layers - 1], FULL]
     found = []
     for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
         read.require(kind in family.types, f"layers of type {kind!r} are not supported")
@@ -316,9 +432,10 @@ def _kinds(name: str, family: Family, layers: int, read: "_Reader") -> tuple[Lay
             continue
         within = window if kind == SLIDING else None
         turns = turns and not (windows_turn and within is None)
-        found.append(
-            _rotary(name, family, kind, read, within) if turns else LayerKind(None, within)
-        )
+        heads = _whole_heads(width, read) if name == "gemma4_text" and kind == FULL else {}
+        found.append(LayerKind(None, within, **heads))
+        if turns:
+            found[-1] = _rotary(name, family, kind, read, found[-1], width)
     period = next(
         p for p in range(1, layers + 1) if all(x == found[i % p] for i, x in enumerate(found))
     )
@@ -352,36 +469,65 @@ def _types(name: str, layers: int, window: int | None, read: "_Reader") -> list[
     return [SLIDING if i >= first else FULL for i in range(layers)]
 
 
-def _rotary(name: str, family: Family, kind: str, read: "_Reader", window: int | None) -> LayerKind:
-    """The kind of a layer that turns queries and keys."""
+def _rotary(
+    name: str, family: Family, layers: str, read: "_Reader", kind: LayerKind, width: int
+) -> LayerKind:
+    """The kind, as one whose layers, of this type, turn queries and keys."""
     inner, outer = read.record("rope_parameters"), read.record("rope_scaling").config
     default, key = family.theta, "rope_theta"
     if name == "gemma3_text":  # `rope_scaling` is added to what whole layers have
-        scaling = inner.record(kind).config | (outer if kind == FULL else {})
-        if kind == SLIDING:
+        scaling = inner.record(layers).config | (outer if layers == FULL else {})
+        if layers == SLIDING:
             default, key = 1e4, "rope_local_base_freq"
+    elif name == "gemma4_text":
+        scaling, default = (inner.config or GEMMA4_ROPES).get(layers) or {}, 1e4
     else:
-        scaling = outer or inner.record(kind).config or inner.config
+        scaling = outer or inner.record(layers).config or inner.config
     scaling = _Reader(scaling, read.where)
     theta = scaling.number("rope_theta", read.number(key, default, float), float)
     how = scaling.config.get("rope_type", scaling.config.get("type", "default"))
+    kind = replace(kind, theta=theta)
     if how == "default":
-        return LayerKind(theta, window)
-    read.require(how in ("linear", "llama3"), f"rope type {how!r} is not supported")
-    factor, bands = scaling.number("factor", kind=float), None
+        return kind
+    if how == "proportional" and name == "gemma4_text":
+        pairs = (kind.head_size or width) // 2
+        turned = int(scaling.number("partial_rotary_factor", 1.0, float) * 2 * pairs // 2)
+        factor = scaling.number("factor", 1.0, float)
+        return replace(kind, turned=None if turned == pairs else turned, factor=factor)
+    read.require(how in ("linear", "llama3", "yarn"), f"rope type {how!r} is not supported")
+    kind = replace(kind, factor=scaling.number("factor", kind=float))
+    if how == "linear":
+        return kind
+    key = "original_max_position_embeddings"  # beside the record it goes before what is in it
+    longest = read.number("max_position_embeddings", 32_768)
+    length = read.number(key, scaling.number(key, longest))
     if how == "llama3":
         low, high = (scaling.number(f"{side}_freq_factor", kind=float) for side in ("low", "high"))
-        bands = (low, high, scaling.number("original_max_position_embeddings"))
-    return LayerKind(theta, window, factor, bands)
+        return replace(kind, bands=(low, high, length))
+    read.require(scaling.truth("truncate", True), "yarn with truncate = false is not supported")
+    fast, slow = scaling.number("beta_fast", 32.0, float), scaling.number("beta_slow", 1.0, float)
+    read.require(fast > slow, f"yarn's beta_fast {fast} is not above its beta_slow {slow}")
+    grown = lambda scale: 1.0 + 0.1 * scale * math.log(max(kind.factor, 1.0))
+    scales = [scaling.config.get(one) for one in ("mscale", "mscale_all_dim")]
+    amplitude = grown(scales[0]) / grown(scales[1]) if all(scales) else grown(1.0)
+    amplitude = scaling.number("attention_factor", amplitude, float)
+    return replace(kind, ramp=(fast, slow, length), amplitude=amplitude)
 
 
-def _rope(kind: LayerKind) -> dict[str, Any]:
+def _rope(kind: LayerKind, width: int) -> dict[str, Any]:
     """A kind's `rope_parameters`."""
     out: dict[str, Any] = {"rope_type": "default", "rope_theta": kind.theta}
     if kind.bands is not None:
         low, high, length = kind.bands
         out |= {"rope_type": "llama3", "low_freq_factor": low, "high_freq_factor": high}
         out |= {"original_max_position_embeddings": length}
+    elif kind.ramp is not None:
+        fast, slow, length = kind.ramp
+        out |= {"rope_type": "yarn", "beta_fast": fast, "beta_slow": slow}
+        out |= {"original_max_position_embeddings": length, "attention_factor": kind.amplitude}
+    elif kind.turned is not None:
+        share = 2 * kind.turned / (kind.head_size or width)
+        out |= {"rope_type": "proportional", "partial_rotary_factor": share}
     elif kind.factor != 1.0:
         out["rope_type"] = "linear"
     return out if out["rope_type"] == "default" else out | {"factor": kind.factor}
@@ -410,6 +556,10 @@ class _Reader:
         wanted = "whole number from 1 on" if kind is int else "number above 0"
         self.require(fine and 0 < value < math.inf, f"{key} is {value!r}, not a {wanted}")
         return kind(value)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number from 0 on."""
+        return 0 if self.config.get(key, default) == 0 else self.number(key, default)
 
     def truth(self, key: str, default: bool) -> bool:
         value = self.config.get(key, default)

@@ -6,6 +6,8 @@ Layers of a linear recurrence keep a `State` in place of keys and values. What h
 read it again, as attention can, so `prefill` stops before the last token of a prompt, which is decoded
 first, and `decode` is told which sequences are `live`.
 
+Layers that read the keys and values of others have no cache, and no part in `prefill`.
+
 - On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
   blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
   second), and it compiles once. A block beyond a sequence's end changes nothing, to the last bit:
@@ -31,12 +33,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import lora, qwen2
-from jaxrl_llm.models.primitives import einsum
+from jaxrl_llm.models.primitives import capped, einsum
 from jaxrl_llm.models.sharding import BATCH, constrain, count, fit, param_shardings, split_over
 
 
 class State(NamedTuple):
-    """What N layers of a linear recurrence keep of S sequences: the memory of H heads, in float32,
+    """State of N layers of a linear recurrence for S sequences: the memory of H heads, in float32,
     and the last W inputs of the convolution.
     """
 
@@ -95,30 +97,30 @@ class CpuGenerator:
     def empty(self, slots: int, columns: int) -> Caches:
         """A cache of zeros for `slots` sequences of up to `columns` tokens, a part a layer of a period."""
         shape, compute = qwen2.settings(self.definition)
-        layers = shape.num_layers // shape.period
-        lead = (layers, -(-columns // self.block), slots, shape.num_kv_heads)
+        layers = shape.stretches[0].number
         zeros = partial(jnp.zeros, dtype=compute.dtype)
 
         def one(kind):
             if shape.distinct[kind].delta:
                 return _no_state(shape, zeros, (layers, slots))
-            k = zeros((*lead, shape.head_dim, self.block))
-            return Cache(k, zeros((*lead, self.block, shape.head_dim)))
+            kv_heads, size = shape.heads_of(shape.distinct[kind])
+            lead = (layers, -(-columns // self.block), slots, kv_heads)
+            return Cache(zeros((*lead, size, self.block)), zeros((*lead, self.block, size)))
 
         return [_shard(one(kind)) for kind in shape.kind_of[: shape.period]]
 
     def prefill(self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]) -> Caches:
-        """What prompts of these lengths, right-padded, leave; keys and values of padding are never read."""
+        """Cache and states after prompts of these lengths, right-padded; keys of padding are never read."""
         model = nnx.merge(self.definition, params)
         x = model.embed(tokens)
         ropes = model.ropes(_columns(tokens))
-        definitions, each = model.stacks()
+        definitions, each = model.stacks(model.inputs(tokens, x))[0]
 
         def period(x, each):
             left = []
-            for (definition, known), (layer, _, kind) in zip(definitions, each, strict=True):
+            for (definition, known), (layer, _, into, kind) in zip(definitions, each, strict=True):
                 layer, kind = nnx.merge(definition, layer), kind if known is None else known
-                x, new = _prefill_layer(model, layer, x, ropes, kind, lengths)
+                x, new = _prefill_layer(model, layer, x, ropes, kind, lengths, into)
                 left.append(new)
             return x, left
 
@@ -166,12 +168,12 @@ class CpuGenerator:
         """
         model = nnx.merge(self.definition, params)
         ropes, firsts = model.ropes(position[:, None]), _firsts(model, position)
-        definitions, each = model.stacks()
-        x = _embedded(model, token)
+        x, inputs = _embedded(model, token)
+        (definitions, each), *reading = model.stacks(inputs)
 
         def period(carry, xs):
             (x, cache), (each, i), new = carry, xs, []
-            for (definition, known), (layer, _, kind), kept in zip(
+            for (definition, known), (layer, _, into, kind), kept in zip(
                 definitions, each, cache, strict=True
             ):
                 layer, kind = nnx.merge(definition, layer), kind if known is None else known
@@ -182,11 +184,25 @@ class CpuGenerator:
                 x, q, k, v, gate = _token_qkv(layer, x, ropes[kind])
                 new.append(_write_block(kept, i, position, k, v))
                 mixed = _attend_blocks(q, new[-1], i, position, firsts[kind])
-                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate))
+                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), inputs=into)
             return (x, new), None
 
-        periods = jnp.arange(model.shape.num_layers // model.shape.period)
-        (x, cache), _ = jax.lax.scan(period, (x, cache), (each, periods))
+        def reader(x, each, first, definitions):
+            for j, ((definition, kind), (layer, _, into, _)) in enumerate(
+                zip(definitions, each, strict=True), first
+            ):
+                layer = nnx.merge(definition, layer)
+                i, stack = divmod(model.shape.source(j), model.shape.period)
+                x, q, gate = _token_queries(layer, x, ropes[kind], cache[stack].k.shape[3])
+                mixed = _attend_blocks(q, cache[stack], i, position, firsts[kind])
+                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), inputs=into)
+            return x, None
+
+        stretch, *others = model.shape.stretches
+        (x, cache), _ = jax.lax.scan(period, (x, cache), (each, jnp.arange(stretch.number)))
+        for (definitions, each), other in zip(reading, others, strict=True):
+            one = partial(reader, first=other.first, definitions=definitions)
+            x, _ = jax.lax.scan(one, x, each)
         return _logits(model, x), [*map(_shard, cache)]
 
 
@@ -296,9 +312,10 @@ class AcceleratorGenerator:
         def one(kind):
             if shape.distinct[kind].delta:
                 return _no_state(shape, zeros, (slots,))
-            return LayerCache(*[zeros((slots, shape.num_kv_heads, columns, shape.head_dim))] * 2)
+            kv_heads, size = shape.heads_of(shape.distinct[kind])
+            return LayerCache(*[zeros((slots, kv_heads, columns, size))] * 2)
 
-        return [_shard(one(kind)) for kind in shape.kind_of]
+        return [_shard(one(kind)) for kind in _kinds_of_own(shape)]
 
     def grow(self, cache: list[LayerCache | State], columns: int) -> list[LayerCache | State]:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
@@ -309,12 +326,13 @@ class AcceleratorGenerator:
     def prefill(
         self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]
     ) -> list[LayerCache | State]:
-        """What prompts of these lengths, right-padded, leave; keys and values of padding are never read."""
+        """Cache and states after prompts of these lengths, right-padded; keys of padding are never read."""
         model, layers = self._model(params)
         x, cache = model.embed(tokens), []
-        ropes = model.ropes(_columns(tokens))
-        for layer, kind in zip(layers, model.shape.kind_of, strict=True):
-            x, new = _prefill_layer(model, layer, x, ropes, kind, lengths)
+        ropes, inputs = model.ropes(_columns(tokens)), model.inputs(tokens, x)
+        for i, kind in enumerate(_kinds_of_own(model.shape)):
+            into = None if inputs is None else inputs[i]
+            x, new = _prefill_layer(model, layers[i], x, ropes, kind, lengths, into)
             state = isinstance(new, State)
             new = new if state else LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))
             cache.append(_shard(new))
@@ -357,27 +375,35 @@ class AcceleratorGenerator:
         """
         model, layers = self._model(params)
         ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
-        x = _embedded(model, token)
-        for layer, kept, kind in zip(layers, cache, model.shape.kind_of, strict=True):
+        x, inputs = _embedded(model, token)
+        for i, (layer, kind) in enumerate(zip(layers, model.shape.kind_of, strict=True)):
+            kept = cache[model.shape.source(i)]
             if isinstance(kept, State):
                 x, state = _token_state(layer, x, kept, live)
                 longer.append(_shard(state))
                 continue
-            x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
-            k, v = _write(kept.k, new_k, position), _write(kept.v, new_v, position)
+            if i < len(cache):
+                x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
+                k, v = _write(kept.k, new_k, position), _write(kept.v, new_v, position)
+                longer.append(_shard(LayerCache(k, v)))
+            else:
+                k, v = longer[model.shape.source(i)]
+                x, q, gate = _token_queries(layer, x, ropes[kind], k.shape[1])
             mixed = _attend(q, k, v, position, firsts[kind])[:, None]
-            x = layer.finish(x, layer.self_attn.out(mixed, gate))
-            longer.append(_shard(LayerCache(k, v)))
+            into = None if inputs is None else inputs[i]
+            x = layer.finish(x, layer.self_attn.out(mixed, gate), inputs=into)
         return _logits(model, x), longer
 
     def _model(self, params):
         """The model, and its layers one by one."""
         shape, layers = qwen2.settings(self.definition)[0], params["layers"]
-        first = [jax.tree.map(lambda x: x[None], layer) for layer in layers[: shape.period]]
+        stack = lambda one: [layers[one.first + i] for i in range(one.period)]
+        first = [layer for one in shape.stretches for layer in stack(one)]
+        first = [jax.tree.map(lambda x: x[None], layer) for layer in first]
         model = nnx.merge(self.definition, params | {"layers": qwen2.named(first, shape)})
-        definitions = [definition for definition, _ in model.stacks()[0]]
-        each = zip(definitions * (len(layers) // shape.period), layers, strict=True)
-        return model, [nnx.merge(definition, layer) for definition, layer in each]
+        each = zip(shape.stretches, model.stacks(), strict=True)
+        definitions = [of for one, (some, _) in each for of, _ in some * one.number]
+        return model, [nnx.merge(*pair) for pair in zip(definitions, layers, strict=True)]
 
 
 @cache
@@ -452,6 +478,11 @@ def _apart(heads: int):
     return (BATCH, "tensor") if divide else ((*BATCH, "tensor"), None)
 
 
+def _kinds_of_own(shape: qwen2.Shape) -> tuple[int, ...]:
+    """The kinds of the layers that have keys and values, or a state, of their own."""
+    return shape.kind_of[: shape.num_layers - shape.shared_layers]
+
+
 def _columns(tokens: Int[Array, "P L"]) -> Int[Array, "P L"]:
     """The position of each token of right-padded prompts."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
@@ -471,13 +502,14 @@ def _seen(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool[Ar
     return seen if first is None else seen & (columns[None] >= first[:, None])
 
 
-def _prefill_layer(model, layer, x, ropes, kind, lengths):
+def _prefill_layer(model, layer, x, ropes, kind, lengths, inputs):
     """One layer on whole prompts: its output, and its keys and values, or its state."""
     if layer.linear_attn is not None:
         y, *state = layer.linear_attn(layer.before(x), lengths=lengths)
         return constrain(layer.finish(x, y), BATCH, None, None), State(*state)
     q, k, v, gate = layer.qkv(x, ropes[kind])
-    x = layer.finish(x, layer.self_attn.out(model.attend(q, k, v, None, kind), gate))
+    mixed = model.attend(q, k, v, None, kind)
+    x = layer.finish(x, layer.self_attn.out(mixed, gate), inputs=inputs)
     return constrain(x, BATCH, None, None), (k, v)
 
 
@@ -488,8 +520,16 @@ def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
     return x, *(constrain(y, rows, None, heads, None)[:, 0] for y in qkv), gate
 
 
+def _token_queries(layer, x: Float[Array, "S 1 D"], rope, kv_heads: int):
+    """`_token_qkv` of a layer that reads another's keys and values, of so many heads."""
+    x = constrain(x, BATCH, None, None)
+    q, gate = layer.self_attn.queries(layer.before(x), rope)
+    rows, heads = _apart(kv_heads)
+    return x, constrain(q, rows, None, heads, None)[:, 0], gate
+
+
 def _token_state(layer, x: Float[Array, "S 1 D"], state: State, live):
-    """What a layer of a recurrence makes of one token a sequence, and its new state."""
+    """Output of a layer of a recurrence for one token a sequence, and its new state."""
     x = constrain(x, BATCH, None, None)
     y, *new = layer.linear_attn.step(layer.before(x), *state)
     if live is not None:
@@ -498,9 +538,13 @@ def _token_state(layer, x: Float[Array, "S 1 D"], state: State, live):
     return layer.finish(x, y), State(*new)
 
 
-def _embedded(model, token: Int[Array, "S"]) -> Float[Array, "S 1 D"]:
-    found = model.embed_tokens.weight[...][token[:, None]]
-    return model.scaled(found.astype(model.compute.dtype))
+def _embedded(model, token: Int[Array, "S"]):
+    """Input of the first layer `[S,1,D]`, and those of each layer `[N,S,1,P]`, if they have any."""
+    rows = lambda table: table.weight[...][token[:, None]].astype(model.compute.dtype)
+    x = model.scaled(rows(model.embed_tokens))
+    return x, model.of_layers(
+        rows(model.embed_tokens_per_layer), x
+    ) if model.shape.per_layer else None
 
 
 def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:
@@ -508,4 +552,5 @@ def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:
     hidden = model.norm(x)[:, 0]
     logits = einsum("sd,vd->sv", hidden, model.head.astype(hidden.dtype))
     logits = constrain(logits, BATCH, "tensor")  # moves the logits instead of the head
-    return constrain(logits, (*BATCH, "tensor"), None)
+    logits = constrain(logits, (*BATCH, "tensor"), None)
+    return capped(logits, model.shape.logit_cap)

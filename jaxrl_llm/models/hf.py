@@ -156,7 +156,7 @@ def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None
     """Sharded parameters, without adapters; a device reads only its slices. `dtype` None keeps the file's."""
     shapes = graph(replace(shape, lora=None))[1]
     places = sharding.param_shardings(shapes, mesh)
-    beside = families.FAMILIES[shape.family].beside
+    beside = families.beside(shape)
     return read(folder, shapes, places, dtype, tied=shape.tied, beside=beside, **how)
 
 
@@ -310,7 +310,7 @@ def export(
     with new_folder(folder, source) as there:
         config, tensors = read_config(source) if source else {}, named_tensors(params, dtype)
         if source and config.get("model_type") in families.WHOLE:
-            others = Tensors(source, beside=families.FAMILIES[shape.family].beside).beside
+            others = Tensors(source, beside=families.beside(shape)).beside
             named = ((name.replace(INNER[1], INNER[0], 1), x) for name, x in tensors)
             kept = ((name, handle.get_tensor(name)) for name, handle in others.items())
             tensors = itertools.chain(kept, named)

@@ -16,7 +16,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.models.primitives import Inputs, einsum, moved, up_to, whole_rows, whole_shards
+from jaxrl_llm.models.primitives import (
+    Inputs,
+    capped,
+    einsum,
+    moved,
+    up_to,
+    whole_rows,
+    whole_shards,
+)
 from jaxrl_llm.models.sharding import (
     BATCH,
     VOCAB,
@@ -82,6 +90,7 @@ def scores(
         jnp.take_along_axis(inputs.scored, scored_first, axis=1),
         temperature=temperature,
         proxy=proxy,
+        cap=model.shape.logit_cap,
     )
     back = jnp.argsort(scored_first, axis=1)
     known = (inputs.tokens >= 0) & (inputs.tokens < len(model.head))
@@ -99,11 +108,12 @@ def chunked(
     temperature: float = 1.0,
     chunk: int | None = None,
     proxy: float = 0.0,
+    cap: float | None = None,
 ) -> Scores:
     """`Scores` computed in chunks of about `chunk` tokens, up to the last scored column.
 
     A chunk's tokens are those of a group: the devices that have one whole head between them. By
-    default a chunk makes `logit_bytes` of logits on each of these devices.
+    default a chunk makes `logit_bytes` of logits on each of these devices. Logits stay below `cap`.
     """
     rows, columns, _ = hidden.shape
     tokens = len(head)
@@ -125,7 +135,7 @@ def chunked(
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
     used = pmax_over_mesh(-(-last // width))  # equal on all devices, as the loop has collectives
-    settings = Settings(temperature, proxy, tokens if tokens < len(head) else None)
+    settings = Settings(temperature, proxy, tokens if tokens < len(head) else None, cap)
     found: Any = _pieces(settings, split(hidden), head, split(target), used)
     return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)
 
@@ -141,6 +151,7 @@ class Settings(NamedTuple):
     temperature: float
     proxy: float
     tokens: int | None
+    cap: float | None
 
 
 ROWS, HEAD = P(None, BATCH), P(VOCAB)  # chunks `[N,R,W]`, each row on one device; the head
@@ -153,7 +164,7 @@ def _pieces(settings, hidden, head, target, used) -> Scores:
 
 
 def _forward(settings, hidden, head, target, used):
-    temperature, proxy, tokens = settings
+    proxy = settings.proxy
     of_table, of_states, vocab = moved(head, target.size)
 
     def local(hidden, head, target, used):
@@ -162,7 +173,7 @@ def _forward(settings, hidden, head, target, used):
 
         def one(i, out):
             group = jax.lax.all_gather(hidden[i], of_states, tiled=True)
-            logits = _logits(group, weight, ids, temperature, tokens)
+            logits, _ = _logits(group, weight, ids, settings)
             top = jax.lax.pmax(logits.max(-1), vocab)
             weights = jnp.exp(logits - top[..., None])
             chosen = jnp.where(ids == target[i][..., None], logits, 0.0)
@@ -190,7 +201,6 @@ def _forward(settings, hidden, head, target, used):
 
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are computed again."""
-    temperature, _, tokens = settings
     of_table, of_states, vocab = moved(saved[1], saved[2].size)
     data, tensor, group = split_over("data"), split_over("tensor"), P(None, ("data", *of_table))
 
@@ -201,11 +211,11 @@ def _backward(settings, saved, gradient):
         def one(i, out):
             d_hidden, d_head = out
             group = jax.lax.all_gather(hidden[i], of_states, tiled=True)
-            logits = _logits(group, weight, ids, temperature, tokens)
+            logits, slopes = _logits(group, weight, ids, settings)
             g = slope[i][..., None]
             softmax = jnp.exp(logits - norm[i][..., None])
             d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
-            d_logits = d_logits.astype(hidden.dtype)
+            d_logits = (d_logits if slopes is None else d_logits * slopes).astype(hidden.dtype)
             mine = einsum("rcv,vd->rcd", d_logits, weight)
             mine = jax.lax.psum(jax.lax.psum_scatter(mine, of_states, tiled=True), tensor)
             d_hidden = d_hidden.at[i].set(mine.astype(hidden.dtype))
@@ -217,16 +227,22 @@ def _backward(settings, saved, gradient):
         return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
 
     apply = on_each_device(local, (ROWS, HEAD, group, P(), group, group), (ROWS, HEAD))
-    return *apply(*saved, gradient.logp / temperature), None, None
+    return *apply(*saved, gradient.logp / settings.temperature), None, None
 
 
 _pieces.defvjp(_forward, _backward)
 
 
-def _logits(hidden, weight, ids, temperature, tokens):
-    """float32 logits / temperature for this device's slice of the vocabulary."""
-    logits = einsum("rcd,vd->rcv", hidden, weight) / temperature
-    return logits if tokens is None else jnp.where(ids < tokens, logits, NO_TOKEN)
+def _logits(hidden, weight, ids, settings):
+    """float32 logits / temperature for this device's slice of the vocabulary; slopes of the cap."""
+    logits, slopes = einsum("rcd,vd->rcv", hidden, weight), None
+    if settings.cap is not None:
+        logits = capped(logits, settings.cap)
+        slopes = 1 - jnp.square(logits / settings.cap)
+    logits = logits / settings.temperature
+    if settings.tokens is not None:
+        logits = jnp.where(ids < settings.tokens, logits, NO_TOKEN)
+    return logits, slopes
 
 
 def _ids(head, vocab):

@@ -125,7 +125,7 @@ def config_of(lora: Lora, base: str = "", revision: str | None = None) -> dict[s
 
 
 def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
-    """What the adapters in a folder are, and its config; a UserError for what we do not compute."""
+    """Settings of the adapters in a folder, and its config; a UserError for what is not computed here."""
     path = folder / CONFIG
     if not path.exists():
         raise UserError(f"{path} is missing: {folder} is no folder of adapters")

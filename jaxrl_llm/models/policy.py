@@ -30,7 +30,7 @@ TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam
 
 
 class Pretrained(NamedTuple):
-    """What a model folder says before its parameters are read."""
+    """Shape and tokenizer of a model folder, read before its parameters."""
 
     folder: Path
     shape: qwen2.Shape
@@ -152,11 +152,8 @@ class Policy:
 
     def cast_frozen(self, params: Any) -> Any:
         """Parameters that are not trained, in the model's dtype: same log-probs, less memory."""
-        shape, compute = qwen2.settings(self.definition)
-        dtype = jnp.dtype(compute.dtype)
-        wide = lambda path: shape.norm_offset and "norm" in path[-2].key  # read in float32
-        one = lambda path, x: x if x.dtype == dtype or wide(path) else x.astype(dtype)
-        return jax.tree_util.tree_map_with_path(one, params)
+        dtype = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
+        return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
 
     def generator(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Inputs(NamedTuple):
-    """What a policy reads and which tokens are scored; mini- and micro-batch axes may lead.
+    """Tokens for a policy, and which of them are scored; mini- and micro-batch axes may lead.
 
     The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
     exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
@@ -56,6 +56,11 @@ def merge_params(params: Any, frozen: Any) -> Any:
 def einsum(subscripts: str, a: Array, b: Array, dtype: DTypeLike = jnp.float32) -> Array:
     """The product, accumulated and returned in `dtype`; float32 inputs keep all bits everywhere."""
     return jnp.einsum(subscripts, a, b, precision=precision(a, b), preferred_element_type=dtype)
+
+
+def capped(logits: Float[Array, "*B V"], cap: float | None) -> Float[Array, "*B V"]:
+    """Logits between -cap and cap; as they are where there is no cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def precision(a: Array, b: Array) -> jax.lax.Precision | None:

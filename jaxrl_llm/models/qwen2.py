@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,12 @@ class LayerKind:
 
     With a `window` a token sees so many positions, its own included. Frequencies are divided by
     `factor`; with `bands` (low, high, length) those of wavelengths below length / high are not, and
-    those up to length / low partly: `llama3` in config.json. With `delta` a layer has no attention
-    but the recurrence that its shape's `delta` describes.
+    those up to length / low partly: `llama3` in config.json. With `ramp` (fast, slow, length) those
+    that turn `fast` times in that length are not, those that do `slow` times are, others partly, and
+    cos and sin are multiplied by `amplitude`: `yarn`. Only the first `turned` pairs of a
+    head's numbers know positions (None: all). `head_size` and `kv_heads` are other than the shape's,
+    and with `keys_as_values` one product gives both. With `delta` a layer has no attention but the
+    recurrence that its shape's `delta` describes.
 
     >>> sliding, whole = jl.LayerKind(theta=1e4, window=512), jl.LayerKind(theta=1e6)
     >>> jl.Shape(64, 128, 384, 6, 4, 2, tied=True, kinds=(*[sliding] * 5, whole)).kind_of
@@ -42,6 +46,17 @@ class LayerKind:
     factor: float = 1.0
     bands: tuple[float, float, int] | None = None
     delta: bool = False
+    ramp: tuple[float, float, int] | None = None
+    amplitude: float = 1.0
+    turned: int | None = None
+    head_size: int | None = None
+    kv_heads: int | None = None
+    keys_as_values: bool = False
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """Fields on which the shapes of a layer's parameters depend."""
+        return self.delta, self.head_size, self.kv_heads, self.keys_as_values
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -79,7 +94,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """Factor of B A x."""
         return self.alpha / self.rank
 
 
@@ -124,6 +139,19 @@ class Delta:
         return 2 * self.key_heads * self.key_size + self.heads * self.value_size
 
 
+class Stretch(NamedTuple):
+    """Layers from `first` on, whose parameters repeat after `period` layers, `number` times."""
+
+    first: int
+    period: int
+    number: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the stacks of layers, one for each layer of a period."""
+        return [f"{self.first + i}_mod_{self.period}" for i in range(self.period)]
+
+
 @dataclass(frozen=True)
 class Shape:
     """The architecture: everything that the parameters' shapes and values depend on.
@@ -134,6 +162,12 @@ class Shape:
     norms multiply by 1 + weight, the embedding by sqrt(hidden_size). Only the first `rotary_size`
     numbers of a head know positions (None: all). With `gated` the query's product has a second half,
     whose sigmoid multiplies what attention gives. `lora` adds adapters to products.
+
+    Gemma 4's: `norm_wide` multiplies by norms' weights in float32; values are divided by their root
+    mean square (`norm_values`); the last `shared_layers` read keys and values of the last layer of
+    their kind before them, with `shared_wide` by MLPs of twice the width; each layer adds something
+    of the token itself, in `per_layer` numbers, and is multiplied by a constant (`layer_scalars`);
+    logits stay below `logit_cap`, by tanh.
 
     >>> shape = jl.Shape(64, 128, 384, num_layers=4, num_heads=4, num_kv_heads=2, tied=True)
     >>> shape.head_dim
@@ -165,6 +199,13 @@ class Shape:
     rotary_size: int | None = None
     gated: bool = False
     delta: Delta | None = None
+    norm_wide: bool = False
+    norm_values: bool = False
+    shared_layers: int = 0
+    shared_wide: bool = False
+    per_layer: int = 0
+    layer_scalars: bool = False
+    logit_cap: float | None = None
 
     @property
     def head_dim(self) -> int:
@@ -183,14 +224,41 @@ class Shape:
         """The kinds, each once."""
         return tuple(dict.fromkeys(self.kinds[: self.num_layers]))
 
+    def heads_of(self, kind: LayerKind) -> tuple[int, int]:
+        """`(key-value heads, width of a head)` of a layer of this kind."""
+        return kind.kv_heads or self.num_kv_heads, kind.head_size or self.head_dim
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The layers in stretches, each of which is one scan: those with keys of their own, the others."""
+        own, every = self.num_layers - self.shared_layers, self.kind_of
+        alike = len({kind.structure for kind in self.distinct}) == 1 and not self.shared_layers
+
+        def stretch(first, end):
+            here = every[first:end]
+            fits = lambda n: len(here) % n == 0 and here == here[:n] * (len(here) // n)
+            period = 1 if alike else next(filter(fits, range(1, len(here) + 1)))
+            return Stretch(first, period, len(here) // period)
+
+        return tuple(
+            stretch(*ends) for ends in [(0, own), (own, self.num_layers)] if ends[0] < ends[1]
+        )
+
     @property
     def period(self) -> int:
-        """After how many layers their parameters repeat; all are one scan over such periods."""
-        every, number = self.kind_of, self.num_layers
-        if self.delta is None:
-            return 1
-        fits = lambda n: number % n == 0 and every == every[:n] * (number // n)
-        return next(filter(fits, range(1, number + 1)))
+        """After how many layers the parameters of the first stretch repeat."""
+        return self.stretches[0].period
+
+    @property
+    def is_one_stack(self) -> bool:
+        """True if all layers have parameters of the same shapes, in one stack without a name."""
+        return [(one.period, one.first) for one in self.stretches] == [(1, 0)]
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: its own, but for the shared ones."""
+        own = self.num_layers - self.shared_layers
+        fits = lambda i: self.kind_of[i] == self.kind_of[layer]
+        return layer if layer < own else max(filter(fits, range(own)))
 
 
 @dataclass(frozen=True)
@@ -242,22 +310,40 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, computed in float32; with `offset`, times 1 + weight before the cast."""
+    """x / rms(x) * weight; with `offset` times 1 + weight, which like `wide` is done before the cast.
 
-    def __init__(self, size: int, *, eps: float, offset: bool = False):
+    A weight is rounded to the dtype of x like those of products, also where it is multiplied in
+    float32: then trainer, sampler and servers agree, whichever precision they keep it in.
+    """
+
+    def __init__(self, size: int, *, eps: float, offset: bool = False, wide: bool = False):
         self.weight = nnx.Param(jnp.zeros(size) if offset else jnp.ones(size))
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.wide = eps, offset, wide
 
     def __call__(self, x):
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        if self.offset:
-            return (wide * scale * (1 + _like(self.weight[...], wide))).astype(x.dtype)
-        return (wide * scale).astype(x.dtype) * _like(self.weight[...], x)
+        unit, weight = by_root_mean_square(x, self.eps), self.weight[...]
+        if not (self.offset or self.wide):
+            return unit.astype(x.dtype) * _like(weight, x)
+        if x.dtype != jnp.float32:
+            bits = jnp.finfo(x.dtype)  # two casts a compiler may take for none
+            weight = jax.lax.reduce_precision(weight, bits.nexp, bits.nmant)
+        weight = _like(weight, unit)
+        return (unit * (1 + weight if self.offset else weight)).astype(x.dtype)
+
+
+def by_root_mean_square(x, eps: float) -> Float[Array, "..."]:
+    """x / rms(x) in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
 
 
 def _norm(shape: Shape, size: int | None = None) -> RMSNorm:
-    return RMSNorm(size or shape.hidden_size, eps=shape.rms_norm_eps, offset=shape.norm_offset)
+    return RMSNorm(
+        size or shape.hidden_size,
+        eps=shape.rms_norm_eps,
+        offset=shape.norm_offset,
+        wide=shape.norm_wide,
+    )
 
 
 def linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
@@ -267,33 +353,41 @@ def linear(name: str, out, into, shape: Shape, rngs: nnx.Rngs) -> Linear:
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; `shared` if it reads another layer's keys."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        heads, kv_heads = (shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim)
-        into, asked = (shape.hidden_size,), (shape.num_heads, shape.head_dim * (1 + shape.gated))
+    def __init__(self, shape: Shape, kind: LayerKind, shared: bool, *, rngs: nnx.Rngs):
+        kv_heads, size = shape.heads_of(kind)
+        into, asked = (shape.hidden_size,), (shape.num_heads, size * (1 + shape.gated))
+        product = lambda name: linear(name, (kv_heads, size), into, shape, rngs)
         self.q_proj = linear("q_proj", asked, into, shape, rngs)
-        self.k_proj = linear("k_proj", kv_heads, into, shape, rngs)
-        self.v_proj = linear("v_proj", kv_heads, into, shape, rngs)
-        self.o_proj = linear("o_proj", into, heads, shape, rngs)
-        self.q_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
-        self.k_norm = _norm(shape, shape.head_dim) if shape.norms_of_heads else None
+        self.k_proj = None if shared else product("k_proj")
+        self.v_proj = None if shared or kind.keys_as_values else product("v_proj")
+        self.o_proj = linear("o_proj", into, (shape.num_heads, size), shape, rngs)
+        self.q_norm = _norm(shape, size) if shape.norms_of_heads else None
+        self.k_norm = _norm(shape, size) if shape.norms_of_heads and not shared else None
         # attention multiplies by head_dim^-1/2
-        self.scale = (shape.head_dim / (shape.query_scalar or shape.head_dim)) ** 0.5
-        self.gated = shape.gated
+        self.scale = (size / (shape.query_scalar or size)) ** 0.5
+        self.gated, self.v_eps = shape.gated, shape.rms_norm_eps if shape.norm_values else None
 
-    def qkv(self, x, rope):
-        """Queries, keys and values, with rotary positions in the first two; and the gate, if any."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def queries(self, x, rope):
+        """Queries with rotary positions; and the gate, if any."""
+        q = self.q_proj(x)
         q, gate = jnp.split(q, 2, -1) if self.gated else (q, None)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.scale != 1.0:
-            q = q * self.scale
-        return rotate(q, rope), rotate(k, rope), v, gate
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return rotate(q if self.scale == 1.0 else q * self.scale, rope), gate
+
+    def keys_and_values(self, x, rope):
+        """Keys, with rotary positions, and values."""
+        assert self.k_proj is not None
+        k = self.k_proj(x)
+        v = k if self.v_proj is None else self.v_proj(x)
+        if self.v_eps is not None:
+            v = by_root_mean_square(v, self.v_eps).astype(v.dtype)
+        return rotate(k if self.k_norm is None else self.k_norm(k), rope), v
 
     def out(self, mixed, gate):
-        """What the layer adds, from attention's output `mixed` on."""
+        """The layer's sum, from attention's output `mixed` on."""
         return self.o_proj(mixed if gate is None else mixed * jax.nn.sigmoid(gate))
 
 
@@ -303,18 +397,21 @@ def _gated_delta(shape: Shape, sizes: Delta, rngs: nnx.Rngs):
     return GatedDelta(shape, sizes, rngs=rngs)
 
 
-class MLP(nnx.Module):
-    """SwiGLU, or with gelu for silu: down(silu(gate(x)) * up(x))."""
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}  # gelu's tanh form
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        wide, narrow = (shape.intermediate_size,), (shape.hidden_size,)
+
+class MLP(nnx.Module):
+    """SwiGLU, or with gelu for silu: down(silu(gate(x)) * up(x)); `times` as wide."""
+
+    def __init__(self, shape: Shape, times: int = 1, *, rngs: nnx.Rngs):
+        wide, narrow = (times * shape.intermediate_size,), (shape.hidden_size,)
         self.gate_proj = linear("gate_proj", wide, narrow, shape, rngs)
         self.up_proj = linear("up_proj", wide, narrow, shape, rngs)
         self.down_proj = linear("down_proj", narrow, wide, shape, rngs)
         self.activation = shape.activation
 
     def __call__(self, x):
-        act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.activation]  # gelu's tanh form
+        act = ACTIVATIONS[self.activation]
         return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -357,75 +454,106 @@ class Layer(nnx.Module):
     Names are those of files: `post_attention_layernorm` is the MLP's norm before, unless there are norms after.
     """
 
-    def __init__(self, shape: Shape, kind: LayerKind, *, rngs: nnx.Rngs):
+    def __init__(self, shape: Shape, kind: LayerKind, shared: bool = False, *, rngs: nnx.Rngs):
         both = shape.norms_before and shape.norms_after
         self.input_layernorm = _norm(shape) if shape.norms_before else None
         sizes = shape.delta if kind.delta else None
         self.linear_attn = None if sizes is None else _gated_delta(shape, sizes, rngs)
-        self.self_attn: Any = SelfAttention(shape, rngs=rngs) if sizes is None else None
+        attention = SelfAttention(shape, kind, shared, rngs=rngs) if sizes is None else None
+        self.self_attn: Any = attention
         self.post_attention_layernorm = _norm(shape)
         self.pre_feedforward_layernorm = _norm(shape) if both else None
         self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
-        mixture = shape.mixture
-        self.mlp = Experts(shape, mixture, rngs=rngs) if mixture else MLP(shape, rngs=rngs)
+        mixture, times = shape.mixture, 2 if shared and shape.shared_wide else 1
+        self.mlp = Experts(shape, mixture, rngs=rngs) if mixture else MLP(shape, times, rngs=rngs)
+        size, hidden = shape.per_layer, (shape.hidden_size,)
+        self.per_layer_input_gate = Linear((size,), hidden, rngs=rngs) if size else None
+        self.per_layer_projection: Any = Linear(hidden, (size,), rngs=rngs) if size else None
+        self.post_per_layer_input_norm: Any = _norm(shape) if size else None
+        self.activation = shape.activation
+        self.layer_scalar = nnx.Param(jnp.ones(1)) if shape.layer_scalars else None
 
-    def __call__(self, x, rope, attend, segments, live=None):
+    def __call__(self, x, rope, attend, segments, live=None, kv=None, inputs=None):
+        """The layer's output, and its keys and values: `kv`, if it reads those of another layer."""
         if self.linear_attn is not None:
-            return self.finish(x, self.linear_attn(self.before(x), segments), live)
-        *qkv, gate = self.qkv(x, rope)
-        return self.finish(x, self.self_attn.out(attend(*qkv), gate), live)
+            return self.finish(x, self.linear_attn(self.before(x), segments), live), None
+        q, k, v, gate = self.qkv(x, rope, kv)
+        return self.finish(x, self.self_attn.out(attend(q, k, v), gate), live, inputs), (k, v)
 
     def before(self, x):
-        """What attention reads."""
+        """Input of attention: normalised, if there are norms before."""
         return x if self.input_layernorm is None else self.input_layernorm(x)
 
-    def qkv(self, x, rope):
-        """Queries, keys and values of the normalised input, and the gate."""
-        return self.self_attn.qkv(self.before(x), rope)
+    def qkv(self, x, rope, kv=None):
+        """Queries, keys and values (or `kv`) of the normalised input, and the gate."""
+        x = self.before(x)
+        q, gate = self.self_attn.queries(x, rope)
+        return q, *(kv or self.self_attn.keys_and_values(x, rope)), gate
 
-    def finish(self, x, y, live=None):
-        """The rest of the layer, after attention has given `y`; experts skip what is not `live`."""
+    def finish(self, x, y, live=None, inputs=None):
+        """The rest of the layer, after attention has given `y`; experts skip what is not `live`.
+
+        `inputs` `[R,L,P]` are of the tokens themselves, for this layer.
+        """
         mlp = self.mlp if live is None else partial(self.mlp, live=live)
         before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if after is None:
             x = x + y
             return x + mlp(self.post_attention_layernorm(x))
         x = x + self.post_attention_layernorm(y)
-        return x + after(mlp(x if before is None else before(x)))
+        x = x + after(mlp(x if before is None else before(x)))
+        if self.per_layer_input_gate is not None:
+            gated = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * inputs
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        if self.layer_scalar is not None:  # a constant of the model, which nobody trains
+            x = x * _like(jax.lax.stop_gradient(self.layer_scalar[...]), x)
+        return x
 
 
 class Embedding(nnx.Module):
     """A table `[V,D]`, for tokens going in or for logits coming out."""
 
-    def __init__(self, shape: Shape, *, rngs: nnx.Rngs):
-        table = rngs.params.normal((shape.vocab_size, shape.hidden_size))
-        self.weight = nnx.Param(shape.hidden_size**-0.5 * table)
+    def __init__(self, shape: Shape, size: int | None = None, *, rngs: nnx.Rngs):
+        size = size or shape.hidden_size
+        self.weight = nnx.Param(size**-0.5 * rngs.params.normal((shape.vocab_size, size)))
 
 
 class Decoder(nnx.Module):
     """The decoder; parameters have their Hugging Face names, layers are stacked on axis 0.
 
     Where their parameters repeat after a `period` of 4, each fourth layer from the first on is a stack
-    "0_mod_4", and so on.
+    "0_mod_4", and so on; a stretch from layer 20 on begins with "20_mod_4".
     """
 
     def __init__(self, shape: Shape, compute: Compute = Compute(), *, rngs: nnx.Rngs):
         self.shape, self.compute = shape, compute
         self.embed_tokens = Embedding(shape, rngs=rngs)
 
-        def stack(kind):
-            @nnx.split_rngs(splits=shape.num_layers // shape.period)
+        def stack(layer, number):
+            @nnx.split_rngs(splits=number)
             @nnx.vmap
             def stacked(rngs):
-                return Layer(shape, kind, rngs=rngs)
+                return Layer(
+                    shape,
+                    shape.distinct[shape.kind_of[layer]],
+                    shape.source(layer) != layer,
+                    rngs=rngs,
+                )
 
             return stacked(rngs)
 
-        each = [stack(shape.distinct[kind]) for kind in shape.kind_of[: shape.period]]
+        each = [
+            stack(one.first + i, one.number) for one in shape.stretches for i in range(one.period)
+        ]
 
-        self.layers: Any = nnx.Dict(named(each, shape)) if each[1:] else each[0]
+        self.layers: Any = nnx.Dict(named(each, shape)) if not shape.is_one_stack else each[0]
         self.norm = _norm(shape)
         self.lm_head = None if shape.tied else Embedding(shape, rngs=rngs)
+        if size := shape.per_layer:
+            width = size * shape.num_layers
+            self.embed_tokens_per_layer = Embedding(shape, width, rngs=rngs)
+            self.per_layer_model_projection = Linear((width,), (shape.hidden_size,), rngs=rngs)
+            self.per_layer_projection_norm = _norm(shape, size)
 
     def __call__(
         self,
@@ -440,31 +568,67 @@ class Decoder(nnx.Module):
         `offsets` are added to the input of each layer, for gradients with respect to it.
         """
         x = self.embed(tokens)
-        ropes = self.ropes(positions)
+        inputs, ropes = self.inputs(tokens, x), self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
-        definitions, each = self.stacks(offsets)
 
         def made(definition, known):
-            def apply(x, layer, offset, kind):
+            def apply(x, kept, layer, offset, inputs, kind):
                 if offset is not None:
                     x = x + offset[None].astype(x.dtype)
                 weights = gathered(int8.dequantize(layer, self.compute.dtype), self.compute.dtype)
                 kind = kind if known is None else known
                 attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
-                x = nnx.merge(definition, weights)(x, ropes[kind], attend, segments, live)
-                return constrain(x, BATCH, None, None)
+                x, kv = nnx.merge(definition, weights)(
+                    x, ropes[kind], attend, segments, live, kept[kind] if kept else None, inputs
+                )
+                read_later = self.shape.shared_layers and not kept
+                return constrain(x, BATCH, None, None), {kind: kv} if read_later else {}
 
             return apply if self.compute.remat is None else self.compute.remat(apply)
 
-        layers = [made(*one) for one in definitions]
+        def scan(x, kept, definitions, each):
+            """x after the layers of a stretch, which read `kept` keys and values; their last own, by kind."""
+            layers = [made(*one) for one in definitions]
 
-        def period(x, each):
-            for apply, one in zip(layers, each, strict=True):
-                x = apply(x, *one)
-            return x, None
+            def period(carry, each):
+                x, new = carry
+                for apply, one in zip(layers, each, strict=True):
+                    x, of_layer = apply(x, kept, *one)
+                    new = new | of_layer
+                return (x, new), None
 
-        x, _ = jax.lax.scan(period, x, each)
+            # carried from period to period and overwritten: what the last leaves is read later,
+            # and nothing is saved of it for the backward pass
+            empty = self.no_keys(x) if self.shape.shared_layers and not kept else {}
+            return jax.lax.scan(period, (x, empty), each)[0]
+
+        kept = {}
+        for stack in self.stacks(inputs, offsets):
+            x, new = scan(x, kept, *stack)
+            kept = kept or new
         return self.norm(x)
+
+    def no_keys(self, x: Hidden) -> dict[int, Any]:
+        """Keys and values of zeros by kind of layer, in the shapes of those of `x`."""
+        sizes = map(self.shape.heads_of, self.shape.distinct)
+        return {i: (jnp.zeros((*x.shape[:2], *size), x.dtype),) * 2 for i, size in enumerate(sizes)}
+
+    def inputs(self, tokens: Int[Array, "R L"], x: Hidden) -> Float[Array, "N R L P"] | None:
+        """Of each layer its own inputs, from the tokens and the first layer's input; None without any."""
+        if not self.shape.per_layer:
+            return None
+        table = self.embed_tokens_per_layer.weight[...]
+        return self.of_layers(primitives.rows(table, tokens, self.compute.dtype), x)
+
+    def of_layers(self, rows, x: Hidden) -> Float[Array, "N R L P"]:
+        """`inputs` from the tokens' rows of the second table."""
+        size = self.shape.per_layer
+        cut = lambda y: y.reshape(*y.shape[:2], -1, size)
+        seen = self.per_layer_model_projection(x) * self.shape.hidden_size**-0.5
+        both = self.per_layer_projection_norm(cut(seen)) + cut(
+            rows * jnp.asarray(size**0.5, rows.dtype)
+        )
+        return jnp.moveaxis(both * 2**-0.5, 2, 0)
 
     def embed(self, tokens: Int[Array, "R L"]) -> Hidden:
         """The rows of the embedding table for these tokens, in the compute dtype."""
@@ -476,21 +640,27 @@ class Decoder(nnx.Module):
         factor = jnp.asarray(self.shape.hidden_size**0.5, rows.dtype)
         return rows * factor if self.shape.scaled_embedding else rows
 
-    def stacks(self, offsets: Any = None) -> tuple[list[Any], list[Any]]:
-        """Of each layer of a period its definition with its kind, and what is scanned over.
+    def stacks(self, inputs: Any = None, offsets: Any = None) -> list[tuple[list[Any], list[Any]]]:
+        """Of each layer of a stretch's period its definition with its kind, and what is scanned over.
 
-        That is `(parameters, offset, kind)`; the kind is there in one of the two, if there are several.
+        That is `(parameters, offset, inputs, kind)`, of all periods; the kind is there in one of the
+        two, if there are several.
         """
-        if self.shape.period == 1:
+        if self.shape.is_one_stack:
             definition, layers = nnx.split(self.layers)
-            return [(definition, None)], [(nnx.to_pure_dict(layers), offsets, self.kinds())]
-        definitions, each = [], []
-        for i, name in enumerate(names(self.shape)):
-            definition, layers = nnx.split(self.layers[name])
-            part = None if offsets is None else offsets[i :: self.shape.period]
-            definitions.append((definition, self.shape.kind_of[i]))
-            each.append((nnx.to_pure_dict(layers), part, None))
-        return definitions, each
+            each = nnx.to_pure_dict(layers), offsets, inputs, self.kinds()
+            return [([(definition, None)], [each])]
+        found = []
+        for stretch in self.shape.stretches:
+            definitions, each = [], []
+            for i, name in enumerate(stretch.names, stretch.first):
+                definition, layers = nnx.split(self.layers[name])
+                here = slice(i, stretch.first + stretch.period * stretch.number, stretch.period)
+                parts = [None if x is None else x[here] for x in (offsets, inputs)]
+                definitions.append((definition, self.shape.kind_of[i]))
+                each.append((nnx.to_pure_dict(layers), *parts, None))
+            found.append((definitions, each))
+        return found
 
     def kinds(self) -> Int[Array, "N"] | None:
         """Which of the distinct kinds each layer is, to be scanned; None if all are the same."""
@@ -500,9 +670,16 @@ class Decoder(nnx.Module):
     def ropes(self, positions: Int[Array, "R L"]) -> "OfKind":
         """cos and sin of position * frequency, `[R,L,1,D/2]` each, by kind of layer."""
         at = positions[..., None, None].astype(jnp.float32)
-        half = (self.shape.rotary_size or self.shape.head_dim) // 2
-        angles = [at * frequencies(kind, half)[None, None, None] for kind in self.shape.distinct]
-        return OfKind([(jnp.cos(angle), jnp.sin(angle)) for angle in angles])
+        size = lambda kind: self.shape.rotary_size or self.shape.heads_of(kind)[1]
+        angles = [
+            at * frequencies(kind, size(kind) // 2)[None, None, None]
+            for kind in self.shape.distinct
+        ]
+        waves = [(jnp.cos(angle), jnp.sin(angle)) for angle in angles]
+        for i, kind in enumerate(self.shape.distinct):
+            if kind.amplitude != 1.0:
+                waves[i] = (kind.amplitude * waves[i][0], kind.amplitude * waves[i][1])
+        return OfKind(waves)
 
     def attend(self, q, k, v, segments, kind) -> Float[Array, "R L H D"]:
         """Attention in a layer of this kind, within its window."""
@@ -526,30 +703,38 @@ class Decoder(nnx.Module):
 
 def names(shape: Shape) -> list[str]:
     """The names of the stacks of layers, where there are several."""
-    return [f"{i}_mod_{shape.period}" for i in range(shape.period)]
+    return [name for stretch in shape.stretches for name in stretch.names]
 
 
 def named(stacks: list[Any], shape: Shape) -> Any:
-    """These stacks as a model has them: by name, or a single one as it is."""
-    return dict(zip(names(shape), stacks, strict=True)) if stacks[1:] else stacks[0]
+    """Stacks as a model has them: by name, or a single one as it is."""
+    return stacks[0] if shape.is_one_stack else dict(zip(names(shape), stacks, strict=True))
 
 
 def unstacked(layers: Any, shape: Shape, one: Callable[[Any, int], Any]) -> list[Any]:
     """A tree for each layer, with `one(leaf, number in its stack)` of the stacks' trees."""
-    stacks = [layers[name] for name in names(shape)] if shape.period > 1 else [layers]
-    of = lambda i, j: jax.tree.map(lambda x: one(x, i), stacks[j])
-    return [of(*divmod(i, shape.period)) for i in range(shape.num_layers)]
+    of = lambda i, stack: jax.tree.map(lambda x: one(x, i), stack)
+    return [
+        of(i, layers if shape.is_one_stack else layers[name])
+        for stretch in shape.stretches
+        for i in range(stretch.number)
+        for name in stretch.names
+    ]
 
 
 class OfKind:
-    """Arrays of one shape for each kind of layer; of a single one whatever is asked for."""
+    """Arrays for each kind of layer; of a single one whatever is asked for."""
 
     def __init__(self, each: list[Any]):
-        self._several = len(each) > 1
-        self._all = jax.tree.map(lambda *x: jnp.stack(x), *each) if self._several else each[0]
+        like = [[x.shape for x in jax.tree.leaves(one)] for one in each]
+        self._several, self._alike = len(each) > 1, all(shapes == like[0] for shapes in like)
+        stack = lambda: jax.tree.map(lambda *x: jnp.stack(x), *each)
+        self._all = each[0] if not self._several else stack() if self._alike else each
 
     def __getitem__(self, kind):
-        """What belongs to a kind, a number that may be traced."""
+        """The arrays of a kind, a number that may be traced where all have one shape."""
+        if self._several and not self._alike:
+            return self._all[kind]
         return jax.tree.map(lambda x: x[kind], self._all) if self._several else self._all
 
 
@@ -562,9 +747,17 @@ def _live(positions: Int[Array, "R L"], segments: Int[Array, "R L"] | None) -> B
 
 def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:
     """The `half` rotary frequencies of a kind of layer; 0, which turns nothing, without a base."""
-    if kind.theta is None:
+    if (theta := kind.theta) is None:
         return jnp.zeros(half)
-    found = 1.0 / kind.theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    found = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    if kind.turned is not None:
+        found = jnp.where(jnp.arange(half) < kind.turned, found, 0.0)
+    if kind.ramp is not None:
+        fast, slow, length = kind.ramp
+        at = lambda turns: half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+        low, high = max(math.floor(at(fast)), 0), min(math.ceil(at(slow)), 2 * half - 1)
+        ramp = jnp.clip((jnp.arange(half) - low) / ((high - low) or 0.001), 0.0, 1.0)
+        return ramp * found / kind.factor + (1 - ramp) * found
     if kind.bands is None:
         return found if kind.factor == 1.0 else found / kind.factor
     low, high, length = kind.bands
@@ -595,7 +788,7 @@ def graph(shape: Shape, compute: Compute = Compute()):
 
 
 def settings(definition) -> tuple[Shape, Compute]:
-    """What `graph` made a definition of."""
+    """The shape and settings that `graph` made a definition of."""
     known = dict(definition.attributes)
     return known["shape"].value, known["compute"].value
 
@@ -620,7 +813,7 @@ def matrices(params):
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not re.fullmatch(r"layers/.*_proj(_\w+)?(/lora_[AB])?/weight", name):
+        if not re.fullmatch(r"layers/.*(_proj(_\w+)?(/lora_[AB])?|/per_layer_\w+)/weight", name):
             return None
         whole = "/o_proj/" in name and not name.endswith("lora_B/weight")  # heads go in
         first_in = 2 if whole else leaf.ndim - 1

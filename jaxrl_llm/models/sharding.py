@@ -1,4 +1,4 @@
-"""Where arrays live: a mesh of named axes, and one sharding rule per parameter."""
+"""Placement of arrays: a mesh of named axes, and one sharding rule per parameter."""
 
 import math
 import re
@@ -28,9 +28,16 @@ INTO = r"(self_attn/[qkv]|mlp/(gate|up))_proj|linear_attn/in_proj_\w+"
 OUT_OF = r"(self_attn/o|mlp/down|linear_attn/out)_proj"
 # Name and specs: the first spec whose axes all divide; else the first, less those that do not.
 RULES = (
-    (r"(embed_tokens|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
-    (r"norm/weight", P()),
-    (r"layers/(\w+_layernorm|self_attn/[qk]_norm|linear_attn/norm)/weight", P()),
+    (r"(embed_tokens(_per_layer)?|lm_head)/weight", P(VOCAB, None), P(None, VOCAB)),
+    (r"(per_layer_projection_)?norm/weight", P()),
+    (r"per_layer_model_projection/weight", P(None, "fsdp")),
+    (r"layers/per_layer_input_gate/weight", P(None, None, "fsdp")),
+    (r"layers/per_layer_projection/weight", P(None, "fsdp")),
+    (r"layers/layer_scalar", P()),
+    (
+        r"layers/(\w+_layernorm|post_per_layer_input_norm|self_attn/[qk]_norm|linear_attn/norm)/weight",
+        P(),
+    ),
     (r"layers/self_attn/[qkv]_proj/weight", P(None, "tensor", None, "fsdp")),
     (r"layers/(self_attn/[qkv]|mlp/(gate|up))_proj/bias", P(None, "tensor")),
     (r"layers/(self_attn/o|mlp/down)_proj/bias", P()),
@@ -245,7 +252,7 @@ def fit(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
 
 
 def divides(size: int, axes, mesh) -> bool:
-    """Whether a dimension of this size splits evenly over the mesh axes."""
+    """True if a dimension of this size splits evenly over the mesh axes."""
     return size % _shards(axes, mesh) == 0
 
 
@@ -312,7 +319,7 @@ def constrain(x, *spec):
 
 
 def waits(x) -> bool:
-    """Whether an array waits in the memory of the hosts."""
+    """True if an array lies in the memory of the hosts."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

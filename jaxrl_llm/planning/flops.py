@@ -10,19 +10,29 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     A multiply-add is 2. Attention a token and layer is the causal half of 2 (scores, values) x 2 x
     length x width.
     """
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    mlp = 3 * shape.hidden_size * shape.intermediate_size
+    layers = sum(_layer(shape, layer, length) for layer in range(shape.num_layers))
+    if size := shape.per_layer:
+        layers += 2 * shape.num_layers * size * shape.hidden_size
+    return tokens * layers + scored * 2 * shape.vocab_size * shape.hidden_size
+
+
+def _layer(shape: Shape, layer: int, length: int) -> int:
+    """FLOPs of a layer a token."""
+    kind, shared = shape.distinct[shape.kind_of[layer]], shape.source(layer) != layer
+    kv_heads, size = shape.heads_of(kind)
+    heads = shape.num_heads * size
+    mlp = 3 * shape.hidden_size * shape.intermediate_size * (1 + (shared and shape.shared_wide))
     if mixture := shape.mixture:
         mlp = shape.hidden_size * (mixture.experts + 3 * mixture.chosen * mixture.size)
-    attention = shape.hidden_size * (2 * (heads + kv_heads) + shape.gated * heads)
-    layers = shape.num_layers * (2 * (attention + mlp) + 2 * length * heads)
-    if delta := shape.delta:  # and its memory is read twice and written once
-        linear = sum(shape.distinct[kind].delta for kind in shape.kind_of)
+    rest = 2 * (mlp + 2 * shape.per_layer * shape.hidden_size)
+    if kind.delta and (delta := shape.delta):  # its memory is read twice and written once
         values = delta.heads * delta.value_size
         products = shape.hidden_size * (delta.channels + 2 * values + 2 * delta.heads)
         rule = delta.channels * delta.width + 3 * values * delta.key_size
-        layers += linear * 2 * (products + rule - attention - length * heads)
-    return tokens * layers + scored * 2 * shape.vocab_size * shape.hidden_size
+        return rest + 2 * (products + rule)
+    keys_and_values = 0 if shared else (2 - kind.keys_as_values) * kv_heads * size
+    products = shape.hidden_size * ((2 + shape.gated) * heads + keys_and_values)
+    return rest + 2 * (products + length * heads)
 
 
 def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.primitives import einsum
+from jaxrl_llm.models.primitives import capped, einsum
 from jaxrl_llm.research.statistics import correlation
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
@@ -215,4 +215,5 @@ def next_logits(
     positions = jnp.arange(tokens.shape[0])[None]
     hidden = model(tokens[None], positions, offsets=offsets.layers)[0, index]
     hidden = hidden + offsets.head.astype(hidden.dtype)
-    return einsum("d,vd->v", hidden, model.head.astype(hidden.dtype)) / temperature
+    logits = einsum("d,vd->v", hidden, model.head.astype(hidden.dtype))
+    return capped(logits, model.shape.logit_cap) / temperature

@@ -11,15 +11,19 @@ import transformers
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import delta, families, hf, qwen2, tokenizer
+from jaxrl_llm.models import delta, families, hf, primitives, qwen2, tokenizer
 from jaxrl_llm.models.qwen2 import LayerKind, Mixture
 from tests import tiny
 from tests.reference import peer
 
-SHAPES, LLAMA3 = tiny.FAMILIES, tiny.LLAMA3
+SHAPES, LLAMA3, YARN = tiny.FAMILIES, tiny.LLAMA3, tiny.YARN
 BROKEN = [  # a field of each feature, and what it would be without it
     ("qwen2", {"kinds": (LayerKind(1e6),)}),
     ("qwen3", {"norms_of_heads": False}),
+    ("qwen3 with biases", {"kinds": (LayerKind(1e4),)}),
+    ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, amplitude=1.0),)}),
+    ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, ramp=None),)}),
+    ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, ramp=(16.0, 1.0, 64)),)}),
     ("qwen3_moe", {"mixture": Mixture(8, 1, 48)}),
     ("qwen3_moe", {"mixture": Mixture(8, 2, 48, rescaled=False)}),
     ("llama", {"kinds": (LayerKind(1e4),)}),
@@ -34,6 +38,23 @@ BROKEN = [  # a field of each feature, and what it would be without it
     ("gemma3", {"activation": "silu"}),
     ("gemma3", {"norm_offset": False}),
     ("gemma3", {"scaled_embedding": False}),
+    ("gemma4", {"kinds": (LayerKind(1e4, 7), LayerKind(1e5, None, 2.0, turned=4, head_size=32))}),
+    ("gemma4", {"kinds": (LayerKind(1e4, 6), LayerKind(1e5, None, 2.0, head_size=32))}),
+    ("gemma4", {"kinds": (LayerKind(1e4, 6), LayerKind(1e5, turned=4, head_size=32))}),
+    ("gemma4", {"kinds": (LayerKind(1e4, 6), LayerKind(1e5, None, 2.0, turned=4))}),
+    ("gemma4", {"shared_layers": 0, "shared_wide": False}),
+    ("gemma4", {"shared_wide": False}),
+    ("gemma4", {"per_layer": 0}),
+    ("gemma4", {"layer_scalars": False}),
+    ("gemma4", {"logit_cap": None}),
+    ("gemma4", {"norm_values": False}),
+    ("gemma4", {"query_scalar": None}),
+    ("gemma4", {"norm_offset": True}),
+    (
+        "gemma4 of one product",
+        {"kinds": (LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6, kv_heads=1))},
+    ),
+    ("gemma4 of one product", {"kinds": (LayerKind(1e4, 6), LayerKind(1e4, 6), LayerKind(1e6))}),
     ("qwen3_5", {"rotary_size": None}),
     ("qwen3_5", {"norm_offset": False}),
     ("qwen3_5", {"gated": False}),
@@ -66,6 +87,12 @@ def folders(tmp_path_factory):
     for name, shape in SHAPES.items():
         _, params = tiny.policy(shape, seed=1)
         hf.export(params, shape, there / name)
+        config = hf.read_config(
+            there / name
+        )  # yarn's factor of attention is not given, as in published configs
+        config["rope_parameters"].pop("attention_factor", None)
+        (there / name / "config.json").write_text(json.dumps(config))
+        (there / name / hf.SUMS).unlink()
         size = (25 if shape.mixture else 3, 80 if shape.delta else 40)  # more than a chunk
         np.save(there / name / "tokens.npy", np.random.default_rng(0).integers(0, 96, size))
     peer.transformers("families", *(there / name for name in SHAPES))
@@ -89,6 +116,7 @@ def scores(folder, shape=None, mesh=(1, 1, 1)):
             def mean(params):
                 model = qwen2.nnx.merge(definition, params)
                 logits = jnp.einsum("rld,vd->rlv", model(tokens, positions), model.head)
+                logits = primitives.capped(logits, shape.logit_cap)
                 logp = jax.nn.log_softmax(logits)[:rows]
                 label = jnp.take_along_axis(logp[:, :-1], tokens[:rows, 1:, None], -1)
                 return label.mean(), logp
@@ -127,7 +155,8 @@ def test_a_router_chooses_as_transformers_does(folders, name):
 def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypatch):
     shape = dataclasses.replace(SHAPES[name], **change)
     monkeypatch.setattr(hf, "load_shape", lambda _: shape)
-    if {"norms_of_heads", "norms_before", "gated"} & {*change}:
+    sizes = [jax.tree.map(lambda x: x.shape, qwen2.graph(one)[1]) for one in (shape, SHAPES[name])]
+    if sizes[0] != sizes[1]:
         with pytest.raises(UserError, match=r"too many, first|has no tensor|has shape"):
             scores(folders / name)
         return
@@ -219,8 +248,10 @@ PUBLISHED = [
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+PUBLISHED_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SMALL = {"vocab_size_per_layer_input": 96}
 SPARSE = [  # what a config says beside its sizes
-    *({"model_type": name} for name in families.FAMILIES),
+    *({"model_type": name} for name in families.FAMILIES if name != "gemma4_text"),
     {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2},
     {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0, "sliding_window": None},
     {"model_type": "mistral", "sliding_window": None},
@@ -232,6 +263,18 @@ SPARSE = [  # what a config says beside its sizes
     {"model_type": "qwen3_5_text", "full_attention_interval": 2, "partial_rotary_factor": 0.5},
     {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention"] * 2,
      "linear_conv_kernel_dim": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
+    *({"model_type": name, "rope_scaling": PUBLISHED_YARN} for name in ("qwen2", "qwen3")),
+    {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}},
+    {"model_type": "qwen2", "rope_scaling": PUBLISHED_YARN, "original_max_position_embeddings": 64},
+    {"model_type": "gemma4_text", **SMALL, "head_dim": 16, "global_head_dim": 16},
+    {"model_type": "gemma4_text", **SMALL, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+     "layer_types": ["sliding_attention", "full_attention"] * 2},
+    {"model_type": "gemma4_text", **SMALL, "num_global_key_value_heads": 1},
+    {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1,
+     "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "sliding_window": 9,
+     "layer_types": ["sliding_attention"] * 4, "use_bidirectional_attention": "vision",
+     "rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e5},
+                         "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3}}},
     {"model_type": "gemma3_text", "rope_scaling": LINEAR},
     {"model_type": "gemma3_text", "rope_parameters": LINEAR},
     {"model_type": "gemma3_text", "rope_local_base_freq": 7e3,
@@ -267,6 +310,34 @@ def test_fields_of_other_families_say_nothing(name, says):
 def test_a_window_that_is_not_there_is_refused(name):
     config = families.config_of(SHAPES[name], "float32") | {"sliding_window": None}
     with pytest.raises(UserError, match="sliding layers without a window are not supported"):
+        families.shape_of(config)
+
+
+@pytest.mark.parametrize(("says", "said"), [
+    ({"enable_moe_block": True}, "enable_moe_block is not supported"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+    ({"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input 95 is not supported"),
+    ({"num_kv_shared_layers": 5}, "num_kv_shared_layers 5 cannot be"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers 6 cannot be"),
+    ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "per_layer_config is not"),
+    ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config is not supported"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope type 'longrope'"),
+], ids=str)  # fmt: skip
+def test_what_of_gemma4_is_not_here_is_refused_by_name(says, said):
+    config = families.config_of(SHAPES["gemma4"], "float32") | says
+    with pytest.raises(UserError, match=said):
+        families.shape_of(config)
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"truncate": False}, {"beta_fast": 1, "beta_slow": 2}], ids=str
+)
+def test_what_of_yarn_is_not_here_is_refused_by_name(scaling):
+    config = families.config_of(SHAPES["qwen3"], "float32") | {"rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, **scaling,
+    }}  # fmt: skip
+    with pytest.raises(UserError, match=f"yarn.*{next(iter(scaling))}"):
         families.shape_of(config)
 
 

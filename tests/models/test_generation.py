@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import experts, families, qwen2, sharding
+from jaxrl_llm.models import experts, families, primitives, qwen2, sharding
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.models.policy import Policy, fewest_devices, mesh_of_copies
 from tests import tiny
@@ -30,7 +30,8 @@ def recomputed(definition, params, rows):
     def forward(params):
         model = nnx.merge(definition, params)
         hidden = model(jnp.asarray(tokens), jnp.asarray(positions))
-        return jnp.einsum("rld,vd->rlv", hidden, model.head)
+        logits = jnp.einsum("rld,vd->rlv", hidden, model.head)
+        return primitives.capped(logits, model.shape.logit_cap)
 
     return np.asarray(forward(params))
 
@@ -93,6 +94,7 @@ def test_greedy_generation_is_a_full_recomputation(family, block):
 SHARED = {
     "qwen2 of odd sizes": (4, 4),
     "gemma3": (8, 2),
+    "gemma4": (8, 2),
     "qwen3_moe": (8, 4),
     "qwen3_5": (8, 2),
 }  # devices, and of these to a copy of the weights
