@@ -182,6 +182,9 @@ def test_a_config_of_the_package_has_a_name(capsys, tmp_path, monkeypatch):
         assert stop.value.code == 0
         assert "--learning-rate" in capsys.readouterr().out
     assert parse.named("kk_tiny") == ROOT / "configs/kk_tiny.py"
+    with pytest.raises(SystemExit):
+        main(["train", "grpo"])
+    assert "; see jaxrl-llm train grpo --help" in capsys.readouterr().err  # as it was typed
     assert parse.named("studies/dose") == ROOT / "configs/studies/dose.py"
     (tmp_path / "kk_tiny.py").touch()
     assert parse.named("kk_tiny.py") == pathlib.Path("kk_tiny.py")  # a path is one

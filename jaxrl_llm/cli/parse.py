@@ -48,9 +48,9 @@ def with_config(
         raise UserError(
             f"{name} wants a config, a file or a name: jaxrl-llm {name} kk_tiny (jaxrl-llm configs lists names)"
         )
-    path, words = named(words[0]), words[1:]
+    path, prog, words = named(words[0]), f"jaxrl-llm {name} {words[0]}", words[1:]
     userfile.reset()
-    make, prog = configs.load(path), f"jaxrl-llm {name} {path}"
+    make = configs.load(path)
     twice = {*inspect.signature(make).parameters} & {x.name for x in dataclasses.fields(options)}  # pyright: ignore[reportArgumentType]
     for flag in sorted(twice):
         raise UserError(

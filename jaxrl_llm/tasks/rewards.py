@@ -146,7 +146,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         call = for_trl
     elif "solution_str" in parameters:
         call = for_verl
-    elif len(needed) == 2:
+    elif len(needed) == 2 and next(iter(parameters)) != "response":
         call = lambda question, response: function(question.row, response)
     else:
         raise UserError(

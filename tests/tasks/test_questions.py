@@ -380,6 +380,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def verl_more(solution_str, extra_info):
     return extra_info.get("index", 1)
 
+def swapped(response, answer):
+    return 0
+
 def odd(a, b, c):
     return 0
 
@@ -419,6 +422,8 @@ def test_functions_are_taken_as_they_are_written(functions):
         UserError, match=r"takes \(a, b, c\): write it as reward\(example, response\)"
     ):
         functions("odd")
+    with pytest.raises(UserError, match=r"takes \(response, answer\): write it as reward"):
+        functions("swapped")
     with pytest.raises(UserError, match="did you mean 'brevity'"):
         functions("brevty")
 
