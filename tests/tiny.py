@@ -37,7 +37,7 @@ def shape(**changes):
 
 
 LLAMA3 = LayerKind(1e4, None, 8.0, (1.0, 4.0, 16))
-YARN = LayerKind(1e4, None, 4.0, ramp=(32.0, 1.0, 64), amplitude=1.0 + 0.1 * math.log(4.0))
+YARN = LayerKind(1e4, None, 4.0, ramp=(32.0, 1.0, 4096), amplitude=1.0 + 0.1 * math.log(4.0))
 ALL = (*families.QKV, "o_proj")
 MOE = {"family": "qwen3_moe", "biases": (), "norms_of_heads": True, "tied": False}
 FAMILIES = {  # a shape of each, which has all that sets it apart
