@@ -95,7 +95,7 @@ DRY_RUN = "from jaxrl_llm.cli.main import main; main('train configs/kk_tiny.py -
 @pytest.mark.parametrize(
     ("program", "modules", "lines"),
     [
-        pytest.param(DRY_RUN, 65, 11_451, id="a dry run"),
+        pytest.param(DRY_RUN, 65, 11_633, id="a dry run"),
         pytest.param("import jaxrl_llm.learning.update", 23, 2_757, id="the train step"),
     ],
 )
@@ -168,9 +168,7 @@ BANNED = {
 SHORT = 5  # lines that such a name may live
 QUESTIONS = ("What", "Whether", "Where", "Who", "These")
 ALLOWED = {
-    "models": 42,
-    "tasks": 18,
-    "training": 9,
+    "models": 26,
 }  # what is left, by room; it only goes down
 
 

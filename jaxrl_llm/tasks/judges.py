@@ -14,7 +14,7 @@ import httpx
 
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.rewards import said
+from jaxrl_llm.tasks.rewards import final_part
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import as_text
 
@@ -70,7 +70,7 @@ class Judge:
 
     def __call__(self, question: Question, response: str) -> Reward:
         truth = "".join(f"<reference>\n{one}\n</reference>\n" for one in question.truths[:1])
-        answer = said(response).replace("</response>", "")
+        answer = final_part(response).replace("</response>", "")
         asked = _ASKED.format(question=as_text(question.prompt), reference=truth, response=answer)
         rubric = {"role": "system", "content": self._rubric}
         messages = [rubric, {"role": "user", "content": asked}]
@@ -97,7 +97,7 @@ class Judge:
         return round(float(found[-1]) / 10, 4)
 
     def _reply(self, body: dict[str, Any]) -> str:
-        """What the judge says; a ConnectionError if it says nothing in time, or refuses."""
+        """The judge's answer; a ConnectionError if it says nothing in time, or refuses."""
         end, pause = time.monotonic() + self._seconds, 0.5
         while True:
             try:

@@ -42,22 +42,27 @@ class Questions:
     name: str = "questions"
 
     def prompt(self, example: Question) -> Prompt:
-        asked = example.prompt
-        said = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-        if self.instruction and self.instruction not in said[-1]["content"]:
-            said[-1] = {**said[-1], "content": f"{said[-1]['content']}\n\n{self.instruction}"}
-        if self.system and said[0]["role"] != "system":
-            said = [{"role": "system", "content": self.system}, *said]
-        return said[0]["content"] if isinstance(asked, str) and not self.system else said
+        question = example.prompt
+        messages = (
+            [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        )
+        if self.instruction and self.instruction not in messages[-1]["content"]:
+            messages[-1] = {
+                **messages[-1],
+                "content": f"{messages[-1]['content']}\n\n{self.instruction}",
+            }
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return messages[0]["content"] if isinstance(question, str) and not self.system else messages
 
     def reward(self, example: Question, response: str) -> Reward:
-        made = {name: call(example, response) for name, (call, _) in self.rewards.items()}
-        parts = {name: part for name, part in made.items() if part is not None}
+        scored = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        parts = {name: part for name, part in scored.items() if part is not None}
         if not parts:
             return UNGRADED
         score = sum(self.rewards[name][1] * part.score for name, part in parts.items())
         fields = {key: x for part in parts.values() for key, x in part.fields.items()}
-        if len(made) > 1:
+        if len(scored) > 1:
             fields |= {name: part.score for name, part in parts.items()}
         checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
@@ -119,22 +124,22 @@ def questions(
     choice: bool = False,
 ) -> list[Question]:
     """The questions in files; `needs` are rewards for which each has to have an answer."""
-    found = []
+    placed = []
     for path in files:
         for number, row in enumerate(tables.rows(path)):
             where = f"{path}, row {number}"
             try:
-                found.append((where, _question(row, prompt_column, answer_column, needs, choice)))
+                placed.append((where, _question(row, prompt_column, answer_column, needs, choice)))
             except (UserError, TypeError, KeyError, IndexError) as error:
                 raise UserError(f"{where}: {error}") from error
-    if not found:
+    if not placed:
         raise UserError(f"{', '.join(map(str, files))} holds no questions")
-    lost = [where for where, one in found if needs and not _can_be_met(one, needs[0])]
+    lost = [where for where, one in placed if needs and not _can_be_met(one, needs[0])]
     if lost:
-        truth = dict(found)[lost[0]].truths
+        truth = dict(placed)[lost[0]].truths
         text = "%s: no answer could ever be right there, the truth being %.80r; rows like this one: %d of %d"
-        logger.warning(text, lost[0], truth, len(lost), len(found))
-    return [one for _, one in found]
+        logger.warning(text, lost[0], truth, len(lost), len(placed))
+    return [one for _, one in placed]
 
 
 def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
@@ -166,7 +171,7 @@ def _question(
 ) -> Question:
     if not isinstance(row, Mapping):
         raise UserError(f"a {type(row).__name__}, not a row with columns")
-    asked = tables.prompt_of(row, prompt_column)
+    content = tables.prompt_of(row, prompt_column)
     try:
         answer = tables.answer_of(row, answer_column)
     except UserError:
@@ -178,19 +183,19 @@ def _question(
         listed = "\n".join(
             f"{letter}. {text}" for letter, text in zip(tables.LETTERS, choices, strict=False)
         )
-        if not isinstance(asked, str):
+        if not isinstance(content, str):
             raise UserError(
                 "a prompt of messages and a column of choices: write the choices into the prompt"
             )
-        return Question(f"{asked}\n{listed}", (tables.letter_of(answer, choices),), row)
+        return Question(f"{content}\n{listed}", (tables.letter_of(answer, choices),), row)
     truths = () if answer is None else tables.truths(answer)
     if needs and not truths:
         raise UserError(f"the answer is empty, and --reward {needs[0]} needs one")
-    return Question(asked, truths, row)
+    return Question(content, truths, row)
 
 
 def _can_be_met(question: Question, spec: str) -> bool:
-    """Whether any answer could be right by the reward of this name."""
+    """True if some answer could be right by the reward of this name."""
     if spec == "choice":
         return question.truths[0] in (*tables.LETTERS,)
     if spec == "math":
@@ -201,5 +206,5 @@ def _can_be_met(question: Question, spec: str) -> bool:
 
 
 def _short(spec: str) -> str:
-    """What a reward is called in the metrics."""
+    """The name of a reward in the metrics."""
     return spec.rpartition(":")[2] if ".py:" in spec else spec.partition(":")[0]

@@ -38,8 +38,8 @@ def reward(spec: str) -> Scored:
     return BY_NAME[spec]()
 
 
-def said(response: str) -> str:
-    """What a response says after it has thought."""
+def final_part(response: str) -> str:
+    """The part of a response after its thoughts."""
     return response.rpartition("</think>")[2].strip()
 
 
@@ -50,7 +50,7 @@ def _judged(question: Question, answer: str | None, **fields: float) -> Reward:
 
 def exact(question: Question, response: str) -> Reward:
     """1 for a response that is one of the answers, but for space around it."""
-    return _judged(question, said(response))
+    return _judged(question, final_part(response))
 
 
 def tagged(question: Question, response: str) -> Reward:
@@ -63,7 +63,7 @@ def tagged(question: Question, response: str) -> Reward:
 
 def choice(question: Question, response: str) -> Reward:
     """1 for the letter of the right choice: in a box, behind "answer", or alone."""
-    text = said(response)
+    text = final_part(response)
     inside = boxed(text)
     behind = _LETTER.findall(text)
     letter = (inside or "".join(behind[-1:]) or text).strip().strip("().:*").upper()
@@ -73,7 +73,7 @@ def choice(question: Question, response: str) -> Reward:
 
 def by_pattern(question: Question, response: str, *, pattern: re.Pattern[str]) -> Reward:
     """1 if the group of the last match of a regular expression is one of the answers."""
-    found = pattern.findall(said(response))
+    found = pattern.findall(final_part(response))
     return _judged(question, found[-1] if found else None, format=float(bool(found)))
 
 
@@ -84,7 +84,7 @@ def math() -> Scored:
     checker = cache(AnswerChecker)  # its workers start when there is something to check
 
     def checked(question: Question, response: str) -> Reward:
-        text = said(response)
+        text = final_part(response)
         answer = final(text) if boxed(text) is not None or "####" in text else None
         if answer is None:
             return Reward(0.0, False, {"format": 0.0})
@@ -134,13 +134,13 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
 
     def for_verl(question: Question, response: str) -> Any:
         row, truth = question.row, next(iter(question.truths), None)
-        known = {
+        parts = {
             "data_source": row.get("data_source", ""),
             "solution_str": response,
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
             "extra_info": row.get("extra_info") or {},
         }
-        return function(**named(known))
+        return function(**named(parts))
 
     if "completions" in parameters:
         call = for_trl
@@ -164,17 +164,17 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
     return scored
 
 
-def as_reward(made: Any, name: str) -> Reward:
-    """What a function returned as a Reward: a number, or verl's dict with a score."""
-    if isinstance(made, Reward):
-        return made
+def as_reward(result: Any, name: str) -> Reward:
+    """The result of a function as a Reward: a number, or verl's dict with a score."""
+    if isinstance(result, Reward):
+        return result
     fields: dict[str, float] = {}
-    if isinstance(made, Mapping):
-        numbers = {n: float(x) for n, x in made.items() if isinstance(x, int | float)}
+    if isinstance(result, Mapping):
+        numbers = {n: float(x) for n, x in result.items() if isinstance(x, int | float)}
         fields = {n: x for n, x in numbers.items() if n != "score"}
-        made = numbers.get("score")
+        result = numbers.get("score")
     try:
-        score = float(made)  # pyright: ignore[reportArgumentType]
+        score = float(result)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} returned {made!r:.60}, which is no number") from error
+        raise TypeError(f"{name} returned {result!r:.60}, which is no number") from error
     return Reward(score, fields.get("acc", score) >= 1, fields)

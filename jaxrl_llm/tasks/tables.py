@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
 
 
 def is_local(source: str | Path) -> bool:
-    """Whether a source is a file here; any other name, with a dot in it too, is of the hub."""
+    """True if a source is a file here; any other name, with a dot in it too, is of the hub."""
     return Path(source).suffix in READERS or Path(source).is_file()
 
 
@@ -154,7 +154,7 @@ def truths(stored: Any) -> tuple[str, ...]:
 
 
 def final(text: str) -> str:
-    r"""What is in the last `\boxed{}` of a solution, or behind its last `####`; else all of it."""
+    r"""The content of the last `\boxed{}` of a solution, or behind its last `####`; else all of it."""
     inside = boxed(text)
     return text.rpartition("####")[2] if inside is None else inside
 
@@ -201,7 +201,7 @@ def _printed_list(text: str) -> list[str] | str:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked (a text, or messages), the answers that are right, and the row it comes from."""
+    """The prompt (a text, or messages), the answers that are right, and the row it comes from."""
 
     prompt: Asked
     truths: tuple[str, ...]
@@ -224,27 +224,27 @@ def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
 
 
 def prompt_of(row: Row, wanted: str = "") -> Asked:
-    """What a row asks: a text, or messages up to the last that is not the assistant's."""
+    """The prompt of a row: a text, or messages up to the last that is not the assistant's."""
     name = column(row, wanted, PROMPTS, "--prompt-column")
-    given = row[name]
-    if isinstance(given, str) and given.strip():
+    value = row[name]
+    if isinstance(value, str) and value.strip():
         what = row.get("input") if name == "instruction" and not wanted else None  # as Alpaca's
-        return f"{given}\n\n{what}" if what else given
+        return f"{value}\n\n{what}" if what else value
     try:
-        said = [{"role": one["role"], "content": one["content"]} for one in cast(Any, given)]
+        chat = [{"role": one["role"], "content": one["content"]} for one in cast(Any, value)]
     except (TypeError, KeyError) as error:
         raise UserError(
-            f"a prompt is a text or messages with role and content, not {given!r:.60}"
+            f"a prompt is a text or messages with role and content, not {value!r:.60}"
         ) from error
-    while said and said[-1]["role"] == "assistant":
-        said.pop()
-    if not said or not all(isinstance(one["content"], str) for one in said):
-        raise UserError(f"a prompt with no text in it: {given!r:.60}")
-    return tuple(said)
+    while chat and chat[-1]["role"] == "assistant":
+        chat.pop()
+    if not chat or not all(isinstance(one["content"], str) for one in chat):
+        raise UserError(f"a prompt with no text in it: {value!r:.60}")
+    return tuple(chat)
 
 
 def answer_of(row: Row, wanted: str = "") -> Any:
-    """What a row says is right: a column, verl's `reward_model`, or the assistant's last message."""
+    """The truth of a row: a column, verl's `reward_model`, or the assistant's last message."""
     if not wanted and isinstance(row.get("reward_model"), Mapping):
         return row["reward_model"].get("ground_truth")
     said = row.get("messages")

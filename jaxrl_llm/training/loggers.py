@@ -1,4 +1,4 @@
-"""What takes the records of a run beside metrics.jsonl: TensorBoard, Weights & Biases, trackio, SwanLab, MLflow.
+"""Loggers beside metrics.jsonl: TensorBoard, Weights & Biases, trackio, SwanLab, MLflow.
 
 None of them can end a run that has begun: what one raises becomes a warning, once, and it is left
 out from there on; so is one that does not return in LIMIT seconds.
@@ -52,7 +52,7 @@ class Loggers:
     """
 
     def __init__(self, folder: Path, purge: int | None):
-        self._known: dict[str, Logger] = {}
+        self._loggers: dict[str, Logger] = {}
         asked = [name for name in os.environ.get(ASKED, "").replace(" ", "").split(",") if name]
         for name in {*asked} - {*HUBS}:
             raise UserError(f"{ASKED}: there is no logger {name!r}, only {', '.join(HUBS)}")
@@ -63,15 +63,15 @@ class Loggers:
                 else:
                     identity = json.loads((folder / "run.json").read_bytes())["id"]
                     started = (_Mlflow if name == "mlflow" else _Hub)(name, folder, identity)
-                self._known[HUBS.get(name, "TensorBoard")] = started
+                self._loggers[HUBS.get(name, "TensorBoard")] = started
             except Exception as error:  # the libraries' own errors have no common base
-                said = f"{HUBS.get(name, 'TensorBoard')} does not start ({first_line(error)})"
+                failure = f"{HUBS.get(name, 'TensorBoard')} does not start ({first_line(error)})"
                 if name not in HUBS or purge:
-                    logger.warning("%s: the run goes on without", said)
+                    logger.warning("%s: the run goes on without", failure)
                     continue
                 self.close(finished=False)
                 raise UserError(
-                    f"{said}: pip install {name}, log in to it, or leave it out of {ASKED}"
+                    f"{failure}: pip install {name}, log in to it, or leave it out of {ASKED}"
                 ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -85,16 +85,16 @@ class Loggers:
     def close(self, *, finished: bool) -> None:
         """Closes all; `finished` if the run is at its end."""
         self._each(lambda one: one.close(finished=finished))
-        self._known = {}
+        self._loggers = {}
 
     def _each(self, call: Callable[[Logger], Any]) -> None:
-        for name, one in [*self._known.items()]:
+        for name, one in [*self._loggers.items()]:
             try:
                 in_background(partial(call, one)).result(LIMIT)
             except Exception as error:  # as above
                 late = isinstance(error, TimeoutError) and f"it takes more than {LIMIT:g} s"
                 logger.warning("%s is left out from here on: %s", name, late or first_line(error))
-                del self._known[name]
+                del self._loggers[name]
                 in_background(partial(one.close, finished=False))
 
 
@@ -113,13 +113,13 @@ class _Board:
             self._write(step=purge, session_log=start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        made: Any = summary.Summary
+        record: Any = summary.Summary
         self._steps += 1
         if self._steps % journal.PART == 0:
             self._writer.close()
             self._writer = EventsWriter(self._files)
-        points = [made.Value(tag=name, simple_value=x) for name, x in values.items()]
-        self._write(step=step, summary=made(value=points))
+        points = [record.Value(tag=name, simple_value=x) for name, x in values.items()]
+        self._write(step=step, summary=record(value=points))
 
     def table(self, step: int, name: str, columns: Columns, rows: Rows) -> None:
         cells = [columns, ["---"] * len(columns), *([*map(_shown, row)] for row in rows)]

@@ -133,7 +133,7 @@ class Rollouts:
         return figures | sync
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a run that goes on after `step` begins with, for a note; all processes have to call it.
+        """The stream as a run that goes on after `step` begins with it, for a note; all processes have to call it.
 
         That is the position in the data, and the groups before it that were not learned from: those
         that `next(step)` gave, too. Those that are not there are asked for anew.

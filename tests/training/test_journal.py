@@ -148,7 +148,7 @@ def test_a_full_disk_is_an_error_and_a_resume_forgets_what_it_tore(tmp_path, ope
 
 def test_a_full_disk_for_tensorboard_is_one_warning(tmp_path, opened, caplog):
     made = opened()
-    writer = made._loggers._known["TensorBoard"]._writer._py_recordio_writer
+    writer = made._loggers._loggers["TensorBoard"]._writer._py_recordio_writer
     writer._writer = Full(writer._writer, 10)
     for step in (1, 2):
         made.record(step, "x", {"loss": 0.5})
