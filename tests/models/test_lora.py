@@ -51,6 +51,7 @@ def without(params):
     ("name", "one"),
     [
         *((name, one) for one in (LORA, SOME) for name in ("qwen2", "qwen3", "gemma3")),
+        ("gemma4", LORA),
         ("qwen3_5", WHOLE),
     ],
 )
