@@ -51,10 +51,10 @@ def task():
 def test_the_tokens_are_those_of_its_requests(task):
     words, row = tokenizer.of_words(WORDS), task.train[0]
     known = TokenTask(task, words)
-    first, second, _ = row.asked.split()
+    first, second, _ = row.question.split()
     larger = max(first, second)
     assert [words.decode(p) for p in known.prompts(task.train[:2])] == [
-        f"{one.asked} :" for one in task.train[:2]
+        f"{one.question} :" for one in task.train[:2]
     ]
     said = [["ask", larger], [min(first, second)], ["ask", "ask", "ask"], ["? ? ?"]]
     played = known.replay([row] * 4, said)
@@ -73,8 +73,8 @@ def test_the_tokens_are_those_of_its_requests(task):
 
 def demonstration(row):
     """Some ask, and choose at random all the same."""
-    rng = Random(row.asked)
-    return [*rng.choice([[], ["ask"]]), rng.choice(row.asked.split()[:2])]
+    rng = Random(row.question)
+    return [*rng.choice([[], ["ask"]]), rng.choice(row.question.split()[:2])]
 
 
 def config(task, *, steps=3, warm=3, forgets=False):
@@ -112,7 +112,7 @@ def test_a_run_learns_from_its_rewards(task, tmp_path):
 def test_a_request_that_leaves_something_out_begins_a_segment(tmp_path):
     with closing(task_of(forgets=True)) as task:
         words, row = tokenizer.of_words(WORDS), task.train[0]
-        first, second, _ = row.asked.split()
+        first, second, _ = row.question.split()
         told = "first" if first > second else "second"
         [played] = TokenTask(task, words).replay([row], [["ask", max(first, second)]])
         again = f"{first} {second} ? {told} :"
