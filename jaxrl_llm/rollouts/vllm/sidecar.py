@@ -59,8 +59,15 @@ class Launch:
             "--uds", str(self.socket), "--middleware", "serverside.Guard",
             "--worker-extension-cls", "serverside.Extension",
             "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-            "--skip-tokenizer-init", "--disable-uvicorn-access-log", *length, *self.arguments,
+            "--skip-tokenizer-init", "--disable-uvicorn-access-log", *length, *self._whole_prompts(),
+            *self.arguments,
         ]  # fmt: skip
+
+    def _whole_prompts(self) -> list[str]:
+        """Has a vLLM for CPUs split no prompt between two steps: it ends when one has a seed (0.32)."""
+        packages = Path(self.python).parent.parent.glob("lib*/python*/site-packages")
+        cpu = any(any(folder.glob("vllm*cpu*.dist-info")) for folder in packages)
+        return ["--no-enable-chunked-prefill"] if cpu else []
 
     def variables(self, plugins: Path) -> dict[str, str]:
         """The environment of the server; the key is here and not on the command line."""
