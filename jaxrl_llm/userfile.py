@@ -1,4 +1,4 @@
-"""Runs users' Python files (configs, tasks); errors in them become one line that says where."""
+"""Runs users' Python files (configs, tasks), reads their texts; errors in them become one line that says where."""
 
 import difflib
 import importlib.util
@@ -23,7 +23,7 @@ class _AsItIs(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-_RAN: dict[Path, Path] = {}  # original path: the file that was run for it, in order
+_READ: dict[Path, Path] = {}  # original path: the file that was read for it, in order
 _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
@@ -47,16 +47,16 @@ def absolute(path: Path, folder: Path | None = None) -> Path:
 
 def reset() -> None:
     """Empties the list that `ran` returns."""
-    _RAN.clear()
+    _READ.clear()
 
 
-def executed_files(*, but: Path) -> list[Path]:
-    """The original paths of the files that were run so far, except `but`."""
-    return [path for path in _RAN if path != absolute(but)]
+def files_read(*, but: Path) -> list[Path]:
+    """The original paths of the files that were run or read so far, except `but`."""
+    return [path for path in _READ if path != absolute(but)]
 
 
-def run(path: Path, kind: str) -> ModuleType:
-    """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
+def _kept(path: Path, kind: str) -> tuple[Path, Path]:
+    """The file to be read for `path`, and the path that it stands for; runs keep a copy of it."""
     stands_for = path
     if found := _INSTEAD.get():
         copies, folder = found
@@ -66,12 +66,27 @@ def run(path: Path, kind: str) -> ModuleType:
         path = copies[stands_for]
     if not path.is_file():
         raise UserError(f"{kind} file {str(path)!r} does not exist")
+    _READ[absolute(stands_for)] = path
+    return path, stands_for
+
+
+def read(path: Path, kind: str) -> str:
+    """The text of the file at `path`, of which runs keep a copy; a UserError if that fails."""
+    path, _ = _kept(path, kind)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {kind} file {str(path)!r}: {error}") from error
+
+
+def run(path: Path, kind: str) -> ModuleType:
+    """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
+    path, stands_for = _kept(path, kind)
     if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
     spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)
     assert spec
-    _RAN[absolute(stands_for)] = path
     module = importlib.util.module_from_spec(spec)
     sys.modules[loader.name] = module  # dataclasses look their module up by name
     try:
@@ -100,7 +115,7 @@ def user_code(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        where = _place({str(path) for path in _RAN.values()}, error)
+        where = _place({str(path) for path in _READ.values()}, error)
         said = f"{where}: " if where else ""
         raise UserError(f"{what}: {said}{type(error).__name__}: {first_line(error)}") from error
 

@@ -71,7 +71,7 @@ def with_config(
     chosen, given = ask(both, words, prog=prog)
     config = configs.build(make, path, *given.args, **given.kwargs)
     record.require_kept(make, given.arguments)
-    return chosen, config, Source(path, given.arguments, tuple(userfile.executed_files(but=path)))
+    return chosen, config, Source(path, given.arguments, tuple(userfile.files_read(but=path)))
 
 
 def named(word: str) -> Path:

@@ -14,7 +14,6 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.models import qwen2
-from jaxrl_llm.tasks.task import as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA, Components
 from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
@@ -110,8 +109,9 @@ def _describe(config: Config, source: Source, data: str, console: rich.console.C
     examples = len(splits.train) + len(splits.validation)
     console.print(f"{examples:,} training examples, {splits.skipped} left out as too long")
     console.print(f"{len(splits.test):,} test examples")
-    prompt = as_text(components.task.prompt(splits.train[0]))
-    console.print("the first prompt:", prompt, sep="\n")
+    tokenizer, prompt = components.tokenizer, components.task.prompt(splits.train[0])
+    text = tokenizer.decode(tokenizer.prompt(prompt), ended=False)
+    console.print("the first prompt, as the model reads it:", text, sep="\n")
     console.print("memory and time: jaxrl-llm plan, with the same config and flags")
 
 

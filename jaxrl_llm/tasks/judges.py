@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.rewards import final_part
@@ -137,8 +138,5 @@ def of_flags(url: str, model: str, rubric: str, folder: Path) -> Judge | None:
                 "--judge-model and --judge-rubric are of a judge: give its URL by --judge"
             )
         return None
-    try:
-        text = Path(rubric).read_text(encoding="utf-8") if rubric else RUBRIC
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--judge-rubric: cannot read {rubric}: {error}") from error
+    text = userfile.read(Path(rubric), "rubric") if rubric else RUBRIC
     return Judge(url, model, text, folder / "judged.txt")

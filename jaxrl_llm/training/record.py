@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """How a config was made: its file, the flags, and other files by the user that were run."""
+    """How a config was made: its file, the flags, and other files by the user that were run or read."""
 
     path: Path
     flags: Mapping[str, Any] = field(default_factory=dict)

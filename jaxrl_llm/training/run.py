@@ -129,7 +129,7 @@ class Run:
             components, inputs = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
             if source is not None:  # making the task ran its file
-                ran = userfile.executed_files(but=source.path)
+                ran = userfile.files_read(but=source.path)
                 source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
 
             # one run, the same in all processes, that can go on or begin

@@ -175,7 +175,7 @@ def test_a_mark_is_asked_for_once(server, tmp_path):
         (("http://me:sk@host/v1", "m", ""), "--judge: a key in a URL would be kept"),
         (("http://host/v1?key=sk", "m", ""), "--judge: a key in a URL would be kept"),
         (("http://host", "", ""), "--judge-model: name the model"),
-        (("http://host", "m", "none.txt"), "--judge-rubric: cannot read none.txt"),
+        (("http://host", "m", "none.txt"), "rubric file 'none.txt' does not exist"),
         (("", "m", ""), "give its URL by --judge"),
     ],
 )
@@ -185,7 +185,7 @@ def test_flags_of_a_judge_that_is_none_are_refused(tmp_path, flags, said):
     assert "sk" not in str(error.value)
 
 
-def test_a_judge_is_the_reward_of_a_run(server, tmp_path, monkeypatch):
+def test_a_judge_is_the_reward_of_a_run(server, tmp_path, monkeypatch, capsys):
     """Alone without --reward; its marks outlive the run, and its key is in nothing that the run writes."""
     monkeypatch.setenv(judges.KEY, "sk-secret")
     public.write_model(tmp_path / "model")
@@ -205,3 +205,7 @@ def test_a_judge_is_the_reward_of_a_run(server, tmp_path, monkeypatch):
     assert len((tmp_path / "data" / "judged.txt").read_text().splitlines()) == len(server.asked)
     written = [p for folder in (out, tmp_path / "data") for p in folder.rglob("*") if p.is_file()]
     assert not [path for path in written if b"sk-secret" in path.read_bytes()]
+    rubric.write_text("Long is good.")  # by which the marks before it were not given
+    with pytest.raises(SystemExit):
+        main([*map(str, words), "--steps", "2", "--resume"])
+    assert "rubric.txt has changed" in capsys.readouterr().err

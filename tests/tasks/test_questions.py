@@ -499,6 +499,21 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path, template):
     assert not tokenizer.load(tmp_path).chats
 
 
+def test_a_dry_run_shows_a_prompt_by_the_chat_template(tmp_path, capsys):
+    public.write_model(tmp_path)
+    settings, last = tmp_path / "tokenizer_config.json", public.WORDS[-1]
+    template = "{% for m in messages %}{{ m['content'] }} " + last + "{% endfor %}"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    rows = [{"question": f"{a} {b}", "answer": a} for a in public.WORDS for b in public.WORDS]
+    data = written(tmp_path, rows)
+    words = ["train", "grpo", "--model", tmp_path, "--data", data, "--reward", "exact", "--dry-run"]
+    words += ["--instruction", "", "--prompt-length", 4, "--length", 4, "--no-bfloat16"]
+    main([*map(str, words)])
+    shown = capsys.readouterr().out.split("as the model reads it:")[1].split("memory and time")[0]
+    assert len(shown.split()) == 3
+    assert shown.split()[-1] == last
+
+
 # What TRL and verl compute themselves, recorded by tests/reference/rewards/make.py.
 
 RECORDED = json.loads((ROOT / "tests" / "golden" / "rewards.json").read_text())

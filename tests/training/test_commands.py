@@ -221,7 +221,7 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     assert "warm_start=WarmStart(" in out
     assert "--seed 7" in " ".join(out.split("made by")[1].split())
     task = quick.task(tmp_path)
-    assert task.prompt(task.train[0]) in out
+    assert task.prompt(task.train[0]) in out.split("the first prompt, as the model reads it:")[1]
     assert out.endswith("memory and time: jaxrl-llm plan, with the same config and flags\n")
     assert not (tmp_path / "run").exists()
 

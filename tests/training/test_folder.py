@@ -579,7 +579,7 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     shutil.copy(ROOT / QUICK, base)
     userfile.reset()
     made = Components.make(config.load(mine)(), tmp_path)
-    source = Source(mine, {}, tuple(userfile.executed_files(but=mine)))
+    source = Source(mine, {}, tuple(userfile.files_read(but=mine)))
     run = opening(source=source, resume=False, components=made)
     base.write_text(base.read_text().replace("1e-3", "1e-4"))
     assert RunFolder(run).config().steps == 3
@@ -620,7 +620,7 @@ def _started(here):
     """The source of a run of the config there, from the working folder."""
     userfile.reset()
     made = Components.make(config.load(here / "mine.py")(), ".")
-    source = Source(here / "mine.py", {}, tuple(userfile.executed_files(but=here / "mine.py")))
+    source = Source(here / "mine.py", {}, tuple(userfile.files_read(but=here / "mine.py")))
     assert made.task.name == "a"
     return source
 
