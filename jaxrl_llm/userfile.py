@@ -55,7 +55,7 @@ def files_read(*, but: Path) -> list[Path]:
     return [path for path in _READ if path != absolute(but)]
 
 
-def _kept(path: Path, kind: str) -> tuple[Path, Path]:
+def _copy_of(path: Path, kind: str) -> tuple[Path, Path]:
     """The file to be read for `path`, and the path that it stands for; runs keep a copy of it."""
     stands_for = path
     if found := _INSTEAD.get():
@@ -72,7 +72,7 @@ def _kept(path: Path, kind: str) -> tuple[Path, Path]:
 
 def read(path: Path, kind: str) -> str:
     """The text of the file at `path`, of which runs keep a copy; a UserError if that fails."""
-    path, _ = _kept(path, kind)
+    path, _ = _copy_of(path, kind)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +81,7 @@ def read(path: Path, kind: str) -> str:
 
 def run(path: Path, kind: str) -> ModuleType:
     """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
-    path, stands_for = _kept(path, kind)
+    path, stands_for = _copy_of(path, kind)
     if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))

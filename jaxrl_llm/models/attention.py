@@ -152,11 +152,11 @@ def splash(
 
 
 @cache
-def _say_plain(known: float) -> None:
+def _say_plain(capability: float) -> None:
     """Says once that there is no fused attention, which is slower and takes more memory."""
     logger.warning(
         "attention goes by plain XLA: fused kernels need compute capability %s, this GPU has %s",
-        OLDEST, known,
+        OLDEST, capability,
     )  # fmt: skip
 
 

@@ -155,14 +155,14 @@ def chunked(
     # a decay near 1 would be lost
     between = einsum("im,nrhmj->nrhij", lower, g[..., None] * under)
     pairs, start = lower[None, None, None] > 0, jnp.exp(g[..., :1] + between[..., 0])
-    end, kept = jnp.exp(between[..., -1, :]), start[..., -1]
+    end, carried = jnp.exp(between[..., -1, :]), start[..., -1]
     if segments is not None:
         of = cut(segments[..., None])[:, :, :1, :]
         last = of[..., -1:]
         before = jnp.concatenate([last[:1] * 0 - 1, last[:-1]])
         pairs = pairs & (of[..., :, None] == of[..., None, :])
         start, end = jnp.where(of == before, start, 0), jnp.where(of == last, end, 0)
-        kept = jnp.where(last == before, kept[..., None], 0)[..., 0]
+        carried = jnp.where(last == before, carried[..., None], 0)[..., 0]
     decay = jnp.where(pairs, jnp.exp(between), 0)
     rated = k * beta[..., None]
     within = einsum("nrhik,nrhjk->nrhij", rated, k) * decay * under
@@ -170,13 +170,13 @@ def chunked(
     new = einsum("nrhij,nrhjv->nrhiv", solved, v * beta[..., None])
     held = einsum("nrhij,nrhjk->nrhik", solved, rated * start[..., None])
     scores = einsum("nrhik,nrhjk->nrhij", q, k) * decay
-    each = new, held, scores, q * start[..., None], k * end[..., None], kept
+    each = new, held, scores, q * start[..., None], k * end[..., None], carried
 
     def chunk(memory, each):
-        new, held, scores, q, k, kept = each
+        new, held, scores, q, k, carried = each
         change = new - einsum("rhik,rhkv->rhiv", held, memory)
         read = einsum("rhik,rhkv->rhiv", q, memory) + einsum("rhij,rhjv->rhiv", scores, change)
-        return memory * kept[..., None, None] + einsum("rhik,rhiv->rhkv", k, change), read
+        return memory * carried[..., None, None] + einsum("rhik,rhiv->rhkv", k, change), read
 
     rows, heads = q.shape[1:3]
     empty = jnp.zeros((rows, heads, q.shape[-1], v.shape[-1]), jnp.float32)

@@ -323,17 +323,17 @@ def _mixture(read: "_Reader") -> Mixture:
 
 def _delta(read: "_Reader") -> Delta:
     """The recurrence of linear layers."""
-    found = Delta(**{field: read.number(*key) for field, key in DELTA.items()})
+    delta = Delta(**{field: read.number(*key) for field, key in DELTA.items()})
     read.require(
-        found.heads % found.key_heads == 0,
-        f"{found.heads} heads of values for {found.key_heads} of keys cannot be: they share them evenly",
+        delta.heads % delta.key_heads == 0,
+        f"{delta.heads} heads of values for {delta.key_heads} of keys cannot be: they share them evenly",
     )
     gate = read.config.get("output_gate_type")
     read.require(gate in (None, "silu", "swish"), f"output_gate_type {gate!r} is not supported")
     read.require(
         read.truth("attn_output_gate", True), "attn_output_gate is false: only with a gate"
     )
-    return found
+    return delta
 
 
 def _gemma4(sizes: dict[str, int], kinds: tuple[LayerKind, ...], read: "_Reader") -> dict[str, Any]:
@@ -423,23 +423,23 @@ def _kinds(
     windows_turn = name == "exaone4" and window  # and whole layers do not
     if name == "gemma4_text":  # the last layer sees all, whatever is listed
         types = [*types[: layers - 1], FULL]
-    found = []
+    kinds = []
     for kind, turns in zip(types[:layers], rotated[:layers], strict=True):
         read.require(kind in family.types, f"layers of type {kind!r} are not supported")
         read.require(window or kind != SLIDING, "sliding layers without a window are not supported")
         if kind == LINEAR:
-            found.append(LayerKind(None, delta=True))
+            kinds.append(LayerKind(None, delta=True))
             continue
         within = window if kind == SLIDING else None
         turns = turns and not (windows_turn and within is None)
         heads = _whole_heads(width, read) if name == "gemma4_text" and kind == FULL else {}
-        found.append(LayerKind(None, within, **heads))
+        kinds.append(LayerKind(None, within, **heads))
         if turns:
-            found[-1] = _rotary(name, family, kind, read, found[-1], width)
+            kinds[-1] = _rotary(name, family, kind, read, kinds[-1], width)
     period = next(
-        p for p in range(1, layers + 1) if all(x == found[i % p] for i, x in enumerate(found))
+        p for p in range(1, layers + 1) if all(x == kinds[i % p] for i, x in enumerate(kinds))
     )
-    return tuple(found[:period])
+    return tuple(kinds[:period])
 
 
 def _window(name: str, family: Family, read: "_Reader") -> int | None:

@@ -118,8 +118,8 @@ class CpuGenerator:
 
         def period(x, each):
             left = []
-            for (definition, known), (layer, _, into, kind) in zip(definitions, each, strict=True):
-                layer, kind = nnx.merge(definition, layer), kind if known is None else known
+            for (definition, fixed), (layer, _, into, kind) in zip(definitions, each, strict=True):
+                layer, kind = nnx.merge(definition, layer), kind if fixed is None else fixed
                 x, new = _prefill_layer(model, layer, x, ropes, kind, lengths, into)
                 left.append(new)
             return x, left
@@ -173,16 +173,18 @@ class CpuGenerator:
 
         def period(carry, xs):
             (x, cache), (each, i), new = carry, xs, []
-            for (definition, known), (layer, _, into, kind), kept in zip(
+            for (definition, fixed), (layer, _, into, kind), layer_cache in zip(
                 definitions, each, cache, strict=True
             ):
-                layer, kind = nnx.merge(definition, layer), kind if known is None else known
-                if isinstance(kept, State):
-                    x, state = _token_state(layer, x, State(*(y[i] for y in kept)), live)
-                    new.append(State(*(y.at[i].set(z) for y, z in zip(kept, state, strict=True))))
+                layer, kind = nnx.merge(definition, layer), kind if fixed is None else fixed
+                if isinstance(layer_cache, State):
+                    x, state = _token_state(layer, x, State(*(y[i] for y in layer_cache)), live)
+                    new.append(
+                        State(*(y.at[i].set(z) for y, z in zip(layer_cache, state, strict=True)))
+                    )
                     continue
                 x, q, k, v, gate = _token_qkv(layer, x, ropes[kind])
-                new.append(_write_block(kept, i, position, k, v))
+                new.append(_write_block(layer_cache, i, position, k, v))
                 mixed = _attend_blocks(q, new[-1], i, position, firsts[kind])
                 x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), inputs=into)
             return (x, new), None
@@ -234,7 +236,7 @@ def _attend_blocks(
     def block(b, carry):
         top, total, mixed = carry
         scores = einsum("skgd,skdw->skgw", q, cache.k[layer, b])
-        seen = _seen(b * width + jnp.arange(width), position, first)
+        seen = _visible(b * width + jnp.arange(width), position, first)
         scores = jnp.where(seen[:, None, None], scores, -1e30)
         high = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - high), jnp.exp(top - high)
@@ -377,14 +379,17 @@ class AcceleratorGenerator:
         ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
         x, inputs = _embedded(model, token)
         for i, (layer, kind) in enumerate(zip(layers, model.shape.kind_of, strict=True)):
-            kept = cache[model.shape.source(i)]
-            if isinstance(kept, State):
-                x, state = _token_state(layer, x, kept, live)
+            layer_cache = cache[model.shape.source(i)]
+            if isinstance(layer_cache, State):
+                x, state = _token_state(layer, x, layer_cache, live)
                 longer.append(_shard(state))
                 continue
             if i < len(cache):
                 x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
-                k, v = _write(kept.k, new_k, position), _write(kept.v, new_v, position)
+                k, v = (
+                    _write(layer_cache.k, new_k, position),
+                    _write(layer_cache.v, new_v, position),
+                )
                 longer.append(_shard(LayerCache(k, v)))
             else:
                 k, v = longer[model.shape.source(i)]
@@ -426,7 +431,7 @@ def _attend(
     kv_heads, columns = k.shape[1:3]
     q = (q * size**-0.5).reshape(slots, kv_heads, heads // kv_heads, size)
     scores = einsum("skgd,skcd->skgc", q, k)
-    seen = _seen(jnp.arange(columns), position, first)
+    seen = _visible(jnp.arange(columns), position, first)
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     mixed = einsum("skgc,skcd->skgd", weights.astype(v.dtype), v)
@@ -496,10 +501,10 @@ def _firsts(model, position: Int[Array, "S"]):
     return qwen2.OfKind([position - (2**30 if w is None else w - 1) for w in windows])
 
 
-def _seen(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool[Array, "S C"]:
+def _visible(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool[Array, "S C"]:
     """The columns that each sequence's token sees."""
-    seen = columns[None] <= position[:, None]
-    return seen if first is None else seen & (columns[None] >= first[:, None])
+    mask = columns[None] <= position[:, None]
+    return mask if first is None else mask & (columns[None] >= first[:, None])
 
 
 def _prefill_layer(model, layer, x, ropes, kind, lengths, inputs):

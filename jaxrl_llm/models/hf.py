@@ -97,16 +97,16 @@ def version(folder: pathlib.Path) -> str:
     """
     if re.fullmatch("[0-9a-f]{40}", folder.name):
         return COMMIT + folder.name
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     paths = [folder / "config.json", folder / INDEX, *sorted(folder.glob("*.safetensors"))]
     for path in filter(pathlib.Path.is_file, paths):
         size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
+        digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
             for start in range(0, size, max(SAMPLE, size // SAMPLES)):
                 file.seek(start)
-                found.update(file.read(SAMPLE))
-    return f"sha256 {found.hexdigest()}"
+                digest.update(file.read(SAMPLE))
+    return f"sha256 {digest.hexdigest()}"
 
 
 def load_shape(folder: pathlib.Path) -> Shape:
@@ -140,16 +140,16 @@ def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
 def read_json(path: pathlib.Path) -> dict:
     """The JSON object in a file; a UserError if it holds anything else."""
     try:
-        found = json.loads(regular(path).read_bytes().decode())
+        content = json.loads(regular(path).read_bytes().decode())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON (line {error.lineno}): download it again") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not text in UTF-8, or no JSON: download it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a record: download it again")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a record: download it again")
+    return content
 
 
 def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None = None, **how):

@@ -83,7 +83,7 @@ def scores(
     hidden = model(inputs.tokens, inputs.positions, inputs.segments)
     scored_first = jnp.argsort(~inputs.scored, axis=1)  # so that `chunked` can stop early
     index = jnp.take_along_axis(inputs.index, scored_first, axis=1)
-    found = chunked(
+    scores = chunked(
         jnp.take_along_axis(hidden, index[..., None], axis=1),
         model.head,
         jnp.take_along_axis(inputs.target, scored_first, axis=1),
@@ -93,10 +93,10 @@ def scores(
         cap=model.shape.logit_cap,
     )
     back = jnp.argsort(scored_first, axis=1)
-    known = (inputs.tokens >= 0) & (inputs.tokens < len(model.head))
-    wrong = inputs.scored & ~known.all(1, keepdims=True)
-    found = jax.tree.map(lambda x: jnp.take_along_axis(x, back, axis=1), found)
-    return jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), found)
+    in_vocabulary = (inputs.tokens >= 0) & (inputs.tokens < len(model.head))
+    wrong = inputs.scored & ~in_vocabulary.all(1, keepdims=True)
+    scores = jax.tree.map(lambda x: jnp.take_along_axis(x, back, axis=1), scores)
+    return jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), scores)
 
 
 def chunked(
@@ -180,13 +180,13 @@ def _forward(settings, hidden, head, target, used):
             sums = [weights, weights * logits, chosen]
             if proxy:
                 sums.append(jnp.where(weights >= proxy, weights, 0.0))
-            total, weighted, chosen, *kept = jax.lax.psum([x.sum(-1) for x in sums], vocab)
+            total, weighted, chosen, *likely_sum = jax.lax.psum([x.sum(-1) for x in sums], vocab)
             norm = top + jnp.log(total)
-            found = Scores(chosen - norm, norm - weighted / total)
+            scores = Scores(chosen - norm, norm - weighted / total)
             if proxy:
                 likely = jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED)
-                found = found._replace(proxy_logp=likely - top - jnp.log(kept[0]))
-            return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (found, norm))
+                scores = scores._replace(proxy_logp=likely - top - jnp.log(likely_sum[0]))
+            return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (scores, norm))
 
         zeros = jnp.zeros(target.shape, jnp.float32)
         empty = Scores(zeros, zeros, zeros if proxy else None)
@@ -195,8 +195,8 @@ def _forward(settings, hidden, head, target, used):
     group: Any = P(None, ("data", *of_table))
     out = Scores(group, group, group if proxy else None), group
     apply = on_each_device(local, (ROWS, HEAD, group, P()), out)
-    found, norm = apply(hidden, head, target, used)
-    return found, (hidden, head, target, used, norm)
+    scores, norm = apply(hidden, head, target, used)
+    return scores, (hidden, head, target, used, norm)
 
 
 def _backward(settings, saved, gradient):

@@ -231,7 +231,7 @@ class Shape:
     @property
     def stretches(self) -> tuple[Stretch, ...]:
         """The layers in stretches, each of which is one scan: those with keys of their own, the others."""
-        own, every = self.num_layers - self.shared_layers, self.kind_of
+        border, every = self.num_layers - self.shared_layers, self.kind_of
         alike = len({kind.structure for kind in self.distinct}) == 1 and not self.shared_layers
 
         def stretch(first, end):
@@ -241,7 +241,7 @@ class Shape:
             return Stretch(first, period, len(here) // period)
 
         return tuple(
-            stretch(*ends) for ends in [(0, own), (own, self.num_layers)] if ends[0] < ends[1]
+            stretch(*ends) for ends in [(0, border), (border, self.num_layers)] if ends[0] < ends[1]
         )
 
     @property
@@ -571,41 +571,47 @@ class Decoder(nnx.Module):
         inputs, ropes = self.inputs(tokens, x), self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
 
-        def made(definition, known):
-            def apply(x, kept, layer, offset, inputs, kind):
+        def layer_of(definition, fixed):
+            def apply(x, shared_kv, layer, offset, inputs, kind):
                 if offset is not None:
                     x = x + offset[None].astype(x.dtype)
                 weights = gathered(int8.dequantize(layer, self.compute.dtype), self.compute.dtype)
-                kind = kind if known is None else known
+                kind = kind if fixed is None else fixed
                 attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
                 x, kv = nnx.merge(definition, weights)(
-                    x, ropes[kind], attend, segments, live, kept[kind] if kept else None, inputs
+                    x,
+                    ropes[kind],
+                    attend,
+                    segments,
+                    live,
+                    shared_kv[kind] if shared_kv else None,
+                    inputs,
                 )
-                read_later = self.shape.shared_layers and not kept
+                read_later = self.shape.shared_layers and not shared_kv
                 return constrain(x, BATCH, None, None), {kind: kv} if read_later else {}
 
             return apply if self.compute.remat is None else self.compute.remat(apply)
 
-        def scan(x, kept, definitions, each):
-            """x after the layers of a stretch, which read `kept` keys and values; their last own, by kind."""
-            layers = [made(*one) for one in definitions]
+        def scan(x, shared_kv, definitions, each):
+            """x after the layers of a stretch, which read those keys and values; their last own, by kind."""
+            layers = [layer_of(*one) for one in definitions]
 
             def period(carry, each):
                 x, new = carry
                 for apply, one in zip(layers, each, strict=True):
-                    x, of_layer = apply(x, kept, *one)
+                    x, of_layer = apply(x, shared_kv, *one)
                     new = new | of_layer
                 return (x, new), None
 
             # carried from period to period and overwritten: what the last leaves is read later,
             # and nothing is saved of it for the backward pass
-            empty = self.no_keys(x) if self.shape.shared_layers and not kept else {}
+            empty = self.no_keys(x) if self.shape.shared_layers and not shared_kv else {}
             return jax.lax.scan(period, (x, empty), each)[0]
 
-        kept = {}
+        shared_kv = {}
         for stack in self.stacks(inputs, offsets):
-            x, new = scan(x, kept, *stack)
-            kept = kept or new
+            x, new = scan(x, shared_kv, *stack)
+            shared_kv = shared_kv or new
         return self.norm(x)
 
     def no_keys(self, x: Hidden) -> dict[int, Any]:
@@ -650,7 +656,7 @@ class Decoder(nnx.Module):
             definition, layers = nnx.split(self.layers)
             each = nnx.to_pure_dict(layers), offsets, inputs, self.kinds()
             return [([(definition, None)], [each])]
-        found = []
+        stacks = []
         for stretch in self.shape.stretches:
             definitions, each = [], []
             for i, name in enumerate(stretch.names, stretch.first):
@@ -659,8 +665,8 @@ class Decoder(nnx.Module):
                 parts = [None if x is None else x[here] for x in (offsets, inputs)]
                 definitions.append((definition, self.shape.kind_of[i]))
                 each.append((nnx.to_pure_dict(layers), *parts, None))
-            found.append((definitions, each))
-        return found
+            stacks.append((definitions, each))
+        return stacks
 
     def kinds(self) -> Int[Array, "N"] | None:
         """Which of the distinct kinds each layer is, to be scanned; None if all are the same."""
@@ -749,21 +755,21 @@ def frequencies(kind: LayerKind, half: int) -> Float[Array, "C"]:
     """The `half` rotary frequencies of a kind of layer; 0, which turns nothing, without a base."""
     if (theta := kind.theta) is None:
         return jnp.zeros(half)
-    found = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    rates = 1.0 / theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     if kind.turned is not None:
-        found = jnp.where(jnp.arange(half) < kind.turned, found, 0.0)
+        rates = jnp.where(jnp.arange(half) < kind.turned, rates, 0.0)
     if kind.ramp is not None:
         fast, slow, length = kind.ramp
         at = lambda turns: half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
         low, high = max(math.floor(at(fast)), 0), min(math.ceil(at(slow)), 2 * half - 1)
         ramp = jnp.clip((jnp.arange(half) - low) / ((high - low) or 0.001), 0.0, 1.0)
-        return ramp * found / kind.factor + (1 - ramp) * found
+        return ramp * rates / kind.factor + (1 - ramp) * rates
     if kind.bands is None:
-        return found if kind.factor == 1.0 else found / kind.factor
+        return rates if kind.factor == 1.0 else rates / kind.factor
     low, high, length = kind.bands
-    turns = length * found / (2 * math.pi)  # within the length of earlier training
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - kept) * found / kind.factor + kept * found
+    turns = length * rates / (2 * math.pi)  # within the length of earlier training
+    share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - share) * rates / kind.factor + share * rates
 
 
 def rotate(x: Float[Array, "R L H D"], rope) -> Float[Array, "R L H D"]:

@@ -64,14 +64,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, without special tokens; a UserError if it cannot be encoded."""
         try:
-            found = self._inner.encode(text, add_special_tokens=False)
+            tokens = self._inner.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions, as for an unknown word
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
             raise UserError(
                 f"the tokenizer cannot read {(words or [text])[0]!r}: {error}"
             ) from error
-        return self._of_model(found)
+        return self._of_model(tokens)
 
     def _of_model(self, tokens: list[int]) -> list[int]:
         """The tokens; a UserError if one is none of the model's."""
@@ -82,32 +82,32 @@ class Tokenizer:
             )
         return tokens
 
-    def prompt(self, given: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def prompt(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt; messages, and all where `chat` is set, go by the chat template."""
-        if isinstance(given, TokenPrompt):
-            return given.token_ids(self)
-        if isinstance(given, str) and not self.chats:
-            return self.encode(given)
-        said = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids(self)
+        if isinstance(prompt, str) and not self.chats:
+            return self.encode(prompt)
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return self.turns(said, add_generation_prompt=True)
 
-    def turns(self, said: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+    def turns(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""
         inner = self._inner
         try:
             template = self._dated(inner.get_chat_template(tools=settings.get("tools")))
             settings |= {"tokenize": True, "return_dict": False, "chat_template": template}
-            found = inner.apply_chat_template(said, **settings)
+            tokens = inner.apply_chat_template(messages, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
             reason = first_line(error)
             raise UserError(
-                f"the tokenizer's chat template does not take {said!r:.80}: {reason}"
+                f"the tokenizer's chat template does not take {messages!r:.80}: {reason}"
             ) from error
-        return self._of_model(found)
+        return self._of_model(tokens)
 
-    def end(self, given: str | Sequence[Mapping[str, str]]) -> int:
+    def end(self, prompt: str | Sequence[Mapping[str, str]]) -> int:
         """The token that ends a response to this prompt: a turn's, where it goes by the template."""
-        return self.eos if isinstance(given, str) and not self.chats else self._end_of_turn
+        return self.eos if isinstance(prompt, str) and not self.chats else self._end_of_turn
 
     @cached_property
     def _end_of_turn(self) -> int:
@@ -203,13 +203,13 @@ def load(folder: Path, *, chat: bool | None = False, day: date | None = None) ->
     try:
         inner = getattr(library(), kind).from_pretrained(folder, trust_remote_code=False)
         chats = inner.chat_template is not None if chat is None else chat
-        made = Tokenizer(inner, stops, chat=chats, room=room, day=day)
+        tokenizer = Tokenizer(inner, stops, chat=chats, room=room, day=day)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # the library raises bare Exceptions for a file it cannot read
         reason = first_line(error)
         raise UserError(f"{folder} holds no tokenizer that can be read: {reason}") from error
-    return made
+    return tokenizer
 
 
 def load_or_missing(folder: Path) -> Tokenizer:
