@@ -156,31 +156,26 @@ def load(folder: pathlib.Path, shape: Shape, mesh: Mesh, dtype: DTypeLike | None
     """Sharded parameters, without adapters; a device reads only its slices. `dtype` None keeps the file's."""
     shapes = graph(replace(shape, lora=None))[1]
     places = sharding.param_shardings(shapes, mesh)
-    beside = families.beside(shape)
-    return read(folder, shapes, places, dtype, tied=shape.tied, beside=beside, **how)
+    check_sums(folder)
+    tensors = Tensors(folder, beside=families.beside(shape))
+    return read(tensors, shapes, places, dtype, tied=shape.tied, **how)
 
 
 def read(
-    folder: pathlib.Path,
+    tensors: "Tensors",
     shapes,
     shardings,
     dtype: DTypeLike | None = None,
     *,
-    single: str = SINGLE,
-    prefix: str = "",
     tied: bool = False,
-    beside: tuple[str, ...] = (),
     keep: Callable[..., Any] = lambda path, array: array,
 ):
-    """Parameters of these shapes; in the file `single`, or several, names begin with `prefix`.
+    """Parameters of these shapes; that tensors beside them are left out is said once.
 
-    Tensors whose names begin with one of `beside` are left out, which is said once.
     `keep(path, array)` says what to keep of each, as soon as it is read.
     """
-    check_sums(folder)
-    tensors = Tensors(folder, single, prefix, beside)
     if tensors.beside:
-        _say_left_out(folder, len(tensors.beside))
+        _say_left_out(tensors.folder, len(tensors.beside))
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
     wanted = {
         name: _file_shape(name, leaf.shape[stacked(path) :])

@@ -150,7 +150,8 @@ def load(folder: Path, shape: qwen2.Shape, mesh: Mesh) -> tuple[Lora, Any]:
     lora, _ = read_config(folder)
     shapes = trained(shape_with_adapters(shape, lora))
     places = sharding.param_shardings(shapes, mesh)
-    return lora, hf.read(folder, shapes, places, "float32", single=TENSORS, prefix=PREFIX)
+    hf.check_sums(folder)
+    return lora, hf.read(hf.Tensors(folder, TENSORS, PREFIX), shapes, places, "float32")
 
 
 def named_tensors(params: Any, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
