@@ -14,6 +14,7 @@ from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import TokenData, advantages, losses, partition
+from jaxrl_llm.objectives.token_data import sampler
 from jaxrl_llm.tasks.task import LARGEST
 from tests import hlo, tiny
 
@@ -222,6 +223,7 @@ def first_rows(data):
     return jnp.stack([first, data.mask & ~first])
 
 
+SAMPLED = partial(losses.importance, anchor=sampler)  # pi / what sampled
 LOPTI = partial(partition.lopti, eta=0.01)  # tokens that no model knows have a hundredth or so
 SLOW = [  # a family, devices (data, fsdp, tensor), micro-batches, packed, loss, stages
     ("qwen2", (1, 1, 1), 4, False, losses.clipped, first_rows),
@@ -240,18 +242,23 @@ ELSE = [
 
 
 @cache
-def in_one_piece(family, surrogate, split):
-    return cut(family, (1, 1, 1), 1, False, surrogate, split)
+def in_one_piece(family, surrogate, split, **how):
+    return cut(family, (1, 1, 1), 1, False, surrogate, split, **how)
 
 
-def cut(family, sizes, micro, pack, surrogate, split):
-    """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches."""
+def cut(family, sizes, micro, pack, surrogate, split, teacher=""):
+    """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches.
+
+    With a `teacher`, a family, the advantage is what its log-probs make of the tokens.
+    """
     mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh)
         batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.responses(3))
-        how = {"objective": tiny.objective(partition=split, surrogate=surrogate)}
+        parts = {"advantage": advantages.distilled} if teacher else {}
+        how = {"objective": tiny.objective(partition=split, surrogate=surrogate, **parts)}
         how["optimizer"] = optax.sgd(1.0)
+        how["teacher"] = tiny.policy(TEACHERS[teacher], seed=1, mesh=mesh) if teacher else None
         state, metrics = tiny.run_step(policy, params, update.place(batch, mesh), REWARD, **how)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
@@ -276,6 +283,30 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     for name, value in one.items():
         limit = 1e-3 if sensitive else 1e-4
         np.testing.assert_allclose(value, many[name], atol=limit, err_msg=name)
+
+
+TEACHERS = {
+    "larger": tiny.shape(hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=3),
+    "gemma3": tiny.FAMILIES["gemma3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sizes", "micro", "pack"),
+    [
+        ("larger", (1, 1, 1), 2, True),
+        pytest.param("larger", (2, 2, 2), 2, True, marks=pytest.mark.slow),
+        pytest.param("larger", (1, 8, 1), 1, False, marks=pytest.mark.long),
+        pytest.param("gemma3", (2, 2, 2), 1, True, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, micro, pack):
+    before, one = in_one_piece("qwen2", SAMPLED, LOPTI, teacher=teacher)
+    after, many = cut("qwen2", sizes, micro, pack, SAMPLED, LOPTI, teacher=teacher)
+    assert (one["share"] > 0).all()
+    close(before, after)
+    for name, value in one.items():
+        np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
 
 def test_parameters_and_optimizer_state_are_really_sharded():
