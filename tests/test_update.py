@@ -1,5 +1,7 @@
 """Laws of the train step."""
 
+import dataclasses
+import json
 import math
 from functools import cache, partial
 
@@ -11,12 +13,14 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
-from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.learning.programs import teacher_score
+from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import TokenData, advantages, losses, partition
+from jaxrl_llm.objectives import TokenData, advantages, losses, partition, recipes
 from jaxrl_llm.objectives.token_data import sampler
-from jaxrl_llm.tasks.task import LARGEST
+from jaxrl_llm.tasks.task import LARGEST, Reward
 from tests import hlo, tiny
+from tests.reference import peer
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
 OPTIMIZER = optimizers.adamw(1e-3, eps=1e-4)  # a gradient that is rounding makes no step
@@ -307,6 +311,57 @@ def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, mic
     close(before, after)
     for name, value in one.items():
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
+
+
+def test_a_step_with_a_teacher_is_that_of_torch(tmp_path):
+    """Of another size, with ids behind the policy's; Advantage Reweighting multiplies what it says."""
+    _, params = tiny.policy()
+    larger = dataclasses.replace(TEACHERS["larger"], vocab_size=112)
+    _, theirs = tiny.policy(larger, seed=1)
+    for name, of in (("student", (params, tiny.SHAPE)), ("teacher", (theirs, larger))):
+        hf.export(*of, tmp_path / name)
+    rng, sampled = np.random.default_rng(2), tiny.responses(3)
+    sampled = [
+        dataclasses.replace(x, logps=rng.normal(-3.0, 0.5, len(x.tokens)).tolist()) for x in sampled
+    ]
+    rows = [(x.prompt, x.tokens, x.logps) for x in sampled]
+    (tmp_path / "batch.json").write_text(json.dumps({"rows": rows, "alpha": 0.3}))
+    peer.transformers("distilled", tmp_path)
+
+    objective = recipes.with_ar_and_lopti(recipes.distillation(14), alpha=0.3, eta=0.0)
+    ours, optimizer = Policy(qwen2.graph(tiny.SHAPE)[0]), optax.sgd(1.0)
+    state = update.init_state(jax.tree.map(jnp.copy, params), optimizer)
+    score = teacher_score(Policy(qwen2.graph(larger)[0]), 1.0)
+    step = tiny.step(
+        ours, objective, optimizer, tiny.collator(pack=True, microbatches=2), tiny.mesh_of(), state,
+        teacher=partial(score, theirs),
+    )  # fmt: skip
+    batch, reward = step.batch(tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4))
+    scores, described = step.score(state.params, batch)
+    after, _ = step.update(state, step.credit(batch, reward, **scores))
+    want = dict(np.load(tmp_path / "gradient.npz"))
+    np.testing.assert_allclose(described["kl_teacher"], want.pop("kl_teacher"), atol=1e-5)
+    found = dict(hf.named_tensors(jax.tree.map(jnp.subtract, params, after.params)))
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-5, err_msg=name)
+    assert max(np.abs(x).max() for x in want.values()) > 1e-2
+
+
+def test_ids_that_a_teacher_has_no_room_for_count_as_its_last():
+    """Of a vocabulary that is padded to fewer: they stand for no token."""
+    less = tiny.shape(vocab_size=90)
+    params, score = tiny.policy(less)[1], teacher_score(Policy(qwen2.graph(less)[0]), 1.0)
+    rows = [dataclasses.replace(x, tokens=[95, *x.tokens[1:]]) for x in tiny.responses()]
+    last = [
+        dataclasses.replace(
+            x, **{k: np.minimum(getattr(x, k), 89).tolist() for k in ("prompt", "tokens")}
+        )
+        for x in rows
+    ]
+    found, want = (score(params, tiny.collator()(x).inputs) for x in (rows, last))
+    np.testing.assert_array_equal(found, want)
+    assert np.isfinite(found).all()
 
 
 def test_parameters_and_optimizer_state_are_really_sharded():
