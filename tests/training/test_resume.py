@@ -88,6 +88,7 @@ def teacher(tmp_path):
     return tmp_path / "teacher"
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_goes_on_bit_for_bit_with_that_one_alone(teacher, tmp_path, capsys):
     make = partial(quick.config, warm_steps=0, eta=0.0, teacher=str(teacher))
     for name, offload in (("through", "none"), ("run", "reference")):
