@@ -86,7 +86,7 @@ class Step:
         if not self.config.keeps_reference:
             return None
         return jax.tree.map(
-            lambda x, p: like(x, self._kept(p.sharding)), self._narrowed, self.state.params
+            lambda x, p: like(x, self._placed(p.sharding)), self._narrowed, self.state.params
         )
 
     @property
@@ -101,10 +101,10 @@ class Step:
             return None
         shape = model_shape(self.config.teacher)
         shapes, dtype = qwen2.graph(shape)[1], self.config.compute.dtype
-        places = jax.tree.map(self._kept, sharding.param_shardings(shapes, self.mesh))
+        places = jax.tree.map(self._placed, sharding.param_shardings(shapes, self.mesh))
         return shape, jax.tree.map(partial(like, dtype=dtype), shapes, places)
 
-    def _kept(self, place: NamedSharding) -> NamedSharding:
+    def _placed(self, place: NamedSharding) -> NamedSharding:
         """The sharding of a parameter, where those of a policy that only scores are kept."""
         return sharding.in_host_memory(place) if self.config.offloads("reference") else place
 

@@ -109,20 +109,20 @@ class Components:
         """The teacher's folder, shape and tokenizer; a UserError if it cannot score the policy's tokens."""
         if (model := self.config.teacher) is None:
             return None
-        found, ours = _read(model), self.base[0] or "the policy"
-        if other := self.tokenizer.difference(found.tokenizer):
+        teacher, ours = _read(model), self.base[0] or "the policy"
+        if other := self.tokenizer.difference(teacher.tokenizer):
             number, text, theirs = other
             raise UserError(
                 f"teacher: token {number} is {text!r} in {ours} and {theirs!r} in {model.name}: the vocabularies "
                 "have to be the same, so take another teacher"
             )
         limit = self.config.collate.prompt_length + self.config.collate.response_length
-        if found.shape.max_length < min(limit, self.shape.max_length):
+        if teacher.shape.max_length < min(limit, self.shape.max_length):
             raise UserError(
-                f"teacher: {model.name} reads {found.shape.max_length} tokens, and prompt and response may have "
+                f"teacher: {model.name} reads {teacher.shape.max_length} tokens, and prompt and response may have "
                 f"{limit}: lower response_length, or take another teacher"
             )
-        return found
+        return teacher
 
     @property
     def _score_by_teacher(self) -> Callable[[Any], jax.Array] | None:
@@ -133,9 +133,9 @@ class Components:
         params = hf.load(folder, shape, self.mesh, self.config.compute.dtype)
         scorer = Policy(qwen2.graph(shape, self.config.compute)[0])
         program = teacher_score(scorer, self.config.sampling.temperature)
-        return partial(program, self.kept(params))
+        return partial(program, self.placed(params))
 
-    def kept(self, params: Any) -> Any:
+    def placed(self, params: Any) -> Any:
         """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
         return sharding.to_hosts(params) if self.config.offloads("reference") else params
 

@@ -327,7 +327,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
             )
-        return components.kept(components.policy.cast_frozen(params))
+        return components.placed(components.policy.cast_frozen(params))
 
     def initial_params(self, components: Components) -> Any:
         """The parameters that reinforcement began with; None if none were saved."""
