@@ -2,6 +2,7 @@
 
     jaxrl-llm train grpo --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward math
     jaxrl-llm train grpo --model Qwen/Qwen3-0.6B --data mine.jsonl --reward my.py:reward --lora 32 --length 2048
+    jaxrl-llm train grpo --model Qwen/Qwen3-0.6B --data mine.jsonl --teacher Qwen/Qwen3-8B
     jaxrl-llm plan  grpo --model Qwen/Qwen2.5-0.5B-Instruct --data mine.jsonl --on h100x1
 
 How many responses are sampled and learned from at a time follows from the memory of the devices. 1e-6 for all
@@ -39,7 +40,8 @@ def config(
     judge_model: str = "",
     judge_rubric: str = "",
     chat: bool | None = None,
-    objective: recipes.Name = "grpo",
+    objective: recipes.Name | None = None,
+    teacher: str = "",
     alpha: float = 0.0,
     eta: float = 0.0,
     lora: int = 0,
@@ -76,7 +78,8 @@ def config(
         judge_model: that model.
         judge_rubric: a text file, what it judges by.
         chat: put questions into the model's chat template; if not given, where it has one.
-        objective: a published one, by its name.
+        objective: a published one, by its name; if not given, grpo, and distillation with a teacher.
+        teacher: a folder or hub name of a larger model with the same tokens, which the other learns from.
         alpha: strength of Advantage Reweighting (0.1 to 0.3; 0 switches it off).
         eta: the probability that separates Lopti's two stages (0.5; 0 switches it off).
         lora: rank of adapters, which are then trained in place of the weights; 0 for none.
@@ -95,7 +98,7 @@ def config(
         bfloat16: compute in bfloat16; weights and optimizer are float32.
         seed: of the order of the data and of sampling.
     """
-    made = recipes.BY_NAME[objective](length)
+    made = recipes.BY_NAME[objective or ("distillation" if teacher else "grpo")](length)
     adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
     return Config(
         task=lambda folder: questions.task(
@@ -113,6 +116,7 @@ def config(
         ),
         model=Pretrained(model, chat=chat, lora=adapters),
         objective=recipes.with_ar_and_lopti(made, alpha=alpha, eta=eta),
+        teacher=Pretrained(teacher, chat=chat) if teacher else None,
         optimizer=optimizers.adamw(learning_rate or (1e-5 if lora else 1e-6)),
         collate=Collator(prompt_length, length, microbatches=microbatches, pack=True),
         steps=steps,

@@ -91,6 +91,7 @@ def config(
     people: Literal[3, 4] = 3,
     size: Literal["0.8M", "5M"] = "0.8M",
     model: str = "",
+    teacher: str = "",
     lora: int = 0,
     vllm: str = "",
     max_lag: int = 0,
@@ -118,6 +119,8 @@ def config(
         people: in a puzzle; with four the worked answers are about twice as long.
         size: parameters of the model.
         model: folder of a model to begin with, as exported from a run, instead of a warm start.
+        teacher: folder of a model that `--algo distillation` learns from, as exported from a run; `--size 5M
+            --careless 0` makes a better one than the policy.
         lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
         vllm: generate by vLLM: "auto", with the environment that launch/sidecar.sh makes here, beside the
             trainer; the Python of such an environment; or addresses of running servers, separated by commas.
@@ -152,6 +155,7 @@ def config(
         if model
         else Scratch(replace(shape, vocab_size=80) if chatter else shape, words),
         objective=objective,
+        teacher=Pretrained(teacher) if teacher else None,
         optimizer=optimizers.adamw(learning_rate),
         collate=Collator(**lengths, minibatches=minibatches, microbatches=32, pack=True),
         steps=steps,

@@ -162,11 +162,13 @@ class Config:
     `slots` of the embedded engine and `microbatches` of `collate` may be 0: a new run chooses what fits
     into the memory of its devices, and keeps to that.
     `reference` keeps the policy from before reinforcement (None: if the objective reads
-    `ref_logp`). `ratios` says whose log-probs are `old_logp`: recomputed by the trainer, or the
-    sampler's, and then no factor or select may correct for the sampler. With `max_lag`
+    `ref_logp`). `teacher` is another model, of any family and size and with the policy's tokens, which
+    scores the responses for objectives that read `teacher_logp`. `ratios` says whose log-probs are
+    `old_logp`: recomputed by the trainer, or the sampler's, and then no factor or select may
+    correct for the sampler. With `max_lag`
     k > 0 the responses of the next k steps are sampled meanwhile, so by weights up to k steps old;
-    the engine needs weights of its own. `offload` keeps optimizer state, reference policy or
-    both in host memory while unused.
+    the engine needs weights of its own. `offload` keeps optimizer state, reference policy (and
+    teacher) or both in host memory while unused.
 
     Training prompts over `collate.prompt_length` tokens are skipped and counted, or refused
     (`long_prompts`). `drop_constant_groups` learns nothing from groups of equal rewards; `max_resamples` puts
@@ -212,6 +214,7 @@ class Config:
     offload: Offload = "none"
     order: Callable[[int, int], np.ndarray] = update.interleaved
     reference: bool | None = None
+    teacher: Pretrained | None = None
     ratios: Literal["trainer", "sampler"] = "trainer"
     max_lag: int = 0
     long_prompts: Literal["skip", "refuse"] = "skip"
@@ -279,6 +282,16 @@ class Config:
                 "config: reference = False, but the objective looks at ref_logp: leave reference out, or what "
                 "looks at it, such as penalties"
             )
+
+        if self.loss.reads("teacher_logp") != (self.teacher is not None):
+            raise UserError(
+                "config: there is a teacher, but the objective does not look at teacher_logp: take one that does, "
+                "such as recipes.distillation"
+                if self.teacher
+                else "config: the objective looks at teacher_logp: name a teacher"
+            )
+        if self.teacher and self.teacher.lora:
+            raise UserError("config: a teacher is not trained: leave out its lora")
 
     def _check_vllm(self, engine: engines.Vllm) -> None:
         from jaxrl_llm.rollouts.vllm.sampler import refuse_truncation
@@ -355,7 +368,7 @@ class Config:
         return self.loss.reads("ref_logp") if self.reference is None else self.reference
 
     def offloads(self, what: Literal["optimizer", "reference"]) -> bool:
-        """True if the optimizer state or the reference policy waits in host memory."""
+        """True if the optimizer state, or the reference policy and the teacher, wait in host memory."""
         return self.offload in (what, "both")
 
 
@@ -365,6 +378,7 @@ _PARTS = {
     "optimizer": (optax.GradientTransformation,),
     "collate": (Collator,),
     "sampling": (Sampling,),
+    "teacher": (Pretrained, type(None)),
     "warm_start": (WarmStart, type(None)),
     "evaluation": (Evaluation,),
     "compute": (qwen2.Compute,),

@@ -76,11 +76,17 @@ def test_a_recipe_is_as_published_unless_asked_otherwise():
     assert config("cispo", stages="reversed").objective.stages == 2
 
 
+def of_recipe(algo, **flags):
+    """The puzzles' config with a recipe, and with the teacher that it may need."""
+    return load("kk_tiny").config(algo, teacher="folder" * (algo == "distillation"), **flags)
+
+
 @pytest.mark.parametrize("algo", recipes.BY_NAME)
 def test_max_lag_leaves_a_recipe_its_corrections(algo):
     """Where a recipe looks at the sampler, `old_logp` is the trainer's, else every rho is 1."""
-    made = load("kk_tiny").config(algo, max_lag=2, vllm="python")
-    assert (made.ratios == "trainer") == (algo in ("tis", "icepop", "mis", "dppo", "dppo_kl"))
+    made = of_recipe(algo, max_lag=2, vllm="python")
+    corrects = ("tis", "icepop", "mis", "dppo", "dppo_kl", "distillation")
+    assert (made.ratios == "trainer") == (algo in corrects)
 
 
 def test_a_penalty_that_reads_the_sampler_allows_for_nothing():
@@ -114,8 +120,7 @@ def test_an_evaluation_has_a_temperature_from_0_on(temperature):
 
 
 def test_recipes_that_drop_even_groups_do():
-    config = load("kk_tiny").config
-    dropping = {algo for algo in recipes.BY_NAME if config(algo).drop_constant_groups}
+    dropping = {algo for algo in recipes.BY_NAME if of_recipe(algo).drop_constant_groups}
     assert dropping == {"dapo", "entropy_80_20"}
 
 

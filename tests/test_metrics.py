@@ -31,6 +31,12 @@ def test_the_mismatch_of_a_sampler():
     assert found["mismatch_ess"] == pytest.approx(ess, rel=1e-6)
 
 
+def test_the_distance_to_a_teacher_is_a_mean_over_tokens_in_which_signs_count():
+    teacher = OLD - jnp.asarray([[0.2, -0.4, 0.0], [1.0, 9.0, 9.0]])
+    found = metrics.describe_teacher(OLD, teacher, MASK)
+    assert found["kl_teacher"] == pytest.approx(0.2, rel=1e-5)
+
+
 def test_imitation_is_the_mean_negative_log_likelihood():
     objective = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
     zero = jnp.zeros_like(OLD)

@@ -102,7 +102,8 @@ def imitator(policy, params, made):
 def check(name, variant, kind):
     """The rows of metrics of three steps of a recipe, after what holds for all of them was checked."""
     alpha, eta = VARIANTS[variant]
-    objective = kk_tiny().config(name, alpha=alpha, eta=eta).objective
+    recipe = recipes.BY_NAME[name](kk_tiny().config().collate.response_length)
+    objective = recipes.with_ar_and_lopti(recipe, alpha=alpha, eta=eta)
     made, policy, params, score = batches(kind)
     before = jax.tree.map(np.asarray, params)
     step = update.make_train_step(policy, objective, OPTIMIZER)
@@ -111,7 +112,8 @@ def check(name, variant, kind):
     for batch, scores in made:
         found = score(state.params, batch.inputs)
         data = {"old_logp": found.logp, "entropy": found.entropy, "proxy_logp": found.proxy_logp}
-        state, rows = step(state, credit(batch, scores, **data, ref_logp=found.logp - 0.01))
+        data |= {"ref_logp": found.logp - 0.01, "teacher_logp": 0.9 * found.logp}
+        state, rows = step(state, credit(batch, scores, **data))
         reported.append(jax.device_get(rows))
     assert int(state.skipped) == 0
     moved = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max()), state.params, before)
@@ -227,6 +229,7 @@ PUBLISHED = {  # at a limit of 90 tokens, defaults of functions too
     "tis": "grpo; truncated(cap 2, floor 0, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "icepop": "grpo; masked(low 0.5, high 5, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "mis": "grpo; masked(low 0, high 3, weight response_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
+    "distillation": "distilled(coef 1, reward_coef 0, of_reward grpo); importance(anchor sampler)",
     "opsm": "grpo; opsm(delta 0.0001, anchor trainer, then clipped(low 0.2, high 0.24, dual 10)); 0.001 k3",
 }
 

@@ -1,5 +1,7 @@
 """Laws of the train step."""
 
+import dataclasses
+import json
 import math
 from functools import cache, partial
 
@@ -11,11 +13,14 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
-from jaxrl_llm.models import logprobs, qwen2
+from jaxrl_llm.learning.programs import teacher_score
+from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.objectives import TokenData, advantages, losses, partition
-from jaxrl_llm.tasks.task import LARGEST
+from jaxrl_llm.objectives import TokenData, advantages, losses, partition, recipes
+from jaxrl_llm.objectives.token_data import sampler
+from jaxrl_llm.tasks.task import LARGEST, Reward
 from tests import hlo, tiny
+from tests.reference import peer
 
 REWARD = jnp.asarray([[1.0, 0.0, 0.0, 2.0], [1.0, 1.0, -1.0, 0.5]])
 OPTIMIZER = optimizers.adamw(1e-3, eps=1e-4)  # a gradient that is rounding makes no step
@@ -222,6 +227,7 @@ def first_rows(data):
     return jnp.stack([first, data.mask & ~first])
 
 
+SAMPLED = partial(losses.importance, anchor=sampler)  # pi / what sampled
 LOPTI = partial(partition.lopti, eta=0.01)  # tokens that no model knows have a hundredth or so
 SLOW = [  # a family, devices (data, fsdp, tensor), micro-batches, packed, loss, stages
     ("qwen2", (1, 1, 1), 4, False, losses.clipped, first_rows),
@@ -240,18 +246,23 @@ ELSE = [
 
 
 @cache
-def in_one_piece(family, surrogate, split):
-    return cut(family, (1, 1, 1), 1, False, surrogate, split)
+def in_one_piece(family, surrogate, split, **how):
+    return cut(family, (1, 1, 1), 1, False, surrogate, split, **how)
 
 
-def cut(family, sizes, micro, pack, surrogate, split):
-    """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches."""
+def cut(family, sizes, micro, pack, surrogate, split, teacher=""):
+    """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches.
+
+    With a `teacher`, a family, the advantage is what its log-probs make of the tokens.
+    """
     mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh)
         batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.responses(3))
-        how = {"objective": tiny.objective(partition=split, surrogate=surrogate)}
+        parts = {"advantage": advantages.distilled} if teacher else {}
+        how = {"objective": tiny.objective(partition=split, surrogate=surrogate, **parts)}
         how["optimizer"] = optax.sgd(1.0)
+        how["teacher"] = tiny.policy(TEACHERS[teacher], seed=1, mesh=mesh) if teacher else None
         state, metrics = tiny.run_step(policy, params, update.place(batch, mesh), REWARD, **how)
     return jax.tree.map(np.asarray, (state.params, metrics))
 
@@ -276,6 +287,81 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     for name, value in one.items():
         limit = 1e-3 if sensitive else 1e-4
         np.testing.assert_allclose(value, many[name], atol=limit, err_msg=name)
+
+
+TEACHERS = {
+    "larger": tiny.shape(hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=3),
+    "gemma3": tiny.FAMILIES["gemma3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "sizes", "micro", "pack"),
+    [
+        ("larger", (1, 1, 1), 2, True),
+        pytest.param("larger", (2, 2, 2), 2, True, marks=pytest.mark.slow),
+        pytest.param("larger", (1, 8, 1), 1, False, marks=pytest.mark.long),
+        pytest.param("gemma3", (2, 2, 2), 1, True, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, micro, pack):
+    before, one = in_one_piece("qwen2", SAMPLED, LOPTI, teacher=teacher)
+    after, many = cut("qwen2", sizes, micro, pack, SAMPLED, LOPTI, teacher=teacher)
+    assert (one["share"] > 0).all()
+    close(before, after)
+    for name, value in one.items():
+        np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
+
+
+def test_a_step_with_a_teacher_is_that_of_torch(tmp_path):
+    """Of another size, with ids behind the policy's; Advantage Reweighting multiplies what it says."""
+    _, params = tiny.policy()
+    larger = dataclasses.replace(TEACHERS["larger"], vocab_size=112)
+    _, theirs = tiny.policy(larger, seed=1)
+    for name, of in (("student", (params, tiny.SHAPE)), ("teacher", (theirs, larger))):
+        hf.export(*of, tmp_path / name)
+    rng, sampled = np.random.default_rng(2), tiny.responses(3)
+    sampled = [
+        dataclasses.replace(x, logps=rng.normal(-3.0, 0.5, len(x.tokens)).tolist()) for x in sampled
+    ]
+    rows = [(x.prompt, x.tokens, x.logps) for x in sampled]
+    (tmp_path / "batch.json").write_text(json.dumps({"rows": rows, "alpha": 0.3}))
+    peer.transformers("distilled", tmp_path)
+
+    objective = recipes.with_ar_and_lopti(recipes.distillation(14), alpha=0.3, eta=0.0)
+    ours, optimizer = Policy(qwen2.graph(tiny.SHAPE)[0]), optax.sgd(1.0)
+    state = update.init_state(jax.tree.map(jnp.copy, params), optimizer)
+    score = teacher_score(Policy(qwen2.graph(larger)[0]), 1.0)
+    step = tiny.step(
+        ours, objective, optimizer, tiny.collator(pack=True, microbatches=2), tiny.mesh_of(), state,
+        teacher=partial(score, theirs),
+    )  # fmt: skip
+    batch, reward = step.batch(tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4))
+    scores, described = step.score(state.params, batch)
+    after, _ = step.update(state, step.credit(batch, reward, **scores))
+    want = dict(np.load(tmp_path / "gradient.npz"))
+    np.testing.assert_allclose(described["kl_teacher"], want.pop("kl_teacher"), atol=1e-5)
+    found = dict(hf.named_tensors(jax.tree.map(jnp.subtract, params, after.params)))
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-5, err_msg=name)
+    assert max(np.abs(x).max() for x in want.values()) > 1e-2
+
+
+def test_ids_that_a_teacher_has_no_room_for_count_as_its_last():
+    """Of a vocabulary that is padded to fewer: they stand for no token."""
+    less = tiny.shape(vocab_size=90)
+    params, score = tiny.policy(less)[1], teacher_score(Policy(qwen2.graph(less)[0]), 1.0)
+    rows = [dataclasses.replace(x, tokens=[95, *x.tokens[1:]]) for x in tiny.responses()]
+    last = [
+        dataclasses.replace(
+            x, **{k: np.minimum(getattr(x, k), 89).tolist() for k in ("prompt", "tokens")}
+        )
+        for x in rows
+    ]
+    found, want = (score(params, tiny.collator()(x).inputs) for x in (rows, last))
+    np.testing.assert_array_equal(found, want)
+    assert np.isfinite(found).all()
 
 
 def test_parameters_and_optimizer_state_are_really_sharded():

@@ -168,10 +168,20 @@ def objective(**changes):
     return Objective(**(parts | changes))
 
 
-def run_step(policy_logp, params, batch, reward, *, objective, optimizer, order=None, steps=1):
-    """`(state, metrics)` after `steps` steps on one batch, with the reference a little off."""
+def run_step(
+    policy_logp, params, batch, reward, *, objective, optimizer, order=None, steps=1, teacher=None
+):
+    """`(state, metrics)` after `steps` steps on one batch, with the reference a little off.
+
+    `teacher` are the log-probs and parameters of another policy.
+    """
     old = update.make_score(policy_logp)(params, batch.inputs)
-    credited = update.make_credit(objective)(batch, reward, old_logp=old, ref_logp=old - 0.1)
+    more = {}
+    if teacher is not None:
+        more["teacher_logp"] = update.make_score(teacher[0])(teacher[1], batch.inputs)
+    credited = update.make_credit(objective)(
+        batch, reward, old_logp=old, ref_logp=old - 0.1, **more
+    )
     state = update.init_state(params, optimizer)
     step = update.make_train_step(
         policy_logp,

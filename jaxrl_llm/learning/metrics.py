@@ -97,6 +97,14 @@ def describe_policy(
     return described
 
 
+def describe_teacher(
+    sampler_logp: Float[Array, "B T"], teacher_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
+) -> dict[str, Float[Array, ""]]:
+    """The mean of log sampler - log teacher in nats a token: an estimate of KL(policy || teacher)."""
+    gap = jnp.where(mask, sampler_logp - teacher_logp, 0.0)
+    return {"kl_teacher": gap.sum() / jnp.maximum(mask.sum(), 1)}
+
+
 def describe_mismatch(
     old_logp: Float[Array, "B T"], sampler_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxrl_llm.learning import update
+from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective
 
@@ -46,3 +48,17 @@ def programs(
             shardings=jax.tree.map(lambda x: x.sharding, like),
         ),
     )
+
+
+def teacher_score(policy: Policy, temperature: float) -> Any:
+    """The program of a teacher's log-probs, `(params, inputs) -> [M,m,R,C]`.
+
+    Ids that its vocabulary ends before, which stand for no token, count as its last one.
+    """
+    logp, last = policy.logp(temperature), qwen2.settings(policy.definition)[0].vocab_size - 1
+
+    def score(params, inputs):
+        tokens, target = (jnp.minimum(x, last) for x in (inputs.tokens, inputs.target))
+        return logp(params, inputs._replace(tokens=tokens, target=target))
+
+    return update.make_score(score)

@@ -29,8 +29,8 @@ class Step:
     """A step of reinforcement between the responses and the new state.
 
     `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
-    are not trained. With `sampler_ratios` `old_logp` is the sampler's. `learned_from` says which
-    responses count.
+    are not trained. `teacher(inputs)` are the log-probs of another model. With `sampler_ratios`
+    `old_logp` is the sampler's. `learned_from` says which responses count.
     """
 
     programs: Programs
@@ -39,6 +39,7 @@ class Step:
     mesh: Mesh
     reference: Any = None
     frozen: Any = None
+    teacher: Callable[[Any], jax.Array] | None = None
     sampler_ratios: bool = False
     drop_constant_groups: bool = False
 
@@ -50,13 +51,14 @@ class Step:
         return batch, sharding.replicated(reward, self.mesh)
 
     def score(self, params: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of `TokenData` by the policy and its reference, and metrics of them."""
+        """Fields of `TokenData` by the policy, its reference and its teacher, and metrics of them."""
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
+        teacher = self.teacher and self.teacher(batch.inputs)
         old = _of_sampler(batch) if self.sampler_ratios else now.logp
-        data = now._asdict() | {"old_logp": old, "ref_logp": ref}
+        data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
-        return data, _describe_scores(batch, now, ref)
+        return data, _describe_scores(batch, now, ref, teacher)
 
     def credit(self, batch: Batch, reward: jax.Array, **data: Any) -> update.Credited:
         """The batch with advantages and weights: all that is constant in the parameters."""
@@ -84,10 +86,12 @@ def _of_sampler(batch: Batch) -> jax.Array:
 
 
 @jax.jit
-def _describe_scores(batch: Batch, scores: Any, ref: Any) -> dict[str, jax.Array]:
-    scores, ref = jax.tree.map(batch.layout.to_rows, (scores, ref))
-    mismatch = metrics.describe_mismatch(scores.logp, batch.sampler_logp, batch.mask)
-    return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | mismatch
+def _describe_scores(batch: Batch, scores: Any, ref: Any, teacher: Any) -> dict[str, jax.Array]:
+    scores, ref, teacher = jax.tree.map(batch.layout.to_rows, (scores, ref, teacher))
+    described = metrics.describe_mismatch(scores.logp, batch.sampler_logp, batch.mask)
+    if teacher is not None:
+        described |= metrics.describe_teacher(batch.sampler_logp, teacher, batch.mask)
+    return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | described
 
 
 def require_our_policy(

@@ -61,6 +61,15 @@ class Tokenizer:
     def __len__(self) -> int:
         return max(self._ids) + 1  # there may be gaps
 
+    def difference(self, other: "Tokenizer") -> tuple[int, str, str | None] | None:
+        """The first of these tokens that is another in `other`: its id and both texts; None without one."""
+        ours, theirs = (
+            {i: text for text, i in one._inner.get_vocab().items() if i in one._ids}
+            for one in (self, other)
+        )
+        others = ((i, ours[i], theirs.get(i)) for i in sorted(ours) if ours[i] != theirs.get(i))
+        return next(others, None)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of the text, without special tokens; a UserError if it cannot be encoded."""
         try:

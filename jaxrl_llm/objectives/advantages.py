@@ -91,6 +91,24 @@ def w_reinforce(reward: Rewards, data: TokenData, *, positive: float = 0.1) -> T
     return _to_tokens(jnp.where(reward > 0, positive, -1.0), data)
 
 
+def distilled(
+    reward: Rewards,
+    data: TokenData,
+    *,
+    coef: float = 1.0,
+    reward_coef: float = 0.0,
+    of_reward: Callable[[Rewards, TokenData], Tokens] = grpo,
+) -> Tokens:
+    """-coef (log sampler - log teacher) of each token, the reverse KL to the teacher as a reward.
+
+    On-policy distillation (Thinking Machines 2025): no later token counts, there is no baseline. With
+    `reward_coef` the task's own advantage, `of_reward`, is added, so many times.
+    """
+    gap = jnp.where(data.mask, data.sampler_logp - data.teacher_logp, 0.0)
+    own = reward_coef * of_reward(reward, data) if reward_coef else 0.0
+    return own - coef * gap
+
+
 def reinforce_plus_plus(
     reward: Rewards,
     data: TokenData,

@@ -40,6 +40,13 @@ def from_sampler(
     return estimator(logp, data._replace(ref_logp=data.sampler_logp))
 
 
+def from_teacher(
+    logp: Tokens, data: TokenData, *, estimator: Callable[[Tokens, TokenData], Tokens] = k1
+) -> Tokens:
+    """An estimator with the teacher as the reference: on-policy distillation as a penalty."""
+    return estimator(logp, data._replace(ref_logp=data.teacher_logp))
+
+
 def drift_of_selected(logp: Tokens, data: TokenData) -> Tokens:
     """|log pi - log pi_old| on the selected tokens: the penalty of KL-Cov (arXiv:2505.22617)."""
     return jnp.where(data.selected, jnp.abs(logp - data.old_logp), 0.0)

@@ -225,6 +225,14 @@ def opsm(length: int) -> Objective:
     return replace(grpo(length), surrogate=losses.opsm)
 
 
+def distillation(length: int) -> Objective:
+    """On-policy distillation (Thinking Machines 2025): a teacher scores each token sampled; no reward."""
+    return Objective(
+        advantage=partial(advantages.distilled, coef=1.0),
+        surrogate=partial(losses.importance, anchor=sampler),
+    )
+
+
 def with_ar_and_lopti(objective: Objective, *, alpha: float = 0.3, eta: float = 0.5) -> Objective:
     """Adds Advantage Reweighting (alpha) and Lopti (eta), arXiv:2505.12929; 0 leaves one out."""
     reweighting = partial(factors.linear_in_probability, alpha=alpha)
@@ -241,5 +249,6 @@ Name = Literal[
     "grpo", "reinforce_plus_plus", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "dppo_kl",
     "gmpo", "sapo", "ce_gppo", "aspo", "topr", "kl_cov", "clip_cov", "entropy_80_20", "lp_reg",
     "w_reinforce", "maxrl", "opo", "asymre", "unlikeliness", "tis", "icepop", "mis", "opsm",
+    "distillation",
 ]  # fmt: skip
 BY_NAME: dict[str, Recipe] = {name: globals()[name] for name in get_args(Name)}

@@ -27,6 +27,8 @@ class TokenData(NamedTuple):
     """log-probs of the frozen reference policy"""
     sampler_logp: Tokens = UNKNOWN
     """log-probs as the sampler reported them"""
+    teacher_logp: Tokens = UNKNOWN
+    """log-probs of the teacher, another model (`teacher` in a config)"""
     entropy: Tokens = UNKNOWN
     """of the distribution that the token was drawn from, in nats"""
     proxy_logp: Tokens = UNKNOWN

@@ -40,11 +40,20 @@ def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
 
 
+def scoring(config: Config, shape: Shape, tokens: int) -> int:
+    """FLOPs of scoring a step's responses of `tokens` by a model of this shape, on all devices."""
+    prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
+    each = prompt + tokens
+    return forward(shape, tokens=rows * each, scored=rows * tokens, length=each)
+
+
 def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     """FLOPs of a step by program, on all devices, recomputation included; responses of `tokens`."""
     prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
-    size = {"scored": rows * tokens, "length": prompt + tokens}
-    whole = forward(shape, tokens=rows * (prompt + tokens), **size)
+    size, whole = (
+        {"scored": rows * tokens, "length": prompt + tokens},
+        scoring(config, shape, tokens),
+    )
     passes = 2 if shape.lora else 3  # forward, back to the inputs, and to the weights if trained
     return {
         "prefill": forward(shape, tokens=config.prompts * prompt, scored=0, length=prompt),

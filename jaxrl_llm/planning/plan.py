@@ -6,15 +6,15 @@ bytes, at the rates of a data sheet.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.accelerators import share_of_a_gpu
 from jaxrl_llm.config import Config, Pretrained
-from jaxrl_llm.models import families, hf, qwen2, sharding
+from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
-from jaxrl_llm.planning.programs import Program, Step
+from jaxrl_llm.planning.programs import Program, Step, model_shape
 from jaxrl_llm.rollouts.engines import Vllm
 
 WAITS = ("arithmetic", "memory", "links", "network", "host")  # resources that may limit a device
@@ -84,13 +84,8 @@ class Plan:
 
 def shape_of(config: Config) -> qwen2.Shape:
     """The architecture of the config's model; for a preset without any file."""
-    if not isinstance(config.model, Pretrained):
-        return config.model.shape
     model = config.model
-    name, presets = model.name.rpartition("/")[2], families.PRESETS
-    known = presets.get(name) or presets.get(name.removesuffix("-Instruct"))
-    known = known or hf.load_shape(hf.resolve(model.name, model.revision))
-    return replace(known, lora=model.lora)
+    return model_shape(model) if isinstance(model, Pretrained) else model.shape
 
 
 def plan(

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.programs import Programs
-from jaxrl_llm.models import logprobs, lora, qwen2, sharding
+from jaxrl_llm.learning.programs import Programs, teacher_score
+from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.planning import flops
@@ -23,6 +23,8 @@ from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.trajectory import Trajectory
+
+BESIDE = ("optimizer", "reference", "teacher")  # arrays that may wait in the memory of the host
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,28 @@ class Step:
         """The parameters of the reference policy; None where there is none."""
         if not self.config.keeps_reference:
             return None
-        beside = sharding.in_host_memory if self.config.offloads("reference") else lambda x: x
         return jax.tree.map(
-            lambda x, p: like(x, beside(p.sharding)), self._narrowed, self.state.params
+            lambda x, p: like(x, self._placed(p.sharding)), self._narrowed, self.state.params
         )
 
     @property
     def _narrowed(self) -> Any:
         """The parameters in the compute precision."""
         return jax.eval_shape(self.policy.cast_frozen, self.state.params)
+
+    @cached_property
+    def teacher(self) -> tuple[qwen2.Shape, Any] | None:
+        """The teacher's architecture and parameters; None where there is none."""
+        if self.config.teacher is None:
+            return None
+        shape = model_shape(self.config.teacher)
+        shapes, dtype = qwen2.graph(shape)[1], self.config.compute.dtype
+        places = jax.tree.map(self._placed, sharding.param_shardings(shapes, self.mesh))
+        return shape, jax.tree.map(partial(like, dtype=dtype), shapes, places)
+
+    def _placed(self, place: NamedSharding) -> NamedSharding:
+        """The sharding of a parameter, where those of a policy that only scores are kept."""
+        return sharding.in_host_memory(place) if self.config.offloads("reference") else place
 
     @cached_property
     def batch(self) -> Any:
@@ -141,7 +156,7 @@ class Step:
     def beside_sampler(self) -> int:
         """Bytes of the trainer's arrays on a device while the engine reads its weights."""
         held = self._bytes("parameters", "frozen") if self.copies_weights else 0
-        return self._bytes("optimizer", "reference") + held
+        return self._bytes(*BESIDE) + held
 
     @cached_property
     def cache(self) -> Any:
@@ -156,16 +171,19 @@ class Step:
     @cached_property
     def on_hosts(self) -> dict[str, int]:
         """Bytes in a host's memory for each device, by the name of the arrays."""
-        trees = {"optimizer": self.state.opt_state, "reference": self.reference}
-        return {name: size for name, tree in trees.items() if (size := host_bytes(tree))}
+        return {name: size for name, tree in self._beside.items() if (size := host_bytes(tree))}
+
+    @property
+    def _beside(self) -> dict[str, Any]:
+        teacher = self.teacher and self.teacher[1]
+        return dict(zip(BESIDE, (self.state.opt_state, self.reference, teacher), strict=True))
 
     @cached_property
     def on_device(self) -> dict[str, int]:
         """Bytes on one device by the name of the arrays, as far as shapes say."""
         config, params = self.config, local_bytes(self.state.params)
-        trees = {"optimizer": self.state.opt_state, "reference": self.reference}
         parts = {"parameters": params, "frozen": local_bytes(self.frozen)}
-        parts |= {name: local_bytes(tree) - host_bytes(tree) for name, tree in trees.items()}
+        parts |= {name: local_bytes(x) - host_bytes(x) for name, x in self._beside.items()}
         parts = {name: size for name, size in parts.items() if size}
         if isinstance(config.engine, Native):
             parts["cache"] = local_bytes(self.cache)
@@ -192,7 +210,7 @@ class Step:
     def _sampling(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit, engine = self.config, self.config.collate, self.engine
         weights, cache = local_bytes(self.weights), local_bytes(self.cache)
-        others, learned = self._bytes("optimizer", "reference"), self.beside_sampler
+        others, learned = self._bytes(*BESIDE), self.beside_sampler
         stride = native.STRIDE if self.generator.static else 1  # tokens a run
         turns = -(-config.prompts * config.group_size // engine.slots)
         filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
@@ -219,7 +237,7 @@ class Step:
         config, limit = self.config, self.config.collate
         params, state = local_bytes(self.params), local_bytes(self.state[:2])
         frozen, moving = local_bytes(self.frozen), local_bytes(self.state.params)
-        others, waiting = self._bytes("optimizer", "reference"), self.on_hosts.get("reference", 0)
+        others, waiting = self._bytes(*BESIDE), self.on_hosts.get("reference", 0)
         filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
         steps = limit.minibatches * config.loss.stages
@@ -233,11 +251,12 @@ class Step:
             moved=limit.minibatches * slices * params,
             copied=waiting,
         )
+        scores = [score, self._teaching(tokens, share)] if self.teacher else [score]
         credit = Program("credit", lambda: self._credit, beside=others)
         update = Program(
             "update",
             self._update,
-            beside=self._bytes("reference"),
+            beside=self._bytes("reference", "teacher"),
             runs=share,
             flops=work["update"],
             # a micro-batch reads the weights twice and adds its gradients up: 2 reads, 1 write
@@ -245,7 +264,24 @@ class Step:
             copied=steps * 2 * host_bytes(self.state),
             recomputed=1 - work["update, nothing twice"] / work["update"],
         )
-        return [score, credit, update]
+        return [*scores, credit, update]
+
+    def _teaching(self, tokens: int, share: float) -> Program:
+        assert self.teacher is not None
+        (shape, params), waiting = self.teacher, self.on_hosts.get("teacher", 0)
+        program = teacher_score(
+            Policy(qwen2.graph(shape, self.config.compute)[0]), self.config.sampling.temperature
+        )
+        slices = math.prod(self.batch.inputs.tokens.shape[:2])
+        return Program(
+            "teacher",
+            lambda: program.lower(params, self.batch.inputs).compile(),
+            beside=self._bytes("parameters", "frozen", "optimizer", "reference") + waiting,
+            runs=share,
+            flops=flops.scoring(self.config, shape, tokens),
+            moved=slices * local_bytes(params),
+            copied=waiting,
+        )
 
     def _bytes(self, *parts: str) -> int:
         return sum(self.on_device.get(part, 0) for part in parts)
@@ -283,6 +319,7 @@ class Step:
     def _credit(self) -> jax.stages.Compiled:
         config, objective, batch = self.config, self.config.loss, self.batch
         names = ["entropy"] + ["ref_logp"] * config.keeps_reference  # as a run scores them
+        names += ["teacher_logp"] * (config.teacher is not None)
         names += ["proxy_logp"] * objective.reads("proxy_logp")
         scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
         shape = (config.prompts, config.group_size)
@@ -294,6 +331,14 @@ class Step:
         program: Any = self._programs.update
         frozen = () if self.frozen is None else (self.frozen,)
         return program.lower(self.state, self.credited, *frozen).compile()
+
+
+def model_shape(model: Pretrained) -> qwen2.Shape:
+    """The architecture of a pretrained model; for a preset without any file."""
+    name, presets = model.name.rpartition("/")[2], families.PRESETS
+    known = presets.get(name) or presets.get(name.removesuffix("-Instruct"))
+    known = known or hf.load_shape(hf.resolve(model.name, model.revision))
+    return replace(known, lora=model.lora)
 
 
 def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:

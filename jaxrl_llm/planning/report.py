@@ -15,6 +15,7 @@ REMEDIES = {
     "prefill": "fewer slots or prefill_prompts of the engine",
     "decode": "fewer slots of the engine",
     "score": "more collate.microbatches",
+    "teacher": "more collate.microbatches, offload, or more devices on the axes fsdp and tensor",
     "credit": "more devices on the axes data and fsdp",
     "update": "more collate.microbatches, compute.remat, offload, or more devices on the axes fsdp and tensor",
 }

@@ -62,7 +62,8 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Con
     devices = len(machine.devices)
     rows = config.prompts * config.group_size // config.collate.minibatches
     divisors = [d for d in range(1, rows + 1) if rows % d == 0]
-    offloads: tuple[Offload, ...] = ("none", "both" if config.keeps_reference else "optimizer")
+    frozen = config.keeps_reference or config.teacher
+    offloads: tuple[Offload, ...] = ("none", "both" if frozen else "optimizer")
     layouts = []
     for tensor in (1, 2, 4, 8):
         if devices % tensor or shape.num_heads % tensor or tensor > machine.together:

@@ -13,7 +13,7 @@ from jaxrl_llm.models import attention, logprobs, qwen2
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, step_of
-from jaxrl_llm.planning.programs import Step, host_bytes, local_bytes
+from jaxrl_llm.planning.programs import BESIDE, Step, host_bytes, local_bytes
 from jaxrl_llm.rollouts.engines import SLOTS, Native
 from jaxrl_llm.rollouts.native import padded
 
@@ -21,6 +21,7 @@ ROOM = 0.95  # of a device's memory that is filled by choice: a plan does not se
 COARSEST = 16  # packed micro-batches at least: the last one used is computed whole, however empty
 ON_A_CPU = 4096  # tokens of a micro-batch there: more make it no faster
 LIMITED = {"prefill": "slots", "decode": "slots", "score": "microbatches", "update": "microbatches"}
+LIMITED["teacher"] = LIMITED["score"]
 
 
 def fitted(
@@ -92,7 +93,7 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
             # while a cache grows one of its layers is there twice
             each = cache * (1 + 1 / shape.num_layers)
             sizes["slots"] = devices * _most("sampling", step, held, passing, each, most)
-        names = ("parameters", "frozen", "optimizer", "reference", "gradients")
+        names = ("parameters", "frozen", *BESIDE, "gradients")
         held = sum(step.on_device.get(name, 0) for name in names)
         held += host_bytes(step.state.opt_state)  # which comes over
         remat, layers = config.compute.remat, shape.num_layers

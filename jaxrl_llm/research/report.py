@@ -29,6 +29,7 @@ CHARTS = {
     "accuracy": "accuracy of the sampled responses",
     "entropy": curves.SMALL["entropy"],
     "kl_reference": "KL to the reference, nats a token",
+    "kl_teacher": "KL to the teacher, nats a token",
     "length": curves.SMALL["length"],
     "clip": "share of tokens without gradient",
     "grad_norm": "norm of the gradient",

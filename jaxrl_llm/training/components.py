@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,9 +17,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import TokenTask
-from jaxrl_llm.learning.programs import programs
+from jaxrl_llm.learning.programs import programs, teacher_score
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
+from jaxrl_llm.models.policy import Pretrained as ModelFolder
 from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
@@ -37,7 +38,7 @@ from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
-PRETRAINED, DAY = "the pretrained model", "the day in prompts"
+PRETRAINED, TEACHER, DAY = "the pretrained model", "the teacher", "the day in prompts"
 KEPT = 2**16  # examples that are held once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
@@ -66,11 +67,9 @@ class Components:
         """
         base = "", None
         if isinstance(config.model, Pretrained):
-            model = config.model
-            base = model.name, model.revision
-            where = storage.local(model.name) if storage.is_url(model.name) else model.name
-            source, shape, words = pretrained(where, model.revision, chat=model.chat, day=model.day)
-            shape = lora.shape_with_adapters(shape, model.lora)
+            base = config.model.name, config.model.revision
+            source, shape, words = _read(config.model)
+            shape = lora.shape_with_adapters(shape, config.model.lora)
         else:
             source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -84,10 +83,10 @@ class Components:
 
     @property
     def identity(self) -> dict[str, str]:
-        """A pretrained model's version, and the day that its template may write; by their names."""
-        if self.source is None:
-            return {}
-        return {PRETRAINED: hf.version(self.source), DAY: self.tokenizer.day.isoformat()}
+        """Versions of the pretrained models, and the day that a template may write; by their names."""
+        folders = {PRETRAINED: self.source, TEACHER: self.teacher and self.teacher.folder}
+        versions = {name: hf.version(folder) for name, folder in folders.items() if folder}
+        return versions | ({DAY: self.tokenizer.day.isoformat()} if self.source else {})
 
     @property
     def like(self) -> Any:
@@ -104,6 +103,41 @@ class Components:
             lora.base_quantizer(self.shape),
         )
         return hf.load(self.source, self.shape, self.mesh, dtype, keep=keep)
+
+    @cached_property
+    def teacher(self) -> ModelFolder | None:
+        """The teacher's folder, shape and tokenizer; a UserError if it cannot score the policy's tokens."""
+        if (model := self.config.teacher) is None:
+            return None
+        teacher, ours = _read(model), self.base[0] or "the policy"
+        if other := self.tokenizer.difference(teacher.tokenizer):
+            number, text, theirs = other
+            raise UserError(
+                f"teacher: token {number} is {text!r} in {ours} and {theirs!r} in {model.name}: the vocabularies "
+                "have to be the same, so take another teacher"
+            )
+        limit = self.config.collate.prompt_length + self.config.collate.response_length
+        if teacher.shape.max_length < min(limit, self.shape.max_length):
+            raise UserError(
+                f"teacher: {model.name} reads {teacher.shape.max_length} tokens, and prompt and response may have "
+                f"{limit}: lower response_length, or take another teacher"
+            )
+        return teacher
+
+    @property
+    def _score_by_teacher(self) -> Callable[[Any], jax.Array] | None:
+        """Log-probs by the teacher, whose parameters are read."""
+        if self.teacher is None:
+            return None
+        folder, shape, _ = self.teacher
+        params = hf.load(folder, shape, self.mesh, self.config.compute.dtype)
+        scorer = Policy(qwen2.graph(shape, self.config.compute)[0])
+        program = teacher_score(scorer, self.config.sampling.temperature)
+        return partial(program, self.placed(params))
+
+    def placed(self, params: Any) -> Any:
+        """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
+        return sharding.to_hosts(params) if self.config.offloads("reference") else params
 
     def merged(self, params: Any) -> Any:
         """All parameters of the model, from those that are trained."""
@@ -183,9 +217,16 @@ class Components:
             self.mesh,
             reference=reference,
             frozen=self.frozen,
+            teacher=self._score_by_teacher,
             sampler_ratios=config.ratios == "sampler",
             drop_constant_groups=config.drop_constant_groups,
         )
+
+
+def _read(model: Pretrained) -> ModelFolder:
+    """The folder, shape and tokenizer of a config's model."""
+    where = storage.local(model.name) if storage.is_url(model.name) else model.name
+    return pretrained(where, model.revision, chat=model.chat, day=model.day)
 
 
 class Splits(NamedTuple):

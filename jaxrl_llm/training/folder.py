@@ -30,7 +30,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
-from jaxrl_llm.training.components import DAY, PRETRAINED, Components
+from jaxrl_llm.training.components import DAY, PRETRAINED, TEACHER, Components
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.record import CONFIG, Source
 
@@ -231,14 +231,22 @@ class RunFolder:
             )
 
     def pinned(self, config: Config) -> Config:
-        """The config, with the sizes, the hub's commit and the day that the run in the folder began with."""
+        """The config, with the sizes, the hub's commits and the day that the run in the folder began with."""
         run = record.read(self.path)
-        config, model = config.sized(run["given"]), config.model
-        if not isinstance(model, Pretrained):
-            return config
         day = date.fromisoformat(run["given"][DAY]) if DAY in run["given"] else None
-        revision = model.revision or _commit(run)
-        return replace(config, model=replace(model, revision=revision, day=model.day or day))
+
+        def at_start(model: Any, name: str) -> Any:
+            if not isinstance(model, Pretrained):
+                return model
+            return replace(
+                model, revision=model.revision or _commit(run, name), day=model.day or day
+            )
+
+        models = {
+            "model": at_start(config.model, PRETRAINED),
+            "teacher": at_start(config.teacher, TEACHER),
+        }
+        return replace(config.sized(run["given"]), **models)
 
     def config(self) -> Config:
         """The config of a run, made by the run's own copies of its files, which are executed."""
@@ -319,8 +327,7 @@ class RunFolder:
             raise UserError(
                 f"{self.path / INITIAL}, the policy before reinforcement, is gone: take it from a copy of the run"
             )
-        params = components.policy.cast_frozen(params)
-        return sharding.to_hosts(params) if components.config.offloads("reference") else params
+        return components.placed(components.policy.cast_frozen(params))
 
     def initial_params(self, components: Components) -> Any:
         """The parameters that reinforcement began with; None if none were saved."""
@@ -370,9 +377,9 @@ class RunFolder:
             raise UserError(f"checkpoint {chosen} of {self.path} {found}") from error
 
 
-def _commit(run: record.Run) -> str | None:
+def _commit(run: record.Run, name: str = PRETRAINED) -> str | None:
     """The commit of the hub's model that the run began with; None for a folder."""
-    version = run["given"].get(PRETRAINED, "")
+    version = run["given"].get(name, "")
     return version.removeprefix(hf.COMMIT) if version.startswith(hf.COMMIT) else None
 
 

@@ -126,6 +126,8 @@ class RunLog:
             titles = "".join(f"{title:>{width}}" for _, title, width, _ in columns)
             self.journal.say(f"{self._title:<13}{titles}{'left':>12}")
         self._lines += 1
+        if "kl_teacher" in values:
+            values = {"kl_reference": values["kl_teacher"], **values}
         cells = [
             f"{format(float(values[name]), form) if name in values else '-':>{width}}"
             for name, _, width, form in columns

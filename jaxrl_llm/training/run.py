@@ -430,6 +430,10 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
     console.print(
         f"{components.base[0] or 'a new model'}: {count:,.1f}M parameters, {some} trained"
     )
+    teacher, model = components.teacher, components.config.teacher
+    if teacher and model:
+        count = qwen2.parameter_count(teacher.shape) / 1e6
+        console.print(f"{model.name}: {count:,.1f}M parameters, the teacher")
     if splits.skipped:
         console.print(
             f"{splits.skipped} examples are left out: their prompts are too long to learn from"

@@ -20,6 +20,7 @@ from jaxrl_llm.objectives import (
     kl,
     losses,
     partition,
+    recipes,
     selections,
 )
 from jaxrl_llm.objectives import token_data as per_response
@@ -115,6 +116,49 @@ def test_a_group_of_one_keeps_its_reward():
     for function in (*GROUPED, advantages.opo, advantages.asymre):
         got = function(reward.reshape(8, 1), data)
         close(got[:, 0], reward.ravel())
+
+
+@pytest.mark.parametrize(("coef", "share"), [(1.0, 0.0), (0.25, 2.0)])
+def test_distillation_by_hand(coef, share):
+    """In float64: each token has its own advantage, and the task's as often as it is asked for."""
+    reward, data, new = random_batch(24)
+    data = data._replace(sampler_logp=new, teacher_logp=data.ref_logp)
+    mask, sampler, teacher = (
+        np.asarray(x, np.float64) for x in (data.mask, new, data.teacher_logp)
+    )
+    r = np.asarray(reward, np.float64)
+    own = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
+    want = mask * (share * own.reshape(-1, 1) - coef * (sampler - teacher))
+    got = advantages.distilled(reward, data, coef=coef, reward_coef=share)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert np.abs(want).max() > 0.1
+
+
+def test_distillation_is_reweighted_and_staged_as_any_advantage():
+    """Advantage Reweighting multiplies it, Lopti divides its tokens, and neither looks at the teacher."""
+    reward, data, new = random_batch(25)
+    data = data._replace(sampler_logp=new, teacher_logp=data.ref_logp)
+    plain = recipes.distillation(7)
+    both = recipes.with_ar_and_lopti(plain, alpha=0.3, eta=0.5)
+    base, _, _ = plain.credit(reward, data)
+    advantage, weight, _ = both.credit(reward, data)
+    p = np.exp(np.asarray(data.old_logp, np.float64))
+    np.testing.assert_allclose(advantage, base * (0.3 * p + 0.7), atol=1e-5)
+    rare = np.asarray(data.mask) & (p <= 0.5)
+    assert np.array_equal(weight > 0, [rare, np.asarray(data.mask) & ~rare])
+    assert rare.any(1).sum() > 4
+
+
+def test_a_penalty_by_the_teacher_pulls_as_the_reward_does():
+    """The slope of its k1 is log pi - log teacher: that of the reward's loss on policy, turned round."""
+    reward, data, _ = random_batch(26)
+    data = data._replace(teacher_logp=data.ref_logp, ref_logp=data.old_logp + 1.0)
+    objective = recipes.distillation(7)
+    advantage, _, data = objective.credit(reward, data._replace(sampler_logp=data.old_logp))
+    slope = lambda loss: jax.grad(lambda x: jnp.where(data.mask, loss(x), 0.0).sum())(data.old_logp)
+    by_penalty = slope(lambda x: kl.from_teacher(x, data))
+    close(by_penalty, slope(lambda x: objective.surrogate(x, advantage, data)))
+    close(by_penalty, np.where(data.mask, data.old_logp - data.teacher_logp, 0.0))
 
 
 UNLIKELY = partial(advantages.shaped, by=advantages.unlikeliness)

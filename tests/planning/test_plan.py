@@ -19,14 +19,16 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
-from jaxrl_llm.models import qwen2, sharding
+from jaxrl_llm.models import hf, qwen2, sharding
 from jaxrl_llm.planning import machines, report, search
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
 from jaxrl_llm.planning.programs import Step
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from tests.planning.records import SMALL, worse
+from tests.public import write_model
 from tests.reference.peer import needed
 from tests.training import quick
 
@@ -41,9 +43,12 @@ def first_device(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
-def test_parts_are_the_bytes_of_live_arrays(sizes):
-    config, mesh = quick.config(), sharding.make_mesh(*sizes)
+@pytest.mark.parametrize(("sizes", "dtype"), [((1, 8, 1), "bfloat16"), ((2, 2, 2), "float32")])
+def test_parts_are_the_bytes_of_live_arrays(sizes, dtype, tmp_path):
+    """Those of a teacher of another size too, in the precision that is computed in."""
+    write_model(tmp_path / "teacher", words=kk_tiny.vocabulary())
+    config, mesh = quick.config(teacher=str(tmp_path / "teacher")), sharding.make_mesh(*sizes)
+    config = replace(config, compute=qwen2.Compute(dtype=dtype))
     step = Step(config, config.model.shape, mesh, 2**34)
     with jax.set_mesh(mesh):
         shapes = qwen2.graph(step.shape)[1]
@@ -51,8 +56,20 @@ def test_parts_are_the_bytes_of_live_arrays(sizes):
         state = update.init_state(params, config.optimizer)
         assert step.on_device["parameters"] == first_device(state.params)
         assert step.on_device["optimizer"] == first_device(state.opt_state)
+        teacher = hf.load(tmp_path / "teacher", step.teacher[0], mesh, dtype)
+        assert step.on_device["teacher"] == first_device(teacher) > 0
     described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
     assert described(state) == described(step.state)
+    assert described(teacher) == described(step.teacher[1])
+    programs = {program.name: program for program in step.programs()}
+    assert [*programs][-4:] == ["score", "teacher", "credit", "update"]
+    assert programs["teacher"].flops > 0
+    held = lambda *names: sum(step.on_device[name] for name in names)
+    assert programs["update"].beside == held("reference", "teacher")
+    assert programs["teacher"].beside == held("parameters", "optimizer", "reference")
+    waiting = Step(replace(config, offload="reference"), config.model.shape, mesh, 2**34)
+    assert waiting.on_device.get("teacher", 0) == 0
+    assert waiting.on_hosts["teacher"] == first_device(teacher)
 
 
 def test_slots_are_planned_as_the_engine_has_them():

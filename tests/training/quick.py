@@ -40,6 +40,7 @@ def config(
     ratios: Literal["trainer", "sampler"] = "trainer",
     offload: Offload = "none",
     model: str = "",
+    teacher: str = "",
     family: str = "",
     seed: int = 0,
 ) -> Config:
@@ -49,6 +50,7 @@ def config(
         eta: separates the stages of Lopti.
         steps: of reinforcement.
         model: a folder; adapters are trained beside it.
+        teacher: a folder; its log-probs are learned from.
         family: of `tests.tiny.FAMILIES`.
     """
     collate = Collator(prompt_length, 48, minibatches=2, microbatches=2, pack=True)
@@ -61,7 +63,9 @@ def config(
         if model
         else Scratch(shape, kk_tiny.vocabulary()),
         objective=Objective(
-            advantage=advantages.grpo,
+            advantage=partial(advantages.distilled, reward_coef=0.5)
+            if teacher
+            else advantages.grpo,
             factors=(partial(factors.linear_in_probability, alpha=0.3),),
             penalties=((1e-3, kl.k3),),
             partition=partial(partition.lopti, eta=eta),
@@ -87,6 +91,7 @@ def config(
         drop_constant_groups=drop_constant_groups,
         max_resamples=max_resamples,
         ratios=ratios,
+        teacher=Pretrained(teacher) if teacher else None,
         save_every=2,
         show_samples_every=3,
         seed=seed,

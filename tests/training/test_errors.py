@@ -19,7 +19,8 @@ from tests.training.process import QUICK, fails
 
 HEAD = (
     "from tests.training.quick import *; from jaxrl_llm.rollouts.engines import Vllm\n"
-    "import dataclasses; from jaxrl_llm.rollouts.sampler import Sampling\n"
+    "from jaxrl_llm.objectives import recipes; import dataclasses; from jaxrl_llm.rollouts.sampler "
+    "import Sampling\n"
 )
 
 
@@ -64,6 +65,10 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "ratios='sampler', objective=Objective(advantages.grpo, (factors.truncated,)))",
          "corrects nothing: set ratios = 'trainer'"),
         (REPLACE + "reference=False)", "the objective looks at ref_logp: leave reference out"),
+        (REPLACE + "teacher=Pretrained('x'))", "the objective does not look at teacher_logp"),
+        (REPLACE + "objective=recipes.distillation(48))", "looks at teacher_logp: name a teacher"),
+        (REPLACE + "objective=recipes.distillation(48), teacher=Pretrained('x', lora=qwen2.Lora(2, 4.0)))",
+         "a teacher is not trained: leave out its lora"),
         (REPLACE + "collate=Collator(40, 48, minibatches=3))", "8 responses a step do not divide into 3"),
         (REPLACE + "collate=Collator(40, 48, minibatches=0))", "collate: minibatches = 0 must be at least 1"),
         (REPLACE + "collate=Collator(40, 48, microbatches=-1))", "collate: microbatches = -1 must be at least 0"),

@@ -19,11 +19,14 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning import optimizers
+from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.training import journal, run, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
+from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
+from tests.public import write_model
 from tests.training import quick
 from tests.training.conftest import forget
 from tests.training.process import QUICK, ROOT, contents, fails, finished, metrics, train
@@ -76,6 +79,59 @@ def test_a_run_goes_back_to_an_earlier_step_and_keeps_the_later_ones(
 
 def quiet():
     return run.Session(console=terminal.console(quiet=True))
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A folder with another size of model and the words of the policy's."""
+    write_model(tmp_path / "teacher", words=kk_tiny.vocabulary())
+    return tmp_path / "teacher"
+
+
+@pytest.mark.slow
+def test_a_run_with_a_teacher_goes_on_bit_for_bit_with_that_one_alone(teacher, tmp_path, capsys):
+    make = partial(quick.config, warm_steps=0, eta=0.0, teacher=str(teacher))
+    for name, offload in (("through", "none"), ("run", "reference")):
+        go = partial(run.train, out=tmp_path / name, session=quiet())
+        if name == "run":
+            go(make(steps=1, offload=offload))
+        go(make(steps=2, offload=offload), resume="auto")
+    through, again = (
+        [r for r in metrics(tmp_path / name) if "updates" in r] for name in ("through", "run")
+    )
+    assert through == again
+    assert len(through) == 2
+    assert all(np.isfinite(r["kl_teacher"]) and r["skipped"] == 0 for r in through)
+    shutil.rmtree(teacher)
+    write_model(teacher, words=kk_tiny.vocabulary(), seed=1)
+    with pytest.raises(UserError, match=r"the teacher is not as it was when .* was started"):
+        go(make(steps=3, offload=offload), resume=True)
+
+
+def test_a_teacher_of_other_tokens_is_refused_by_the_first_of_them(tmp_path):
+    """Before anything is written; more tokens than the policy's are no others."""
+    words = kk_tiny.vocabulary()
+
+    def make(*words):
+        shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
+        write_model(tmp_path / "teacher", words=words)
+
+    config = quick.config(warm_steps=0, teacher=str(tmp_path / "teacher"))
+    for other, said in (
+        ((*words[:3], "four", *words[4:]), f"token 5 is {words[3]!r} in the policy and 'four' in "),
+        (words[:-1], f"token {len(words) + 1} is {words[-1]!r} in the policy and None in "),
+    ):
+        make(*other)
+        with pytest.raises(UserError) as error:
+            run.train(config, tmp_path / "run", session=quiet())
+        assert f"{said}{tmp_path / 'teacher'}: " in str(error.value)
+    assert not (tmp_path / "run").exists()
+    make(*words, *map(str, range(90, 170)))
+    components = Components.make(config)
+    assert components.teacher.shape.vocab_size > components.shape.vocab_size
+    longer = replace(config, collate=replace(config.collate, response_length=1000))
+    with pytest.raises(UserError, match="reads 256 tokens, and prompt and response may have 1040"):
+        Components.make(longer).teacher  # noqa: B018
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
