@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,20 @@ class Task(Protocol[E]):
     def prompt(self, example: E, /) -> Prompt: ...
 
     def reward(self, example: E, response: str, /) -> Reward: ...
+
+
+@dataclass(frozen=True)
+class TaskExample:
+    """An example of one of several tasks, with the name of that."""
+
+    name: str
+    example: Any
+    task: Task[Any] = field(repr=False, compare=False)
+
+
+def names_of_tasks(examples: Iterable[Any]) -> list[str]:
+    """The names of the tasks that examples are of; none of those of a run's only task."""
+    return sorted({one.name for one in examples if isinstance(one, TaskExample)})
 
 
 @runtime_checkable

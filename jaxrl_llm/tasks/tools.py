@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
 from jaxrl_llm.tasks import deadline
+from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import (
     Demonstrator,
     Interactive,
@@ -265,6 +266,8 @@ class WithTools:
 
     def __init__(self, task: Task[Any], tools: Toolbox, whole: bool = False):
         check_members(task, "tools: the task")
+        if isinstance(task, Mixture):
+            raise UserError("tools: the task is a mixture: give the tools to each of its tasks")
         if isinstance(task, Interactive):
             raise UserError("tools: the task has an environment, whose step is where to call them")
         self.name, self.train, self.test = task.name, task.train, task.test
