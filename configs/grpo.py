@@ -38,6 +38,7 @@ def config(
     judge: str = "",
     judge_model: str = "",
     judge_rubric: str = "",
+    judge_ranks: bool = False,
     chat: bool | None = None,
     objective: recipes.Name = "grpo",
     alpha: float = 0.0,
@@ -75,6 +76,7 @@ def config(
         judge: the URL of a server with OpenAI's interface, a model at which is a reward (key: JAXRL_JUDGE_KEY).
         judge_model: that model.
         judge_rubric: a text file, what it judges by.
+        judge_ranks: it ranks the responses to a question, in one request, and marks only those that stand alone.
         chat: put questions into the model's chat template; if not given, where it has one.
         objective: a published one, by its name.
         alpha: strength of Advantage Reweighting (0.1 to 0.3; 0 switches it off).
@@ -108,7 +110,7 @@ def config(
             answer_column=answer_column,
             system=system,
             instruction=instruction,
-            judge=judges.of_flags(judge, judge_model, judge_rubric, folder),
+            judge=judges.of_flags(judge, judge_model, judge_rubric, folder, ranks=judge_ranks),
             seed=seed,
         ),
         model=Pretrained(model, chat=chat, lora=adapters),
