@@ -102,7 +102,7 @@ LATE = lambda responses: time.sleep(5)
     ("fails", "message"),
     [
         (boom, "RuntimeError in boom"),
-        (LATE, "TimeoutError in <lambda>"),
+        (LATE, "no result after 0.3 s"),
         (lambda some: ALIKE(some)[1:], "rewards() returned 2 for 3 responses"),
         (lambda some: [0.5] * 3, "returned float, not Reward"),
         (lambda some: [*ALIKE(some)[1:], Reward(float("nan"), False)], "not finite"),
@@ -111,11 +111,15 @@ LATE = lambda responses: time.sleep(5)
 )
 def test_a_group_is_graded_together_or_not_at_all(threads, fails, message, caplog):
     task, settings = Ranked([ALIKE, fails]), RewardSettings(threads, 0.3)
-    mixed = [TaskExample("ranked", 1, task), 0, TaskExample("fake", 7, Fake([boom, lambda _: 2.5]))]
+    mixed = [
+        TaskExample("ranked", 1, task),
+        0,
+        TaskExample("fake", 7, Fake([lambda _: int("x"), lambda e: Reward(e, True)])),
+    ]
     groups = [["a", "b", "a"], ["a", "a"], ["0", "1"]]
     got = score_groups(task, mixed, groups, settings)
     assert got[:2] == [[UNGRADED] * 3, [Reward(0.5, False)] * 2]
-    assert [one.graded for one in got[2]] == [False, False]  # each by itself
+    assert got[2] == [UNGRADED, Reward(7.0, True)]  # each by itself
     assert message in caplog.text
     assert "3 of 7 responses ungraded" in caplog.text
     assert score_responses(task, [0], ["a"]) == [Reward(1.0, False)]  # one is a group
