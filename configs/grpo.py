@@ -39,6 +39,7 @@ def config(
     judge: str = "",
     judge_model: str = "",
     judge_rubric: str = "",
+    judge_ranks: bool = False,
     chat: bool | None = None,
     objective: recipes.Name | None = None,
     teacher: str = "",
@@ -77,6 +78,7 @@ def config(
         judge: the URL of a server with OpenAI's interface, a model at which is a reward (key: JAXRL_JUDGE_KEY).
         judge_model: that model.
         judge_rubric: a text file, what it judges by.
+        judge_ranks: it ranks the responses to a question, in one request, and marks only those that stand alone.
         chat: put questions into the model's chat template; if not given, where it has one.
         objective: a published one, by its name; if not given, grpo, and distillation with a teacher.
         teacher: a folder or hub name of a larger model with the same tokens, which the other learns from.
@@ -111,7 +113,7 @@ def config(
             answer_column=answer_column,
             system=system,
             instruction=instruction,
-            judge=judges.of_flags(judge, judge_model, judge_rubric, folder),
+            judge=judges.of_flags(judge, judge_model, judge_rubric, folder, ranks=judge_ranks),
             seed=seed,
         ),
         model=Pretrained(model, chat=chat, lora=adapters),

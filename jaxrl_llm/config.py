@@ -131,7 +131,9 @@ class Evaluation:
     examples held out of the training set (at most a quarter of it); they choose the best
     checkpoint. Test: once, at the end, by that checkpoint, on the first `examples` of the test set
     (0: all). `samples` = k > 0 adds k responses at `temperature` per prompt, for avg@k and pass@k.
-    `by` names a field of rewards by which results are grouped (empty: no groups).
+    `by` names a field of rewards by which results are grouped (empty: no groups). Results of a mixture
+    are grouped by its tasks, and the best checkpoint is that with the highest accuracy of the task
+    `best_by` (empty: on the mean of the tasks).
 
     >>> jl.Evaluation(every=20, validation=500, samples=8).samples
     8
@@ -143,6 +145,7 @@ class Evaluation:
     samples: int = 0
     temperature: float = 1.0
     by: str = ""
+    best_by: str = ""
 
     def __post_init__(self):
         at_least(0, "evaluation", self, "every", "examples", "samples")

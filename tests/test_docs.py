@@ -64,7 +64,7 @@ def test_every_snippet_is_tested():
     tested = ELSEWHERE | {
         "README.md": 2,
         "objectives.md": 3,
-        "own-task.md": 1,
+        "own-task.md": 2,
         "models.md": 3,
         "environments.md": 5,
         "tokens.md": 1,
@@ -392,6 +392,16 @@ def test_a_pretrained_model_learns_from_data_of_your_own(tmp_path, monkeypatch, 
     assert "test accuracy in percent" in " ".join(capsys.readouterr().out.split())
     steps = [r for r in journal.read(tmp_path / "run") if "share/stage1" in r]
     assert len(steps) == 1
+
+
+def test_several_tasks_are_one():
+    tasks = {
+        name: types.SimpleNamespace(name=name, train=[1], test=[2], prompt=str, reward=min)
+        for name in ("sums", "capitals")
+    }
+    space = run("own-task.md", 1, dict(tasks))
+    assert space["task"].shares == pytest.approx({"sums": 0.7, "capitals": 0.3})
+    assert space["evaluation"].best_by in space["task"].tasks
 
 
 @pytest.mark.parametrize("line", LINES)

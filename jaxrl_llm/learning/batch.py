@@ -44,7 +44,8 @@ class Layout(NamedTuple):
 class Batch(NamedTuple):
     """Responses as arrays: inputs in the model's layout, the mask of sampled tokens in `[B,T]`.
 
-    `turn` numbers the turns of episodes from 1; it is 0 where there is no token.
+    `turn` numbers the turns of episodes from 1; it is 0 where there is no token. `turn_reward` is the
+    reward of the token's turn.
     """
 
     inputs: Inputs
@@ -52,6 +53,7 @@ class Batch(NamedTuple):
     mask: Bool[Array, "B T"]
     sampler_logp: Float[Array, "B T"]
     turn: Int[Array, "B T"] | None = None
+    turn_reward: Float[Array, "B T"] | None = None
 
 
 def _take(flat, index):
@@ -129,12 +131,20 @@ class Collator:
         lengths = [[end - start for start, end in one.turns] for one in trajectories]
         turns = [np.repeat(np.arange(1, 1 + len(each)), each) for each in lengths]
         turn: Any = np.where(in_bins >= 0, _right_padded(turns, in_bins.shape, np.int32), 0)
+        scores = [
+            np.repeat(one.turn_rewards or [0.0] * len(each), each)
+            for one, each in zip(trajectories, lengths, strict=True)
+        ]
+        turn_reward: Any = np.where(
+            in_bins >= 0, _right_padded(scores, in_bins.shape), np.float32(0)
+        )
         return Batch(
             inputs=inputs,
             layout=Layout(in_bins=in_bins, in_rows=arrays["in_rows"], response=arrays["response"]),
             mask=in_bins >= 0,
             sampler_logp=_right_padded(logps, in_bins.shape),
             turn=turn if any(lengths) else None,  # of responses in one turn nothing is said
+            turn_reward=turn_reward if any(lengths) else None,
         )
 
     @property

@@ -12,7 +12,7 @@ from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.tasks.task import Source
+from jaxrl_llm.tasks.task import Source, names_of_tasks
 
 ALL = "all"
 Z = 1.96  # of a 95% interval
@@ -46,17 +46,24 @@ class Line:
 class Result:
     """The table by group, its last line over all examples; and how many responses are ungraded.
 
-    `first` is the first example with its greedy response.
+    `first` is the first example with its greedy response, `tasks` the lines that are tasks of a mixture.
     """
 
     lines: tuple[Line, ...]
     ungraded: int
     first: Group | None = None
+    tasks: tuple[str, ...] = ()
 
     @property
     def total(self) -> Line:
         """The line over all examples."""
         return self.lines[-1]
+
+    def accuracy(self, task: str = "") -> float:
+        """That of a task of a mixture, or the mean of its tasks; without any that of all examples."""
+        measured = [one for one in self.lines if one.name in self.tasks and one.examples]
+        chosen = [line.greedy for line in measured if task in ("", line.name)]
+        return _mean(chosen) if self.tasks else self.total.greedy
 
     def metrics(self) -> dict[str, float]:
         """The results by flat names, such as `accuracy/GROUP`."""
@@ -85,7 +92,7 @@ def evaluate(
     by: str = "",
     stop: Stop,
 ) -> Result:
-    """One greedy response an example, and `samples` at `sampling.temperature`; grouped by `by`.
+    """One greedy response an example, and `samples` at `sampling.temperature`; grouped by task and `by`.
 
     Raises StopRequested if the run was asked to stop meanwhile.
     """
@@ -105,12 +112,15 @@ def evaluate(
         group = next(known, None)
         if group is not None:
             groups.setdefault(group + 0.0, []).append(i)  # -0.0 is 0.0
-    named = [(repr(group).removesuffix(".0"), groups[group]) for group in sorted(groups)]
+    tasks = names_of_tasks(every)
+    is_of = lambda name: [i for i, one in enumerate(every) if one.name == name]
+    named = [(name, is_of(name)) for name in tasks]
+    named += [(repr(group).removesuffix(".0"), groups[group]) for group in sorted(groups)]
     lines = [
         _line(name, index, rewards, responses, drawn)
         for name, index in [*named, (ALL, range(len(every)))]
     ]
-    return Result(tuple(lines), ungraded, answered[0])
+    return Result(tuple(lines), ungraded, answered[0], tuple(tasks))
 
 
 def wilson(successes: float, n: float) -> tuple[float, float]:

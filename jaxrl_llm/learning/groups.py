@@ -23,6 +23,7 @@ from jaxrl_llm.tasks.task import (
     Prompt,
     RewardSettings,
     Task,
+    score_groups,
     score_responses,
 )
 
@@ -88,8 +89,7 @@ class Pending:
         """The group of its responses, which are there; episodes have their reward."""
         made = [response.result() for response in self.responses]
         if self.replies is not None:
-            scores = self.replies.rewards[self.first : self.first + len(made)]
-            made = [replace(one, reward=r) for one, r in zip(made, scores, strict=True)]
+            made = [_rewarded(one, self.replies, i) for i, one in enumerate(made, self.first)]
         return Group(self.example, tuple(made))
 
     def call_off(self) -> None:
@@ -190,8 +190,7 @@ class TokenTask:
                     drafts[i].add(tokens, logps, stopped=True)
                     if not drafts[i].goes_on(reply(i, tokens, logps).result()):
                         break
-        pairs = zip(drafts, reply.rewards, strict=True)
-        return [replace(draft.done(episode=True), reward=reward) for draft, reward in pairs]
+        return [_rewarded(one.done(episode=True), reply, i) for i, one in enumerate(drafts)]
 
     def try_reward(self, example: Any, response: str | Sequence[str]) -> Reward:
         """The reward of one response, or of the turns of an episode."""
@@ -200,7 +199,8 @@ class TokenTask:
             assert reward is not None
             return reward
         said = [response] if isinstance(response, str) else response
-        return self._scored([example], said)[0]
+        [reward] = score_responses(self.task, [example], said, self.settings)
+        return reward
 
     def _episodes(self, examples: Sequence[Any]) -> Episodes:
         assert isinstance(self.task, Interactive)
@@ -208,19 +208,16 @@ class TokenTask:
 
     def grade(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the rewards of all responses; StopRequested on a stop."""
-        flat = [(group.example, one) for group in groups for one in group.trajectories]
-        if all(one.reward is not None for _, one in flat):
+        if all(one.reward is not None for one in trajectories(groups)):
             return [*groups]
-        texts = [self.tokenizer.decode(one.tokens) for _, one in flat]
-        scored = iter(self._scored([example for example, _ in flat], texts))
-        with_reward = lambda one: replace(one, reward=next(scored))
+        texts = [[self.tokenizer.decode(x.tokens) for x in group.trajectories] for group in groups]
+        examples = [group.example for group in groups]
+        scored = score_groups(self.task, examples, texts, self.settings)
+        with_reward = lambda one, reward: replace(one, reward=reward)
         return [
-            replace(group, trajectories=tuple(map(with_reward, group.trajectories)))
-            for group in groups
+            replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
+            for group, rewards in zip(groups, scored, strict=True)
         ]
-
-    def _scored(self, examples: Sequence[Any], responses: Sequence[str]) -> list[Reward]:
-        return score_responses(self.task, examples, responses, self.settings)
 
     def answer(
         self,
@@ -246,6 +243,11 @@ def together(
         return shares[0]
     left = [iter(share) for share in shares]  # prompts and examples are not sent along
     return [_with_prompt(next(left[one.owner]), one.example, one.prompt) for one in groups]
+
+
+def _rewarded(one: Trajectory, episodes: Episodes, i: int) -> Trajectory:
+    """An episode with the rewards that its environment, the one of number `i`, has given."""
+    return replace(one, reward=episodes.rewards[i], turn_rewards=tuple(episodes.turn_rewards[i]))
 
 
 def _reply(
@@ -284,7 +286,14 @@ def pack(groups: Sequence[Group]) -> bytes:
     flat = trajectories(groups)
     join = lambda rows, dtype: np.asarray([x for row in rows for x in row], dtype)
     about = [
-        (one.finished, one.turns, one.restarts, one.versions, one.reward and astuple(one.reward))
+        (
+            one.finished,
+            one.turns,
+            one.restarts,
+            one.versions,
+            one.reward and astuple(one.reward),
+            one.turn_rewards,
+        )
         for one in flat
     ]
     rest = {"sizes": [len(group.trajectories) for group in groups], "about": about}
@@ -317,8 +326,9 @@ def unpack(payload: bytes) -> list[Group]:
             spans(restarts),
             tuple(versions),
             reward and Reward(*reward),
+            tuple(*of_turns),  # which older checkpoints lack
         )
-        for size, end, (finished, turns, restarts, versions, reward) in zip(
+        for size, end, (finished, turns, restarts, versions, reward, *of_turns) in zip(
             part["lengths"], ends, rest["about"], strict=True
         )
     )

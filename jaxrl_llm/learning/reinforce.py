@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.objectives import Objective
+from jaxrl_llm.tasks.task import names_of_tasks
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
 
@@ -154,15 +155,22 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
         out[f"reward/{name}"] = float(
             np.mean([r.fields[name] for r in checked if name in r.fields])
         )
+    for task in names_of_tasks(group.example for group in groups):
+        ours = [replace(group, example=None) for group in groups if group.example.name == task]
+        out |= _in_short(ours, f"task/{task}")
     return out
 
 
 def describe_learned(groups: Sequence[Group], drawn: Sequence[Group]) -> dict[str, float]:
     """Metrics of the responses learned from, where others were drawn as well; and how many were."""
+    return _in_short(groups, "learned") | {"drawn": float(len(drawn))}
+
+
+def _in_short(groups: Sequence[Group], of: str) -> dict[str, float]:
+    """The first metrics of some of a step's groups, under names that begin with `of`."""
     names = ("length", "reward", "accuracy", "constant_groups")
     found = describe_answers(groups, 0.0)
-    learned = {f"learned/{name}": found[name] for name in names if name in found}
-    return learned | {"drawn": float(len(drawn))}
+    return {f"{of}/{name}": found[name] for name in names if name in found}
 
 
 def describe_update(visits: Any, described: Any, host: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import Inputs, merge_params, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, TokenData
-from jaxrl_llm.objectives.token_data import UNKNOWN
 
 PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
 Binned = Float[Array, "M m R C"]
@@ -112,7 +111,7 @@ def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> B
     model_side, credit_side = by(P(None, None, BATCH)), by(P(BATCH))
     layout = Layout(credit_side(batch.layout.in_bins), *map(model_side, batch.layout[1:]))
     inputs = jax.tree.map(model_side, batch.inputs)
-    rows = (batch.mask, batch.sampler_logp, batch.turn)
+    rows = batch[2:]
     return Batch(inputs, layout, *jax.tree.map(credit_side, rows))
 
 
@@ -146,16 +145,19 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read.
     """
 
-    reads_turn = objective.reads("turn")
+    read = {name for name in ("turn", "turn_reward") if objective.reads(name)}
 
     @jax.jit
     def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
         layout: Layout = batch.layout
-        turn: Any = batch.mask.astype(jnp.int32) if batch.turn is None else batch.turn
+        of_turns: dict[str, Any] = {"turn": batch.turn, "turn_reward": batch.turn_reward}
+        if batch.turn is None:  # all responses are one turn
+            of_turns["turn"] = batch.mask.astype(jnp.int32)
+            of_turns["turn_reward"] = jnp.where(batch.mask, reward.reshape(-1, 1), 0.0)
         data = TokenData(
             mask=batch.mask,
             sampler_logp=batch.sampler_logp,
-            turn=turn if reads_turn else UNKNOWN,
+            **{name: x for name, x in of_turns.items() if name in read},
             **{name: layout.to_rows(x) for name, x in scores.items() if x is not None},
         )
         rows = objective.credit(reward, data, minibatches=layout.in_rows.shape[0])

@@ -5,6 +5,7 @@ of `[B,T]` with an empty mask is padding and counts in no mean, deviation or gro
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,33 @@ def grpo(reward: Rewards, data: TokenData) -> Tokens:
 
     A group whose rewards are all equal gets exactly 0; a group of one has mean 0 and std 1.
     """
-    valid, count, alone = _group(reward, data)
-    centred = jnp.where(alone, reward, reward - _mean(reward, valid))
-    variance = jnp.sum(jnp.square(centred), 1, where=valid, keepdims=True) / jnp.maximum(
-        count - 1, 1
-    )
-    std = jnp.where(alone, 1.0, jnp.sqrt(variance))
-    score = jnp.where(_uneven(reward, valid) | alone, centred / (std + 1e-6), 0.0)
-    return _to_tokens(score, data)
+    valid, _, _ = _group(reward, data)
+    return _to_tokens(_standardised(reward, valid), data)
+
+
+def by_turn(
+    reward: Rewards, data: TokenData, *, discount: float = 1.0, episode_share: float = 0.5
+) -> Tokens:
+    """(1 - s) A_turn + s A_episode, A_episode being `grpo`'s, and a token's A_turn that of its turn.
+
+    Turn t has the return sum_{k >= t} discount^(k - t) r_k of the rewards of turns, standardised like
+    `grpo` over those of the group that have a turn t; 0 if it alone of several has one.
+    """
+    _, _, alone = _group(reward, data)
+    number = data.mask.shape[1] + 1  # turns have a token each, and padding is turn 0
+    table = jax.vmap(partial(jax.ops.segment_sum, num_segments=number))
+    last = data.mask & (data.turn != jnp.pad(data.turn, ((0, 0), (0, 1)))[:, 1:])
+    rewards = table(jnp.where(last, data.turn_reward, 0.0), data.turn)
+    returns = discounted_returns(rewards, gamma=discount)
+    # [B, number] to rows of groups, one for each number of a turn
+    lead, size = reward.shape
+    groups = lambda x: x.reshape(lead, size, number).swapaxes(1, 2).reshape(-1, size)
+    there = groups(table(last.astype(jnp.int32), data.turn) > 0)
+    compared = jnp.repeat(alone[:, 0], number)[:, None] | (there.sum(1, keepdims=True) > 1)
+    score = jnp.where(compared, _standardised(groups(returns), there), 0.0)
+    score = score.reshape(lead, number, size).swapaxes(1, 2).reshape(-1, number)
+    of_turn = jnp.where(data.mask, jnp.take_along_axis(score, data.turn, 1), 0.0)
+    return (1 - episode_share) * of_turn + episode_share * grpo(reward, data)
 
 
 def dr_grpo(reward: Rewards, data: TokenData) -> Tokens:
@@ -208,6 +228,17 @@ def _group(reward, data):
 
 def _mean(x, valid):
     return jnp.sum(x, 1, where=valid, keepdims=True) / jnp.maximum(valid.sum(1, keepdims=True), 1)
+
+
+def _standardised(x, valid):
+    count = valid.sum(1, keepdims=True)
+    alone = count == 1
+    centred = jnp.where(alone, x, x - _mean(x, valid))
+    variance = jnp.sum(jnp.square(centred), 1, where=valid, keepdims=True) / jnp.maximum(
+        count - 1, 1
+    )
+    std = jnp.where(alone, 1.0, jnp.sqrt(variance))
+    return jnp.where(_uneven(x, valid) | alone, centred / (std + 1e-6), 0.0)
 
 
 def _uneven(x, valid):

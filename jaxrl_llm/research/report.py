@@ -298,6 +298,8 @@ def _response(step: tokens.Step, texts: Sequence[str], i: int) -> Element:
     verdict = ("correct" if r["correct"] else "wrong") if r["graded"] else "ungraded"
     text = f"step {step.step}: reward {r['reward']:g}, {verdict}, {r['tokens']} tokens"
     text += f" in {len(turns)} turns" if len(turns := r.get("turns", [])) > 1 else ""
+    if len(turns) > 1 and (each := r.get("turn_rewards")):
+        text += f" of reward {', '.join(f'{x:g}' for x in each)}"
     text += "" if r["finished"] else ", cut at the limit"
     text += f"; its tokens moved by {_size(moved):.3g} on average"
     return tag(

@@ -15,7 +15,8 @@ class Trajectory:
     `logps` are 0 where tokens were given. `finished` is False where it was cut at a limit. `turns`
     are the spans of an episode that were sampled; without any it is one turn, all of it. `restarts`
     are given spans that began a new context: a prompt in place of all before it. `versions` are the
-    steps of the oldest and of the newest weights that sampled it, `reward` None until it is graded.
+    steps of the oldest and of the newest weights that sampled it, `reward` None until it is graded,
+    `turn_rewards` what the environment gave for each turn.
     """
 
     prompt: Sequence[int]
@@ -26,6 +27,7 @@ class Trajectory:
     restarts: Sequence[Span] = ()
     versions: tuple[int, int] = (0, 0)
     reward: Reward | None = None
+    turn_rewards: Sequence[float] = ()
 
     @property
     def sampled(self) -> list[int]:

@@ -42,7 +42,8 @@ class Call:
     """A call of a task's function, `check` on what it returns, and what is known meanwhile.
 
     The settings' `heartbeat` is called before it and at each look, in any thread; if
-    `stop_requested()` then, it ends as StopRequested. `name` is for the log.
+    `stop_requested()` then, it ends as StopRequested. `name` is for the log, `size` how many responses
+    are ungraded if it raises.
     """
 
     work: partial[Any]
@@ -50,6 +51,7 @@ class Call:
     example: Any
     name: str
     settings: "RewardSettings"
+    size: int = 1
     began: float = math.inf
     thread: int = 0  # where it runs, if it has one
     slow: bool = False
@@ -113,7 +115,8 @@ class Errors:
         if isinstance(error, UserError | StopRequested | KeyboardInterrupt):
             raise error  # for the caller
         place = _place(traceback.extract_tb(error.__traceback__), call.work.func)
-        self._messages[f"{type(error).__name__} in {place}"].append(first_line(error))
+        kind = f"{type(error).__name__} in {place}"
+        self._messages[kind] += [first_line(error)] * call.size
         return None
 
     def log(self, responses: int) -> None:

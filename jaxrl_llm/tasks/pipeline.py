@@ -1,9 +1,10 @@
 """Batches of examples, shuffled anew each epoch and resumable at any example."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.task import Source
@@ -12,7 +13,11 @@ E = TypeVar("E")
 
 
 class Batches(Iterator[list[E]], Generic[E]):
-    """Batches of `batch_size`, in a new order each epoch; an incomplete last one is dropped."""
+    """Batches of `batch_size`, in a new order each epoch; an incomplete last one is dropped.
+
+    With `parts`, each a length and a share, of consecutive stretches of the source, each stretch has its
+    share of any run of examples, and epochs of its own.
+    """
 
     def __init__(
         self,
@@ -21,6 +26,7 @@ class Batches(Iterator[list[E]], Generic[E]):
         *,
         seed: int,
         epochs: int | None = None,
+        parts: Sequence[tuple[int, float]] = (),
     ):
         if len(source) == 0:
             raise UserError("the data set is empty: it needs at least one example")
@@ -29,11 +35,23 @@ class Batches(Iterator[list[E]], Generic[E]):
                 f"{epochs} epochs of {len(source)} examples do not fill one batch of {batch_size}: "
                 "use more epochs or a smaller batch"
             )
-        stream: Any = grain.MapDataset.range(len(source)).seed(seed).shuffle().repeat(epochs)
+        streams, end = list[Any](), 0
+        for i, (count, _) in enumerate(parts or [(len(source), 1.0)]):
+            own = int(np.random.SeedSequence((seed, i)).generate_state(1)[0]) if i else seed
+            stretch = grain.MapDataset.range(end, end := end + count)
+            streams.append(stretch.seed(own).shuffle().repeat(epochs))
+        stream: Any = streams[0]
+        if len(streams) > 1:
+            stream = grain.MapDataset.mix(streams, [share for _, share in parts])
         self._examples, self._size = stream.map(source.__getitem__), batch_size
         self._batch_count = len(stream) // batch_size
         self._taken = 0
-        self._identity = {"examples": len(source), "global_batch": batch_size, "seed": seed}
+        self._identity: dict[str, Any] = {
+            "examples": len(source),
+            "global_batch": batch_size,
+            "seed": seed,
+            **({"parts": [[*part] for part in parts]} if len(parts) > 1 else {}),
+        }
 
     def __len__(self) -> int:
         return self._batch_count
@@ -56,15 +74,15 @@ class Batches(Iterator[list[E]], Generic[E]):
         """Goes to a batch by its number, from 0."""
         self._taken = batch * self._size
 
-    def get_state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, Any]:
         """The state for a checkpoint: how many examples were taken, and the settings of the stream."""
         return {"taken": self._taken, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where `state` was taken; UserError if its settings were others."""
         for key, value in self._identity.items():
-            if state[key] != value:
+            if state.get(key) != value:
                 raise UserError(
-                    f"cannot resume the data at {key}={value}: the checkpoint was written with {state[key]}"
+                    f"cannot resume the data at {key}={value}: the checkpoint was written with {state.get(key)}"
                 )
         self._taken = state["taken"]

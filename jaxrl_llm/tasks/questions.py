@@ -29,14 +29,14 @@ HELD_OUT = (
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions with a sum of `rewards`, each by name with its weight; a response is right by the first.
+    """Questions with a sum of rewards (`terms`: by name, with weights); a response is right by the first.
 
     What has no verdict on an example is left out of its sum.
     """
 
     train: Sequence[Question]
     test: Sequence[Question]
-    rewards: Mapping[str, tuple[rewards.Scored, float]]
+    terms: Mapping[str, tuple[rewards.Scored, float]]
     system: str = ""
     instruction: str = ""
     name: str = "questions"
@@ -56,16 +56,34 @@ class Questions:
         return messages[0]["content"] if isinstance(question, str) and not self.system else messages
 
     def reward(self, example: Question, response: str) -> Reward:
-        scored = {name: call(example, response) for name, (call, _) in self.rewards.items()}
+        return self._sum({name: call(example, response) for name, (call, _) in self.terms.items()})
+
+    def _sum(self, scored: Mapping[str, Reward | None]) -> Reward:
         parts = {name: part for name, part in scored.items() if part is not None}
         if not parts:
             return UNGRADED
-        score = sum(self.rewards[name][1] * part.score for name, part in parts.items())
+        score = sum(self.terms[name][1] * part.score for name, part in parts.items())
         fields = {key: x for part in parts.values() for key, x in part.fields.items()}
         if len(scored) > 1:
             fields |= {name: part.score for name, part in parts.items()}
         checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
+
+
+class GroupQuestions(Questions):
+    """Questions whose responses are graded together, as one of the terms wants it."""
+
+    def rewards(self, example: Question, responses: Sequence[str]) -> list[Reward]:
+        scored = {
+            name: call.rewards(example, responses)
+            if isinstance(call, rewards.OfGroup)
+            else [call(example, response) for response in responses]
+            for name, (call, _) in self.terms.items()
+        }
+        return [
+            self._sum({name: each[i] for name, each in scored.items()})
+            for i in range(len(responses))
+        ]
 
 
 def task(
@@ -112,7 +130,9 @@ def task(
         raise UserError(f"{source} has one question, and it is held out to test on: give more")
     if instruction is None:
         instruction = next((INSTRUCTIONS[one] for one in specs if one in INSTRUCTIONS), "")
-    return Questions(train, held, calls, system, instruction)
+    together = any(isinstance(call, rewards.OfGroup) for call, _ in calls.values())
+    kind = GroupQuestions if together else Questions
+    return kind(train, held, calls, system, instruction)
 
 
 def questions(

@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,19 @@ from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
 
 Scored = Callable[[Question, str], Reward | None]  # None: it says nothing of that question
+
+
+@dataclass(frozen=True)
+class OfGroup:
+    """A reward of all responses to a question, called with them together; one alone is a group."""
+
+    rewards: Callable[[Question, Sequence[str]], list[Reward | None]]
+
+    def __call__(self, question: Question, response: str) -> Reward | None:
+        [reward] = self.rewards(question, [response])
+        return reward
+
+
 _LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
 
 
@@ -110,8 +124,9 @@ NEEDS_TRUTH = (*BY_NAME, "regex")
 def adapted(function: Callable[..., Any], name: str) -> Scored:
     """A function of somebody as a reward, called by the names of its parameters.
 
-    `(example, response)`, with the row as the example, is this package's; `(completions, **columns)`
-    TRL's, called with lists of one; `(data_source, solution_str, ground_truth, extra_info)` verl's.
+    `(example, response)`, with the row as the example, is this package's, as is `(example, responses)`
+    of a group; `(completions, **columns)` TRL's, called with a group;
+    `(data_source, solution_str, ground_truth, extra_info)` verl's.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -125,12 +140,17 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
             )
         return {n: x for n, x in values.items() if takes_all or n in parameters}
 
-    def for_trl(question: Question, response: str) -> Any:
-        chat = not isinstance(question.prompt, str)
-        completion = [{"role": "assistant", "content": response}] if chat else response
+    def for_trl(question: Question, responses: Sequence[str]) -> Any:
+        chat, count = not isinstance(question.prompt, str), len(responses)
+        messages = [[{"role": "assistant", "content": one}] for one in responses]
         prompt = list(question.prompt) if chat else question.prompt
-        columns = {n: [x] for n, x in question.row.items() if n not in ("prompt", "completion")}
-        return function(**named(columns | {"prompts": [prompt], "completions": [completion]}))
+        columns = {
+            n: [x] * count for n, x in question.row.items() if n not in ("prompt", "completion")
+        }
+        completions = messages if chat else [*responses]
+        return function(
+            **named(columns | {"prompts": [prompt] * count, "completions": completions})
+        )
 
     def for_verl(question: Question, response: str) -> Any:
         row, truth = question.row, next(iter(question.truths), None)
@@ -150,17 +170,25 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         call = lambda question, response: function(question.row, response)
     else:
         raise UserError(
-            f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as TRL's "
-            "(completions, **columns), or as verl's (data_source, solution_str, ground_truth, extra_info)"
+            f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as "
+            "(example, responses), as TRL's (completions, **columns), or as verl's (data_source, "
+            "solution_str, ground_truth, extra_info)"
         )
 
     def scored(question: Question, response: str) -> Reward | None:
-        made = call(question, response)
-        made = asyncio.run(made) if inspect.iscoroutine(made) else made
-        if isinstance(made, list | tuple) and len(made) == 1:
-            made = made[0]
-        return None if made is None else as_reward(made, name)
+        [reward] = each(question, response, 1)
+        return reward
 
+    def each(question: Question, responses: Any, count: int) -> list[Reward | None]:
+        result = call(question, responses)
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        listed = [*result] if isinstance(result, list | tuple) else [result]
+        if len(listed) != count:
+            raise ValueError(f"{name} returned {len(listed)} for {count} responses")
+        return [None if one is None else as_reward(one, name) for one in listed]
+
+    if {"completions", "responses"} & {*parameters}:
+        return OfGroup(lambda question, responses: each(question, responses, len(responses)))
     return scored
 
 

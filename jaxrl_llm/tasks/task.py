@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,30 @@ class Task(Protocol[E]):
     def prompt(self, example: E, /) -> Prompt: ...
 
     def reward(self, example: E, response: str, /) -> Reward: ...
+
+
+@dataclass(frozen=True)
+class TaskExample:
+    """An example of one of several tasks, with the name of that."""
+
+    name: str
+    example: Any
+    task: Task[Any] = field(repr=False, compare=False)
+
+
+def names_of_tasks(examples: Iterable[Any]) -> list[str]:
+    """The names of the tasks that examples are of; none of those of a run's only task."""
+    return sorted({one.name for one in examples if isinstance(one, TaskExample)})
+
+
+@runtime_checkable
+class GradesGroups(Protocol[E_contra]):
+    """A task that grades the responses to an example together, in place of `reward`.
+
+    In validation and the like that is one response.
+    """
+
+    def rewards(self, example: E_contra, responses: Sequence[str], /) -> Sequence[Reward]: ...
 
 
 @runtime_checkable
@@ -150,26 +174,50 @@ def score_responses(
     there an endless regular expression, which keeps the GIL, stops all else for good, so several are
     for rewards that wait. A task's UserError is raised, and StopRequested if a stop is requested.
     """
+    groups = score_groups(task, examples, [[response] for response in responses], settings)
+    return [reward for [reward] in groups]
+
+
+def score_groups(
+    task: Task[E],
+    examples: Sequence[E],
+    groups: Sequence[Sequence[str]],
+    settings: RewardSettings | None = None,
+) -> list[list[Reward]]:
+    """As `score_responses`, of several responses to each example.
+
+    A group that its task grades together is one call: it is ungraded as a whole.
+    """
     from jaxrl_llm.tasks import deadline
 
-    settings = settings or RewardSettings()
-    errors = deadline.Errors(settings.reported)
-    pairs = zip(examples, responses, strict=True)
-    calls = [
-        deadline.Call(partial(task.reward, example, response), _plain, example,
-                      f"the reward of response {i} of {len(responses)}", settings)
-        for i, (example, response) in enumerate(pairs, 1)
-    ]  # fmt: skip
-    rewards = deadline.run(calls, settings.threads, errors)
-    errors.log(len(calls))
-    return [reward or UNGRADED for reward in rewards]
+    settings, calls = settings or RewardSettings(), list[deadline.Call]()
+    errors, count = deadline.Errors(settings.reported), sum(map(len, groups))
+    first = 1
+    for example, responses in zip(examples, groups, strict=True):
+        by, inner = task, example
+        if isinstance(example, TaskExample):
+            by, inner = example.task, example.example
+        for some in [responses] if isinstance(by, GradesGroups) else [[one] for one in responses]:
+            if isinstance(by, GradesGroups):
+                work, check = partial(by.rewards, inner, some), partial(_plain_each, len(some))
+            else:
+                work, check = partial(by.reward, inner, *some), _plain
+            which = f"the reward of response {first} of {count}"
+            calls.append(deadline.Call(work, check, example, which, settings, len(some)))
+            first += len(some)
+    rewards = list[Reward]()
+    for call, one in zip(calls, deadline.run(calls, settings.threads, errors), strict=True):
+        rewards += one if isinstance(one, list) else [one or UNGRADED] * call.size
+    errors.log(count)
+    each = iter(rewards)
+    return [[next(each) for _ in responses] for responses in groups]
 
 
 class Episodes:
     """The environments of a task's `examples`; a call takes the tokens of a turn of one of them.
 
     It gives a future of what the environment says next, and whether anew; None at the end.
-    `rewards` are the newest.
+    `rewards` are the newest, `turn_rewards` the scores of all.
     A step that raises, says what are no tokens of the tokenizer or takes too long ends its episode
     ungraded. Steps that are coroutines need no thread. What is logged when the block ends is what
     `score_responses` logs.
@@ -186,6 +234,7 @@ class Episodes:
 
         settings = settings or RewardSettings()
         self.rewards = [UNGRADED] * len(examples)
+        self.turn_rewards: list[list[float]] = [[] for _ in examples]
         self._left = len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment | LogpEnvironment] = {}
@@ -222,6 +271,7 @@ class Episodes:
             try:
                 settled = self._errors.settled(call, done.result()) or (None, UNGRADED)
                 given, self.rewards[index] = settled
+                self.turn_rewards[index].append(settled[1].score)
                 reply.set_result(given if given is None else (given, isinstance(given, NewContext)))
             except BaseException as error:
                 reply.set_exception(error)
@@ -257,6 +307,14 @@ class Episodes:
         return (NewContext if isinstance(reply, NewContext) else list)(map(int, tokens)), reward
 
 
+def _plain_each(count: int, rewards: Sequence[Reward]) -> list[Reward]:
+    """As `_plain`, of a group's rewards."""
+    plain = [*map(_plain, rewards)]
+    if len(plain) != count:
+        raise ValueError(f"rewards() returned {len(plain)} for {count} responses")
+    return plain
+
+
 def _plain(reward: Reward) -> Reward:
     """The reward in plain floats; TypeError or ValueError if the task returned something else."""
     if not isinstance(reward, Reward):
@@ -285,7 +343,8 @@ def check_members(task: Any, where: str) -> None:
     """Raises a UserError that names the first member of a Task that `task` lacks or has wrong."""
     if isinstance(task, type):
         raise UserError(f"{where} is a class: an instance is wanted, as {task.__name__}()")
-    scores = "environment" if isinstance(task, Interactive) else "reward"
+    scores = "rewards" if isinstance(task, GradesGroups) else "reward"
+    scores = "environment" if isinstance(task, Interactive) else scores
     for member in ("name", "train", "test", "prompt", scores):
         if not hasattr(task, member):
             raise UserError(f"{where}: it has no {member!r} (see jaxrl_llm/tasks/task.py)")

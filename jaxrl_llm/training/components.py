@@ -25,6 +25,7 @@ from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import (
     Mapped,
     Prompt,
@@ -78,6 +79,12 @@ class Components:
         with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
+        names = [*task.shares] if isinstance(task, Mixture) else []
+        if (best_by := config.evaluation.best_by) and best_by not in names:
+            known = ", ".join(names) or "none, being no mixture"
+            raise UserError(
+                f"evaluation: best_by = {best_by!r} is no task of the mixture, which has {known}"
+            )
         storage.push(folder)
         return cls(config, task, words, shape, Policy(definition), mesh, source, base)
 
@@ -160,8 +167,7 @@ class Components:
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
         learned = readable(self, _read_once(self.task.train), "training")
         test = askable(self, _read_once(self.task.test))
-        # by prompt: an example in validation is never trained on under another number
-        train, validation = _set_aside(learned.texts, self.config.evaluation.validation)
+        train, validation, parts = self._divided(learned)
         # a run that goes on has to have the same data, wherever it comes from
         checksum = hashlib.sha256()
         for examples in (learned, test):
@@ -171,6 +177,7 @@ class Components:
             learned.at(train),
             learned.at(validation),
             test.source,
+            parts,
             learned.skipped,
             checksum.hexdigest(),
             _overlap(
@@ -179,6 +186,27 @@ class Components:
                 test.texts,
             ),
         )
+
+    def _divided(
+        self, learned: "Prompted[Any]"
+    ) -> tuple[list[int], list[int], list[tuple[int, float]]]:
+        """Places to train on and for validation, and the parts of the former, a task after the other."""
+        shares = self.task.shares if isinstance(self.task, Mixture) else {"": 1.0}
+        trained, validation = dict[str, list[int]](), list[int]()
+        for name, share in shares.items():
+            places = [i for i in range(len(learned)) if not name or learned[i].name == name]
+            count = round(share * self.config.evaluation.validation)
+            train, aside = _set_aside([learned.texts[i] for i in places], count, name)
+            trained[name] = [places[i] for i in train]
+            validation += [places[i] for i in aside]
+        # by prompt: an example in validation is never trained on under another number, or for another task
+        asked = {learned.texts[i] for i in validation}
+        for name, places in trained.items():
+            trained[name] = [i for i in places if learned.texts[i] not in asked]
+            if not trained[name]:
+                raise UserError(f"mixture: all prompts of {name!r} are in the validation of others")
+        parts = [(len(places), shares[name]) for name, places in trained.items()]
+        return [i for places in trained.values() for i in places], validation, parts
 
     def sampling(self, **changes: Any) -> Sampling:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
@@ -232,13 +260,16 @@ def _read(model: Pretrained) -> ModelFolder:
 class Splits(NamedTuple):
     """A task's examples, with `validation` taken out of its training data.
 
-    `skipped` training examples have prompts that are too long to learn from. `checksum` is that of
-    all prompts and examples, in hex. `overlap` is a warning if test prompts are in another split.
+    `parts` are the lengths of consecutive parts of `train`, a task each, with their shares of what
+    is drawn. `skipped` training examples have prompts that are too long to learn
+    from. `checksum` is that of all prompts and examples, in hex. `overlap` is a warning if test
+    prompts are in another split.
     """
 
     train: Source[Any]
     validation: Source[Any]
     test: Source[Any]
+    parts: Sequence[tuple[int, float]]
     skipped: int
     checksum: str
     overlap: str
@@ -263,7 +294,9 @@ def _read_once(source: Source[E]) -> Source[E]:
     return Mapped(range(len(source)), lru_cache(KEPT)(read))
 
 
-def _set_aside(prompts: Sequence[str], validation: int) -> tuple[list[int], list[int]]:
+def _set_aside(
+    prompts: Sequence[str], validation: int, task: str = ""
+) -> tuple[list[int], list[int]]:
     """Places to train on, and for validation a random prompt of each of so many equal stretches.
 
     Stretches make it like the rest in sorted data, random choice in data that goes in cycles. Other
@@ -275,8 +308,8 @@ def _set_aside(prompts: Sequence[str], validation: int) -> tuple[list[int], list
     each = [*places.values()]
     if len(prompts) < SHARE or len(each) < 2:
         raise UserError(
-            f"the training data has {len(prompts)} examples of {len(each)} different prompts: at least "
-            f"{SHARE} are needed, of two prompts, to set one aside for validation"
+            f"the training data{task and f' of {task!r}'} has {len(prompts)} examples of {len(each)} different "
+            f"prompts: at least {SHARE} are needed, of two prompts, to set one aside for validation"
         )
     count = max(1, min(validation, len(each) // SHARE))  # small data sets keep most to learn from
     stretches = itertools.pairwise(i * len(each) // count for i in range(count + 1))

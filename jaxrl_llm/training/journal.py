@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 PART = 1000  # records of a file in a bucket, where a file that has grown goes up whole
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
+BEST_BY = "eval/best_by"  # the accuracy that chooses the best checkpoint, where tasks are mixed
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 
@@ -47,9 +48,10 @@ def _part(folder: Path, before: int) -> Path:
 
 
 def scores(records: list[Record]) -> dict[int, float]:
-    """Validation accuracy by step, from the start of reinforcement on."""
+    """Validation accuracy by step, from the start of reinforcement on; of a mixture what chooses the best."""
     name = "eval/accuracy"
-    return {r["step"]: r[name] for r in records if r["phase"] == REINFORCE and name in r}
+    ours = [r for r in records if r["phase"] == REINFORCE and name in r]
+    return {r["step"]: r.get(BEST_BY, r[name]) for r in ours}
 
 
 def fit(

@@ -77,7 +77,8 @@ class Imitation:
         self.steps, self.every = range(warm.steps), warm.evaluate_every or warm.steps
         self._components, self._rollouts, self._resumed = components, rollouts, resumed
         self._optimizer = warm.optimizer
-        self._data = Batches(components.splits.train, warm.batch, seed=components.config.seed)
+        splits, seed = components.splits, components.config.seed
+        self._data = Batches(splits.train, warm.batch, seed=seed, parts=splits.parts)
         self._demonstrate = partial(
             imitate.demonstrations,
             components.token_task(),

@@ -28,7 +28,7 @@ from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
-from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal, read, scores
+from jaxrl_llm.training.journal import BEST_BY, REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
@@ -273,15 +273,19 @@ class Run:
         return self.validate(phase.name, step) > highest and step > first
 
     def validate(self, phase: str, step: int) -> float:
-        """Greedy accuracy of the sampler's policy in validation; recorded and printed."""
+        """Greedy accuracy of the sampler's policy in validation, by `best_by`; recorded and printed."""
         result, seconds = self._answered(examples := self.components.splits.validation)
         values = {f"eval/{name}": value for name, value in result.metrics().items()}
+        best_by = self.components.config.evaluation.best_by
+        values |= {BEST_BY: result.accuracy(best_by)} if result.tasks else {}
         self.log.journal.record(step, phase, values | {"time/evaluation": seconds})
         total = result.total
         low, high = (100 * bound for bound in total.interval)
         text = (
             f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
         )
+        for line in result.lines[: len(result.tasks)]:
+            text += f", {line.name} {100 * line.greedy:.1f}%"
         if result.ungraded:
             text = f"{text}, {result.ungraded} ungraded"
         if not total.examples:
@@ -289,7 +293,7 @@ class Run:
         self.log.journal.say(f"  step {step}: validation accuracy {text}")
         if (phase, step) == (REINFORCE, self.components.config.warm_steps) and result.first:
             self._show_example(result.first)
-        return total.greedy
+        return result.accuracy(best_by)
 
     def _show_example(self, group: Group) -> None:
         """Prints an example as the model reads it, special tokens too, with its response and reward."""

@@ -33,10 +33,10 @@ class Rollouts:
         self._components, self.sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
         self._task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
-        examples = components.splits.train
-        self._data = Batches(examples, self._config.prompts, seed=self._config.seed + 1)
+        splits, seed = components.splits, self._config.seed + 1
+        self._data = Batches(splits.train, self._config.prompts, seed=seed, parts=splits.parts)
         self._queue: list[Pending] = []  # asked for and not learned from, in the order of the data
-        self._entered: tuple[int, dict[str, int], list[Pending]] | None = None  # `next`, and where
+        self._entered: tuple[int, dict[str, Any], list[Pending]] | None = None  # `next`, and where
         self._version: int | None = None  # the step of the sampler's weights
         self._started, self._sync = False, dict[str, float]()
         self._graded: list[Group] = []  # all that the step has sampled, and the seconds it took

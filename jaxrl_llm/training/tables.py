@@ -12,7 +12,9 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
     """Accuracies in percent, a row a group."""
     k = result.total.k
     drawn = (f"avg@{k}", f"pass@{k}") if k else ()
-    out = rich.table.Table(by or "", "examples", "greedy", *drawn, title=title)
+    out = rich.table.Table(
+        by or "task" * bool(result.tasks), "examples", "greedy", *drawn, title=title
+    )
     out.caption = _ungraded([result])
     for line in result.lines:
         cells = [percent(line.greedy, line.interval)]

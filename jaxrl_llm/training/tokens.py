@@ -59,6 +59,7 @@ def write(
             "finished": bool(one.finished),
             "version": one.versions[0],
             **({"turns": [[*span] for span in one.turns]} if one.turns else {}),
+            **({"turn_rewards": [*one.turn_rewards]} if one.turn_rewards else {}),
         }
         for (i, one), reward in zip(rows, rewards(groups), strict=True)
     ]

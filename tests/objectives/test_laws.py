@@ -111,6 +111,46 @@ def test_lengths_are_counted_in_whole_numbers_of_any_kind_of_reward_and_mask(mon
     close(got, want)
 
 
+def with_turns(data, seed):
+    """The data in up to four turns, with rewards."""
+    rng, mask = np.random.default_rng(seed), np.asarray(data.mask)
+    turn = np.minimum(1 + np.cumsum(rng.random(mask.shape) < 0.4, 1), 4)
+    turn = np.where(mask, turn - turn[:, :1] + 1, 0)
+    of_turns = rng.choice([-1.0, 0.0, 0.5, 2.0], (len(mask), 5))
+    reward = np.take_along_axis(of_turns, turn, 1) * mask
+    return data._replace(turn=jnp.asarray(turn), turn_reward=jnp.asarray(reward, jnp.float32))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("discount", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_of_turns_by_hand(seed, discount, share):
+    reward, data, _ = random_batch(seed)
+    data = with_turns(data, seed)
+    got = advantages.by_turn(reward, data, discount=discount, episode_share=share)
+    turn, given = np.asarray(data.turn), np.asarray(data.turn_reward, np.float64)
+    want = share * np.asarray(advantages.grpo(reward, data), np.float64)
+    returns = np.full((8, 5), np.nan)
+    for i in range(8):
+        rewards = [given[i, turn[i] == k][0] for k in range(1, turn[i].max() + 1)]
+        for t in range(len(rewards)):
+            returns[i, t + 1] = sum(discount**k * x for k, x in enumerate(rewards[t:]))
+    for i, t in zip(*np.nonzero(turn), strict=True):
+        group = returns[i // 4 * 4 :][:4, turn[i, t]]
+        group = group[~np.isnan(group)]
+        if len(group) > 1 and np.ptp(group) > 0:
+            own = returns[i, turn[i, t]] - group.mean()
+            want[i, t] += (1 - share) * own / (group.std(ddof=1) + 1e-6)
+    assert turn.max() > 2
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_of_responses_in_one_turn_it_is_grpo():
+    reward, data, _ = random_batch(1)
+    data = data._replace(turn=data.mask.astype(jnp.int32), turn_reward=data.reward)
+    close(advantages.by_turn(reward, data), advantages.grpo(reward, data))
+
+
 def test_a_group_of_one_keeps_its_reward():
     reward, data, _ = random_batch(2)
     for function in (*GROUPED, advantages.opo, advantages.asymre):
@@ -168,12 +208,15 @@ LONG = partial(advantages.shaped, by=partial(advantages.overlong, longest=7, buf
 @pytest.mark.parametrize(
     "function",
     [*GROUPED, advantages.reinforce_plus_plus, advantages.opo, advantages.maxrl, advantages.asymre,
-     advantages.w_reinforce, UNLIKELY, LONG],
+     advantages.w_reinforce, UNLIKELY, LONG, advantages.by_turn],
 )  # fmt: skip
 def test_padding_rows_count_nowhere(function):
     reward, data, _ = random_batch(3)
+    data = with_turns(data, 3)
     mask = data.mask.at[jnp.asarray([2, 7])].set(False)
-    data = data._replace(mask=mask, old_logp=jnp.where(mask, data.old_logp, 0))
+    data = data._replace(
+        mask=mask, old_logp=jnp.where(mask, data.old_logp, 0), turn=jnp.where(mask, data.turn, 0)
+    )
     one = function(reward, data)
     other = function(reward.at[0, 2].set(1e4), data)
     assert np.array_equal(one, other)

@@ -170,7 +170,9 @@ def test_a_page_holds_what_was_kept_and_nothing_that_acts(run, capsys):
 def test_turns_are_where_they_were(run):
     """A response of two turns, with what the environment said between them, and one of one turn."""
     turns = [((0, 2), (3, 4)), ((0, 1),)]
-    responses = tiny.trajectories([[7]] * 2, [[2, 3, 4, 5], [6]], turns=turns)
+    responses = tiny.trajectories(
+        [[7]] * 2, [[2, 3, 4, 5], [6]], turns=turns, turn_rewards=[(0.5, 1.0), ()]
+    )
     numbers = {name: np.asarray([[1, 2, 4], [8, 0, 0]], np.float32) for name in ("old", "new")}
     kept.write(run, 5, tiny.groups(responses, [Reward(1.0, True)] * 2), ["a"], numbers)
     with (run / "metrics.jsonl").open("a") as file:
@@ -178,7 +180,9 @@ def test_turns_are_where_they_were(run):
     data = page.gathered([run], 1000)
     first, second = data["steps"][-1]["responses"]
     assert (first["turns"], second["turns"]) == ([[0, 2], [3, 4]], [[0, 1]])
+    assert first["turn_rewards"] == [0.5, 1.0]
     assert "turns" not in data["steps"][0]["responses"][0]
+    assert "turn_rewards" not in second
     sampled = np.frombuffer(base64.b64decode(data["sampled"]), np.uint8)[first["start"] :]
     assert sampled.tolist() == [1, 1, 0, 1, 1]
     old = numbers_of(data, "old")[first["start"] :]

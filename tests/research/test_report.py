@@ -13,8 +13,11 @@ from jaxrl_llm.cli import report
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.evaluate import wilson
 from jaxrl_llm.research import page
+from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import record
+from jaxrl_llm.training import tokens as kept
 from jaxrl_llm.training.record import Source
+from tests import tiny
 from tests.reference import peer
 from tests.research.test_page import EVIL, run  # noqa: F401 (a fixture)
 
@@ -264,6 +267,15 @@ def test_a_run_that_has_just_begun_has_a_report(whole, tmp_path):
     assert ["alpha", "0.3"] in read.tables["Flags"]
     assert ["data", "abc"] in read.tables["Where it comes from"]
     assert read.charts == {}
+
+
+def test_the_rewards_of_turns_are_told(whole, tmp_path):
+    turns, each = [((0, 1), (2, 3))] * 2, [(0.5, 1.0), (0.25, -1.0)]
+    responses = tiny.trajectories([[7]] * 2, [[2, 3, 4]] * 2, turns=turns, turn_rewards=each)
+    numbers = {name: np.ones((2, 2), np.float32) for name in ("old", "new")}
+    shutil.rmtree(whole / "tokens")
+    kept.write(whole, 5, tiny.groups(responses, [Reward(1.0, True)] * 2), ["a"], numbers)
+    assert "3 tokens in 2 turns of reward 0.5, 1;" in made(whole, tmp_path)[0]
 
 
 def test_an_analysis_in_the_folder_is_shown(whole, tmp_path):

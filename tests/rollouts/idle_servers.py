@@ -81,9 +81,10 @@ def measured(
     task.train = tuple(range(2000))
     ask = lambda text: [4 + int(text) % 40, 4 + int(text) // 40 % 40]
     words: Any = SimpleNamespace(prompt=ask, decode=lambda tokens: "x", eos=WORDS.eos)
+    splits = SimpleNamespace(train=task.train, parts=())
     components: Any = SimpleNamespace(
         config=config, token_task=lambda *_: TokenTask(task, words), merged=lambda params: params,
-        sampling=lambda: Sampling(max_tokens=1000, stop=(WORDS.eos,)), splits=SimpleNamespace(train=task.train),
+        sampling=lambda: Sampling(max_tokens=1000, stop=(WORDS.eos,)), splits=splits,
     )  # fmt: skip
     task.reward = lambda example, response: SimpleNamespace(score=0.0)
     with ExitStack() as stack:

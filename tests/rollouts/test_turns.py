@@ -14,15 +14,20 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.config import Config, Evaluation, Scratch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
-from jaxrl_llm.objectives import Objective, advantages
+from jaxrl_llm.objectives import Objective, TokenData, advantages
+from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
+from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.training import run, terminal
+from jaxrl_llm.training import tokens as kept_tokens
 from tests import tiny
 from tests.rollouts.fake_vllm import LOGP, Fake, tokens_of
 from tests.rollouts.test_vllm import ready
@@ -206,6 +211,78 @@ def test_turns_are_numbered_in_the_batch():
         for i, one in enumerate(episodes):
             numbers = [n for n, (a, b) in enumerate(one.turns, 1) for _ in range(a, b)]
             assert batch.turn[i].tolist() == numbers + [0] * (batch.turn.shape[1] - len(numbers))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_token_has_the_reward_and_the_advantage_of_its_turn(pack):
+    episodes = [
+        dataclasses.replace(one, turn_rewards=[0.5 * i + k for k in range(len(one.turns))])
+        for i, one in enumerate(episodes_of()[0][:8])
+    ]
+    batch = Collator(12, 40, round_to=8, pack=pack)(episodes)
+    for i, one in enumerate(episodes):
+        want = [
+            x for x, (a, b) in zip(one.turn_rewards, one.turns, strict=True) for _ in range(a, b)
+        ]
+        assert batch.turn_reward[i].tolist() == want + [0] * (batch.mask.shape[1] - len(want))
+    reward = jnp.asarray(np.arange(8).reshape(2, 4) % 3, jnp.float32)
+    old = jnp.zeros(batch.layout.in_rows.shape)
+    objective = Objective(advantage=partial(advantages.by_turn, discount=0.9))
+    got = update.make_credit(objective)(batch, reward, old_logp=old).advantage
+    data = TokenData(batch.mask, batch.mask * 0.0, turn=batch.turn, turn_reward=batch.turn_reward)
+    want = advantages.by_turn(reward, jax.tree.map(jnp.asarray, data), discount=0.9)
+    np.testing.assert_array_equal(batch.layout.to_rows(got), want)
+    assert np.ptp(np.asarray(want)[0][batch.mask[0]]) > 0
+
+
+class Warmer:
+    """Three turns, of which those that say an even number are worth something; in the end the last counts."""
+
+    name, train, test = "warmer", [*range(8)], [8, 9]
+    prompt = str
+
+    def environment(self, example, tokenizer):
+        return Warm(tokenizer)
+
+
+class Warm:
+    def __init__(self, tokenizer):
+        self.tokenizer, self.turns = tokenizer, 0
+
+    def step(self, tokens):
+        self.turns += 1
+        even = tokens[0] % 2 == 0
+        reward = Reward(0.5 * even * (self.turns < 3) + float(even), even)
+        return None if self.turns == 3 else self.tokenizer.encode("next"), reward
+
+
+def test_a_game_with_rewards_on_the_way_is_learned_from(tmp_path):
+    collate = Collator(4, 24, round_to=8)
+    config = Config(
+        task=lambda folder: Warmer(),
+        model=Scratch(qwen2.Shape(16, 32, 64, 1, 2, 1, tied=True), (*map(str, range(10)), "next")),
+        objective=Objective(advantage=advantages.by_turn),
+        optimizer=optax.sgd(0.1),
+        collate=collate,
+        steps=2,
+        prompts=2,
+        group_size=4,
+        sampling=Sampling(max_turns=3),
+        engine=Native(slots=8, prefill_prompts=4, block=8),
+        evaluation=Evaluation(every=0, validation=2),
+    )
+    run.train(config, tmp_path / "run", session=run.Session(console=terminal.console(quiet=True)))
+    kept = [kept_tokens.read(tmp_path / "run", step) for step in (1, 2)]
+    responses = [one for step in kept for one in step.responses]
+    assert all(len(one["turn_rewards"]) == len(one["turns"]) for one in responses)
+    assert all(one["reward"] == one["turn_rewards"][-1] for one in responses)
+    several, advantage = [], kept[0].numbers["advantage"]
+    ends = np.cumsum([sum(b - a for a, b in one["turns"]) for one in kept[0].responses])
+    for one, row in zip(kept[0].responses, np.split(advantage, ends[:-1]), strict=True):
+        parts = np.split(row, np.cumsum([b - a for a, b in one["turns"]])[:-1])
+        assert all(np.ptp(part) == 0 for part in parts)
+        several.append(len({float(part[0]) for part in parts}) > 1)
+    assert any(several)
 
 
 def test_segments_share_a_reward_and_count_once():

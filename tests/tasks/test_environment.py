@@ -56,6 +56,7 @@ def test_a_step_gives_the_next_tokens_and_the_reward_so_far():
         assert episodes(1, []).result() == ([2], False)
     assert task.made == [1, 2]
     assert [reward.score for reward in episodes.rewards] == [3.0, 0.0]
+    assert episodes.turn_rewards == [[2.0, 3.0], [0.0]]  # the newest is the episode's
 
 
 @pytest.mark.parametrize("given", [(1, 2, 0), iter([1, 2, 0]), (t for t in (1, 2, 0))])

@@ -1,6 +1,7 @@
 """A model as a judge: what it is asked, what its marks are worth, and what happens if it gives none."""
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -9,8 +10,9 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import judges, questions
+from jaxrl_llm.tasks.rewards import OfGroup
 from jaxrl_llm.tasks.tables import Question
-from jaxrl_llm.tasks.task import Reward, RewardSettings, score_responses
+from jaxrl_llm.tasks.task import Reward, RewardSettings, score_groups, score_responses
 from jaxrl_llm.training import journal
 from tests import public
 
@@ -58,6 +60,38 @@ def server():
     yield made
     made.shutdown()
     made.server_close()
+
+
+def test_responses_are_ranked_in_one_request(server, tmp_path):
+    """Equal ones are one; a resumed run asks for nothing anew, whatever their order."""
+    server.answers = ["All are fine.\nRanking: 2, 3, 1"]
+    said = ["<think>no</think>b", "a", "c", "a"]
+    judge = judges.Judge(server.url, "m", cache=tmp_path / "judged.txt")
+    got = dict(zip(said, judge.ranks(ASKED, said), strict=True))
+    [(_, _, body)] = server.asked
+    asked = body["messages"][1]["content"]
+    listed = re.findall(r'<response number="\d">\n(.*)\n</response>', asked)
+    assert sorted(listed) == ["a", "b", "c"]
+    assert "<reference>\n42\n" in asked
+    best = [listed[1], listed[2], listed[0]]
+    for response, reward in got.items():
+        place = best.index(response[-1])
+        assert (reward.score, reward.correct) == (1 - place / 2, place < 2)
+    again = judges.Judge(server.url, "m", cache=tmp_path / "judged.txt")
+    assert again.ranks(ASKED, said[::-1]) == [got[one] for one in said[::-1]]
+    assert len(server.asked) == 1
+    server.answers = ["Score: 7"]
+    assert judge.ranks(ASKED, ["a", "a"]) == [Reward(0.7, True)] * 2  # alone it is marked
+
+
+@pytest.mark.parametrize("said", ["Ranking: 1, 1", "Ranking: 1", "Ranking: 2, 3", "2 is better."])
+def test_without_a_ranking_a_group_is_ungraded(server, said):
+    server.answers = [said]
+    task = questions.GroupQuestions(
+        [], [], {"judge": (OfGroup(judges.Judge(server.url, "m").ranks), 1)}
+    )
+    [group] = score_groups(task, [ASKED], [["a", "b"]], RewardSettings(threads=2))
+    assert [one.graded for one in group] == [False, False]
 
 
 @pytest.fixture

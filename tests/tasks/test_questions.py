@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks import questions, rewards
 from jaxrl_llm.tasks.tables import Question
-from jaxrl_llm.tasks.task import Reward
+from jaxrl_llm.tasks.task import UNGRADED, GradesGroups, Reward, score_groups
 from jaxrl_llm.training import journal
 from tests import public
 
@@ -370,6 +370,16 @@ def trl_none(completions, **kwargs):
 async def trl_waits(completions, **kwargs):
     return [0.25 for _ in completions]
 
+def trl_rare(completions, prompts, answer):
+    assert len(prompts) == len(answer) == len(completions)
+    return [1 / completions.count(one) for one in completions]
+
+def rare(example, responses):
+    return [Reward(1 / responses.count(one), False) for one in responses]
+
+def too_few(example, responses):
+    return [0.0]
+
 def trl_missing(completions, level):
     return [0.0]
 
@@ -426,6 +436,22 @@ def test_functions_are_taken_as_they_are_written(functions):
         functions("swapped")
     with pytest.raises(UserError, match="did you mean 'brevity'"):
         functions("brevty")
+
+
+@pytest.mark.parametrize("name", ["trl_rare", "rare"])
+def test_a_function_may_see_the_group(functions, tmp_path, name):
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
+    spec = f"{tmp_path / 'my.py'}:{name}"
+    made = questions.task(source, ["exact", spec], weights=(1.0, 0.1))
+    got = made.rewards(made.train[0], ["42", "41", "42"])
+    assert [one.score for one in got] == pytest.approx([1.05, 0.1, 1.05])
+    assert [one.fields for one in got] == [
+        {"exact": x, name: y} for x, y in ((1, 0.5), (0, 1), (1, 0.5))
+    ]
+    assert score_groups(made, [made.train[0]], [["41"]])[0][0].score == pytest.approx(0.1)
+    few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"])
+    assert score_groups(few, [few.train[0]], [["a", "b"]]) == [[UNGRADED] * 2]
+    assert not isinstance(questions.task(source, ["exact"]), GradesGroups)
 
 
 def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):

@@ -18,11 +18,14 @@ import pytest
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.tasks import deadline
 from jaxrl_llm.tasks.task import (
+    UNGRADED,
     Demonstrator,
     Mapped,
     Reward,
     RewardSettings,
+    TaskExample,
     load_task,
+    score_groups,
     score_responses,
 )
 from jaxrl_llm.training.leaving import Stop, stoppable
@@ -80,6 +83,46 @@ def test_a_raising_reward_costs_its_own_sample_only(threads, caplog):
     assert sum(not reward.graded for reward in scored) == 1
     assert "boom" in caplog.text
     assert len(caplog.records) == 1
+
+
+@dataclass(frozen=True)
+class Ranked(Fake):
+    """Rewards a group by one of the functions, called with the responses."""
+
+    def rewards(self, example, responses):
+        return self.functions[example](responses)
+
+
+ALIKE = lambda responses: [Reward(1 / responses.count(one), False) for one in responses]
+LATE = lambda responses: time.sleep(5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (boom, "RuntimeError in boom"),
+        (LATE, "no result after 0.3 s"),
+        (lambda some: ALIKE(some)[1:], "rewards() returned 2 for 3 responses"),
+        (lambda some: [0.5] * 3, "returned float, not Reward"),
+        (lambda some: [*ALIKE(some)[1:], Reward(float("nan"), False)], "not finite"),
+        (lambda some: None, "'NoneType' object is not iterable"),
+    ],
+)
+def test_a_group_is_graded_together_or_not_at_all(threads, fails, message, caplog):
+    task, settings = Ranked([ALIKE, fails]), RewardSettings(threads, 0.3)
+    mixed = [
+        TaskExample("ranked", 1, task),
+        0,
+        TaskExample("fake", 7, Fake([lambda _: int("x"), lambda e: Reward(e, True)])),
+    ]
+    groups = [["a", "b", "a"], ["a", "a"], ["0", "1"]]
+    got = score_groups(task, mixed, groups, settings)
+    assert got[:2] == [[UNGRADED] * 3, [Reward(0.5, False)] * 2]
+    assert got[2] == [UNGRADED, Reward(7.0, True)]  # each by itself
+    assert message in caplog.text
+    assert "3 of 7 responses ungraded" in caplog.text
+    assert score_responses(task, [0], ["a"]) == [Reward(1.0, False)]  # one is a group
 
 
 def said(caplog):

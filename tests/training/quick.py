@@ -15,6 +15,8 @@ from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
+from jaxrl_llm.tasks.mixture import Mixture
+from jaxrl_llm.tasks.task import Reward
 from tests import tiny
 
 SHAPE = qwen2.Shape(64, 32, 64, 2, 2, 1, tied=True)
@@ -25,6 +27,20 @@ def task(data):
         list(islice(kk_generate.puzzles(split, 3, 1, 0), size))
         for split, size in (("train", 64), ("test", 12))
     ))  # fmt: skip
+
+
+class Short(knights_knaves.KnightsKnaves):
+    """Puzzles whose responses are right if they are short."""
+
+    def reward(self, example, response):
+        return Reward(1 / (1 + len(response)), len(response) < 150)
+
+
+def mixture(data):
+    puzzles = task(data)
+    half = lambda n: {"train": [*puzzles.train][n::2], "test": [*puzzles.test][n::2]}
+    kk, short = replace(puzzles, **half(0)), Short(**vars(puzzles) | half(1))
+    return Mixture({"kk": (kk, 3.0), "short": (short, 1.0)})
 
 
 def config(
@@ -42,6 +58,7 @@ def config(
     model: str = "",
     teacher: str = "",
     family: str = "",
+    mixed: bool = False,
     seed: int = 0,
 ) -> Config:
     """For tests.
@@ -52,13 +69,14 @@ def config(
         model: a folder; adapters are trained beside it.
         teacher: a folder; its log-probs are learned from.
         family: of `tests.tiny.FAMILIES`.
+        mixed: three puzzles to one that pays for short responses.
     """
     collate = Collator(prompt_length, 48, minibatches=2, microbatches=2, pack=True)
     shape = qwen2.Shape(64, hidden, 64, 2, 2, 1, tied=True)
     if family:
         shape = replace(tiny.FAMILIES[family], vocab_size=64)
     return Config(
-        task=task,
+        task=mixture if mixed else task,
         model=Pretrained(model, lora=Lora(rank=2, alpha=4.0))
         if model
         else Scratch(shape, kk_tiny.vocabulary()),

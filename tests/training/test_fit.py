@@ -82,9 +82,10 @@ class Trial:
             update=lambda *args: self.update(*args),
             token_stats=lambda *_: {},
         )
+        splits = SimpleNamespace(train=task.train, parts=())
         components: Any = SimpleNamespace(
             config=config, token_task=lambda *_: TokenTask(task(), WORDS), task=task(),
-            sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=SimpleNamespace(train=task.train),
+            sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=splits,
             initial_params=lambda: jnp.int32(0), merged=lambda params: params,
             step=lambda *_: step, imitation=lambda *_: imitation,
         )  # fmt: skip

@@ -222,6 +222,7 @@ def test_the_first_checkpoint_is_whole_before_anything_is_recorded_of_what_comes
         ("--family", "gemma3"),
         ("--family", "qwen3_moe"),
         ("--max-resamples", "2"),
+        ("--mixed", "--steps", "3"),
     ],
     ids=" ".join,
 )

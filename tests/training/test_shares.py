@@ -19,6 +19,7 @@ ROWS = range(2 * len(PROMPTS))
 EPISODES = {
     "turns": [((0, 1),) for _ in ROWS],
     "restarts": [((0, 0),) * (i % 2) for i in ROWS],
+    "turn_rewards": [(0.1 * i,) for i in ROWS],
     "reward": [Reward(0.5 * i, True, {"a": i}) for i in ROWS],
 }
 
