@@ -271,7 +271,7 @@ def test_a_run_that_has_just_begun_has_a_report(whole, tmp_path):
 
 def test_the_rewards_of_turns_are_told(whole, tmp_path):
     turns, each = [((0, 1), (2, 3))] * 2, [(0.5, 1.0), (0.25, -1.0)]
-    responses = tiny.trajectories([[7]] * 2, [[2, 3, 4]] * 2, turns=turns, turn_rewards=each)
+    responses = tiny.trajectories([[7]] * 2, [[2, 3, 4], [2, 3, 5]], turns=turns, turn_rewards=each)
     numbers = {name: np.ones((2, 2), np.float32) for name in ("old", "new")}
     shutil.rmtree(whole / "tokens")
     kept.write(whole, 5, tiny.groups(responses, [Reward(1.0, True)] * 2), ["a"], numbers)
