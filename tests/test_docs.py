@@ -63,7 +63,7 @@ def test_every_snippet_is_tested():
     found = {name: len(re.findall("```python", text)) for name, text in PAGES.items()}
     tested = ELSEWHERE | {
         "README.md": 2,
-        "objectives.md": 3,
+        "objectives.md": 4,
         "own-task.md": 2,
         "models.md": 3,
         "environments.md": 5,
@@ -88,8 +88,13 @@ def test_a_shape_of_two_kinds_is_one_of_its_family():
     assert (again.kind_of, again.head_dim) == ((0, 0, 0, 0, 0, 1), 32)
 
 
+def test_a_teacher_is_a_field_of_a_config():
+    space = run("objectives.md", 1)
+    assert isinstance(space["teacher"], jl.Pretrained)
+
+
 def test_a_new_surrogate_takes_a_step(capsys):
-    space = run("objectives.md", 2)
+    space = run("objectives.md", 3)
     assert int(space["state"].step) == 1
     assert float(space["metrics"]["grad_norm"][0]) > 0
     assert "'policy'" in capsys.readouterr().out
@@ -97,7 +102,7 @@ def test_a_new_surrogate_takes_a_step(capsys):
 
 def test_an_objective_of_your_own_goes_into_a_config_that_is_there(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (path := tmp_path / "mine.py").write_text(text := snippet("objectives.md", 1))
+    (path := tmp_path / "mine.py").write_text(text := snippet("objectives.md", 2))
     assert text.count("\n") <= 10
     made = configs.build(configs.load(path), path, floor=-3.0)
     data = TokenData(mask=np.ones((1, 2), bool), old_logp=np.asarray([[-2.0, -4.0]]))

@@ -545,7 +545,7 @@ def test_a_user_task_is_one_small_file(tmp_path, caplog):
         ("no/such/file.py:task", "", "", "does not exist"),
         ("sums.py:task", "class Sums:", "class Sums", "line 5: SyntaxError"),
         ("sums.py:task", "task = Sums()", "task = Sum()", "line 18: NameError"),
-        ("sums.py:task", "def reward", "def rewards", "has no 'reward'"),
+        ("sums.py:task", "def reward", "def rewarded", "has no 'reward'"),
         ("sums.py:task", "test = [(5, b) for b in range(5)]", "test = iter('ab')", "'test' needs a length"),
         ("sums.py:task", "def prompt(self, example):", "prompt = 1\n    def x(self, example):", "not a function"),
     ],

@@ -92,7 +92,7 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "objective=Objective(lambda reward, seen: reward))", "not that of the tokens"),
         (REPLACE + "task=lambda folder: open('/nowhere'))", "the task cannot be made: "),
         (TASK + "def reward(self, e, r): return 0", "config: task: it has no 'prompt'"),
-        (TASK + "def prompt(self, e): return 'a'\n  def rewards(self, e, r): return 0", "it has no 'reward'"),
+        (TASK + "def prompt(self, e): return 'a'\n  def rewarded(self, e, r): return 0", "it has no 'reward'"),
         (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return [1]",
          "not a str or a list of messages"),
         (TASK + "def reward(self, e, r): return 0\n  def prompt(self, e): return e['q']",
