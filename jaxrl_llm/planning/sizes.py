@@ -20,8 +20,10 @@ from jaxrl_llm.rollouts.native import padded
 ROOM = 0.95  # of a device's memory that is filled by choice: a plan does not see fragmentation
 COARSEST = 16  # packed micro-batches at least: the last one used is computed whole, however empty
 ON_A_CPU = 4096  # tokens of a micro-batch there: more make it no faster
-LIMITED = {"prefill": "slots", "decode": "slots", "score": "microbatches", "update": "microbatches"}
-LIMITED["teacher"] = LIMITED["score"]
+LIMITED = {
+    **dict.fromkeys(("prefill", "decode"), "slots"),
+    **dict.fromkeys(("score", "update", "teacher"), "microbatches"),
+}
 
 
 def fitted(
