@@ -3,6 +3,7 @@
     jaxrl-llm train grpo --model Qwen/Qwen2.5-0.5B-Instruct --data openai/gsm8k:main --reward math
     jaxrl-llm train grpo --model Qwen/Qwen3-0.6B --data mine.jsonl --reward my.py:reward --lora 32 --length 2048
     jaxrl-llm train grpo --model Qwen/Qwen3-0.6B --data mine.jsonl --teacher Qwen/Qwen3-8B
+    jaxrl-llm train grpo --model Qwen/Qwen3-4B --data mine.jsonl --teacher Qwen/Qwen3-4B --hint-column solution
     jaxrl-llm plan  grpo --model Qwen/Qwen2.5-0.5B-Instruct --data mine.jsonl --on h100x1
 
 How many responses are sampled and learned from at a time follows from the memory of the devices. 1e-6 for all
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Evaluation, Pretrained
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import qwen2
@@ -43,6 +45,7 @@ def config(
     chat: bool | None = None,
     objective: recipes.Name | None = None,
     teacher: str = "",
+    hint_column: str = "",
     alpha: float = 0.0,
     eta: float = 0.0,
     lora: int = 0,
@@ -82,6 +85,7 @@ def config(
         chat: put questions into the model's chat template; if not given, where it has one.
         objective: a published one, by its name; if not given, grpo, and distillation with a teacher.
         teacher: a folder or hub name of a larger model with the same tokens, which the other learns from.
+        hint_column: of what the teacher's prompt has besides, such as a solution: so a model can teach itself.
         alpha: strength of Advantage Reweighting (0.1 to 0.3; 0 switches it off).
         eta: the probability that separates Lopti's two stages (0.5; 0 switches it off).
         lora: rank of adapters, which are then trained in place of the weights; 0 for none.
@@ -100,6 +104,10 @@ def config(
         bfloat16: compute in bfloat16; weights and optimizer are float32.
         seed: of the order of the data and of sampling.
     """
+    if hint_column and not teacher:
+        raise UserError(
+            "--hint-column is for a teacher: name it by --teacher, be it the model itself"
+        )
     made = recipes.BY_NAME[objective or ("distillation" if teacher else "grpo")](length)
     adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
     return Config(
@@ -111,6 +119,7 @@ def config(
             held_out=held_out,
             prompt_column=prompt_column,
             answer_column=answer_column,
+            hint_column=hint_column,
             system=system,
             instruction=instruction,
             judge=judges.of_flags(judge, judge_model, judge_rubric, folder, ranks=judge_ranks),

@@ -72,8 +72,9 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
     )
     given = [Reward(float(r), bool(r)) for r in np.asarray(rewards[0]).flat]
     with jax.set_mesh(model.mesh):
-        batch, reward = step.batch(tiny.groups(responses[0], given, n=4))
-        scores, _ = step.score(state.params, batch)
+        groups = tiny.groups(responses[0], given, n=4)
+        batch, reward = step.batch(groups)
+        scores, _ = step.score(state.params, batch, groups)
         after, _ = step.update(state, step.credit(batch, reward, **scores))
     jax.tree.map(np.testing.assert_array_equal, after, states[0])
     assert int(after.step) == 1

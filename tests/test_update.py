@@ -336,8 +336,9 @@ def test_a_step_with_a_teacher_is_that_of_torch(tmp_path):
         ours, objective, optimizer, tiny.collator(pack=True, microbatches=2), tiny.mesh_of(), state,
         teacher=partial(score, theirs),
     )  # fmt: skip
-    batch, reward = step.batch(tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4))
-    scores, described = step.score(state.params, batch)
+    groups = tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4)
+    batch, reward = step.batch(groups)
+    scores, described = step.score(state.params, batch, groups)
     after, _ = step.update(state, step.credit(batch, reward, **scores))
     want = dict(np.load(tmp_path / "gradient.npz"))
     np.testing.assert_allclose(described["kl_teacher"], want.pop("kl_teacher"), atol=1e-5)
@@ -346,6 +347,39 @@ def test_a_step_with_a_teacher_is_that_of_torch(tmp_path):
     for name, gradient in want.items():
         np.testing.assert_allclose(found[name], gradient, atol=1e-5, err_msg=name)
     assert max(np.abs(x).max() for x in want.values()) > 1e-2
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_teacher_with_prompts_of_its_own_scores_the_same_tokens_after_them(pack):
+    """Turns of an environment too; without a prompt of its own it reads the policy's."""
+    sampled, rng = tiny.responses(3), np.random.default_rng(4)
+    last = sampled[-1]
+    ends = max(1, len(last.tokens) // 2), len(last.tokens)
+    sampled[-1] = dataclasses.replace(last, turns=((0, 1), ends))
+    prompts = {i: rng.integers(0, 96, i + 5).tolist() for i in range(2)}
+    policy, params = tiny.policy()
+    score = partial(update.make_score(policy), params)
+    state, optimizer = update.init_state(params, OPTIMIZER), OPTIMIZER
+    made = partial(
+        tiny.step, Policy(qwen2.graph(tiny.SHAPE)[0]), recipes.distillation(14), optimizer,
+        tiny.collator(pack=pack, microbatches=2), tiny.mesh_of(), state, teacher=score,
+    )  # fmt: skip
+    groups = tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4, examples=[0, 1])
+
+    def teacher_logp(**how):
+        step = made(**how)
+        batch, _ = step.batch(groups)
+        scores, _ = step.score(state.params, batch, groups)
+        return np.asarray(batch.layout.to_rows(scores["teacher_logp"])), np.asarray(batch.mask)
+
+    found, mask = teacher_logp(teacher_prompts=lambda some: [prompts[one] for one in some])
+    told = [dataclasses.replace(x, prompt=prompts[i // 4]) for i, x in enumerate(sampled)]
+    alone = tiny.collator()(told)
+    want = np.asarray(alone.layout.to_rows(score(alone.inputs)))
+    assert (mask == alone.mask[:, : mask.shape[1]]).all()
+    np.testing.assert_allclose(found[mask], want[alone.mask], atol=1e-5)
+    untold, _ = teacher_logp()
+    assert np.abs(untold - found)[mask].max() > 0.1
 
 
 def test_ids_that_a_teacher_has_no_room_for_count_as_its_last():

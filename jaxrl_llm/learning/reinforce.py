@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import metrics, update
-from jaxrl_llm.learning.batch import Batch, Collator
+from jaxrl_llm.learning.batch import Batch, Collator, Layout
 from jaxrl_llm.learning.groups import Group, rewards, trajectories
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
@@ -30,8 +30,9 @@ class Step:
     """A step of reinforcement between the responses and the new state.
 
     `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
-    are not trained. `teacher(inputs)` are the log-probs of another model. With `sampler_ratios`
-    `old_logp` is the sampler's. `learned_from` says which responses count.
+    are not trained. `teacher(inputs)` are the log-probs of another model, asked by `teacher_prompts`
+    of examples, or as the policy. With `sampler_ratios` `old_logp` is the sampler's. `learned_from`
+    says which responses count.
     """
 
     programs: Programs
@@ -41,6 +42,7 @@ class Step:
     reference: Any = None
     frozen: Any = None
     teacher: Callable[[Any], jax.Array] | None = None
+    teacher_prompts: Callable[[Sequence[Any]], Sequence[Sequence[int]]] | None = None
     sampler_ratios: bool = False
     drop_constant_groups: bool = False
 
@@ -51,11 +53,16 @@ class Step:
         reward = np.asarray([[r.score for r in group.rewards] for group in groups], np.float32)
         return batch, sharding.replicated(reward, self.mesh)
 
-    def score(self, params: Any, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of `TokenData` by the policy, its reference and its teacher, and metrics of them."""
+    def score(
+        self, params: Any, batch: Batch, groups: Sequence[Group]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Fields of `TokenData` by the policy, its reference and its teacher, and metrics of them.
+
+        `batch` is that of the `groups`.
+        """
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
-        teacher = self.teacher and self.teacher(batch.inputs)
+        teacher = self.teacher and self._taught(self.teacher, batch, groups)
         old = _of_sampler(batch) if self.sampler_ratios else now.logp
         data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
@@ -76,6 +83,18 @@ class Step:
 
         return tokens.token_stats(self.objective, self._scores, self.mesh)
 
+    def _taught(self, teacher: Any, batch: Batch, groups: Sequence[Group]) -> jax.Array:
+        """The teacher's log-probs in the model's layout."""
+        if self.teacher_prompts is None:
+            return teacher(batch.inputs)
+        prompts = self.teacher_prompts([group.example for group in groups])
+        asked = [
+            replace(group, trajectories=tuple(replace(one, prompt=p) for one in group.trajectories))
+            for group, p in zip(groups, prompts, strict=True)
+        ]
+        theirs, _ = self.batch(asked)
+        return _as_laid_out(teacher(theirs.inputs), theirs.layout, batch.layout)
+
     def _scores(self, trained: Any, inputs: Any) -> Any:
         return self.programs.score(merge_params(trained, self.frozen), inputs)
 
@@ -84,6 +103,12 @@ class Step:
 def _of_sampler(batch: Batch) -> jax.Array:
     """The sampler's log-probs in the model's layout."""
     return batch.layout.to_bins(batch.sampler_logp)
+
+
+@jax.jit
+def _as_laid_out(x: jax.Array, now: Layout, then: Layout) -> jax.Array:
+    """What is said of the same tokens in another layout of them."""
+    return then.to_bins(now.to_rows(x))
 
 
 @jax.jit

@@ -202,7 +202,7 @@ def compiled(
 
     def credited(sample: list[Group]) -> tuple[dict[str, Credited], Tokens]:
         batch, reward = training.batch(sample)
-        scores, _ = training.score(params, batch)
+        scores, _ = training.score(params, batch, sample)
         by_variant = {name: make(batch, reward, **scores) for name, make in credit.items()}
         rows = np.asarray(batch.layout.in_rows)
         mask = rows >= 0

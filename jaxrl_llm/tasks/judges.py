@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Judge:
         key = os.environ.get(KEY)
         self._client = httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
         self._lock = threading.Lock()
-        self._marks = _read(cache) if cache and cache.exists() else {}
+        self._kept = _read(cache) if cache and cache.exists() else {}
 
     def __call__(self, question: Question, response: str) -> Reward:
         answer = f"<response>\n{_shown(response)}\n</response>"
@@ -89,17 +89,12 @@ class Judge:
         listed = "".join(
             f'<response number="{i}">\n{text}\n</response>\n' for i, text in enumerate(texts, 1)
         )
-        scores = self._scores(question, listed, _RANKED, partial(_places, len(texts)), len(texts))
+        scores = self._scores(question, listed, _RANKED, partial(_places, len(texts)))
         each = dict(zip(texts, scores, strict=True))
         return [Reward(x, x >= 0.5) for x in (each[_shown(response)] for response in responses)]
 
     def _scores(
-        self,
-        question: Question,
-        answers: str,
-        how: str,
-        read: Callable[[str], list[float]],
-        count: int = 1,
+        self, question: Question, answers: str, how: str, read: Callable[[str], list[float]]
     ) -> list[float]:
         """The scores that `read` finds in what the judge says, or those that are kept."""
         truth = "".join(f"<reference>\n{one}\n</reference>\n" for one in question.truths[:1])
@@ -107,18 +102,18 @@ class Judge:
         rubric = {"role": "system", "content": self._rubric}
         messages = [rubric, {"role": "user", "content": asked + how}]
         body = {"model": self._model, "messages": messages, "temperature": 0}
-        names = [_digest(json.dumps([self._url, body, *([i] if i else [])])) for i in range(count)]
-        if not {*names} <= {*self._marks}:
-            self._keep(dict(zip(names, read(self._reply(body)), strict=True)))
-        return [self._marks[name] for name in names]
+        name = _digest(json.dumps([self._url, body]))
+        if name not in self._kept:
+            self._keep(name, read(self._reply(body)))
+        return self._kept[name]
 
-    def _keep(self, marks: Mapping[str, float]) -> None:
+    def _keep(self, name: str, scores: list[float]) -> None:
         with self._lock:
-            self._marks |= marks
+            self._kept[name] = scores
             if self._cache:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a") as file:  # at once: processes share the file
-                    file.write("".join(f"{name} {mark:.4f}\n" for name, mark in marks.items()))
+                    file.write(f"{name} {' '.join(f'{score:.4f}' for score in scores)}\n")
 
     def _reply(self, body: dict[str, Any]) -> str:
         """The judge's answer; a ConnectionError if it says nothing in time, or refuses."""
@@ -171,10 +166,11 @@ def _places(count: int, text: str) -> list[float]:
     return [round(1 - best_first.index(i) / (count - 1), 4) for i in range(1, count + 1)]
 
 
-def _read(cache: Path) -> dict[str, float]:
-    """Marks by the hash of what was asked; a line may be torn."""
-    whole = re.compile(r"^(\w{64}) ([01]\.\d{4})$", re.MULTILINE)
-    return {name: float(mark) for name, mark in whole.findall(cache.read_text())}
+def _read(cache: Path) -> dict[str, list[float]]:
+    """Scores by the hash of what was asked; a line may be torn."""
+    whole = re.compile(r"^(\w{64})((?: [01]\.\d{4})+)\n", re.MULTILINE)
+    found = whole.findall(cache.read_text())
+    return {name: [*map(float, scores.split())] for name, scores in found}
 
 
 def of_flags(

@@ -15,6 +15,7 @@ from jaxrl_llm.tasks.task import (
     Source,
     Task,
     TaskExample,
+    TeacherPrompter,
     check_members,
 )
 
@@ -49,6 +50,8 @@ class Mixture:
             self.environment = lambda one, tokenizer: one.task.environment(one.example, tokenizer)
         if all(isinstance(task, Demonstrator) for task in self.tasks.values()):
             self.demonstration = lambda one: one.task.demonstration(one.example)
+        if any(isinstance(task, TeacherPrompter) for task in self.tasks.values()):
+            self.teacher_prompt = self._teacher_prompt
 
     @staticmethod
     def _check(name: str, task: Task[Any], weight: float) -> None:
@@ -79,6 +82,10 @@ class Mixture:
 
     def prompt(self, one: TaskExample) -> Prompt:
         return one.task.prompt(one.example)
+
+    def _teacher_prompt(self, one: TaskExample) -> Prompt:
+        tells = isinstance(one.task, TeacherPrompter)
+        return one.task.teacher_prompt(one.example) if tells else self.prompt(one)
 
     def reward(self, one: TaskExample, response: str) -> Reward:
         return one.task.reward(one.example, response)

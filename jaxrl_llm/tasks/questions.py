@@ -22,6 +22,7 @@ INSTRUCTIONS = {  # by the first reward that has one
     "tagged": "Think between <think> and </think>, then give the answer between <answer> and </answer>.",
     "exact": "Say nothing but the answer.",
 }
+HINTED = "A response to it that is right:\n{}\n\nNow respond in your own words."
 HELD_OUT = (
     200  # questions to test on where there is no test split, or a tenth of them if that is less
 )
@@ -42,15 +43,19 @@ class Questions:
     name: str = "questions"
 
     def prompt(self, example: Question) -> Prompt:
-        question = example.prompt
+        return self._asked(example.prompt)
+
+    def teacher_prompt(self, example: Question) -> Prompt:
+        return self._asked(example.prompt, example.hint and HINTED.format(example.hint))
+
+    def _asked(self, question: tables.Asked, more: str = "") -> Prompt:
         messages = (
             [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         )
-        if self.instruction and self.instruction not in messages[-1]["content"]:
-            messages[-1] = {
-                **messages[-1],
-                "content": f"{messages[-1]['content']}\n\n{self.instruction}",
-            }
+        text = messages[-1]["content"]
+        instruction = "" if self.instruction in text else self.instruction
+        text = "\n\n".join(part for part in (text, more, instruction) if part)
+        messages[-1] = {**messages[-1], "content": text}
         if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages[0]["content"] if isinstance(question, str) and not self.system else messages
@@ -95,6 +100,7 @@ def task(
     held_out: int = HELD_OUT,
     prompt_column: str = "",
     answer_column: str = "",
+    hint_column: str = "",
     system: str = "",
     instruction: str | None = None,
     judge: rewards.Scored | None = None,
@@ -116,7 +122,7 @@ def task(
         raise UserError("--reward: two have one name, and would be one field of the metrics")
     by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
-    columns |= {"needs": by_name[:1], "choice": "choice" in specs}
+    columns |= {"hint_column": hint_column, "needs": by_name[:1], "choice": "choice" in specs}
     trained, tested = _files(source, test)
     train = questions(trained, **columns)
     if tested:
@@ -140,6 +146,7 @@ def questions(
     *,
     prompt_column: str = "",
     answer_column: str = "",
+    hint_column: str = "",
     needs: Sequence[str] = (),
     choice: bool = False,
 ) -> list[Question]:
@@ -149,7 +156,11 @@ def questions(
         for number, row in enumerate(tables.rows(path)):
             where = f"{path}, row {number}"
             try:
-                placed.append((where, _question(row, prompt_column, answer_column, needs, choice)))
+                question = _question(row, prompt_column, answer_column, needs, choice)
+                if hint_column:
+                    named = tables.column(row, hint_column, (), "--hint-column")
+                    question = replace(question, hint=str(row[named]))
+                placed.append((where, question))
             except (UserError, TypeError, KeyError, IndexError) as error:
                 raise UserError(f"{where}: {error}") from error
     if not placed:

@@ -201,11 +201,15 @@ def _printed_list(text: str) -> list[str] | str:
 
 @dataclass(frozen=True)
 class Question:
-    """The prompt (a text, or messages), the answers that are right, and the row it comes from."""
+    """The prompt (a text, or messages), the answers that are right, and the row it comes from.
+
+    `hint` is what only a teacher is told.
+    """
 
     prompt: Asked
     truths: tuple[str, ...]
     row: Row = field(compare=False, repr=False)
+    hint: str = ""
 
 
 def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:

@@ -97,6 +97,16 @@ class Demonstrator(Protocol[E_contra]):
     def demonstration(self, example: E_contra, /) -> str | Sequence[str]: ...
 
 
+@runtime_checkable
+class TeacherPrompter(Protocol[E_contra]):
+    """A task that tells a teacher more than the policy, as a worked answer: it has a prompt of its own.
+
+    By it the model before training can teach itself.
+    """
+
+    def teacher_prompt(self, example: E_contra, /) -> Prompt: ...
+
+
 Reply = Step | Awaitable[Step | Callable[[], Step]]
 
 

@@ -22,6 +22,7 @@ from jaxrl_llm.tasks.task import (
     Reward,
     Step,
     Task,
+    TeacherPrompter,
     check_members,
 )
 
@@ -277,9 +278,13 @@ class WithTools:
         self.task, self.tools, self.whole = task, tools, whole
         if isinstance(task, Demonstrator):
             self.demonstration = task.demonstration
+        if isinstance(task, TeacherPrompter):
+            self.teacher_prompt = lambda example: self._asked(task.teacher_prompt(example))
 
     def prompt(self, example: Any) -> _Asked:
-        prompt = self.task.prompt(example)
+        return self._asked(self.task.prompt(example))
+
+    def _asked(self, prompt: Prompt) -> _Asked:
         asked = _Asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         asked.prompt, asked.tools = prompt, self.tools
         return asked

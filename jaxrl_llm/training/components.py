@@ -32,6 +32,8 @@ from jaxrl_llm.tasks.task import (
     RewardSettings,
     Source,
     Task,
+    TaskExample,
+    TeacherPrompter,
     as_text,
     check_members,
 )
@@ -142,6 +144,18 @@ class Components:
         program = teacher_score(scorer, self.config.sampling.temperature)
         return partial(program, self.placed(params))
 
+    @property
+    def teacher_prompts(self) -> Callable[[Sequence[Any]], list[list[int]]] | None:
+        """The token ids of the prompts that the teacher has of its own; None if it reads the policy's."""
+        task = self.task
+        if self.teacher is None or not isinstance(task, TeacherPrompter):
+            return None
+        read = self.teacher.tokenizer.prompt
+        ask = userfile.user_code("a teacher's prompt cannot be made")(
+            lambda example: read(task.teacher_prompt(example))
+        )
+        return lambda examples: [*map(ask, examples)]
+
     def placed(self, params: Any) -> Any:
         """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
         return sharding.to_hosts(params) if self.config.offloads("reference") else params
@@ -192,9 +206,12 @@ class Components:
     ) -> tuple[list[int], list[int], list[tuple[int, float]]]:
         """Places to train on and for validation, and the parts of the former, a task after the other."""
         shares = self.task.shares if isinstance(self.task, Mixture) else {"": 1.0}
+        by_task: dict[str, list[int]] = {name: [] for name in shares}
+        for i in range(len(learned)):
+            example = learned[i]
+            by_task[example.name if isinstance(example, TaskExample) else ""].append(i)
         trained, validation = dict[str, list[int]](), list[int]()
-        for name, share in shares.items():
-            places = [i for i in range(len(learned)) if not name or learned[i].name == name]
+        for (name, share), places in zip(shares.items(), by_task.values(), strict=True):
             count = round(share * self.config.evaluation.validation)
             train, aside = _set_aside([learned.texts[i] for i in places], count, name)
             trained[name] = [places[i] for i in train]
@@ -246,6 +263,7 @@ class Components:
             reference=reference,
             frozen=self.frozen,
             teacher=self._score_by_teacher,
+            teacher_prompts=self.teacher_prompts,
             sampler_ratios=config.ratios == "sampler",
             drop_constant_groups=config.drop_constant_groups,
         )
@@ -354,14 +372,17 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
     fit: dict[int, Prompt] = {}
+    for_teacher = components.teacher_prompts or (lambda examples: [[]])
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, name)
-        if 0 < length <= limit:
+        [theirs] = for_teacher([source[i]])
+        longer, whose = max((length, ""), (len(theirs), " for the teacher"))
+        if length > 0 and longer <= limit:
             fit[i] = prompt
         elif config.long_prompts == "refuse":
             raise UserError(
-                f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: {raised}, or set "
-                "long_prompts to 'skip'"
+                f"{name} example {i} has a prompt of {longer} tokens{whose}, the limit is 1 to {limit}: "
+                f"{raised}, or set long_prompts to 'skip'"
             )
     skipped = len(source) - len(fit)
     if not fit:  # with the reason, or one would look for the fault in the data

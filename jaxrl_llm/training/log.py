@@ -14,16 +14,18 @@ from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.journal import REINFORCE, WARM_START, Journal
 from jaxrl_llm.training.terminal import duration
 
-_SHOWN = {  # columns of the line of a step: title, width, form
-    "loss": ("loss", 9, ".3f"),
-    "reward": ("reward", 8, ".2f"),
-    "accuracy": ("accuracy", 10, ".0%"),
-    "length": ("length", 8, ",.0f"),
-    "kl_reference": ("KL", 9, ".4f"),
-    "time/tokens_per_second": ("tokens/s", 11, ",.0f"),
-    "time/step": ("s/step", 9, ".2f"),
+_SECONDS = ("s/step", 9, ".2f", "time/step")
+_COLUMNS = {  # of the line of a step: title, width, form, and the figure, the first one that a step has
+    WARM_START: (("loss", 9, ".3f", "loss"), _SECONDS),
+    REINFORCE: (
+        ("reward", 8, ".2f", "reward"),
+        ("accuracy", 10, ".0%", "accuracy"),
+        ("length", 8, ",.0f", "length"),
+        ("KL", 9, ".4f", "kl_reference", "kl_teacher"),
+        ("tokens/s", 11, ",.0f", "time/tokens_per_second"),
+        _SECONDS,
+    ),
 }
-_COLUMNS = {WARM_START: ("loss", "time/step"), REINFORCE: tuple(_SHOWN)[1:]}
 _HEAD = 25  # lines after which the titles are said again
 _PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
 _RECENT = 10  # steps whose mean time tells how long the rest will take
@@ -121,19 +123,17 @@ class RunLog:
             return
         self._next_line = time.monotonic() + _PACE
         recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
-        columns = [(name, *_SHOWN[name]) for name in _COLUMNS[self._phase]]
+        columns = _COLUMNS[self._phase]
         if self._lines % _HEAD == 0:
-            titles = "".join(f"{title:>{width}}" for _, title, width, _ in columns)
+            titles = "".join(f"{title:>{width}}" for title, width, *_ in columns)
             self.journal.say(f"{self._title:<13}{titles}{'left':>12}")
         self._lines += 1
-        if "kl_teacher" in values:
-            values = {"kl_reference": values["kl_teacher"], **values}
-        cells = [
-            f"{format(float(values[name]), form) if name in values else '-':>{width}}"
-            for name, _, width, form in columns
-        ]
+        cells = ""
+        for _, width, form, *names in columns:
+            there = [format(float(values[name]), form) for name in names if name in values]
+            cells += f"{there[0] if there else '-':>{width}}"
         left = duration(self._left(done, fmean(recent))) if recent else "-"
-        self.journal.say(f"{f'{done}/{total}':>13}{''.join(cells)}{left:>12}")
+        self.journal.say(f"{f'{done}/{total}':>13}{cells}{left:>12}")
 
     def _left(self, done: int, seconds: float) -> float:
         """The rest of the phase at so many seconds a step, with its evaluations if one is known."""

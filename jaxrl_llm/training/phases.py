@@ -165,7 +165,9 @@ class Reinforcement:
         with log.phase("collate"):
             batch, reward = self._learn.batch(groups)  # [B, T], or packed in bins; [P, G]
         with log.phase("score"):  # the trainer's own log-probs, and the reference's
-            scores, described = jax.block_until_ready(self._learn.score(state.params, batch))
+            scores, described = jax.block_until_ready(
+                self._learn.score(state.params, batch, groups)
+            )
             reinforce.require_our_policy(groups, step, described, self._rollouts.sampler.tolerance)
         with log.phase("update"):
             # credit is all that is constant in the parameters: advantages and weights

@@ -67,8 +67,9 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
             reference=reference,
         )  # fmt: skip
         rewards = [Reward(x, x == 1.0) for x in SCORES]
-        batch, reward = programs.batch(tiny.groups(responses, rewards, n=4))
-        seen, _ = programs.score(state.params, batch)
+        groups = tiny.groups(responses, rewards, n=4)
+        batch, reward = programs.batch(groups)
+        seen, _ = programs.score(state.params, batch, groups)
         credited = programs.credit(batch, reward, **seen)
         state, _ = programs.update(state, credited)
         numbers = programs.token_stats(state.params, batch, reward, credited, ROWS)

@@ -63,10 +63,11 @@ def server():
 
 
 def test_responses_are_ranked_in_one_request(server, tmp_path):
-    """Equal ones are one; a resumed run asks for nothing anew, whatever their order."""
+    """Equal ones are one; a resumed run asks for nothing anew, whatever their order, but for what is torn."""
     server.answers = ["All are fine.\nRanking: 2, 3, 1"]
     said = ["<think>no</think>b", "a", "c", "a"]
-    judge = judges.Judge(server.url, "m", cache=tmp_path / "judged.txt")
+    cache = tmp_path / "judged.txt"
+    judge = judges.Judge(server.url, "m", cache=cache)
     got = dict(zip(said, judge.ranks(ASKED, said), strict=True))
     [(_, _, body)] = server.asked
     asked = body["messages"][1]["content"]
@@ -77,9 +78,12 @@ def test_responses_are_ranked_in_one_request(server, tmp_path):
     for response, reward in got.items():
         place = best.index(response[-1])
         assert (reward.score, reward.correct) == (1 - place / 2, place < 2)
-    again = judges.Judge(server.url, "m", cache=tmp_path / "judged.txt")
-    assert again.ranks(ASKED, said[::-1]) == [got[one] for one in said[::-1]]
-    assert len(server.asked) == 1
+    for torn, asked in ((0, 1), (1, 2), (7, 3)):  # bytes that a crash took, and questions in all
+        cache.write_bytes(cache.read_bytes()[: -torn or None])
+        again = judges.Judge(server.url, "m", cache=cache)
+        assert again.ranks(ASKED, said[::-1]) == [got[one] for one in said[::-1]]
+        assert len(server.asked) == asked
+        cache.write_bytes(cache.read_bytes().splitlines(keepends=True)[-1])
     server.answers = ["Score: 7"]
     assert judge.ranks(ASKED, ["a", "a"]) == [Reward(0.7, True)] * 2  # alone it is marked
 

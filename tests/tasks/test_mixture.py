@@ -16,7 +16,13 @@ from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.tasks.task import Demonstrator, Interactive, Reward, score_responses
+from jaxrl_llm.tasks.task import (
+    Demonstrator,
+    Interactive,
+    Reward,
+    TeacherPrompter,
+    score_responses,
+)
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import tables
 from jaxrl_llm.training.components import Components
@@ -123,7 +129,7 @@ def test_who_answers_for_an_example():
     assert (MIXED.prompt(small), MIXED.prompt(large)) == ("0", str(large.example))
     scored = score_responses(MIXED, [small, small, large], ["0", "1", str(large.example)])
     assert [one.score for one in scored] == [2.0, 0.0, 1.0]
-    assert not isinstance(MIXED, Interactive | Demonstrator)
+    assert not isinstance(MIXED, Interactive | Demonstrator | TeacherPrompter)
     shown = Numbers([1]), Numbers([2])
     for i, task in enumerate(shown):
         task.demonstration = lambda example, i=i: f"{i}: {example}"
@@ -134,6 +140,9 @@ def test_who_answers_for_an_example():
         (0, 1, "words"),
         (1, 2, "words"),
     ]
+    shown[1].teacher_prompt = lambda example: f"{example} is 2"
+    told: Any = Mixture({"a": (shown[0], 1), "b": (shown[1], 1)})
+    assert [*map(told.teacher_prompt, told.train)] == ["1", "2 is 2"]
 
 
 PLAYED: Any = SimpleNamespace(

@@ -11,6 +11,7 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.config import load, shipped
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.tasks import questions, rewards
@@ -82,6 +83,23 @@ def test_a_spreadsheet_is_read(tmp_path):
     [first, second] = questions.questions([path], needs=["math"])
     assert (first.prompt, first.truths) == ("6 * 7,\nby head?", ("42",))
     assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
+
+
+def test_a_teacher_is_told_what_a_column_says(tmp_path):
+    """Behind the question and before the instruction; nothing changes for the policy."""
+    row = {"question": "6 * 7?", "answer": "42", "solution": "6 * 7 = 42"}
+    path = written(tmp_path, [row] * 4, "mine.jsonl")
+    plain, made = questions.task(path), questions.task(path, hint_column="solution")
+    [one, *_] = made.train
+    assert made.prompt(one) == plain.prompt(plain.train[0]) == plain.teacher_prompt(plain.train[0])
+    instruction = questions.INSTRUCTIONS["math"]
+    right = questions.HINTED.format("6 * 7 = 42")
+    assert made.teacher_prompt(one) == f"6 * 7?\n\n{right}\n\n{instruction}"
+    with pytest.raises(UserError, match=r"row 0: no proof among question, .*--hint-column"):
+        questions.task(path, hint_column="proof")
+    config = load(shipped() / "grpo.py")
+    with pytest.raises(UserError, match="--hint-column is for a teacher: name it by --teacher"):
+        config("m", path, hint_column="solution")
 
 
 def lines(*rows):

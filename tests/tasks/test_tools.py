@@ -20,6 +20,7 @@ from jaxrl_llm.tasks.task import (
     Interactive,
     Reward,
     RewardSettings,
+    TeacherPrompter,
     check_members,
 )
 from jaxrl_llm.tasks.tools import Toolbox, hermes, llama, words
@@ -615,7 +616,10 @@ def test_a_task_with_tools_is_a_task():
     assert isinstance(task, Interactive)
     assert isinstance(task, Demonstrator)
     assert task.demonstration((1, 2)) == "3"
-    assert not isinstance(TOOLS.for_task(Sums()), Demonstrator)
+    assert not isinstance(TOOLS.for_task(Sums()), Demonstrator | TeacherPrompter)
+    told = Polite()
+    told.teacher_prompt = lambda example: "3"
+    assert TOOLS.for_task(told).teacher_prompt((1, 2)).token_ids(WORDS) == WORDS.prompt("3")
     assert (task.name, task.test) == ("sums", [(5, 6)])
 
 

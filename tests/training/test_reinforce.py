@@ -94,8 +94,9 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     )  # fmt: skip
 
     def step(state, rewards):
-        batch, reward = programs.batch(graded(*rewards))
-        scores, described = programs.score(state.params, batch)
+        groups = graded(*rewards)
+        batch, reward = programs.batch(groups)
+        scores, described = programs.score(state.params, batch, groups)
         state, visits = programs.update(state, programs.credit(batch, reward, **scores))
         return state, reinforce.describe_update(visits, described, {})
 
@@ -130,8 +131,9 @@ def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
             Policy(), Objective(advantages.grpo), optimizer, Collator(8, 14, round_to=4), MESH, state,
             sampler_ratios=its_own,
         )  # fmt: skip
-        batch, _ = programs.batch(graded(*[RIGHT, WRONG] * 4))
-        old = batch.layout.to_rows(programs.score(state.params, batch)[0]["old_logp"])
+        groups = graded(*[RIGHT, WRONG] * 4)
+        batch, _ = programs.batch(groups)
+        old = batch.layout.to_rows(programs.score(state.params, batch, groups)[0]["old_logp"])
         assert np.array_equal(old, batch.sampler_logp) == its_own
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +130,13 @@ def test_a_teacher_of_other_tokens_is_refused_by_the_first_of_them(tmp_path):
     make(*words, *map(str, range(90, 170)))
     components = Components.make(config)
     assert components.teacher.shape.vocab_size > components.shape.vocab_size
+    assert components.teacher_prompts is None
+    telling = SimpleNamespace(**vars(components.task), teacher_prompt=lambda puzzle: "and " * 50)
+    with pytest.raises(UserError, match="skipped for prompts of more than"):
+        replace(components, task=telling).splits  # noqa: B018
+    strict = replace(components, task=telling, config=replace(config, long_prompts="refuse"))
+    with pytest.raises(UserError, match="has a prompt of 50 tokens for the teacher, the limit is"):
+        strict.splits  # noqa: B018
     longer = replace(config, collate=replace(config.collate, response_length=1000))
     with pytest.raises(UserError, match="reads 256 tokens, and prompt and response may have 1040"):
         Components.make(longer).teacher  # noqa: B018
