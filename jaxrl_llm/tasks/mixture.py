@@ -84,8 +84,9 @@ class Mixture:
         return one.task.prompt(one.example)
 
     def _teacher_prompt(self, one: TaskExample) -> Prompt:
-        tells = isinstance(one.task, TeacherPrompter)
-        return one.task.teacher_prompt(one.example) if tells else self.prompt(one)
+        if isinstance(one.task, TeacherPrompter):
+            return one.task.teacher_prompt(one.example)
+        return self.prompt(one)
 
     def reward(self, one: TaskExample, response: str) -> Reward:
         return one.task.reward(one.example, response)
