@@ -64,7 +64,7 @@ def test_every_snippet_is_tested():
     tested = ELSEWHERE | {
         "README.md": 2,
         "objectives.md": 4,
-        "own-task.md": 2,
+        "own-task.md": 3,
         "models.md": 3,
         "environments.md": 5,
         "tokens.md": 1,
@@ -407,6 +407,14 @@ def test_several_tasks_are_one():
     space = run("own-task.md", 1, dict(tasks))
     assert space["task"].shares == pytest.approx({"sums": 0.7, "capitals": 0.3})
     assert space["evaluation"].best_by in space["task"].tasks
+
+
+def test_a_receiver_is_asked_for_when_it_is_needed(tmp_path):
+    public.write_model(tmp_path / "receiver")
+    task = types.SimpleNamespace(name="sums", train=[1], test=[2], prompt=str, reward=min)
+    space = run("own-task.md", 2, {"sums": task, "folder": tmp_path / "receiver"})
+    assert space["task"].weight == 0.5
+    assert space["receiver"]().tokenizer.encode("one two") == [2, 3]
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -107,7 +107,7 @@ def _of_sampler(batch: Batch) -> jax.Array:
 
 @jax.jit
 def _as_laid_out(x: jax.Array, now: Layout, then: Layout) -> jax.Array:
-    """What is said of the same tokens in another layout of them."""
+    """Numbers of the same tokens, from one layout into another."""
     return then.to_bins(now.to_rows(x))
 
 

@@ -71,7 +71,7 @@ class Judge:
         key = os.environ.get(KEY)
         self._client = httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
         self._lock = threading.Lock()
-        self._kept = _read(cache) if cache and cache.exists() else {}
+        self._answers = _read(cache) if cache and cache.exists() else {}
 
     def __call__(self, question: Question, response: str) -> Reward:
         answer = f"<response>\n{_shown(response)}\n</response>"
@@ -103,13 +103,13 @@ class Judge:
         messages = [rubric, {"role": "user", "content": asked + how}]
         body = {"model": self._model, "messages": messages, "temperature": 0}
         name = _digest(json.dumps([self._url, body]))
-        if name not in self._kept:
+        if name not in self._answers:
             self._keep(name, read(self._reply(body)))
-        return self._kept[name]
+        return self._answers[name]
 
     def _keep(self, name: str, scores: list[float]) -> None:
         with self._lock:
-            self._kept[name] = scores
+            self._answers[name] = scores
             if self._cache:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a") as file:  # at once: processes share the file

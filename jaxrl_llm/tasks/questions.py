@@ -43,12 +43,12 @@ class Questions:
     name: str = "questions"
 
     def prompt(self, example: Question) -> Prompt:
-        return self._asked(example.prompt)
+        return self._messages(example.prompt)
 
     def teacher_prompt(self, example: Question) -> Prompt:
-        return self._asked(example.prompt, example.hint and HINTED.format(example.hint))
+        return self._messages(example.prompt, example.hint and HINTED.format(example.hint))
 
-    def _asked(self, question: tables.Asked, more: str = "") -> Prompt:
+    def _messages(self, question: tables.Asked, more: str = "") -> Prompt:
         messages = (
             [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         )

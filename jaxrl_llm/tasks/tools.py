@@ -279,12 +279,12 @@ class WithTools:
         if isinstance(task, Demonstrator):
             self.demonstration = task.demonstration
         if isinstance(task, TeacherPrompter):
-            self.teacher_prompt = lambda example: self._asked(task.teacher_prompt(example))
+            self.teacher_prompt = lambda example: self._naming_tools(task.teacher_prompt(example))
 
     def prompt(self, example: Any) -> _Asked:
-        return self._asked(self.task.prompt(example))
+        return self._naming_tools(self.task.prompt(example))
 
-    def _asked(self, prompt: Prompt) -> _Asked:
+    def _naming_tools(self, prompt: Prompt) -> _Asked:
         asked = _Asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         asked.prompt, asked.tools = prompt, self.tools
         return asked

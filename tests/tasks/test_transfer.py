@@ -1,0 +1,155 @@
+"""Rewards for what another model makes of the beginning of a response."""
+
+import importlib.util
+import json
+import pathlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import numpy as np
+import pytest
+
+import jaxrl_llm as jl
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import tokenizer
+from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, score_groups
+from jaxrl_llm.tasks.tools import Toolbox
+from jaxrl_llm.tasks.transfer import Receiver, Transfer, served
+from tests import public
+
+WORDS = tokenizer.of_words(["so", "then", *map(str, range(10)), "wrong"])
+
+
+class Last:
+    """Right is a response that ends with the example; a third of a point for each `so`."""
+
+    name, train, test = "last", [1, 2], [3]
+
+    def prompt(self, example):
+        return f"then {example}"
+
+    def reward(self, example, response):
+        right = response.split()[-1:] == [str(example)]
+        return Reward(right + response.count("so") / 3, right, {"so": response.count("so")})
+
+
+def receiving(said, asked):
+    """A receiver that says this, and notes what it was asked."""
+
+    def go_on(prompt, begun):
+        asked.append((prompt, begun))
+        return [f"{WORDS.decode(part)} {more}" for part, more in zip(begun, said, strict=True)]
+
+    return lambda: Receiver(WORDS, go_on)
+
+
+def test_a_right_answer_of_the_receiver_is_worth_its_weight():
+    """Beside the task's own reward, which alone says what is right; it reads the prompt, and a part each."""
+    asked = []
+    task = Transfer(Last(), receiving(["1", "wrong", "1"], asked), weight=0.5)
+    responses = ["so so 1", "so 1", "then 2"]
+    [group] = score_groups(task, [1], [responses], RewardSettings())
+    assert group == [
+        Reward(1 + 2 / 3 + 0.5, True, {"so": 2, "transfer": 1.0}),
+        Reward(1 + 1 / 3, True, {"so": 1, "transfer": 0.0}),
+        Reward(0.5, False, {"so": 0, "transfer": 1.0}),
+    ]
+    [(prompt, begun)] = asked
+    assert prompt == WORDS.prompt("then 1")
+    for part, whole in zip(begun, map(WORDS.encode, responses), strict=True):
+        assert part == whole[: len(part)]
+    score_groups(task, [1], [responses], RewardSettings())
+    assert asked[1] == asked[0]  # as in a run that goes on
+    [[alone]] = score_groups(task, [1], [["so 1"]], RewardSettings())
+    assert alone == Last().reward(1, "so 1")
+    assert len(asked) == 2
+
+
+def test_cuts_are_uniform_and_of_prompt_number_and_seed():
+    task = Transfer(Last(), lambda: pytest.fail("it was made"))
+    tokens = [*range(9)]
+    counts = np.bincount([len(task.begun("p", i, tokens)) for i in range(9000)], minlength=10)
+    assert counts[9] <= 3  # all of it where the draw is 1 alone
+    assert ((counts[:9] > 900) & (counts[:9] < 1100)).all()
+    lengths = [len(task.begun(p, 0, [*range(10**6)])) for p in ("p", "q")]
+    other = len(Transfer(Last(), lambda: None, seed=1).begun("p", 0, [*range(10**6)]))
+    assert len({*lengths, other}) == 3
+
+
+def test_a_task_without_texts_to_grade_is_refused():
+    class Together(Last):
+        def rewards(self, example, responses):
+            return []
+
+    def add(a: int) -> int:
+        """Adds.
+
+        Args:
+            a: Any.
+        """
+        return a
+
+    for task in (Together(), Toolbox([add]).for_task(Last())):
+        with pytest.raises(UserError, match="transfer: the task grades no response alone"):
+            Transfer(task, lambda: None)
+    assert isinstance(Transfer(Last(), lambda: None), GradesGroups)
+
+
+class Completes(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, self.headers["Authorization"], body))
+        said = [{"index": i, "text": f" {i}"} for i in range(len(body["prompt"]))]
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": said[::-1]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    made = HTTPServer(("127.0.0.1", 0), Completes)
+    made.asked, made.status = [], 200
+    Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def test_a_server_goes_on_with_token_ids(server, monkeypatch):
+    monkeypatch.setenv("JAXRL_RECEIVER_KEY", "sk-secret")
+    url = f"http://127.0.0.1:{server.server_port}"
+    receiver = served(url, "larger", WORDS, max_tokens=7)
+    begun = [WORDS.encode("so then"), []]
+    assert receiver.go_on([5, 6], begun) == ["so then 0", " 1"]
+    [(path, key, body)] = server.asked
+    assert (path, key) == ("/v1/completions", "Bearer sk-secret")
+    assert body == {
+        "model": "larger",
+        "prompt": [[5, 6, *begun[0]], [5, 6]],
+        "max_tokens": 7,
+        "temperature": 0,
+    }
+    server.status = 401
+    with pytest.raises(ConnectionError, match="refuses: status 401") as error:
+        receiver.go_on([5], begun)
+    assert "sk-secret" not in str(error.value)
+
+
+def test_the_embedded_engine_goes_on_as_the_model_does(tmp_path):
+    """Its own greedy response, cut anywhere, is gone on with to the same end."""
+    public.write_model(tmp_path)
+    path = pathlib.Path(__file__).parents[2] / "configs" / "rltr.py"
+    spec = importlib.util.spec_from_file_location("rltr", path)
+    config = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config)
+    words, go_on = config.embedded(str(tmp_path), 12)
+    model, prompt = jl.load(tmp_path), words.prompt("one two")
+    [one] = jl.generate(model, [prompt], jl.Sampling(temperature=0.0, max_tokens=12))
+    begun = [one.tokens[:n] for n in range(4)]
+    for n, text in enumerate(go_on(prompt, begun)):
+        assert text.startswith(one.text)
+        assert len(words.encode(text)) == (12 + n if not one.finished else len(one.tokens) - 1)
