@@ -43,6 +43,7 @@ class Group:
     @property
     def is_constant(self) -> bool:
         """True if no two graded rewards differ, in float32; never where it has one response."""
+        # in the precision that they are learned from: what differs in a later digit has no advantage
         scores = np.asarray([r.score for r in self.rewards if r.graded], np.float32)
         return len(self.trajectories) > 1 and not (len(scores) and scores.max() > scores.min())
 
@@ -82,12 +83,14 @@ class Pending:
     @property
     def is_there(self) -> bool:
         """True if this process has all of its responses."""
+        # asked before the groups are sampled too, when there is no response yet to be done
         whole = lambda one: one.done() and not one.cancelled() and one.exception() is None
         return bool(self.responses) and all(map(whole, self.responses))
 
     def group(self) -> Group:
         """The group of its responses, which are there; episodes have their reward."""
         made = [response.result() for response in self.responses]
+        # those of a checkpoint have no environment any more, and their reward already
         if self.replies is not None:
             made = [_rewarded(one, self.replies, i) for i, one in enumerate(made, self.first)]
         return Group(self.example, tuple(made))
@@ -101,6 +104,7 @@ class Pending:
 
     def put(self, group: Group) -> None:
         """Has these responses, which were sampled before."""
+        # as the sampler would give them, so that nobody has to know which came from a checkpoint
         self.responses = [Future() for _ in group.trajectories]
         for response, one in zip(self.responses, group.trajectories, strict=True):
             response.set_result(one)
@@ -130,6 +134,7 @@ class TokenTask:
     ) -> list[Pending]:
         """Groups to sample, shared out among the processes."""
         prompts = self.prompts(examples)
+        # all processes make all of them, so that each knows the order without being told
         rows = zip(places, examples, prompts, _owners(prompts), seeds, strict=True)
         return [Pending(*row) for row in rows]
 
@@ -139,11 +144,13 @@ class TokenTask:
         """Asks for `n` responses to each group that is this process's; one call a seed."""
         mine, replies = [one for one in groups if one.is_mine], None
         if mine and isinstance(self.task, Interactive):
+            # one for the whole call: its threads and its count of errors are shared by all groups
             replies = self._episodes([one.example for one in mine for _ in range(n)])
         # numbers of responses to equal prompts go over a call: one seed, one call
         first = 0
         for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
             asked, how = [*some], replace(sampling, seed=seed)
+            # a sampler numbers the responses of a call from 0, the environments those of all calls
             reply = replies and partial(_reply, replies, first)
             made = sampler.submit([one.prompt for one in asked], n=n, sampling=how, reply=reply)
             for i, one in enumerate(asked):
@@ -154,9 +161,11 @@ class TokenTask:
         """This process's of these groups, once they are there; episodes have their reward."""
         mine = [one for one in groups if one.is_mine]
         try:
+            # all at once: the embedded engine samples while it is waited for, and fills its slots best so
             sampler.wait([response for one in mine for response in one.responses])
             return [one.group() for one in mine]
         finally:
+            # a stop or an error ends the environments too, which may hold processes
             for one in mine:
                 if one.replies is not None:
                     one.replies.end(len(one.responses))
@@ -180,6 +189,7 @@ class TokenTask:
         self, examples: Sequence[Any], turns: Sequence[str | Sequence[str]]
     ) -> list[Trajectory]:
         """Episodes in which the policy says these turns, or this one, each with its end."""
+        # limits are the collator's to enforce: a demonstration that is too long is counted there
         endless = Sampling(max_tokens=2**31, max_turns=2**31)
         drafts = [Draft(endless, prompt) for prompt in self.prompts(examples)]
         with self._episodes(examples) as reply:
@@ -208,6 +218,7 @@ class TokenTask:
 
     def grade(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with the rewards of all responses; StopRequested on a stop."""
+        # episodes were graded as they went, and groups of a checkpoint before it
         if all(one.reward is not None for one in trajectories(groups)):
             return [*groups]
         texts = [[self.tokenizer.decode(x.tokens) for x in group.trajectories] for group in groups]
@@ -230,6 +241,7 @@ class TokenTask:
     ) -> list[Group]:
         """Graded responses to all examples, in all processes; StopRequested if one was asked to stop."""
         groups = self._of_one_seed(examples, sampling)
+        # in one function, so that a process that fails or is stopped in either is waited for by none
         work = lambda: self.grade(self._sample(sampler, groups, n, sampling))
         return together(groups, work, stop)
 
@@ -315,6 +327,7 @@ def unpack(payload: bytes) -> list[Group]:
     with np.load(io.BytesIO(payload), allow_pickle=False) as found:
         part = dict(found)
     rest, ends = json.loads(part["rest"].tobytes()), np.cumsum(part["lengths"])
+    # JSON knows lists alone, and groups are compared
     spans = lambda pairs: tuple((start, end) for start, end in pairs)
     flat = iter(
         Trajectory(

@@ -78,6 +78,7 @@ class Components:
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         definition, _ = qwen2.graph(shape, config.compute)  # shapes alone: nothing is allocated
         folder = storage.local(data)  # a task may download into it, so it is pushed afterwards
+        # code of the user's, which may raise anything: it is told as one line with their file and line
         with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
@@ -138,6 +139,7 @@ class Components:
         """Log-probs by the teacher, whose parameters are read."""
         if self.teacher is None:
             return None
+        # read when the step is made and not before: a plan and a dry run have no room for it
         folder, shape, _ = self.teacher
         params = hf.load(folder, shape, self.mesh, self.config.compute.dtype)
         scorer = Policy(qwen2.graph(shape, self.config.compute)[0])
@@ -181,6 +183,7 @@ class Components:
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
         learned = readable(self, _read_once(self.task.train), "training")
         test = askable(self, _read_once(self.task.test))
+        # by prompt and not by example: two examples may ask the same
         train, validation, parts = self._divided(learned)
         # a run that goes on has to have the same data, wherever it comes from
         checksum = hashlib.sha256()
@@ -243,6 +246,7 @@ class Components:
 
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""
+        # else a device would have nothing to do in the last micro-batch
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
     def imitation(self, like: update.TrainState) -> imitate.Step:
@@ -367,10 +371,12 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     # both phases read the same examples, so the longest response of the two decides
     responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
     # positions end where the model's do, and rows where the collator's do
+    # not below 0, or a message would name a limit that nobody understands
     limit = max(0, min(config.collate.prompt_length, longest - max(responses)))
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
+    # prompts are made once, here: the checksum and the search for overlaps read them again
     fit: dict[int, Prompt] = {}
     for_teacher = components.teacher_prompts or (lambda examples: [[]])
     for i in range(len(source)):
@@ -422,6 +428,7 @@ def askable(components: Components, source: Source[E]) -> Prompted[E]:
     response, prompts = config.collate.response_length, []
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, "test")
+        # never skipped: an accuracy on fewer examples could not be compared
         prompts.append(prompt)
         if not 0 < length <= whole - response:
             raise UserError(

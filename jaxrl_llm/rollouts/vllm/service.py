@@ -46,6 +46,7 @@ class Turn:
             return True
         if self.reply is None:
             return False
+        # the environment sees the whole turn, whatever parts it was sampled in
         start, end = self.draft.turns[-1]
         turn = self.draft.tokens[start:end], self.draft.logps[start:end]
         reply = await asyncio.wrap_future(self.reply(*turn))
@@ -220,6 +221,7 @@ class Service:
             heapq.heappush(self._waiting, (order, turn))
         elif isinstance(error := task.exception(), NoAnswer):
             heapq.heappush(self._waiting, (next(self._order), turn))
+            # no more for it until it is prepared anew: the rest would fail of the same cause
             self._limits.pop(server, None)
             if not (failure := self._failures[server]).done():
                 failure.set_exception(error)
@@ -257,6 +259,7 @@ class Service:
         """Fails all responses, or without an error calls them off."""
         for turn in [*self._unfinished]:
             if error is None:
+                # before `_end`, which then finds that nobody wants it
                 turn.response.cancel()
             self._end(turn, error)
         self._waiting.clear()
