@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.models.qwen2 import Delta as Delta
     from jaxrl_llm.models.qwen2 import LayerKind as LayerKind
     from jaxrl_llm.models.qwen2 import Lora as Lora
-    from jaxrl_llm.models.qwen2 import Mixture as Mixture
+    from jaxrl_llm.models.qwen2 import MoE as MoE
     from jaxrl_llm.models.qwen2 import Shape as Shape
     from jaxrl_llm.objectives import Objective as Objective
     from jaxrl_llm.objectives import recipes as recipes
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from jaxrl_llm.rollouts.sampler import Sampling as Sampling
     from jaxrl_llm.start import grpo as grpo
     from jaxrl_llm.tasks import builders as builders
+    from jaxrl_llm.tasks.mixture import Mixture as Mixture
+    from jaxrl_llm.training.run import Session as Session
     from jaxrl_llm.training.run import train as train
 
 __version__ = "0.1.0"
@@ -54,13 +56,14 @@ _HOMES = {  # module: the public names it defines
     "jaxrl_llm.errors": ("UserError",),
     "jaxrl_llm.learning.batch": ("Collator",),
     "jaxrl_llm.model": ("Model", "Response", "generate", "load", "token_logps"),
-    "jaxrl_llm.models.qwen2": ("Compute", "Delta", "LayerKind", "Lora", "Mixture", "Shape"),
+    "jaxrl_llm.models.qwen2": ("Compute", "Delta", "LayerKind", "Lora", "MoE", "Shape"),
     "jaxrl_llm.objectives": ("Objective",),
     "jaxrl_llm.rollouts.engines": ("Native", "Vllm"),
     "jaxrl_llm.rollouts.sampler": ("Sampling",),
     "jaxrl_llm.reward": ("Reward",),
     "jaxrl_llm.start": ("grpo",),
-    "jaxrl_llm.training.run": ("train",),
+    "jaxrl_llm.tasks.mixture": ("Mixture",),
+    "jaxrl_llm.training.run": ("Session", "train"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted([*_MODULES, *_HOME])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -15,7 +15,7 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import families, logprobs, qwen2, sharding
-from jaxrl_llm.models.qwen2 import Delta, LayerKind, Mixture
+from jaxrl_llm.models.qwen2 import Delta, LayerKind, MoE
 from jaxrl_llm.objectives import Objective, advantages, kl
 from jaxrl_llm.objectives import token_data as per_response
 from jaxrl_llm.rollouts.trajectory import Trajectory
@@ -47,8 +47,8 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
     ),
     "qwen3": shape(family="qwen3", biases=(), norms_of_heads=True, head_size=32),
     "qwen3 with biases": shape(family="qwen3", biases=ALL, norms_of_heads=True, kinds=(YARN,)),
-    "qwen3_moe": shape(**MOE, mixture=Mixture(8, 2, 48), head_size=32),
-    "qwen3_moe of six": shape(**MOE, mixture=Mixture(6, 3, 40, rescaled=False)),
+    "qwen3_moe": shape(**MOE, mixture=MoE(8, 2, 48), head_size=32),
+    "qwen3_moe of six": shape(**MOE, mixture=MoE(6, 3, 40, rescaled=False)),
     "llama": shape(family="llama", biases=(), kinds=(LLAMA3,), tied=False),
     "llama with biases": shape(family="llama", biases=(*ALL, *families.MLP)),
     "mistral": shape(family="mistral", biases=(), kinds=(LayerKind(1e4, 7),), tied=False),

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.qwen2 import Delta, LayerKind, Mixture, Shape
+from jaxrl_llm.models.qwen2 import Delta, LayerKind, MoE, Shape
 
 SIZES = {  # fields of a Shape that are whole numbers, by their names in config.json
     "vocab_size": "vocab_size",
@@ -305,7 +305,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     return out
 
 
-def _mixture(read: "_Reader") -> Mixture:
+def _mixture(read: "_Reader") -> MoE:
     """The experts of every layer; some layers without are refused, as no public model has them."""
     for key, only in (
         ("decoder_sparse_step", 1),
@@ -318,7 +318,7 @@ def _mixture(read: "_Reader") -> Mixture:
     number, chosen = read.number("num_experts", older), read.number("num_experts_per_tok", 8)
     read.require(chosen <= number, f"num_experts_per_tok {chosen} of {number} experts cannot be")
     size = read.number("moe_intermediate_size", 768)
-    return Mixture(number, chosen, size, read.truth("norm_topk_prob", False))
+    return MoE(number, chosen, size, read.truth("norm_topk_prob", False))
 
 
 def _delta(read: "_Reader") -> Delta:
@@ -623,7 +623,7 @@ PRESETS = {
     "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, 8, tied=False),
     "Qwen3-30B-A3B": _preset(
         "qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, tied=False, head_size=128,
-        kinds=(LayerKind(1e6),), max_length=40_960, mixture=Mixture(128, 8, 768),
+        kinds=(LayerKind(1e6),), max_length=40_960, mixture=MoE(128, 8, 768),
     ),
     "Qwen3.5-27B": _qwen3_5(5120, 17_408, 64, 24, 4, heads=48, tied=False),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),

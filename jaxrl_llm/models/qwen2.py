@@ -99,12 +99,12 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoE:
     """So many `experts` in place of a layer's MLP, each `size` wide; a token is sent to `chosen`.
 
     They are weighted by the softmax over all experts, divided by the chosen ones' sum if `rescaled`.
 
-    >>> mixture = jl.Mixture(experts=8, chosen=2, size=32)
+    >>> mixture = jl.MoE(experts=8, chosen=2, size=32)
     >>> jl.Shape(64, 128, 384, 4, 4, 2, tied=False, mixture=mixture).mixture.chosen
     2
     """
@@ -194,7 +194,7 @@ class Shape:
     norms_after: bool = False
     norm_offset: bool = False
     scaled_embedding: bool = False
-    mixture: Mixture | None = None
+    mixture: MoE | None = None
     lora: Lora | None = None
     rotary_size: int | None = None
     gated: bool = False
@@ -418,7 +418,7 @@ class MLP(nnx.Module):
 class Experts(nnx.Module):
     """A router and MLPs: the sum of the chosen ones, by their weights; see `models/experts.py`."""
 
-    def __init__(self, shape: Shape, mixture: Mixture, *, rngs: nnx.Rngs):
+    def __init__(self, shape: Shape, mixture: MoE, *, rngs: nnx.Rngs):
         self.gate = Linear((mixture.experts,), (shape.hidden_size,), bias=False, rngs=rngs)
 
         @nnx.split_rngs(splits=mixture.experts)
@@ -442,7 +442,7 @@ class Experts(nnx.Module):
         return experts.apply_experts(route, apply, x, live, *weights)
 
 
-def choice(logits: Float[Array, "R L E"], mixture: Mixture):
+def choice(logits: Float[Array, "R L E"], mixture: MoE):
     """The experts of each token and their weights, `[R,L,K]` both."""
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), mixture.chosen)
     return chosen, weights / weights.sum(-1, keepdims=True) if mixture.rescaled else weights

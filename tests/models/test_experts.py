@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models import experts, qwen2, sharding
-from jaxrl_llm.models.qwen2 import Mixture
+from jaxrl_llm.models.qwen2 import MoE
 from tests import tiny
 
-MIXTURE = Mixture(8, 3, 24)
+MIXTURE = MoE(8, 3, 24)
 SHAPE = tiny.shape(family="qwen3_moe", biases=(), norms_of_heads=True, mixture=MIXTURE)
 
 

@@ -12,7 +12,7 @@ import transformers
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import delta, families, hf, primitives, qwen2, tokenizer
-from jaxrl_llm.models.qwen2 import LayerKind, Mixture
+from jaxrl_llm.models.qwen2 import LayerKind, MoE
 from tests import tiny
 from tests.reference import peer
 
@@ -25,8 +25,8 @@ BROKEN = [  # a field of each feature, and what it would be without it
     ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, ramp=None),)}),
     ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, ramp=(16.0, 1.0, 4096)),)}),
     ("qwen3 with biases", {"kinds": (dataclasses.replace(YARN, ramp=(32.0, 4.0, 4096)),)}),
-    ("qwen3_moe", {"mixture": Mixture(8, 1, 48)}),
-    ("qwen3_moe", {"mixture": Mixture(8, 2, 48, rescaled=False)}),
+    ("qwen3_moe", {"mixture": MoE(8, 1, 48)}),
+    ("qwen3_moe", {"mixture": MoE(8, 2, 48, rescaled=False)}),
     ("llama", {"kinds": (LayerKind(1e4),)}),
     ("llama", {"kinds": (dataclasses.replace(LLAMA3, bands=None),)}),
     ("mistral", {"kinds": (LayerKind(1e4, 8),)}),
