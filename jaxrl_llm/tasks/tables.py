@@ -256,14 +256,14 @@ def answer_of(row: Row, wanted: str = "") -> Any:
     """The truth of a row: a column, verl's `reward_model`, or the assistant's last message."""
     if not wanted and isinstance(row.get("reward_model"), Mapping):
         return row["reward_model"].get("ground_truth")
-    said = row.get("messages")
+    messages = row.get("messages")
     try:
         answer = row[column(row, wanted, ANSWERS, "--answer-column")]
         aliases = None if wanted else row.get("answer_aliases")  # MuSiQue's
         return [answer, *truths(aliases)] if aliases else answer
     except UserError:
-        if not wanted and said and said[-1]["role"] == "assistant":
-            return said[-1]["content"]
+        if not wanted and messages and messages[-1]["role"] == "assistant":
+            return messages[-1]["content"]
         raise
 
 
