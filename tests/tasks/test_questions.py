@@ -436,6 +436,7 @@ def test_a_reward_has_a_name(spec, truth, response, score, fields):
         (["in the city of Lima, Peru"], "Lima", 0, 1 / 3),  # 1 of 5 and 1: 2 / 6
         (["new york new york"], "New York", 0, 2 / 3),  # a word counts as often as it is there
         (["new york"], "york new york new", 0, 2 / 3),
+        (["new york new york"], "new new york york city", 0, 8 / 9),
         (["Małgorzata Braunek"], "małgorzata braunek", 1, 1),
         (["Beyoncé"], "Beyonce", 0, 0),
         (["Ÿ"], "ÿ", 1, 1),

@@ -155,6 +155,9 @@ def test_the_processes_end_with_the_run(tmp_path, indexes, ending):
         pids = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         if ending == "waits":
             assert len(pids) == 2
+            maps = [pathlib.Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+            assert any("data.csc.index.npy" in one for one in maps)  # the index stays on disk
+            assert not any("jaxlib" in one for one in maps)  # which would take the accelerator
             run.send_signal(signal.SIGKILL)
         run.wait()
     for _ in range(1200):
