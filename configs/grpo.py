@@ -69,7 +69,7 @@ def config(
     Args:
         model: a Hugging Face folder or hub name.
         data: a parquet, JSONL, JSON or CSV file, or owner/name[:config[:split]] at the hub.
-        reward: math, exact, choice, tagged, regex:PATTERN, or FILE.py:FUNCTION; the sum of several; math
+        reward: math, exact, choice, tagged, em, f1, regex:PATTERN, or FILE.py:FUNCTION; the sum of several; math
             where there is no judge.
         weights: of the rewards, one each, and of the judge, if there is one, the last.
         test: as data, to test on; else the hub's test split, or questions that are held out.

@@ -21,6 +21,7 @@ from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import TokenData, kl, losses, partition, recipes
 from jaxrl_llm.objectives.token_data import sampler
+from jaxrl_llm.tasks import retrieval
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -235,6 +236,43 @@ def test_the_people_of_calculator_are_what_the_config_says():
     assert known.tokenizer.decode(asked.tokens) == ("calculate 3 7 * 8 5 ; <eos> 3 1 4 5 3 1 4 5")
     assert not known.try_reward((37, 85), "3 1 4 6").correct
     assert max(map(len, known.prompts(pairs))) == 6
+
+
+def test_the_people_of_search_qa_are_what_the_config_says(tmp_path, monkeypatch):
+    """Three in five guess at once, of the others three in five after a search, and two searches are right."""
+    monkeypatch.setattr(retrieval, "INDEXES", tmp_path / "indexes")
+    search_qa = load("search_qa")
+    made = search_qa.config()
+    task = made.task(tmp_path)
+    known = TokenTask(task, tokenizer.of_words(made.model.words))
+    asked = [task.train[i] for i in range(0, len(task.train), 4)]
+    turns = [search_qa.person(question, 0.6) for question in asked]
+    rewards = [known.try_reward(one, said) for one, said in zip(asked, turns, strict=True)]
+    shares = [sum(len(said) == n for said in turns) / len(turns) for n in (1, 2, 3)]
+    assert shares == pytest.approx([0.6, 0.24, 0.16], abs=0.06)
+    assert all(one.correct for one, said in zip(rewards, turns, strict=True) if len(said) == 3)
+    guessed = [one.correct for one, said in zip(rewards, turns, strict=True) if len(said) < 3]
+    assert sum(guessed) / len(guessed) < 0.15  # one in sixteen
+    assert sum(reward.fields["tool_errors"] for reward in rewards) == 0
+    assert max(map(len, known.prompts(asked))) <= made.collate.prompt_length
+    texts = {question.prompt for question in task.train} & {one.prompt for one in task.test}
+    assert not texts
+
+
+def test_search_qa_takes_questions_and_a_corpus_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval, "INDEXES", tmp_path / "indexes")
+    files = load("search_qa").world(tmp_path, 3)
+    flags = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": files["train"], "test": files["test"]}
+    made = load("search_qa").config(**flags, corpus=files["texts"], reward=("f1",), lora=8)
+    task = made.task(tmp_path)
+    assert (len(task.test), made.warm_start, made.model.lora.rank) == (300, None, 8)
+    assert made.model.chat is None  # the template, which tells of the tool
+    assert "between <answer> and </answer>" in task.prompt(task.test[0])[0]["content"]
+    assert [*task.tools.schemas] == ["search"]
+    with pytest.raises(UserError, match="a corpus or the URL of a server"):
+        load("search_qa").config(**flags).task(tmp_path)
+    with pytest.raises(UserError, match="are for a --model"):
+        load("search_qa").config(corpus=files["texts"])
 
 
 def test_the_last_number_of_a_sum_counts():

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -21,6 +21,9 @@ INSTRUCTIONS = {  # by the first reward that has one
     "choice": "Think about each choice, and end with the letter of the right one within \\boxed{}.",
     "tagged": "Think between <think> and </think>, then give the answer between <answer> and </answer>.",
     "exact": "Say nothing but the answer.",
+    **dict.fromkeys(
+        ("em", "f1"), "Think, then give the answer, in a few words, between <answer> and </answer>."
+    ),
 }
 HINTED = "A response to it that is right:\n{}\n\nNow respond in your own words."
 HELD_OUT = (
@@ -180,7 +183,7 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     def at_hub(source: str) -> tuple[tables.HubData, str]:
         """The data set `owner/name[:config[:split]]`, and that split."""
         name, config, split = [*source.split(":", 2), "", ""][:3]
-        return replace(of_hub(name), config=config), split
+        return of_hub(f"{name}:{config}"), split
 
     held = []
     if tables.is_local(source):
@@ -188,12 +191,12 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     else:
         data, split = at_hub(source)
         trained = data.require(split or "train")
-        held = [] if test else data.find("test", "validation")
+        held = [] if test else data.find("test", "dev", "validation")
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:
         data, split = at_hub(test)
-        held = data.require(*([split] if split else ["test", "validation", "train"]))
+        held = data.require(*([split] if split else ["test", "dev", "validation", "train"]))
     return trained, held
 
 

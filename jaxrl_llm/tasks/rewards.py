@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import re
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,6 +30,8 @@ class OfGroup:
         return reward
 
 
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
 
 
@@ -91,6 +95,31 @@ def by_pattern(question: Question, response: str, *, pattern: re.Pattern[str]) -
     return _judged(question, found[-1] if found else None, format=float(bool(found)))
 
 
+def by_words(question: Question, response: str, *, field: str) -> Reward:
+    """EM or F1 (`field`) of the last <answer>...</answer> with the nearest of the answers, as SQuAD has them."""
+    before, closed, _ = final_part(response).rpartition("</answer>")
+    _, there, answer = before.rpartition("<answer>")
+    formed = bool(there and closed)
+    pairs = [(normalised(answer), normalised(truth)) for truth in question.truths if formed]
+    em = any(answer == truth for answer, truth in pairs)
+    f1 = max((_overlap(*pair) for pair in pairs), default=0.0)
+    fields = {"em": float(em), "f1": f1, "format": float(formed)}
+    return Reward(fields[field], em, fields)
+
+
+def normalised(text: str) -> str:
+    """A text in lower case, without punctuation, articles and needless space."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _overlap(answer: str, truth: str) -> float:
+    """F1 of their words; HotpotQA's yes, no and noanswer are like nothing but themselves."""
+    if answer == truth or {answer, truth} & {"yes", "no", "noanswer"}:
+        return float(answer == truth)
+    ours, theirs = Counter(answer.split()), Counter(truth.split())
+    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())
+
+
 def math() -> Scored:
     r"""1 for an answer in `\boxed{}`, or behind `####`, that equals the truth as mathematics."""
     from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict, equals_any
@@ -117,6 +146,8 @@ BY_NAME: dict[str, Callable[[], Scored]] = {
     "exact": lambda: exact,
     "choice": lambda: choice,
     "tagged": lambda: tagged,
+    "em": lambda: partial(by_words, field="em"),
+    "f1": lambda: partial(by_words, field="f1"),
 }
 NEEDS_TRUTH = (*BY_NAME, "regex")
 

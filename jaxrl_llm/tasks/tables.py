@@ -1,8 +1,10 @@
 """Rows of data in files (parquet, JSONL, JSON, CSV) and on the Hugging Face hub, and the questions in them."""
 
 import csv
+import gzip
 import json
 import re
+import zlib
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +22,14 @@ Asked = str | tuple[Mapping[str, str], ...]
 # In the order in which they are looked for. A prompt may hold an instruction of its own, a question does not.
 PROMPTS = ("problem", "question", "prompt", "messages", "query", "instruction")
 ANSWERS = (
-    *("answer", "final_answer", "expected_answer", "ground_truth", "target", "solution"),
+    *("answer", "golden_answers", "possible_answers"),  # the latter are lists
+    *("final_answer", "expected_answer", "ground_truth", "target", "solution"),
     *("answerKey", "label"),
 )
 CHOICES = ("choices", "options")
 LETTERS = "ABCDEFGHIJ"
 _UTF8 = "utf-8-sig"  # with the mark that some programs put first, or without
+_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error, pyarrow.ArrowException)
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
 _BOX = "\\boxed{"
 
@@ -37,13 +41,14 @@ def rows(path: Path) -> list[Any]:
         raise UserError(f"cannot read {path}: its name ends in none of {', '.join(READERS)}")
     try:
         return reader(path)
-    except (OSError, UnicodeDecodeError, csv.Error, pyarrow.ArrowException) as error:
+    except _UNREADABLE as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _json_lines(path: Path) -> list[Any]:
-    lines = path.read_text(encoding=_UTF8).split("\n")  # not splitlines: U+2028 ends no line
-    return [_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding=_UTF8) as lines:  # not splitlines: U+2028 ends no line
+        return [_json(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def _json_list(path: Path) -> list[Any]:
@@ -72,6 +77,7 @@ def _csv(path: Path) -> list[Any]:
 READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
     ".jsonl": _json_lines,
+    ".gz": _json_lines,
     ".json": _json_list,
     ".csv": _csv,
     ".tsv": _csv,
@@ -125,7 +131,8 @@ def of_hub(name: str) -> HubData:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     name, _, config = name.partition(":")
-    kinds = ["*.parquet", "*.jsonl", "*.csv"]
+    words = "*".join(["", *_words(config), ""])  # of a repository of many sets one is wanted
+    kinds = [f"{words}.parquet", f"{words}.jsonl", f"{words}.csv"]
     try:
         folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=kinds))
     except (OSError, ValueError, HfHubHTTPError, HFValidationError) as error:
@@ -144,6 +151,8 @@ def truths(stored: Any) -> tuple[str, ...]:
     if isinstance(stored, str):
         both = _EITHER.fullmatch(stored.strip())
         stored = both.groups() if both else _printed_list(stored)
+    if isinstance(stored, Mapping):  # TriviaQA's, and the truth of Search-R1's rows
+        stored = stored.get("target", [stored.get("value"), *stored.get("aliases", [])])
     items = stored if isinstance(stored, list | tuple) else [stored]
     items = [int(x) if isinstance(x, float) and x.is_integer() else x for x in items]  # 42 of 42.0
     for item in items:
@@ -251,12 +260,14 @@ def answer_of(row: Row, wanted: str = "") -> Any:
     """The truth of a row: a column, verl's `reward_model`, or the assistant's last message."""
     if not wanted and isinstance(row.get("reward_model"), Mapping):
         return row["reward_model"].get("ground_truth")
-    said = row.get("messages")
+    messages = row.get("messages")
     try:
-        return row[column(row, wanted, ANSWERS, "--answer-column")]
+        answer = row[column(row, wanted, ANSWERS, "--answer-column")]
+        aliases = None if wanted else row.get("answer_aliases")  # MuSiQue's
+        return [answer, *truths(aliases)] if aliases else answer
     except UserError:
-        if not wanted and said and said[-1]["role"] == "assistant":
-            return said[-1]["content"]
+        if not wanted and messages and messages[-1]["role"] == "assistant":
+            return messages[-1]["content"]
         raise
 
 

@@ -115,12 +115,14 @@ def _stop_all(workers: Sequence[_Worker]) -> None:
         worker.stop()
 
 
-def serve(answer: Callable[..., str], warm: Callable[[], object] = lambda: None) -> None:
+def serve(
+    answer: Callable[..., str], warm: Callable[[], object] = lambda: None, *, memory: int = _MEMORY
+) -> None:
     """The main loop of a worker: for each question a line, `answer(*question)`; "failed" if it raises.
 
     `warm` is called first: no question's time goes into loading libraries.
     """
-    _limit_memory()
+    _limit_memory(memory)
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
@@ -145,9 +147,9 @@ def limit_time(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, _WALL / 2 * seconds)
 
 
-def _limit_memory() -> None:
+def _limit_memory(most: int) -> None:
     """Caps the address space of this process, on Linux (macOS cannot)."""
     if sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = _MEMORY if hard == resource.RLIM_INFINITY else min(_MEMORY, hard)
+        soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

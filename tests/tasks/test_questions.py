@@ -1,5 +1,8 @@
 """Tables of questions as others publish them: what is asked, what is right; rewards by name and by others."""
 
+import csv
+import gzip
+import io
 import json
 import logging
 import pathlib
@@ -8,6 +11,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
@@ -170,6 +174,64 @@ def test_files_of_others_are_read(tmp_path, caplog, name):
     assert caplog.messages == []
 
 
+# Of sets for agents that search: a row, and all answers that it accepts. The first seven as one repository of many
+# sets has them (id, question, golden_answers, metadata), the others as they were published.
+SEARCHED = {
+    "nq": ({"id": "test_0", "question": "q?", "golden_answers": ["14 December 1972 UTC", "December 1972"]},
+           ("14 December 1972 UTC", "December 1972")),
+    "triviaqa": ({"id": "test_0", "question": "q?", "golden_answers": ["Sinclair Lewis", "Harry Sinclair Lewis"],
+                  "metadata": {}}, ("Sinclair Lewis", "Harry Sinclair Lewis")),
+    "popqa": ({"id": "test_0", "question": "q?", "golden_answers": ["politician", "political leader"],
+               "metadata": {"subj": "George Rankin", "prop": "occupation", "obj": "politician"}},
+              ("politician", "political leader")),
+    "hotpotqa": ({"id": "dev_0", "question": "q?", "golden_answers": ["yes"],
+                  "metadata": {"type": "comparison", "level": "hard",
+                               "supporting_facts": {"title": ["Scott Derrickson"], "sent_id": [0]}}}, ("yes",)),
+    "2wikimultihopqa": ({"id": "dev_0", "question": "q?", "golden_answers": ["Małgorzata Braunek"],
+                         "metadata": {"type": "compositional"}}, ("Małgorzata Braunek",)),
+    "musique": ({"id": "dev_0", "question": "q?", "golden_answers": ["Maria Bello", "Maria Elena Bello"],
+                 "metadata": {"2hop_answer": "no", "answerable": True}}, ("Maria Bello", "Maria Elena Bello")),
+    "bamboogle": ({"id": "test_0", "question": "q?", "golden_answers": ["James K. Polk"]}, ("James K. Polk",)),
+    "verl of search-r1": (
+        {"id": "train_0", "question": "q?", "golden_answers": ["Lima"], "data_source": "nq", "prompt": USER,
+         "reward_model": {"ground_truth": {"target": ["Lima", "Ciudad de los Reyes"]}, "style": "rule"}},
+        ("Lima", "Ciudad de los Reyes")),
+    "nq_open": ({"question": "q?", "answer": ["Lima", "Ciudad de los Reyes"]}, ("Lima", "Ciudad de los Reyes")),
+    "trivia_qa": ({"question": "q?", "question_id": "tc_1", "answer": {
+        "value": "Lima", "aliases": ["Lima", "Lima, Peru"], "type": "Freeform"}}, ("Lima", "Lima, Peru")),
+    "PopQA": ({"question": "q?", "obj": "Lima", "possible_answers": '["Lima", "Zo\\u00eb"]'}, ("Lima", "Zoë")),
+    "MuSiQue": ({"question": "q?", "answer": "Lima", "answer_aliases": ["Lima, Peru"]}, ("Lima", "Lima, Peru")),
+    "Bamboogle": ({"Question": "q?", "Answer": "Lima"}, ("Lima",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("file", ["test.jsonl", "test.parquet", "test.csv"])
+def test_questions_of_search_agents_have_all_their_answers(tmp_path, name, file):
+    row, truths = SEARCHED[name]
+    nested = any(isinstance(x, dict) and x for x in row.values())
+    if file.endswith(".csv") and not nested:  # as a table writes lists
+        table = io.StringIO()
+        csv.writer(table).writerows([row, row.values()])
+        (tmp_path / file).write_text(table.getvalue(), encoding="utf-8")
+    else:
+        file = file.replace("csv", "jsonl")
+        written(tmp_path, [{key: x for key, x in row.items() if x != {}}], file)
+    [one] = questions.questions([tmp_path / file], needs=["em"])
+    assert (one.prompt, one.truths) == ("q?", truths)
+
+
+def test_a_table_may_be_packed(tmp_path):
+    path = tmp_path / "mine.jsonl.gz"
+    path.write_bytes(gzip.compress(lines({"question": "q?", "answer": "Lima"}).encode()))
+    assert [one.truths for one in questions.questions([path])] == [("Lima",)]
+    whole = path.read_bytes()
+    for broken in (whole[:-9], whole[:12] + b"\xff" * 20 + whole[32:], b"{}"):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"cannot read .*mine.jsonl.gz"):
+            questions.questions([path])
+
+
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
@@ -253,6 +315,9 @@ def hub(monkeypatch, folder, files):
         (["train.jsonl", "test.jsonl"], "us/set", [3, 3]),
         (["data/train-0.parquet", "data/train-1.parquet", "data/validation-0.parquet"], "us/set", [6, 3]),
         (["train.jsonl"], "us/set", [2, 1]),
+        (["nq/train.jsonl", "nq/dev.jsonl", "nq/test.jsonl", "popqa/test.jsonl"], "us/set:nq", [3, 3]),
+        (["nq/test.jsonl", "2wikimultihopqa/train.jsonl", "2wikimultihopqa/dev.jsonl"],
+         "us/set:2wikimultihopqa", [3, 3]),
         (["main/train.jsonl", "socratic/train.jsonl"], "us/set:main", [2, 1]),
         (["main/train.jsonl", "main/hard.jsonl"], "us/set:main:hard", [2, 1]),
     ],
@@ -272,9 +337,36 @@ def test_the_hub_is_asked_once_for_a_set_that_is_named_twice(monkeypatch, tmp_pa
     asked = hub(monkeypatch, tmp_path, files[:2] if test == "us/set" else files)
     made = questions.task("us/set:main", test=test)
     assert [len(made.train), len(made.test)] == [3, 3]
-    assert asked == ["us/set"]
+    once = ["us/set"] * (1 if test == "us/set:main:test" else 2)  # for the files of each config
+    assert asked == once
     questions.task("us/set:main", test=test)
-    assert asked == ["us/set"] * 2  # a later task sees what has changed
+    assert asked == once * 2  # a later task sees what has changed
+
+
+def test_of_a_set_at_the_hub_the_files_of_one_config_are_fetched(monkeypatch, tmp_path):
+    there = [
+        "nq/train.jsonl",
+        "nq/test.jsonl",
+        "popqa/test.jsonl",
+        "texts/wiki.jsonl",
+        "nq/notes.md",
+    ]
+    fetched = []
+
+    def download(name, *, allow_patterns, **_):
+        fetched[:] = filter_repo_objects(there, allow_patterns=allow_patterns)
+        for file in fetched:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(lines({"question": "q?", "golden_answers": ["a"]}) * 2)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    questions.task("us/set:nq", ["em"])
+    assert fetched == there[:2]
+    questions.task("us/set:nq", ["em"], test="us/set:popqa:test")
+    assert fetched == ["popqa/test.jsonl"]
+    with pytest.raises(UserError, match="no files of the split 'train' and the config 'popqa'"):
+        questions.task("us/set:popqa", ["em"])
 
 
 @pytest.mark.parametrize(
@@ -347,9 +439,70 @@ def test_a_reward_has_a_name(spec, truth, response, score, fields):
 
 
 @pytest.mark.parametrize(
+    ("truths", "answer", "em", "f1"),
+    [
+        (["Lima"], "Lima", 1, 1),
+        (["Lima"], "  LIMA.\n", 1, 1),
+        (["Lima"], "Quito", 0, 0),
+        (["Lima"], "", 0, 0),
+        (["The Beatles"], "beatles", 1, 1),
+        (["Beatles"], "an (A) the Beatles!", 1, 1),
+        (["Theatre"], "atre", 0, 0),  # no article
+        (["B.B. King"], "bb  king", 1, 1),
+        (["B.B. King"], "B B King", 0, 0.4),  # 1 word of 2 and 3: 2 / 5
+        (["rock'n'roll"], "RocknRoll", 1, 1),
+        (["in the city of Lima, Peru"], "Lima", 0, 1 / 3),  # 1 of 5 and 1: 2 / 6
+        (["new york new york"], "New York", 0, 2 / 3),  # a word counts as often as it is there
+        (["new york"], "york new york new", 0, 2 / 3),
+        (["new york new york"], "new new york york city", 0, 8 / 9),
+        (["Małgorzata Braunek"], "małgorzata braunek", 1, 1),
+        (["Beyoncé"], "Beyonce", 0, 0),
+        (["Ÿ"], "ÿ", 1, 1),
+        (["“Lima”"], "Lima", 0, 0),  # punctuation is that of ASCII
+        (["Quito", "Lima", "city of Lima"], "lima", 1, 1),
+        (["Quito", "city of Lima"], "lima", 0, 0.5),
+        (["1972"], "December 1972", 0, 2 / 3),
+        (["yes"], "Yes.", 1, 1),
+        (["yes"], "yes it is", 0, 0),
+        (["yes it is"], "yes", 0, 0),
+        (["no"], "no, never", 0, 0),
+        (["yes", "yes it is"], "yes it was", 0, 2 / 3),
+        (["noanswer"], "noanswer", 1, 1),
+        (["The The"], "the", 1, 1),  # nothing is left of either
+        (["The The"], "them", 0, 0),
+    ],
+)
+def test_exact_match_and_f1(truths, answer, em, f1):
+    """Worked out by hand, of the text behind the last tag."""
+    for response in (
+        f"<answer>{answer}</answer>",
+        f"<answer>no</answer> <answer>{answer}</answer> so",
+    ):
+        for spec, score in (("em", em), ("f1", f1)):
+            reward = rewards.reward(spec)(asked(*truths), f"<answer>x</think>{response}")
+            assert reward.score == pytest.approx(score)
+            assert reward.correct == bool(em)
+            assert reward.fields == pytest.approx({"em": em, "f1": f1, "format": 1})
+
+
+@pytest.mark.parametrize(
+    "response", ["Lima", "<answer>Lima", "Lima</answer>", "</answer>Lima<answer>", "",
+                 "<answer>Lima</answer></think>"]
+)  # fmt: skip
+@pytest.mark.parametrize("truth", ["Lima", "The"])
+def test_an_answer_without_its_tags_is_none(response, truth):
+    for spec in ("em", "f1"):
+        none = {"em": 0, "f1": 0, "format": 0}
+        assert rewards.reward(spec)(asked(truth), response) == Reward(0, False, none)
+
+
+@pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("maths", "there are math, exact, choice, tagged, regex:PATTERN, and FILE.py:FUNCTION"),
+        (
+            "maths",
+            "there are math, exact, choice, tagged, em, f1, regex:PATTERN, and FILE.py:FUNCTION",
+        ),
         ("regex:(", "no regular expression"),
         ("regex:x", "one group"),
         ("none.py:reward", "reward file 'none.py' does not exist"),
