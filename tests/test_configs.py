@@ -38,7 +38,7 @@ def load(name):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_every_config_builds(path):
     needed = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "owner/name"}
-    made = load(path.stem).config(**needed if path.stem == "grpo" else {})
+    made = load(path.stem).config(**needed if path.stem in ("grpo", "sft") else {})
     assert isinstance(made, Config)
     assert callable(made.task)
 

@@ -31,6 +31,7 @@ from jaxrl_llm.tasks.task import (
     Prompt,
     RewardSettings,
     Source,
+    Supervised,
     Task,
     as_text,
     check_members,
@@ -79,6 +80,10 @@ class Components:
         with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
+        if isinstance(task, Supervised) and (config.steps or not config.warm_start):
+            raise UserError(
+                f"config: the task {task.name!r} is learned by a warm start alone: set warm_start, and steps = 0"
+            )
         names = [*task.shares] if isinstance(task, Mixture) else []
         if (best_by := config.evaluation.best_by) and best_by not in names:
             known = ", ".join(names) or "none, being no mixture"
@@ -142,6 +147,19 @@ class Components:
         program = teacher_score(scorer, self.config.sampling.temperature)
         return partial(program, self.placed(params))
 
+    @property
+    def graded(self) -> bool:
+        """True if responses have rewards; rows to imitate may have none."""
+        return not isinstance(self.task, Supervised) or self.task.graded
+
+    @cached_property
+    def held_out(self) -> imitate.HeldOut:
+        """The loss of the warm start on other rows."""
+        warm = self.config.warm_start
+        assert warm is not None
+        score, collate = update.make_score(self.policy.logp(1.0)), self.collator(warm.collate)
+        return imitate.HeldOut(score, collate, self.mesh, self.frozen, warm.batch)
+
     def placed(self, params: Any) -> Any:
         """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
         return sharding.to_hosts(params) if self.config.offloads("reference") else params
@@ -166,7 +184,9 @@ class Components:
     def splits(self) -> "Splits":
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
         learned = readable(self, _read_once(self.task.train), "training")
-        test = askable(self, _read_once(self.task.test))
+        source = _read_once(self.task.test)
+        supervised = isinstance(self.task, Supervised)
+        test = readable(self, source, "test") if supervised else askable(self, source)
         train, validation, parts = self._divided(learned)
         # a run that goes on has to have the same data, wherever it comes from
         checksum = hashlib.sha256()
@@ -176,9 +196,9 @@ class Components:
         return Splits(
             learned.at(train),
             learned.at(validation),
-            test.source,
+            test.at(range(len(test))),
             parts,
-            learned.skipped,
+            learned.skipped + test.skipped,
             checksum.hexdigest(),
             _overlap(
                 {learned.texts[i] for i in train},
@@ -261,7 +281,7 @@ class Splits(NamedTuple):
     """A task's examples, with `validation` taken out of its training data.
 
     `parts` are the lengths of consecutive parts of `train`, a task each, with their shares of what
-    is drawn. `skipped` training examples have prompts that are too long to learn
+    is drawn. `skipped` examples are too long to learn
     from. `checksum` is that of all prompts and examples, in hex. `overlap` is a warning if test
     prompts are in another split.
     """
@@ -344,7 +364,10 @@ class Prompted(Generic[E]):
 
 
 def readable(components: Components, source: Source[E], name: str) -> Prompted[E]:
-    """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
+    """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`).
+
+    Of rows to imitate it is all of them that has to fit.
+    """
     config, longest = components.config, components.shape.max_length
     # both phases read the same examples, so the longest response of the two decides
     responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
@@ -353,20 +376,26 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
+    task, what = components.task, "prompts"
+    if isinstance(task, Supervised):
+        whole = config.collate.prompt_length + config.collate.response_length
+        limit, what, raised = min(whole, longest), "rows", "raise the lengths"
     fit: dict[int, Prompt] = {}
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, name)
+        if isinstance(task, Supervised):
+            length = imitate.size(imitate.of_row(task, components.tokenizer, source[i]))
         if 0 < length <= limit:
             fit[i] = prompt
         elif config.long_prompts == "refuse":
             raise UserError(
-                f"{name} example {i} has a prompt of {length} tokens, the limit is 1 to {limit}: {raised}, or set "
-                "long_prompts to 'skip'"
+                f"{name} example {i} has a {what[:-1]} of {length} tokens, the limit is 1 to {limit}: {raised}, "
+                "or set long_prompts to 'skip'"
             )
     skipped = len(source) - len(fit)
     if not fit:  # with the reason, or one would look for the fault in the data
         raise UserError(
-            f"the {name} data is empty: {skipped} examples were skipped for prompts of more than "
+            f"the {name} data is empty: {skipped} examples were skipped for {what} of more than "
             f"{limit} tokens"
             if skipped
             else f"the {name} data is empty: it needs at least one example"
