@@ -49,26 +49,16 @@ class Step:
         """The new state, and metrics by visit; the old state is donated."""
         return self.programs.update(state, credited, frozen=self.frozen)
 
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The loss on rows that are not learned from, `batch` at a time."""
-
-    score: Callable[[Any, Any], jax.Array]
-    collate: Collator
-    mesh: Mesh
-    frozen: Any
-    batch: int
-
-    def loss(self, params: Any, rows: Sequence[Trajectory]) -> float:
-        """The mean of -log p over all tokens that would be learned."""
+    def held_out(self, params: Any, rows: Sequence[Trajectory], batch: int) -> float:
+        """The mean of -log p over all that would be learned of rows, `batch` at a time."""
         params, total = merge_params(params, self.frozen), 0.0
-        for i in range(0, len(rows), self.batch):
-            some = rows[i : i + self.batch]
-            more = self.batch - len(some)  # empty: one shape is one program
+        for i in range(0, len(rows), batch):
+            some = rows[i : i + batch]
+            more = batch - len(some)  # empty: one shape is one program
             keep = [True] * len(some) + [False] * more
             inputs = update.place(self.collate([*some, *[rows[0]] * more], keep), self.mesh).inputs
-            total -= float(jnp.where(inputs.scored, self.score(params, inputs), 0.0).sum())
+            logp = self.programs.score(params, inputs).logp
+            total -= float(jnp.where(inputs.scored, logp, 0.0).sum())
         return total / sum(one.length for one in rows)
 
 

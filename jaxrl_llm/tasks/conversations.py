@@ -53,7 +53,7 @@ class Conversations(Questions):
         return example.prompt
 
     def demonstration(self, example: Conversation) -> str:
-        """What the assistant says last."""
+        """The assistant's last words."""
         return next(x["content"] for x in reversed(example.messages) if x["role"] == "assistant")
 
     def row(self, example: Conversation, tokenizer: Tokenizer) -> Row:

@@ -137,7 +137,7 @@ def terms(
 def split(
     source: str, test: str, held_out: int, seed: int, read: Callable[[Sequence[Path]], list[Q]]
 ) -> tuple[list[Q], list[Q]]:
-    """What `read` makes of the files to train on, and of those to test on, or what is held out for that."""
+    """The rows of a source that `read` has read of its files, and those to test on, or held out for that."""
     trained, tested = _files(source, test)
     train = read(trained)
     if tested:
@@ -153,7 +153,7 @@ def split(
 
 
 def read_rows(files: Sequence[Path], read: Callable[[tables.Row, str], Q]) -> list[tuple[str, Q]]:
-    """What `read` makes of each row, with where that is; the place is in the error of a wrong one."""
+    """Each row, read, with where it is; the place is in the error of a wrong one."""
     placed = []
     for path in files:
         for number, row in enumerate(tables.rows(path)):

@@ -152,14 +152,6 @@ class Components:
         """True if responses have rewards; rows to imitate may have none."""
         return not isinstance(self.task, Supervised) or self.task.graded
 
-    @cached_property
-    def held_out(self) -> imitate.HeldOut:
-        """The loss of the warm start on other rows."""
-        warm = self.config.warm_start
-        assert warm is not None
-        score, collate = update.make_score(self.policy.logp(1.0)), self.collator(warm.collate)
-        return imitate.HeldOut(score, collate, self.mesh, self.frozen, warm.batch)
-
     def placed(self, params: Any) -> Any:
         """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
         return sharding.to_hosts(params) if self.config.offloads("reference") else params
@@ -247,6 +239,19 @@ class Components:
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+
+    def held_out(self, params: Any, examples: Sequence[Any]) -> float:
+        """The loss of the warm start on other rows."""
+        rows = imitate.demonstrations(self.token_task(), str, 0, examples)
+        step, batch = self._scorer
+        return step.held_out(params, rows, batch)
+
+    @cached_property
+    def _scorer(self) -> tuple[imitate.Step, int]:
+        """A step of the warm start that makes none, and its batch."""
+        warm = self.config.warm_start
+        assert warm is not None
+        return self.imitation(update.state_like(self.like, warm.optimizer)), warm.batch
 
     def imitation(self, like: update.TrainState) -> imitate.Step:
         """A step of the warm start, for states sharded like `like`."""

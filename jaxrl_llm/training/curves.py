@@ -22,7 +22,7 @@ SMALL = {
 
 
 def draw(folders: Sequence[Path], target: Path) -> None:
-    """Draws validation accuracy with its 95% band and metrics of reinforcement, one colour a run.
+    """Draws validation accuracy with its 95% band (or loss) and metrics of reinforcement, one colour a run.
 
     The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
     evaluation yet, or the target cannot be written.
@@ -81,7 +81,7 @@ def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
     rows: Any = [["accuracy"] * len(SMALL), [*SMALL]]
     axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
     # rows that are imitated may have no rewards
-    graded = any("eval/accuracy" in r for found in records.values() for r in found)
+    graded = any("eval/accuracy" in r for some in records.values() for r in some)
     measured = "eval/accuracy" if graded else journal.LOSS
     for number, (name, found) in enumerate(records.items()):
         colour = COLOURS[number % len(COLOURS)]

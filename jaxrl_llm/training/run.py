@@ -293,11 +293,9 @@ class Run:
 
     def _loss(self, params: Any, rows: Examples[Any]) -> tuple[float, float]:
         """The loss on rows, and the seconds that took."""
-        begun, components = time.perf_counter(), self.components
-        every = [rows[i] for i in range(len(rows))]
+        begun = time.perf_counter()
         with self.log.phase("evaluation"):
-            taken = imitate.demonstrations(components.token_task(), str, 0, every)
-            loss = components.held_out.loss(params, taken)
+            loss = self.components.held_out(params, [rows[i] for i in range(len(rows))])
         return loss, time.perf_counter() - begun
 
     def validate(self, phase: str, step: int) -> float:
@@ -589,7 +587,9 @@ def _summarise(
         if result.total.examples and config.steps:
             journal.say(_progress(scores(journal.records), step))
     go_on = (
-        f"evaluate it: jaxrl-llm eval {where}" if result else f"go on: jaxrl-llm train grpo --from {where}"
+        f"evaluate it: jaxrl-llm eval {where}"
+        if result
+        else f"go on: jaxrl-llm train grpo --from {where}"
     )
     journal.say(
         f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   {go_on}"

@@ -137,33 +137,33 @@ def test_a_response_to_the_last_prompt_is_graded_where_there_is_a_reward(tmp_pat
 
 
 BAD = {
-    "no turn of the assistant's": ({"messages": [ASKED]}, "row 1: there is no turn of the assistant"),
+    "no turn of the assistant's": ({"messages": [ASKED]}, "there is no turn of the assistant"),
     "none in the completion": (
         {"prompt": [ASKED, SAID], "completion": [AGAIN]},
-        "row 1: there is no turn of the assistant",
+        "there is no turn of the assistant",
     ),
     "a role": (
         {"messages": [{"role": "bot", "content": "x"}]},
-        "row 1: message 0 has the role 'bot', none of system, user, assistant, tool",
+        "message 0 has the role 'bot', none of system, user, assistant, tool",
     ),
-    "an empty turn": ({"messages": [ASKED, SAID | {"content": " "}]}, "row 1: message 1, of the assistant, is empty"),
-    "a turn without content": ({"messages": [ASKED, {"role": "assistant"}]}, "row 1: message 1, of the assistant, is"),
-    "an empty question": ({"messages": [ASKED | {"content": ""}, SAID]}, "row 1: message 0, of the user, is empty"),
-    "parts": ({"messages": [ASKED, SAID | {"content": [{"text": "x"}]}]}, "row 1: message 1 has as its content no text"),
-    "a text": ({"messages": "6 * 7"}, "row 1: message 0 has the role None, none of"),
-    "a list of texts": ({"messages": ["6 * 7"]}, "row 1: messages are a list of role and content"),
-    "a number": ({"messages": 7}, "row 1: messages are a list of role and content, not 7"),
-    "no prompt": ({"completion": "42"}, "row 1: no problem or .* among completion: name the column"),
-    "no completion": ({"prompt": "6 * 7?"}, "row 1: no completion or .*: name the column by --completion-column"),
-    "tools": ({"messages": [ASKED, SAID], "tools": "{"}, "row 1: Expecting"),
-    "no row": (7, "row 1: a int, not a row with columns"),
+    "an empty turn": ({"messages": [ASKED, SAID | {"content": " "}]}, "message 1, of the assistant, is empty"),
+    "a turn without content": ({"messages": [ASKED, {"role": "assistant"}]}, "message 1, of the assistant, is"),
+    "an empty question": ({"messages": [ASKED | {"content": ""}, SAID]}, "message 0, of the user, is empty"),
+    "parts": ({"messages": [ASKED, SAID | {"content": [{"text": "x"}]}]}, "message 1 has as its content no text"),
+    "a text": ({"messages": "6 * 7"}, "message 0 has the role None, none of"),
+    "a list of texts": ({"messages": ["6 * 7"]}, "messages are a list of role and content"),
+    "a number": ({"messages": 7}, "messages are a list of role and content, not 7"),
+    "no prompt": ({"completion": "42"}, "no problem or .* among completion: name the column"),
+    "no completion": ({"prompt": "6 * 7?"}, "no completion or .*: name the column by --completion-column"),
+    "tools": ({"messages": [ASKED, SAID], "tools": "{"}, "Expecting"),
+    "no row": (7, "a int, not a row with columns"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_row_that_is_wrong_is_named(tmp_path, name):
     row, said = BAD[name]
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=f"mine.jsonl, row 1: {said}") as caught:
         conversations.task(written(tmp_path, {"messages": [ASKED, SAID]}, row))
     assert "\n" not in str(caught.value)
 
