@@ -584,7 +584,7 @@ def _summarise(
         which = "the best on the validation examples" if step == best else "the newest"
         title = f"test accuracy in percent (95% interval) of step {step}, {which}"
         journal.say(tables.accuracies(title, result, config.evaluation.by))
-        if result.total.examples and config.steps:
+        if result.total.examples and journal.find(LOSS, config.last_step, REINFORCE) is None:
             journal.say(_progress(scores(journal.records), step))
     go_on = (
         f"evaluate it: jaxrl-llm eval {where}"
