@@ -99,7 +99,8 @@ Offload = Literal["none", "optimizer", "reference", "both"]
 class WarmStart:
     """Supervised steps before reinforcement, on demonstrations by the task or by `demonstration`.
 
-    It is evaluated every `evaluate_every` steps (0: only when it is over).
+    `steps` of 0 are as many as go through the examples so many `epochs`. It is evaluated every
+    `evaluate_every` steps (0: only when it is over).
 
     >>> rows = jl.Collator(prompt_length=32, response_length=112)
     >>> jl.WarmStart(steps=600, collate=rows, optimizer=jl.optimizers.adamw(3e-4)).batch
@@ -112,9 +113,10 @@ class WarmStart:
     batch: int = 64
     demonstration: Callable[[Any], str | Sequence[str]] | None = None
     evaluate_every: int = 0
+    epochs: float = 0.0
 
     def __post_init__(self):
-        at_least(0, "warm_start", self, "steps", "evaluate_every")
+        at_least(0, "warm_start", self, "steps", "evaluate_every", "epochs")
         at_least(1, "warm_start", self, "batch")
         at_least(1, "warm_start: collate", self.collate, "microbatches")
         if self.batch % self.collate.minibatches:
@@ -363,7 +365,9 @@ class Config:
         collate, engine = replace(self.collate, microbatches=new["microbatches"]), self.engine
         if isinstance(engine, engines.Native):
             engine = replace(engine, slots=new["slots"])
-        return replace(self, collate=collate, engine=engine)
+        if (warm := self.warm_start) and not warm.steps:
+            warm = replace(warm, steps=sizes.get("warm_steps", 0))
+        return replace(self, collate=collate, engine=engine, warm_start=warm)
 
     @property
     def keeps_reference(self) -> bool:

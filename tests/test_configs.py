@@ -38,10 +38,8 @@ def load(name):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 def test_every_config_builds(path):
-    needed = {
-        "grpo": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "owner/name"},
-        "rltr": {"receiver": "folder"},
-    }
+    some = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "owner/name"}
+    needed = {"grpo": some, "sft": some, "rltr": {"receiver": "folder"}}
     made = load(path.stem).config(**needed.get(path.stem, {}))
     assert isinstance(made, Config)
     assert callable(made.task)

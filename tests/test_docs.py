@@ -427,6 +427,8 @@ def test_a_command_is_known(line, tmp_path, monkeypatch):
         return
     name, *rest = words
     assert name in COMMANDS
+    if name == "sft":
+        name, rest = "train", words
     monkeypatch.chdir(ROOT)
     (tmp_path / "mine.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 8)
     rest = [word.replace("mine.jsonl", str(tmp_path / "mine.jsonl")) for word in rest]

@@ -107,6 +107,8 @@ def _examples(
     samples: int | None,
 ) -> dict[str, tuple[Source[Any], int]]:
     """Examples by the name of the test or suite, with the responses drawn besides the greedy one."""
+    if not components.graded:
+        raise UserError("eval: the run's task has no rewards: test/loss is in its metrics.jsonl")
     if not suites:
         return {TEST: (askable(components, components.task.test), samples or 0)}
     if not isinstance(components.task, MathTask):

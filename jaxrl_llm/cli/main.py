@@ -20,6 +20,7 @@ from jaxrl_llm.errors import UserError, first_line, out_of_memory, printable
 
 COMMANDS = {
     "train": "a whole run of a config: data, warm start, reinforcement, a test and a picture",
+    "sft": "supervised learning of a table of conversations: train with the config sft",
     "eval": "how good a run's policy is, on its test examples or on published problems",
     "sample": "talk to a run's policy",
     "export": "a run's policy in Hugging Face format",
@@ -111,6 +112,8 @@ def _run(words: list[str]) -> None:
     if name not in COMMANDS:
         hint = userfile.nearest(name, COMMANDS)
         raise UserError(f"there is no command {name!r}{hint} (jaxrl-llm --help lists them)")
+    if name == "sft":
+        name, rest = "train", words
     helps = not {"-h", "--help"}.isdisjoint(rest)
     if name not in WITHOUT_JAX and not helps:
         accelerators.prepare()  # it asks the driver, which takes its time

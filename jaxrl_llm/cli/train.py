@@ -58,7 +58,8 @@ class Options:
     grace: float = 60.0
     """most seconds from a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) to the end of the process"""
     init_from: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """begin with the warm start of another run (a folder or URL) instead of making one"""
+    """begin with the warm start of another run (a folder or URL) instead of making one; without a warm
+    start in the config, with that run's best checkpoint"""
     process: str | None = None
     """one of several processes of a run, one a host: auto, as the cluster says (SLURM, Cloud TPU,
     Kubernetes, Open MPI), or I/N@HOST:PORT, process I (from 0) of N, which meet at that address of

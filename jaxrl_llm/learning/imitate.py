@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,9 +17,11 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
+from jaxrl_llm.models.primitives import merge_params
+from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.objectives import Objective, advantages, losses
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.tasks.task import Demonstrator, Interactive
+from jaxrl_llm.tasks.task import Demonstrator, Interactive, Supervised
 
 IMITATION = Objective(advantage=advantages.imitation, surrogate=losses.reinforce)
 
@@ -46,6 +49,31 @@ class Step:
         """The new state, and metrics by visit; the old state is donated."""
         return self.programs.update(state, credited, frozen=self.frozen)
 
+    def held_out(self, params: Any, rows: Sequence[Trajectory], batch: int) -> float:
+        """The mean of -log p over all that would be learned of rows, `batch` at a time."""
+        params, total = merge_params(params, self.frozen), 0.0
+        for i in range(0, len(rows), batch):
+            some = rows[i : i + batch]
+            more = batch - len(some)  # empty: one shape is one program
+            keep = [True] * len(some) + [False] * more
+            inputs = update.place(self.collate([*some, *[rows[0]] * more], keep), self.mesh).inputs
+            logp = self.programs.score(params, inputs).logp
+            total -= float(jnp.where(inputs.scored, logp, 0.0).sum())
+        return total / sum(one.length for one in rows)
+
+
+def of_row(task: Supervised[Any], tokenizer: Tokenizer, example: Any) -> Trajectory:
+    """A row of a task as if it had been sampled after its first token, so one limit is of all of it."""
+    tokens, *spans = task.row(example, tokenizer)
+    turns, restarts = ([(start - 1, end - 1) for start, end in some] for some in spans)
+    logps = [0.0] * (len(tokens) - 1)
+    return Trajectory(tokens[:1], tokens[1:], logps, turns=turns, restarts=restarts)
+
+
+def size(one: Trajectory) -> int:
+    """The tokens that a trajectory needs room for: of its longest context, or all that were sampled."""
+    return max(1 + one.length, *(len(p) + end - start for p, start, end in one.segments))
+
 
 def demonstrations(
     task: TokenTask,
@@ -57,6 +85,8 @@ def demonstrations(
 
     One over `longest` tokens is cut and not `finished`.
     """
+    if isinstance(task.task, Supervised):  # of which those that are too long were left out
+        return [of_row(task.task, task.tokenizer, one) for one in examples]
     said = map(demonstration, examples)
     if isinstance(task.task, Interactive):
         whole = [replace(one, finished=True) for one in task.replay(examples, list(said))]
@@ -85,12 +115,17 @@ def demonstration(made_by: Callable[[Any], Any] | None, task: Any) -> Callable[[
     return userfile.user_code("a demonstration cannot be made")(made_by or task.demonstration)
 
 
-def describe(visits: Any, demonstrations: Sequence[Trajectory]) -> dict[str, Any]:
-    """Metrics of a step, fetched from the devices; those that are not finished were cut."""
+def describe(
+    visits: Any, demonstrations: Sequence[Trajectory], left_out: int = 0
+) -> dict[str, Any]:
+    """Metrics of a step, fetched from the devices; those that are not finished were cut.
+
+    `left_out` rows of the data were too long from the start.
+    """
     visits = jax.device_get(visits)
     return {
         "loss": visits["loss"].mean(),
         "grad_norm": visits["grad_norm"].mean(),
-        "too_long": sum(not one.finished for one in demonstrations),
+        "too_long": left_out + sum(not one.finished for one in demonstrations),
         **metrics.count_updates(visits),
     }

@@ -1,12 +1,12 @@
 """A table of questions as a task: prompts for a chat model, a weighted sum of rewards."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import UNGRADED, Reward
@@ -15,6 +15,7 @@ from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt
 
 logger = logging.getLogger(__name__)
+Q = TypeVar("Q", bound=Question)
 
 INSTRUCTIONS = {  # by the first reward that has one
     "math": "Reason step by step, and put your final answer within \\boxed{}.",
@@ -115,6 +116,22 @@ def task(
     or validation split is the test, else `held_out` questions that `seed` chooses. A `judge` is one
     more reward, the last.
     """
+    calls = terms(specs, weights, judge)
+    by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
+    columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
+    columns |= {"hint_column": hint_column, "needs": by_name[:1], "choice": "choice" in specs}
+    train, held = split(source, test, held_out, seed, partial(questions, **columns))
+    if instruction is None:
+        instruction = next((INSTRUCTIONS[one] for one in specs if one in INSTRUCTIONS), "")
+    together = any(isinstance(call, rewards.OfGroup) for call, _ in calls.values())
+    kind = GroupQuestions if together else Questions
+    return kind(train, held, calls, system, instruction)
+
+
+def terms(
+    specs: Sequence[str], weights: Sequence[float] = (), judge: rewards.Scored | None = None
+) -> dict[str, tuple[rewards.Scored, float]]:
+    """Rewards by their names in the metrics, with their weights; the judge, if there is one, is the last."""
     called = [(_short(spec), rewards.reward(spec)) for spec in specs]
     called += [("judge", judge)] if judge else []
     if weights and len(weights) != len(called):
@@ -123,25 +140,42 @@ def task(
     calls = {name: (call, x) for (name, call), x in zip(called, weights, strict=True)}
     if len(calls) < len(called):
         raise UserError("--reward: two have one name, and would be one field of the metrics")
-    by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
-    columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
-    columns |= {"hint_column": hint_column, "needs": by_name[:1], "choice": "choice" in specs}
+    return calls
+
+
+def split(
+    source: str, test: str, held_out: int, seed: int, read: Callable[[Sequence[Path]], list[Q]]
+) -> tuple[list[Q], list[Q]]:
+    """The rows of a source that `read` has read of its files, and those to test on, or held out for that."""
     trained, tested = _files(source, test)
-    train = questions(trained, **columns)
+    train = read(trained)
     if tested:
-        held = questions(tested, **columns)
+        held = read(tested)
     else:
         order = [*range(len(train))]
         Random(seed).shuffle(order)  # noqa: S311 (not for secrets)
         count = min(held_out, max(1, len(train) // 10))
         held, train = [train[i] for i in order[:count]], [train[i] for i in sorted(order[count:])]
     if not train:
-        raise UserError(f"{source} has one question, and it is held out to test on: give more")
-    if instruction is None:
-        instruction = next((INSTRUCTIONS[one] for one in specs if one in INSTRUCTIONS), "")
-    together = any(isinstance(call, rewards.OfGroup) for call, _ in calls.values())
-    kind = GroupQuestions if together else Questions
-    return kind(train, held, calls, system, instruction)
+        raise UserError(f"{source} has one row, and it is held out to test on: give more")
+    return train, held
+
+
+def read_rows(files: Sequence[Path], read: Callable[[tables.Row, str], Q]) -> list[tuple[str, Q]]:
+    """Each row, read, with where it is; the place is in the error of a wrong one."""
+    placed = []
+    for path in files:
+        for number, row in enumerate(tables.rows(path)):
+            where = f"{path}, row {number}"
+            try:
+                if not isinstance(row, Mapping):
+                    raise UserError(f"a {type(row).__name__}, not a row with columns")
+                placed.append((where, read(row, where)))
+            except (UserError, TypeError, ValueError, KeyError, IndexError) as error:
+                raise UserError(f"{where}: {error}") from error
+    if not placed:
+        raise UserError(f"{', '.join(map(str, files))} holds no rows")
+    return placed
 
 
 def questions(
@@ -154,20 +188,15 @@ def questions(
     choice: bool = False,
 ) -> list[Question]:
     """The questions in files; `needs` are rewards for which each has to have an answer."""
-    placed = []
-    for path in files:
-        for number, row in enumerate(tables.rows(path)):
-            where = f"{path}, row {number}"
-            try:
-                question = _question(row, prompt_column, answer_column, needs, choice)
-                if hint_column:
-                    named = tables.column(row, hint_column, (), "--hint-column")
-                    question = replace(question, hint=str(row[named]))
-                placed.append((where, question))
-            except (UserError, TypeError, KeyError, IndexError) as error:
-                raise UserError(f"{where}: {error}") from error
-    if not placed:
-        raise UserError(f"{', '.join(map(str, files))} holds no questions")
+
+    def read(row: tables.Row, _: str) -> Question:
+        question = _question(row, prompt_column, answer_column, needs, choice)
+        if not hint_column:
+            return question
+        named = tables.column(row, hint_column, (), "--hint-column")
+        return replace(question, hint=str(row[named]))
+
+    placed = read_rows(files, read)
     lost = [where for where, one in placed if needs and not _can_be_met(one, needs[0])]
     if lost:
         truth = dict(placed)[lost[0]].truths
@@ -201,10 +230,8 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
 
 
 def _question(
-    row: Any, prompt_column: str, answer_column: str, needs: Sequence[str], choice: bool
+    row: tables.Row, prompt_column: str, answer_column: str, needs: Sequence[str], choice: bool
 ) -> Question:
-    if not isinstance(row, Mapping):
-        raise UserError(f"a {type(row).__name__}, not a row with columns")
     content = tables.prompt_of(row, prompt_column)
     try:
         answer = tables.answer_of(row, answer_column)

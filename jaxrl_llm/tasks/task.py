@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
@@ -105,6 +105,24 @@ class TeacherPrompter(Protocol[E_contra]):
     """
 
     def teacher_prompt(self, example: E_contra, /) -> Prompt: ...
+
+
+class Row(NamedTuple):
+    """A conversation in tokens: spans of the policy's `turns`, and of prompts that begin a new context."""
+
+    tokens: list[int]
+    turns: list[tuple[int, int]]
+    restarts: list[tuple[int, int]]
+
+
+@runtime_checkable
+class Supervised(Protocol[E_contra]):
+    """A task of rows that are imitated as they are; its rewards tell something if it is `graded`."""
+
+    @property
+    def graded(self) -> bool: ...
+
+    def row(self, example: E_contra, tokenizer: Any, /) -> Row: ...
 
 
 Reply = Step | Awaitable[Step | Callable[[], Step]]

@@ -48,7 +48,7 @@ def _evaluations(records: list[journal.Record], step: int) -> list[str]:
     scored = {
         r["step"]: r for r in records if "eval/accuracy" in r and r["phase"] == journal.REINFORCE
     }
-    tests = [r for r in records if r.get("test/step") == step]
+    tests = [r for r in records if r.get("test/step") == step and "test/accuracy" in r]
     rows = [
         (f"validation, {name}", "eval", scored[at])
         for name, at in (("before reinforcement", min(scored, default=-1)), ("this step", step))

@@ -31,6 +31,7 @@ from jaxrl_llm.tasks.task import (
     Prompt,
     RewardSettings,
     Source,
+    Supervised,
     Task,
     TaskExample,
     TeacherPrompter,
@@ -82,6 +83,10 @@ class Components:
         with userfile.user_code("the task cannot be made"):
             task = config.task(folder)
             check_members(task, "config: task")
+        if isinstance(task, Supervised) and (config.steps or not config.warm_start):
+            raise UserError(
+                f"config: the task {task.name!r} is learned by a warm start alone: set warm_start, and steps = 0"
+            )
         names = [*task.shares] if isinstance(task, Mixture) else []
         if (best_by := config.evaluation.best_by) and best_by not in names:
             known = ", ".join(names) or "none, being no mixture"
@@ -158,6 +163,11 @@ class Components:
         )
         return lambda examples: [*map(ask, examples)]
 
+    @property
+    def graded(self) -> bool:
+        """True if responses have rewards; rows to imitate may have none."""
+        return not isinstance(self.task, Supervised) or self.task.graded
+
     def placed(self, params: Any) -> Any:
         """Parameters of a policy that only scores where they are kept: on devices, or in host memory."""
         return sharding.to_hosts(params) if self.config.offloads("reference") else params
@@ -182,7 +192,9 @@ class Components:
     def splits(self) -> "Splits":
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
         learned = readable(self, _read_once(self.task.train), "training")
-        test = askable(self, _read_once(self.task.test))
+        source = _read_once(self.task.test)
+        supervised = isinstance(self.task, Supervised)
+        test = readable(self, source, "test") if supervised else askable(self, source)
         # by prompt and not by example: two examples may ask the same
         train, validation, parts = self._divided(learned)
         # a run that goes on has to have the same data, wherever it comes from
@@ -193,9 +205,9 @@ class Components:
         return Splits(
             learned.at(train),
             learned.at(validation),
-            test.source,
+            test.at(range(len(test))),
             parts,
-            learned.skipped,
+            learned.skipped + test.skipped,
             checksum.hexdigest(),
             _overlap(
                 {learned.texts[i] for i in train},
@@ -249,6 +261,19 @@ class Components:
         # else a device would have nothing to do in the last micro-batch
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
+    def held_out(self, params: Any, examples: Sequence[Any]) -> float:
+        """The loss of the warm start on other rows."""
+        rows = imitate.demonstrations(self.token_task(), str, 0, examples)
+        step, batch = self._scorer
+        return step.held_out(params, rows, batch)
+
+    @cached_property
+    def _scorer(self) -> tuple[imitate.Step, int]:
+        """A step of the warm start that makes none, and its batch."""
+        warm = self.config.warm_start
+        assert warm is not None
+        return self.imitation(update.state_like(self.like, warm.optimizer)), warm.batch
+
     def imitation(self, like: update.TrainState) -> imitate.Step:
         """A step of the warm start, for states sharded like `like`."""
         warm = self.config.warm_start
@@ -283,7 +308,7 @@ class Splits(NamedTuple):
     """A task's examples, with `validation` taken out of its training data.
 
     `parts` are the lengths of consecutive parts of `train`, a task each, with their shares of what
-    is drawn. `skipped` training examples have prompts that are too long to learn
+    is drawn. `skipped` examples are too long to learn
     from. `checksum` is that of all prompts and examples, in hex. `overlap` is a warning if test
     prompts are in another split.
     """
@@ -366,7 +391,10 @@ class Prompted(Generic[E]):
 
 
 def readable(components: Components, source: Source[E], name: str) -> Prompted[E]:
-    """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`)."""
+    """Skips examples whose prompts are too long to learn from, or raises (`long_prompts`).
+
+    Of rows to imitate it is all of them that has to fit.
+    """
     config, longest = components.config, components.shape.max_length
     # both phases read the same examples, so the longest response of the two decides
     responses = [phase.collate.response_length for phase in (config, config.warm_start) if phase]
@@ -376,24 +404,30 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     raised = (
         "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
     )
+    task, what = components.task, "prompts"
+    if isinstance(task, Supervised):
+        whole = config.collate.prompt_length + config.collate.response_length
+        limit, what, raised = min(whole, longest), "rows", "raise the lengths"
     # prompts are made once, here: the checksum and the search for overlaps read them again
     fit: dict[int, Prompt] = {}
     for_teacher = components.teacher_prompts or (lambda examples: [[]])
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, name)
+        if isinstance(task, Supervised):
+            length = imitate.size(imitate.of_row(task, components.tokenizer, source[i]))
         [theirs] = for_teacher([source[i]])
         longer, whose = max((length, ""), (len(theirs), " for the teacher"))
         if length > 0 and longer <= limit:
             fit[i] = prompt
         elif config.long_prompts == "refuse":
             raise UserError(
-                f"{name} example {i} has a prompt of {longer} tokens{whose}, the limit is 1 to {limit}: "
+                f"{name} example {i} has a {what[:-1]} of {longer} tokens{whose}, the limit is 1 to {limit}: "
                 f"{raised}, or set long_prompts to 'skip'"
             )
     skipped = len(source) - len(fit)
     if not fit:  # with the reason, or one would look for the fault in the data
         raise UserError(
-            f"the {name} data is empty: {skipped} examples were skipped for prompts of more than "
+            f"the {name} data is empty: {skipped} examples were skipped for {what} of more than "
             f"{limit} tokens"
             if skipped
             else f"the {name} data is empty: it needs at least one example"

@@ -22,7 +22,7 @@ SMALL = {
 
 
 def draw(folders: Sequence[Path], target: Path) -> None:
-    """Draws validation accuracy with its 95% band and metrics of reinforcement, one colour a run.
+    """Draws validation accuracy with its 95% band (or loss) and metrics of reinforcement, one colour a run.
 
     The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
     evaluation yet, or the target cannot be written.
@@ -32,7 +32,7 @@ def draw(folders: Sequence[Path], target: Path) -> None:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}")
         records[name] = journal.read(folder)
-        if not any("eval/accuracy" in r for r in records[name]):
+        if not any(journal.LOSS in r or "eval/accuracy" in r for r in records[name]):
             raise UserError(f"{folder} has no evaluation to draw yet: is it the folder of a run?")
     try:
         save(partial(_runs, records), target)
@@ -80,15 +80,18 @@ def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
     figure = _figure((11, 6.4))
     rows: Any = [["accuracy"] * len(SMALL), [*SMALL]]
     axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
+    # rows that are imitated may have no rewards
+    graded = any("eval/accuracy" in r for some in records.values() for r in some)
+    measured = "eval/accuracy" if graded else journal.LOSS
     for number, (name, found) in enumerate(records.items()):
         colour = COLOURS[number % len(COLOURS)]
-        _accuracy(axes["accuracy"], found, name, colour)
+        _accuracy(axes["accuracy"], found, name, colour, measured)
         for key in SMALL:
             for points in series(found, key).values():
                 axes[key].plot(*zip(*points, strict=True), color=colour, lw=1)
     for key, title in SMALL.items():
         axes[key].set_title(title, fontsize=9)
-    axes["accuracy"].set_ylabel("validation accuracy, greedy")
+    axes["accuracy"].set_ylabel("validation accuracy, greedy" if graded else "validation loss")
     axes["accuracy"].set_xlabel("step (supervised, then reinforcement from the dotted line on)")
     axes["accuracy"].legend(loc="lower right")
     for panel in axes.values():
@@ -120,13 +123,15 @@ def names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(path[-length:]) for path in paths]
 
 
-def _accuracy(axis: Any, records: list[dict[str, Any]], name: str, colour: str) -> None:
-    scored = [r for r in records if "eval/accuracy" in r]
+def _accuracy(
+    axis: Any, records: list[dict[str, Any]], name: str, colour: str, measured: str
+) -> None:
+    scored = [r for r in records if measured in r]
     steps = [r["step"] for r in scored]
     low, high = (
-        [r.get(f"eval/accuracy_{side}", math.nan) for r in scored] for side in ("low", "high")
+        [r.get(f"{measured}_{side}", math.nan) for r in scored] for side in ("low", "high")
     )
-    axis.plot(steps, [r["eval/accuracy"] for r in scored], "o-", ms=3, color=colour, label=name)
+    axis.plot(steps, [r[measured] for r in scored], "o-", ms=3, color=colour, label=name)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     begin = min((r["step"] for r in scored if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):

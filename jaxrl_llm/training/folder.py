@@ -198,9 +198,14 @@ class RunFolder:
         return found
 
     def require_warm_start(self, components: Components, steps: int) -> None:
-        """A UserError unless the run ended a warm start of `steps` steps, with the same model."""
+        """A UserError unless the run ended a warm start of `steps` steps, with the same model.
+
+        Without steps any checkpoint is one to begin with.
+        """
         record.read(self.path)
-        if steps not in (found := self.initials.steps):
+        if not steps and not self.checkpoints().steps:
+            raise UserError(f"--from {self.path}: it has no checkpoint yet")
+        if steps and steps not in (found := self.initials.steps):
             said = (
                 f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
             )
@@ -340,6 +345,13 @@ class RunFolder:
             raise UserError(
                 f"{there.folder / str(step)} is damaged ({reason(error)}): take it from a copy of the run"
             ) from error
+
+    def start_params(self, components: Components) -> Any:
+        """The parameters with which another run begins: where its config has no warm start, the best."""
+        if components.config.warm_steps:
+            return self.initial_params(components)
+        read = lambda there, s: there.restore(s, components.like, part="params")
+        return self._restored(None, read)[1]
 
     def weights(self, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
         """`(step, shape, parameters)`, sharded over all devices; executes no file of the run.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 PART = 1000  # records of a file in a bucket, where a file that has grown goes up whole
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
+LOSS = "eval/loss"  # of rows that are imitated, on those that are not
 BEST_BY = "eval/best_by"  # the accuracy that chooses the best checkpoint, where tasks are mixed
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -48,7 +50,12 @@ def _part(folder: Path, before: int) -> Path:
 
 
 def scores(records: list[Record]) -> dict[int, float]:
-    """Validation accuracy by step, from the start of reinforcement on; of a mixture what chooses the best."""
+    """Validation accuracy by step, from the start of reinforcement on; of a mixture what chooses the best.
+
+    Of rows that are imitated it is the loss on others, below 0.
+    """
+    if losses := {r["step"]: -r[LOSS] for r in records if LOSS in r}:
+        return losses
     name = "eval/accuracy"
     ours = [r for r in records if r["phase"] == REINFORCE and name in r]
     return {r["step"]: r.get(BEST_BY, r[name]) for r in ours}
@@ -61,7 +68,7 @@ def fit(
 
     That is not the policy from before reinforcement, nor a step saved only because of a stop.
     """
-    known, highest, found = scores(records), -1.0, {}
+    known, highest, found = scores(records), -math.inf, {}
     for step in sorted(known)[1:]:
         if regular(step) or known[step] > highest:
             found[step] = known[step]

@@ -17,7 +17,7 @@ from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.tasks.pipeline import Batches
-from jaxrl_llm.tasks.task import as_text
+from jaxrl_llm.tasks.task import Supervised, as_text
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START
@@ -85,6 +85,7 @@ class Imitation:
             imitate.demonstration(warm.demonstration, components.task),
             warm.collate.response_length,
         )
+        self._supervised = isinstance(components.task, Supervised)
 
     def start(self) -> tuple[int, TrainState]:
         components, resumed, self._resumed = self._components, self._resumed, None
@@ -98,8 +99,8 @@ class Imitation:
         return step, state
 
     def evaluates_at(self, step: int) -> bool:
-        """Not at its end, where reinforcement does."""
-        return 0 < step < self.steps.stop and step % self.every == 0
+        """Not at its end, where reinforcement does; at its start only if all there is to learn are rows."""
+        return (self._supervised or step > 0) and step < self.steps.stop and step % self.every == 0
 
     def keeps(self, step: int) -> bool:
         """Not the last one: reinforcement saves it when it begins."""
@@ -113,7 +114,8 @@ class Imitation:
             credited = self._learn.batch(demonstrations)  # advantage 1 on [B, T]
             state, visits = self._learn.update(state, credited)
             log.flush()
-        log.later(imitate.describe, visits, demonstrations)
+        left_out = self._components.splits.skipped if self._supervised else 0
+        log.later(imitate.describe, visits, demonstrations, left_out)
         return state
 
     def state_dict(self, step: int) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.tasks.task import Source as Examples
+from jaxrl_llm.tasks.task import Supervised
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
-from jaxrl_llm.training.journal import BEST_BY, REINFORCE, WARM_START, Journal, read, scores
+from jaxrl_llm.training.journal import BEST_BY, LOSS, REINFORCE, WARM_START, Journal, read, scores
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
@@ -185,7 +186,7 @@ class Run:
             lost = sum(spent(records).values()) - sum((so_far := spent(journal.records)).values())
             clock.begin(so_far, lost=lost)
             if resumed is None:
-                if distributed.first():
+                if distributed.first() and components.graded:
                     _try_reward(components, journal, stop)
                 distributed.check(stop)
 
@@ -205,8 +206,8 @@ class Run:
     def warm_up(self) -> Any:
         """The parameters that reinforcement begins with, which are kept where they are read again."""
         config = self.components.config
-        if self.init_from is not None:  # 1. those that another run's warm start has ended with
-            params = self.init_from.initial_params(self.components)
+        if self.init_from is not None:  # 1. those of another run
+            params = self.init_from.start_params(self.components)
         elif config.warm_start:  # 2. those that this run's ends with
             imitation = Imitation(self.components, self.rollouts, self.resumed)
             params = self.fit(imitation).params
@@ -264,6 +265,8 @@ class Run:
 
         The policy that reinforcement begins with does not count.
         """
+        if isinstance(self.components.task, Supervised):
+            return self._evaluate_rows(phase.name, step, state.params)
         if self.log.journal.find("eval/accuracy", step, phase.name) is not None:
             return False
         self.log.flush()
@@ -271,6 +274,29 @@ class Run:
         first, known = self.components.config.warm_steps, scores(self.log.journal.records)
         highest = max((score for at, score in known.items() if at > first), default=-1.0)
         return self.validate(phase.name, step) > highest and step > first
+
+    def _evaluate_rows(self, phase: str, step: int, params: Any) -> bool:
+        """The same of rows to imitate, by the loss on other rows; accuracy too where there are rewards."""
+        journal = self.log.journal
+        if journal.find(LOSS, step, phase) is not None:
+            return False
+        self.log.flush()
+        if self.components.graded:
+            self.rollouts.push(params, step)
+            self.validate(phase, step)
+        known = scores(journal.records)
+        loss, seconds = self._loss(params, self.components.splits.validation)
+        journal.record(step, phase, {LOSS: loss, "time/evaluation": seconds})
+        journal.say(f"  step {step}: validation loss {loss:.4f}")
+        highest = max((score for at, score in known.items() if at), default=-math.inf)
+        return -loss > highest and step > 0
+
+    def _loss(self, params: Any, rows: Examples[Any]) -> tuple[float, float]:
+        """The loss on rows, and the seconds that took."""
+        begun = time.perf_counter()
+        with self.log.phase("evaluation"):
+            loss = self.components.held_out(params, [rows[i] for i in range(len(rows))])
+        return loss, time.perf_counter() - begun
 
     def validate(self, phase: str, step: int) -> float:
         """Greedy accuracy of the sampler's policy in validation, by `best_by`; recorded and printed."""
@@ -311,20 +337,29 @@ class Run:
             self.checkpoints.wait()
             self.checkpoints.prune()  # the last evaluation may have come after the last save
         tested, journal = None, self.log.journal
-        if journal.find("test/accuracy", self.components.config.last_step, REINFORCE) is None:
+        of_last = partial(journal.find, step=self.components.config.last_step, phase=REINFORCE)
+        if of_last("test/accuracy") is None and of_last("test/loss") is None:
             tested = self._tested()
         journal.say(self.log.clock.in_words())
         if distributed.first():
             best = self.checkpoints.best
             _summarise(self.components.config, self.folder.path, tested, best, journal)
 
-    def _tested(self) -> tuple[int, Result]:
+    def _tested(self) -> tuple[int, Result | None]:
         """The step that was chosen, and its results on the test set, which is read only here."""
         components, journal = self.components, self.log.journal
         read = lambda step: self.checkpoints.restore(step, components.like, part="params")
         found = self.checkpoints.first_whole(read, prefer=self.checkpoints.best)
         assert found is not None  # the last step was saved
         step, params = found
+        figures: dict[str, Any] = {"test/step": step}
+        if isinstance(components.task, Supervised):
+            loss, seconds = self._loss(params, components.splits.test)
+            figures |= {"test/loss": loss, "time/evaluation": seconds}
+            journal.say(f"test loss of step {step}: {loss:.4f}")
+        if not components.graded:
+            journal.record(components.config.last_step, REINFORCE, figures)
+            return step, None
         self.rollouts.push(params, step)
         test, validation = components.splits.test, components.splits.validation
         count = components.config.evaluation.examples or len(test)
@@ -336,8 +371,8 @@ class Run:
         expected = f", about {terminal.duration(measured[-1] * share)}" if measured else ""
         journal.say(f"test of step {step} on {len(examples)} examples{expected}")
         result, seconds = self._answered(examples)
-        values: Mapping[str, Any] = {f"test/{name}": x for name, x in result.metrics().items()}
-        figures = {**values, "test/step": step, "time/evaluation": seconds}
+        figures |= {f"test/{name}": x for name, x in result.metrics().items()}
+        figures |= {"time/evaluation": seconds}
         journal.record(components.config.last_step, REINFORCE, figures)
         return step, result
 
@@ -377,16 +412,22 @@ def _components(
     components = Components.make(config, data)
     splits = components.splits
     _describe(components, splits, console)
-    chosen = {}
+    chosen, warm = {}, config.warm_start
+    if warm and warm.epochs and not warm.steps:
+        chosen["warm_steps"] = max(1, round(warm.epochs * len(splits.train) / warm.batch))
+        config = config.sized(chosen)
+        components = replace(components, config=config)
+        console.print(f"{warm.epochs:g} epochs: {chosen['warm_steps']} steps of {warm.batch} rows")
     if opened := [name for name, size in config.sizes.items() if not size]:
         from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
 
         here = machines.machine("here")
         config, planned = sizes.fitted(config, here, components.shape, only=("update",))
         components = replace(components, config=config)
-        chosen = {name: config.sizes[name] for name in opened}
+        chosen |= {name: config.sizes[name] for name in opened}
         verdict = f": {report.verdict(planned)}" if planned else ""
         console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
+    vars(components)["splits"] = splits  # as they were read: making them again may take minutes
     given = {"the data of the task": splits.checksum, **components.identity, **chosen, **modules()}
     return components, given
 
@@ -438,10 +479,9 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
     if teacher and model:
         count = qwen2.parameter_count(teacher.shape) / 1e6
         console.print(f"{model.name}: {count:,.1f}M parameters, the teacher")
+    what = "they are" if isinstance(components.task, Supervised) else "their prompts are"
     if splits.skipped:
-        console.print(
-            f"{splits.skipped} examples are left out: their prompts are too long to learn from"
-        )
+        console.print(f"{splits.skipped} examples are left out: {what} too long to learn from")
     console.print(
         f"{len(splits.train)} examples to learn from, {len(splits.validation)} to choose the best "
         f"checkpoint by, {len(splits.test)} to test on"
@@ -465,6 +505,11 @@ def _resumed(
         note = checkpoints.note(step)
         # the optimizer of the phase that the checkpoint is of says what its state looks like
         warm = config.warm_start if note["phase"] == WARM_START else None
+        if warm is None and step < config.warm_steps:
+            raise UserError(
+                f"the warm start has ended after {step} steps, and cannot be made longer to {config.warm_steps}: "
+                "leave --steps out to go on, or start anew with another --out"
+            )
         optimizer = warm.optimizer if warm else config.optimizer
         like = update.state_like(components.like, optimizer, offload=config.offloads("optimizer"))
         return Resumed(note["phase"], step, checkpoints.restore(step, like), note)
@@ -522,7 +567,7 @@ def _require_finite(step: int, state: update.TrainState, saved: list[int]) -> No
 def _summarise(
     config: Config,
     folder: Path,
-    tested: tuple[int, Result] | None,
+    tested: tuple[int, Result | None] | None,
     best: int | None,
     journal: Journal,
 ) -> None:
@@ -535,14 +580,19 @@ def _summarise(
         journal.say(f"nothing was left to do in {where}")
         return
     step, result = tested
-    which = "the best on the validation examples" if step == best else "the newest"
-    title = f"test accuracy in percent (95% interval) of step {step}, {which}"
-    journal.say(tables.accuracies(title, result, config.evaluation.by))
-    if result.total.examples:
-        journal.say(_progress(scores(journal.records), step))
-    journal.say(
-        f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   "
+    if result is not None:
+        which = "the best on the validation examples" if step == best else "the newest"
+        title = f"test accuracy in percent (95% interval) of step {step}, {which}"
+        journal.say(tables.accuracies(title, result, config.evaluation.by))
+        if result.total.examples and journal.find(LOSS, config.last_step, REINFORCE) is None:
+            journal.say(_progress(scores(journal.records), step))
+    go_on = (
         f"evaluate it: jaxrl-llm eval {where}"
+        if result
+        else f"go on: jaxrl-llm train grpo --from {where}"
+    )
+    journal.say(
+        f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   {go_on}"
     )
 
 

@@ -235,8 +235,8 @@ def test_a_table_may_be_packed(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("mine.jsonl", "", "mine.jsonl holds no questions"),
-        ("mine.csv", "question,answer\n", "mine.csv holds no questions"),
+        ("mine.jsonl", "", "mine.jsonl holds no rows"),
+        ("mine.csv", "question,answer\n", "mine.csv holds no rows"),
         ("mine.jsonl", '{"question": "q", "answer": "1"}\n{"question": "q", "ans', "line 2: not JSON"),
         ("mine.json", '{"data": []}', "mine.json holds a dict, not a list of rows"),
         ("mine.parquet", "PAR1", "cannot read .*mine.parquet: "),
@@ -270,7 +270,7 @@ def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, cont
         ({"question": "q", "answer": " "}, {}, "row 0: the answer is empty"),
         (["q", "1"], {}, "row 0: a list, not a row with columns"),
         ({"prompt": USER, "choices": ["a"], "answer": 0}, {"specs": ["choice"]}, "choices into the prompt"),
-        (None, {}, "holds no questions"),
+        (None, {}, "holds no rows"),
         ({"question": "q", "answer": "1"}, {"weights": (1, 2)}, "2 for 1 rewards"),
         ({"question": "q", "answer": "1"}, {"specs": ["exact", "exact"]}, "one name"),
     ],
