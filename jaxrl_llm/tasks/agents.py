@@ -103,22 +103,22 @@ class Episode:
     async def _next(self) -> Reply:
         """The tokens of the next request, or a reward; it is made in a thread, for it may take long."""
         try:
-            said = await self._session.says.get()
+            message = await self._session.says.get()
         except asyncio.CancelledError:  # it takes too long
             self._session.end()
             raise
-        if isinstance(said, list):
-            return said, Reward(0.0, False)
-        if isinstance(said, BaseException) and self._session.cut:
+        if isinstance(message, list):
+            return message, Reward(0.0, False)
+        if isinstance(message, BaseException) and self._session.cut:
             return None, Reward(0.0, False)
-        return partial(self._graded, said)  # pyright: ignore[reportReturnType]
+        return partial(self._graded, message)  # pyright: ignore[reportReturnType]
 
-    def _graded(self, said: Any) -> tuple[None, Reward]:
-        if isinstance(said, BaseException):
-            raise said
-        if isinstance(said, str):
-            return None, self._judge(said)
-        return None, said if isinstance(said, Reward) else Reward(float(said), said >= 1)
+    def _graded(self, end: Any) -> tuple[None, Reward]:
+        if isinstance(end, BaseException):
+            raise end
+        if isinstance(end, str):
+            return None, self._judge(end)
+        return None, end if isinstance(end, Reward) else Reward(float(end), end >= 1)
 
     def __del__(self):
         loop("environments").call_soon_threadsafe(self._session.end)
@@ -157,14 +157,14 @@ class _Session:
         try:
             if callable(run):
                 call = partial(_returned, run, self.example, *where)
-                said = await asyncio.shield(asyncio.wrap_future(in_background(call)))
+                end = await asyncio.shield(asyncio.wrap_future(in_background(call)))
             else:
-                said = await self._printed(run, *where)
+                end = await self._printed(run, *where)
         except Exception as error:
-            said = error
-        if not self._context and not isinstance(said, BaseException):
-            said = RuntimeError("the agent ended before it was answered")
-        self.says.put_nowait(said)
+            end = error
+        if not self._context and not isinstance(end, BaseException):
+            end = RuntimeError("the agent ended before it was answered")
+        self.says.put_nowait(end)
         self.end()
 
     async def _printed(self, command: Sequence[str], url: str, key: str) -> str:
@@ -172,11 +172,11 @@ class _Session:
         variables = environment("HOME", "SSL_CERT_FILE", *self.agent.variables)
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         # files, not pipes: whoever does not read them holds up nobody
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
-            given.write(json.dumps(self.example, default=str).encode())
-            given.seek(0)
+        with tempfile.TemporaryFile() as example, tempfile.TemporaryFile() as out:
+            example.write(json.dumps(self.example, default=str).encode())
+            example.seek(0)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=given, stdout=out, env=variables, start_new_session=True
+                *command, stdin=example, stdout=out, env=variables, start_new_session=True
             )
             end = weakref.finalize(self, _end_session, process.pid)  # with the program, too
             try:
@@ -204,9 +204,9 @@ class _Session:
             except asyncio.CancelledError:
                 raise RefusedError(410, "the episode is over") from None
             self.cut = turn[-1] not in self.tokenizer.stops
-            said, reason = self._said(turn, before if tools else None)
+            message, reason = self._as_message(turn, before if tools else None)
             self._context = [*before, *turn]
-            self._messages, self._tools = [*messages, _message(said)], tools
+            self._messages, self._tools = [*messages, _plain(message)], tools
         size = {"prompt_tokens": len(before), "completion_tokens": len(turn)}
         reply: dict[str, Any] = {
             "id": f"chatcmpl-{self._key[:8]}-{len(self._context)}",
@@ -216,7 +216,7 @@ class _Session:
             "usage": {**size, "total_tokens": len(self._context)},
         }
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if self.cut else reason}
-        choice |= {"message": said} if chat else {"text": self.tokenizer.decode(turn)}
+        choice |= {"message": message} if chat else {"text": self.tokenizer.decode(turn)}
         if chat and body.get("logprobs"):
             pairs = zip(self.tokenizer.pieces(turn), logps, strict=True)
             each = [{"token": x, "logprob": y, "bytes": None, "top_logprobs": []} for x, y in pairs]
@@ -225,7 +225,7 @@ class _Session:
             return "application/json", json.dumps({**reply, "choices": [choice]})
         if chat:  # all of it in one piece
             reply["object"] = "chat.completion.chunk"
-            calls = [{"index": i, **x} for i, x in enumerate(said.get("tool_calls", []))]
+            calls = [{"index": i, **x} for i, x in enumerate(message.get("tool_calls", []))]
             choice["delta"] = choice.pop("message") | ({"tool_calls": calls} if calls else {})
         whole = json.dumps({**reply, "choices": [choice]})
         return "text/event-stream", f"data: {whole}\n\ndata: [DONE]\n\n"
@@ -238,7 +238,7 @@ class _Session:
             for name, fine in _FIXED.items():
                 if body.get(name) not in (None, *fine):
                     raise RefusedError(400, f"{name} = {body[name]!r:.80} is not supported here")
-            messages, tools = [*map(_message, body["messages"])] if chat else [], []
+            messages, tools = [*map(_plain, body["messages"])] if chat else [], []
             if chat:
                 tools = body.get("tools") or []
                 write = partial(
@@ -261,27 +261,27 @@ class _Session:
             return tokens[size:], messages, tools
         return NewContext(tokens), messages, tools
 
-    def _said(self, turn: Sequence[int], after: Sequence[int] | None) -> tuple[dict[str, Any], str]:
+    def _as_message(
+        self, turn: Sequence[int], after: Sequence[int] | None
+    ) -> tuple[dict[str, Any], str]:
         """A turn as a message, and why it ended; it has calls only `after` what named tools."""
         text, calls = self.tokenizer.decode(turn), list[Any]()
         if after is not None and turn[-1] in self.tokenizer.stops:
             calls = Toolbox((), self.agent.form).read(self.tokenizer, text, after)
-        said: dict[str, Any] = {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if not calls or any(isinstance(one, str) for one in calls):
-            return said, "stop"
-        said["content"] = (
-            text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else None
-        )
-        said["tool_calls"] = []
+            return message, "stop"
+        before, mark, _ = text.partition("<tool_call>")
+        message |= {"content": before.strip() if mark else None, "tool_calls": []}
         for name, arguments in calls:
             self._calls += 1
             function = {"name": name, "arguments": json.dumps(arguments)}
             call = {"id": f"call{self._calls:05}", "type": "function", "function": function}
-            said["tool_calls"].append(call)
-        return said, "tool_calls"
+            message["tool_calls"].append(call)
+        return message, "tool_calls"
 
 
-def _message(one: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(one: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: a text, and arguments that are no text of JSON."""
     content = one.get("content") or ""
     if not isinstance(content, str):

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import jax
 import numpy as np
 import pytest
 
@@ -451,7 +452,7 @@ def test_eight_agents_are_answered_by_an_engine_and_learned_from():
 
     shape = tiny.shape(vocab_size=len(words), tied=False)
     definition = qwen2.graph(shape)[0]
-    model, score = Policy(definition), partial(logprobs.of_responses, definition)
+    model, score = Policy(definition), jax.jit(partial(logprobs.of_responses, definition))
     params = adding.weights(shape, words)
     task = TokenTask(Agent(agent).for_task(Sums()), words)
     with Native(slots=8, prefill_prompts=4).start(model, tiny.mesh_of()) as sampler:
