@@ -14,10 +14,9 @@ class Trajectory:
 
     `logps` are 0 where tokens were given. `finished` is False where it was cut at a limit. `turns`
     are the spans of an episode that were sampled; without any it is one turn, all of it. `restarts`
-    are given spans that began a new context: a prompt in place of all before it, the first one at 0 if
-    the episode's own prompt was not shown. `versions` are the
-    steps of the oldest and of the newest weights that sampled it, `reward` None until it is graded,
-    `turn_rewards` what the environment gave for each turn.
+    are given spans that began a new context: a prompt in place of all before it, at 0 of the
+    episode's own. `versions` are the steps of the oldest and of the newest weights that sampled it,
+    `reward` None until it is graded, `turn_rewards` what the environment gave for each turn.
     """
 
     prompt: Sequence[int]

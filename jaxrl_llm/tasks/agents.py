@@ -125,7 +125,7 @@ class Episode:
 
 
 class _Session:
-    """What an agent asks, and what it is answered; all of it in the loop of environments."""
+    """The requests of an agent and the turns that answer them, in the loop of environments."""
 
     def __init__(self, agent: Agent, example: Any, tokenizer: Tokenizer):
         self.agent, self.example, self.tokenizer = agent, example, tokenizer
@@ -305,7 +305,7 @@ def _object(function: Mapping[str, Any]) -> Any:
 
 
 def _returned(run: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns, or the error that it raises, an exit too."""
+    """The result of a call, or the error that it raises, an exit too."""
     try:
         made = run(*arguments)
         return asyncio.run(made) if inspect.iscoroutine(made) else made

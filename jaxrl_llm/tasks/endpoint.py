@@ -21,7 +21,7 @@ Answer = Callable[[str, Any], Awaitable[tuple[str, str]]]  # path and JSON; type
 
 
 class RefusedError(Exception):
-    """What is answered by a status and a message."""
+    """A request that is answered by a status and a message."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -60,12 +60,8 @@ class Endpoint:
                     kind, reply = await self._answer(method, path, key, body)
                 except RefusedError as error:
                     status, goes_on = error.status, error.status not in (411, 413)
-                    told = {
-                        "message": str(error),
-                        "type": HTTPStatus(status).phrase,
-                        "code": status,
-                    }
-                    reply = json.dumps({"error": {**told, "param": None}})
+                    what = {"message": str(error), "type": HTTPStatus(status).phrase}
+                    reply = json.dumps({"error": {**what, "code": status, "param": None}})
                 head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
                 head += "" if goes_on else "Connection: close\r\n"
                 content = reply.encode()
@@ -89,10 +85,10 @@ class Endpoint:
                 404, "there are /v1/chat/completions, /v1/completions and /v1/models"
             )
         try:
-            asked = json.loads(body)
+            request = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise RefusedError(400, "the body is no JSON") from error
-        return await self.answers[key](path, asked)
+        return await self.answers[key](path, request)
 
 
 async def _request(reader: asyncio.StreamReader) -> tuple[str, str, str, bytes]:

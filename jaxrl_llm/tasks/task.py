@@ -304,13 +304,14 @@ class Episodes:
         def settle(done: Future[deadline.Outcome]) -> None:
             try:
                 settled = self._errors.settled(call, done.result()) or (None, UNGRADED)
-                given, reward = settled
-                if begins and given is None:
-                    self._failed.add(index)
+                tokens, reward = settled
                 if not begins:
                     self.rewards[index] = reward
                     self.turn_rewards[index].append(reward.score)
-                reply.set_result(given if given is None else (given, isinstance(given, NewContext)))
+                elif tokens is None:
+                    self._failed.add(index)
+                anew = isinstance(tokens, NewContext)
+                reply.set_result(None if tokens is None else (tokens, anew))
             except BaseException as error:
                 reply.set_exception(error)
 
