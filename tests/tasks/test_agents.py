@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -401,6 +402,31 @@ def test_a_command_ends_with_all_that_it_has_started(late, tmp_path):
     for pid in (tmp_path / "pids").read_text().split():
         while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
             time.sleep(0.02)
+
+
+LEAVES = """
+import asyncio, pathlib, sys, time
+from jaxrl_llm.background import loop
+from jaxrl_llm.tasks.agents import Agent
+from tests.tasks.test_agents import BYTES, Sums
+
+place = pathlib.Path(sys.argv[1])
+agent = Agent(["sh", "-c", f"echo $$ > {place}; exec sleep 3600"]).for_task(Sums())
+episode = agent.environment("3 + 4", BYTES)
+asyncio.run_coroutine_threadsafe(episode.begin(), loop("environments"))
+while not (place.exists() and place.read_text()):
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+def test_a_command_ends_with_the_program(tmp_path):
+    command = [sys.executable, "-c", LEAVES, str(tmp_path / "pid")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=300)
+    assert done.returncode == 7
+    place = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    while place.exists() and " Z " not in (place / "stat").read_text():
+        time.sleep(0.02)
 
 
 def test_a_command_gets_the_example_and_few_variables(monkeypatch):
