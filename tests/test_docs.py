@@ -22,6 +22,7 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import COMMANDS, main
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import families
 from jaxrl_llm.models import tokenizer as tokenizers
 from jaxrl_llm.objectives import TokenData, recipes
@@ -66,7 +67,7 @@ def test_every_snippet_is_tested():
         "objectives.md": 4,
         "own-task.md": 3,
         "models.md": 3,
-        "environments.md": 5,
+        "environments.md": 6,
         "tokens.md": 1,
         "tutorial.md": 5,
         "migration.md": 2,
@@ -358,8 +359,15 @@ def test_a_class_made_for_trl_is_a_task():
     assert episode.step([*made.encode("It is 7."), made.eos])[1].correct
 
 
+def test_an_agent_is_a_task():
+    known = TokenTask(run("environments.md", 4)["task"], templates.of_bytes(templates.QWEN25))
+    played = known.replay(["3 + 4"] * 2, [["Seven.", "7"], ["8"]])
+    assert [len(one.turns) for one in played] == [2, 1]
+    assert [one.reward.score for one in played] == [1.0, 0.0]
+
+
 def test_an_advantage_sees_turns():
-    late = run("environments.md", 4)["late_turns"]
+    late = run("environments.md", 5)["late_turns"]
     data = TokenData(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),

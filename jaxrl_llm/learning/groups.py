@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import distributed, userfile
-from jaxrl_llm.models.tokenizer import Tokenizer
+from jaxrl_llm.models.tokenizer import HiddenTokens, Tokenizer
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.rollouts.sampler import Draft, Said, Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
@@ -194,6 +194,8 @@ class TokenTask:
         drafts = [Draft(endless, prompt) for prompt in self.prompts(examples)]
         with self._episodes(examples) as reply:
             for i, several in enumerate(turns):
+                if isinstance(drafts[i].prompt, HiddenTokens):
+                    drafts[i].goes_on(reply(i, None).result())
                 for turn in [several] if isinstance(several, str) else several:
                     tokens = self.turn(examples[i], turn)
                     logps = [0.0] * len(tokens)
@@ -263,7 +265,7 @@ def _rewarded(one: Trajectory, episodes: Episodes, i: int) -> Trajectory:
 
 
 def _reply(
-    replies: Episodes, first: int, index: int, tokens: Sequence[int], logps: Sequence[float]
+    replies: Episodes, first: int, index: int, tokens: Sequence[int] | None, logps: Sequence[float]
 ) -> Future[Said]:
     """The environment's answer to a turn, in a call whose first response is number `first`."""
     return replies(first + index, tokens, logps)

@@ -169,7 +169,7 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
     if any(one.turns for one in responses):
         out["turns"] = float(np.mean([len(one.turns) for one in responses]))
     if any(one.restarts for one in responses):
-        out["segments"] = 1.0 + float(np.mean([len(one.restarts) for one in responses]))
+        out["segments"] = float(np.mean([len(one.segments) for one in responses]))
     comparable = [group for group in groups if sum(r.graded for r in group.rewards) > 1]
     if comparable:
         out["constant_groups"] = float(np.mean([group.is_constant for group in comparable]))

@@ -22,6 +22,10 @@ class TokenPrompt(Protocol):
     def token_ids(self, tokenizer: Any, /) -> list[int]: ...
 
 
+class HiddenTokens(list[int]):
+    """The token ids of a prompt that is not shown: an environment says what the policy sees first."""
+
+
 class Tokenizer:
     """The methods of a tokenizer that this package needs.
 

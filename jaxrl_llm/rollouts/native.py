@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.rollouts.sampler import (
     Draft,
     Reply,
@@ -102,23 +103,27 @@ class NativeSampler(Sampler):
         """Answers at once: trainer and sampler share devices. Sets `counters` to its figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before it is asked")
-        requests = defaultdict[tuple[int, ...], list[Request]](list)
+        requests, hidden = defaultdict[tuple[int, ...], list[Request]](list), deque[Request]()
         for request in enumerate_requests(prompts, n):
-            requests[request.prompt].append(request)
+            begins = reply and isinstance(prompts[request.index // n], HiddenTokens)
+            (hidden if begins else requests[request.prompt]).append(request)
         drafts = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
         # what the host has changed goes along with a call: a device_put of its own takes longer
         with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            self._serve(requests, drafts, sampling, reply)
+            self._serve(requests, hidden, drafts, sampling, reply)
         responses = [Future[Trajectory]() for _ in drafts]
         for response, draft in zip(responses, drafts, strict=True):
             draft.versions = [self.version]
             response.set_result(draft.done(episode=reply is not None))
         return responses
 
-    def _serve(self, requests, drafts, sampling, reply):
-        """The host's loop: fill free slots, decode, collect turns and what is replied to them."""
+    def _serve(self, requests, hidden, drafts, sampling, reply):
+        """The host's loop: fill free slots, decode, collect turns and what is replied to them.
+
+        What a `hidden` request begins with is asked for once a slot is free for it.
+        """
         start, busy = time.perf_counter(), 0.0
-        longest = padded(max(map(len, requests)), SHORTEST)
+        longest = padded(max(len(draft.prompt) for draft in drafts), SHORTEST)
         limit = longest + sampling.max_tokens
         columns = self._columns(longest + self.stride, limit)
         cache = self._empty(self.slots, columns)
@@ -146,6 +151,9 @@ class NativeSampler(Sampler):
                 waiting.append(self._prefilled(segments, count))
                 again.clear()
             cache = self._admit(cache, slots, working, _one_by_one(waiting))
+            while hidden and (free := self._free(working)):
+                working[free[0]] = request = hidden.popleft()
+                replies[free[0]] = reply(request.index, None, ())
             if slots.done.all():  # all wait for replies
                 futures.wait(replies.values(), CHECK, futures.FIRST_COMPLETED)
                 left -= _collect(slots, working, replies, drafts, reply, again)
@@ -185,10 +193,14 @@ class NativeSampler(Sampler):
                 for row, prompt in enumerate(some):
                     yield from ((cache, row, request) for request in requests[prompt])
 
+    def _free(self, working):
+        return [s for s in range(self.slots) if s not in working]
+
     def _admit(self, cache, slots, working, waiting):
         """Puts requests into free slots: the prompts' cache on the device, the rest on the host."""
-        free = [s for s in range(self.slots) if s not in working]
-        pairs = zip(free, waiting, strict=False)  # `free` first: prefill only if a slot is free
+        pairs = zip(
+            self._free(working), waiting, strict=False
+        )  # `free` first: prefill only if a slot is free
         for _, group in itertools.groupby(pairs, key=lambda pair: id(pair[1][0])):
             while some := list(itertools.islice(group, self.prefill_prompts)):
                 slot = np.full(self.prefill_prompts, self.slots, np.int32)  # out of range: no copy
@@ -294,8 +306,9 @@ def _collect(
         request, count = working[s], slots.count[s]
         episode = drafts[request.index]
         size, segments = len(episode.tokens), len(episode.restarts)
+        begins = not episode.turns
         goes_on = episode.goes_on(replies.pop(s).result())
-        if goes_on and len(episode.restarts) == segments:
+        if goes_on and len(episode.restarts) == segments and not begins:
             arrays.forced[s] = count + len(episode.tokens) - size
             arrays.tokens[s, count : arrays.forced[s]] = episode.tokens[size:]
             arrays.done[s] = arrays.stopped[s] = False
@@ -304,9 +317,9 @@ def _collect(
         arrays.position[s], ended = 0, ended + (not goes_on)
         if goes_on:
             identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()
-            used = episode.sampling.max_tokens - episode.room
-            new = Request(tuple(episode.tokens[size:]), zlib.crc32(identity), request.index, used)
-            again.append(new)
+            used = slots.tokens.shape[1] - episode.room
+            prompt = tuple(episode.tokens[size:]) or request.prompt
+            again.append(Request(prompt, zlib.crc32(identity), request.index, used))
     return ended
 
 

@@ -10,7 +10,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.trajectory import Span, Trajectory
 
 Said: TypeAlias = tuple[Sequence[int], bool] | None
-Reply: TypeAlias = Callable[[int, Sequence[int], Sequence[float]], Future[Said]]
+Reply: TypeAlias = Callable[[int, Sequence[int] | None, Sequence[float]], Future[Said]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Sampler:
     temperature 0), before top-k and top-p: as a trainer computes them. `finished` is False where a
     response was cut. With `reply` a response is an episode: `reply(index, tokens, logps)` is
     called with each turn, also with one that was cut, and its result is what the environment says
-    next, and whether that takes the place of all before it; None at the end. Nothing else waits for
-    it. `counters` are figures of the last responses, `sync` of the last `push` (empty where nothing
+    next, and whether that takes the place of all before it; None at the end. Before the first turn of an
+    episode whose prompt is hidden it is called with None, for what the policy sees first. Nothing
+    else waits for it. `counters` are figures of the last responses, `sync` of the last `push` (empty where nothing
     is sent). `tolerance` is how far, on average, log-probs may be from the trainer's (None: they come
     from the same devices).
     """
@@ -171,13 +172,27 @@ class Draft:
         return min([left, *(longest + start - size for start, _ in self.restarts[-1:])])
 
     def goes_on(self, reply: Said) -> bool:
-        """Adds what the environment replies, if that (not None) leaves room for another turn."""
-        if reply is None or not self.finished:
+        """Adds what the environment replies, if that (not None) leaves room for another turn.
+
+        Before the first turn this is what the policy sees first; without it a token ends the episode.
+        UserError if that leaves no room.
+        """
+        begins = not self.turns
+        if begins and reply is None:
+            self.sampling = replace(self.sampling, max_tokens=1)
+            return True
+        if reply is None or not (self.finished or begins):
             return False
         self.finished = False
         (tokens, anew), size = reply, len(self.tokens)
+        anew = anew or begins
         spans = [*self.restarts, (size, size + len(tokens))] if anew else self.restarts
         longer = replace(self, tokens=[*self.tokens, *tokens], restarts=spans)
+        if begins and longer.room < 1:
+            raise UserError(
+                f"an episode begins with {len(tokens)} tokens, which leaves no room for a turn in "
+                f"{longer.room + len(tokens)}: raise response_length"
+            )
         if longer.room < 1 or len(self.turns) == self.sampling.max_turns:
             return False
         self.tokens, self.restarts = longer.tokens, spans

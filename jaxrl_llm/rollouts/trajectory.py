@@ -14,9 +14,9 @@ class Trajectory:
 
     `logps` are 0 where tokens were given. `finished` is False where it was cut at a limit. `turns`
     are the spans of an episode that were sampled; without any it is one turn, all of it. `restarts`
-    are given spans that began a new context: a prompt in place of all before it. `versions` are the
-    steps of the oldest and of the newest weights that sampled it, `reward` None until it is graded,
-    `turn_rewards` what the environment gave for each turn.
+    are given spans that began a new context: a prompt in place of all before it, at 0 of the
+    episode's own. `versions` are the steps of the oldest and of the newest weights that sampled it,
+    `reward` None until it is graded, `turn_rewards` what the environment gave for each turn.
     """
 
     prompt: Sequence[int]
@@ -44,7 +44,8 @@ class Trajectory:
     @property
     def segments(self) -> list[tuple[Sequence[int], int, int]]:
         """The prompt of each context, and where in the response what follows it starts and ends."""
+        hidden = bool(self.restarts) and self.restarts[0][0] == 0  # nothing follows the prompt
         prompts = [self.prompt, *(self.tokens[start:end] for start, end in self.restarts)]
         starts = [0, *(end for _, end in self.restarts)]
         ends = [*(start for start, _ in self.restarts), len(self.tokens)]
-        return list(zip(prompts, starts, ends, strict=True))
+        return list(zip(prompts, starts, ends, strict=True))[hidden:]

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 SLOW = 15.0  # seconds after which a call that still runs is named
 LOOK = 1.0  # seconds between two looks at it
 _SIGNAL, _TIMER = signal.SIGPROF, signal.ITIMER_PROF  # of a look, in the main thread
-_OURS = {__file__, str(Path(__file__).with_name("task.py"))}  # between a deadline and a task
+# between a deadline and what a user wrote
+_OURS = {str(Path(__file__).with_name(f"{name}.py")) for name in ("deadline", "task", "agents")}
 Outcome = tuple[Any, BaseException | None]  # what a call returned, or None and what it raised
 
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.reward import LARGEST, UNGRADED, Reward
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
@@ -40,6 +41,24 @@ Said = tuple[Sequence[int], bool] | None
 
 class NewContext(list[int]):
     """Token ids in place of all that was said, the prompt included: they begin a new segment."""
+
+
+class Hidden(tuple[Mapping[str, str], ...]):
+    """A prompt that is not shown: the environment's `begin()` says what the policy sees first.
+
+    People read it, and examples are told apart by it.
+    """
+
+    prompt: Prompt
+
+    def __new__(cls, prompt: Prompt) -> "Hidden":
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        hidden = super().__new__(cls, messages)
+        hidden.prompt = prompt
+        return hidden
+
+    def token_ids(self, tokenizer: Any) -> HiddenTokens:
+        return HiddenTokens(tokenizer.prompt(self.prompt))
 
 
 class Task(Protocol[E]):
@@ -137,6 +156,15 @@ class Environment(Protocol):
         If they are `NewContext`, the policy sees them alone. What is awaited may be a function that gives
         them, and is called in a thread.
         """
+        ...
+
+
+@runtime_checkable
+class Begins(Protocol):
+    """An environment that says what the policy sees first; the prompt of its task is `Hidden`."""
+
+    def begin(self) -> Reply:
+        """As `step`, before the first turn; the reward is not used."""
         ...
 
 
@@ -244,7 +272,8 @@ def score_groups(
 class Episodes:
     """The environments of a task's `examples`; a call takes the tokens of a turn of one of them.
 
-    It gives a future of what the environment says next, and whether anew; None at the end.
+    It gives a future of what the environment says next, and whether anew; None at the end. With None in
+    place of tokens that is what the policy sees first; one that fails at it is not asked again.
     `rewards` are the newest, `turn_rewards` the scores of all.
     A step that raises, says what are no tokens of the tokenizer or takes too long ends its episode
     ungraded. Steps that are coroutines need no thread. What is logged when the block ends is what
@@ -266,6 +295,7 @@ class Episodes:
         self._left = len(examples)
         self._task, self._tokenizer, self._examples = task, tokenizer, examples
         self._environments: dict[int, Environment | LogpEnvironment] = {}
+        self._failed = set[int]()  # those that did not begin
         self._settings = settings
         self._errors = deadline.Errors(settings.reported)
         self._workers = deadline.Threads(settings.threads)
@@ -286,32 +316,45 @@ class Episodes:
         self._errors.log(len(self.rewards))
 
     def __call__(
-        self, index: int, tokens: Sequence[int], logps: Sequence[float] = ()
+        self, index: int, tokens: Sequence[int] | None, logps: Sequence[float] = ()
     ) -> Future[Said]:
         from jaxrl_llm.tasks import deadline
 
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
-        work = partial(self._step, index, list(tokens), list(logps))
+        begins = tokens is None
+        work = partial(self._step, index, None if begins else list(tokens), list(logps))
         call = deadline.Call(work, self._plain, self._examples[index], which, self._settings)
         reply: Future[Said] = Future()
+        if index in self._failed:
+            reply.set_result(None)
+            return reply
 
         def settle(done: Future[deadline.Outcome]) -> None:
             try:
                 settled = self._errors.settled(call, done.result()) or (None, UNGRADED)
-                given, self.rewards[index] = settled
-                self.turn_rewards[index].append(settled[1].score)
-                reply.set_result(given if given is None else (given, isinstance(given, NewContext)))
+                tokens, reward = settled
+                if not begins:
+                    self.rewards[index] = reward
+                    self.turn_rewards[index].append(reward.score)
+                elif tokens is None:
+                    self._failed.add(index)
+                anew = isinstance(tokens, NewContext)
+                reply.set_result(None if tokens is None else (tokens, anew))
             except BaseException as error:
                 reply.set_exception(error)
 
         self._workers.submit(call).add_done_callback(settle)
         return reply
 
-    def _step(self, index: int, tokens: list[int], logps: list[float]) -> Any:
+    def _step(self, index: int, tokens: list[int] | None, logps: list[float]) -> Any:
         if index not in self._environments:
             made = self._task.environment(self._examples[index], self._tokenizer)
             self._environments[index] = made
         environment = self._environments[index]
+        if tokens is None:
+            if not isinstance(environment, Begins):
+                raise TypeError("its prompt is Hidden, and its environment has no begin()")
+            return environment.begin()
         if isinstance(environment, LogpEnvironment):
             return environment.step_with_logps(tokens, logps)
         return environment.step(tokens)

@@ -208,9 +208,11 @@ class Toolbox:
         system = {"role": "system", "content": text}
         return tokenizer.turns([system, *messages], add_generation_prompt=True)
 
-    def read(self, tokenizer: Tokenizer, turn: str) -> list[Call]:
-        """The calls of a turn."""
+    def read(self, tokenizer: Tokenizer, turn: str, after: Sequence[int] = ()) -> list[Call]:
+        """The calls of a turn after these tokens, with which a thought may have begun."""
         there, form = _template(tokenizer)
+        opened = tokenizer.decode(after[-9:]).rstrip().endswith("<think>")
+        turn = "<think>" * opened + turn
         return (self.form or form or (hermes if there else words))(turn)
 
     def replied(
@@ -236,16 +238,22 @@ class Toolbox:
         else:
             text = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in results)
             turn, given = _SAID, [{"role": "user", "content": text}]
-        before = self.prompt_ids(tokenizer, [*prompt, turn])
-        after = self.prompt_ids(tokenizer, [*prompt, turn, *given])
-        ended = sum(token in tokenizer.stops for token in before)
-        ends = [i for i, token in enumerate(after, 1) if token in tokenizer.stops]
-        if not 0 < ended <= len(ends):
-            raise UserError(
-                "tools: the chat template ends a turn with no token that ends a response: name that "
-                "in eos_token_id of generation_config.json"
-            )
-        return after[ends[ended - 1] :]
+        return following(tokenizer, partial(self.prompt_ids, tokenizer), [*prompt, turn], given)
+
+
+def following(
+    tokenizer: Tokenizer, write: Callable[[Said], list[int]], messages: Said, more: Said
+) -> list[int]:
+    """The tokens of `more` after those that end a turn, the last one of the messages."""
+    before, after = write(messages), write([*messages, *more])
+    ended = sum(token in tokenizer.stops for token in before)
+    ends = [i for i, token in enumerate(after, 1) if token in tokenizer.stops]
+    if not 0 < ended <= len(ends):
+        raise UserError(
+            "tools: the chat template ends a turn with no token that ends a response: name that "
+            "in eos_token_id of generation_config.json"
+        )
+    return after[ends[ended - 1] :]
 
 
 class _Asked(tuple[Mapping[str, str], ...]):
@@ -311,9 +319,7 @@ class _Turns:
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
         self.turns.append(self.tokenizer.decode(tokens))
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
-        opened = self.tokenizer.decode(self.context[-9:]).rstrip().endswith("<think>")
-        turn = "<think>" * opened + self.turns[-1]
-        calls = self.tools.read(self.tokenizer, turn) if ended else []
+        calls = self.tools.read(self.tokenizer, self.turns[-1], self.context) if ended else []
         made = calls[: self.tools.calls]
         if self.tools.awaits:
             return self._later(calls, made)

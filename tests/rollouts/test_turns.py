@@ -20,10 +20,11 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.objectives import Objective, TokenData, advantages
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
-from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.training import run, terminal
@@ -73,7 +74,7 @@ class Random:
         return None if end else (reply, anew)
 
     def __call__(self, index, tokens, logps):
-        assert len(logps) == len(tokens)
+        assert len(logps) == len(tokens or ())
         if self.pool:
             return self.pool.submit(self.answer, index, tokens)
         done = Future()
@@ -81,10 +82,34 @@ class Random:
         return done
 
 
-def seen_by_the_engine(episodes, heard):
+class Beginning(Random):
+    """Those that say what is seen first, `opened`, in place of a hidden prompt; one in eight fails at it."""
+
+    def __init__(self, seed=0, late=0.0):
+        super().__init__(seed, late)
+        self.opened = {}
+
+    def __call__(self, index, tokens, logps):
+        return super().__call__(index, tokens, () if tokens is None else logps)
+
+    def answer(self, index, tokens):
+        if tokens is None:
+            rng = np.random.default_rng((self.seed, index))
+            begun = rng.integers(0, 96, rng.integers(1, 40)).tolist()
+            self.opened[index] = begun if index % 8 else None
+            return self.opened[index] and (begun, False)
+        reply = super().answer(index, tokens)
+        return reply if self.opened[index] else None
+
+
+def hidden(count, seed=0):
+    return [*map(HiddenTokens, prompts(count, seed))]
+
+
+def seen_by_the_engine(episodes, heard, opened=None):
     """Each episode as its environment heard it: tokens, and where the sampled ones are, by segment."""
     for i, one in enumerate(episodes):
-        segments = [(list(one.prompt), [])]
+        segments = [(list((opened and opened[i]) or one.prompt), [])]
         for n, (turn, reply, anew) in enumerate(heard[i]):
             tokens, sampled = segments[-1]
             sampled += range(len(tokens), len(tokens) + len(turn))
@@ -110,10 +135,10 @@ def forward(sequences):
     return np.asarray(jax.jit(policy)(params, inputs))
 
 
-def furthest(episodes, heard, **how):
+def furthest(episodes, heard, opened=None, **how):
     """The largest distance between the trainer's log-probs and a forward on what the engine saw."""
     ours, batch = trainer(episodes, **how)
-    seen = list(seen_by_the_engine(episodes, heard))
+    seen = list(seen_by_the_engine(episodes, heard, opened))
     plain = iter(forward([tokens for segments in seen for tokens, _ in segments]))
     gaps = []
     for i, segments in enumerate(seen):
@@ -147,6 +172,33 @@ def test_the_trainer_scores_what_the_engine_saw(pack):
     ours, batch = trainer(episodes, pack=pack)
     mask = np.asarray(batch.mask)
     np.testing.assert_allclose(np.asarray(batch.sampler_logp)[mask], ours[mask], atol=1e-4)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_environment_may_say_what_is_seen_first(pack):
+    """The prompt is not seen, but where that fails: there a token ends the episode."""
+    asked, environments = hidden(16), Beginning()
+    episodes = engine().generate(asked, n=4, sampling=SAMPLING, reply=environments)
+    opened = environments.opened
+    assert sorted(opened) == [*range(64)]
+    assert furthest(episodes, environments.heard, opened, pack=pack) < 1e-5
+    for i, one in enumerate(episodes):
+        begun = opened[i] or []
+        assert one.prompt == asked[i // 4]
+        assert list(one.tokens[: len(begun)]) == begun
+        assert one.turns[0][0] == len(begun)
+        assert one.restarts[:1] == (((0, len(begun)),) if begun else ())
+        if not begun:
+            assert (one.length, len(one.tokens)) == (1, 1)
+        assert max(len(p) + end - start for p, start, end in one.segments) <= len(one.prompt) + 40
+    assert max(len(one.segments) for one in episodes) > 1
+    few = engine(slots=8).generate(asked, n=4, sampling=SAMPLING, reply=Beginning(late=0.02))
+    assert few == episodes
+
+
+def test_a_beginning_without_room_is_one_line():
+    with pytest.raises(UserError, match=r"begins with 42 tokens.* in 42: raise response_length"):
+        Draft(SAMPLING, HiddenTokens([1, 2])).goes_on(([3] * 42, False))
 
 
 def shifted(one):
@@ -380,6 +432,24 @@ def test_an_environment_that_fails_for_the_caller_ends_the_rollout():
 
 
 # vLLM, by its stand-in: a request a turn.
+
+
+def test_requests_begin_with_what_the_environment_says(tmp_path):
+    asked, heard = [HiddenTokens([1, 2]), HiddenTokens([3])], Beginning(late=0.01)
+    sampling = Sampling(max_tokens=60, max_turns=4, stop=tuple(range(0, 50, 5)))
+    with Fake() as fake:
+        made = ready(fake, root=tmp_path)
+        before = len(fake.bodies)
+        episodes = made.generate(asked, n=8, sampling=sampling, reply=heard)
+        again = made.generate(asked, n=8, sampling=sampling, reply=Beginning())
+        sent = {tuple(b["prompt"]) for b in fake.bodies[before:]}
+    assert again == episodes
+    seen = seen_by_the_engine(episodes, heard.heard, heard.opened)
+    for i, (one, segments) in enumerate(zip(episodes, seen, strict=True)):
+        assert tuple(heard.opened[i] or one.prompt) in sent
+        assert heard.opened[i] or len(one.tokens) == 1
+        for (tokens, _), (prompt, first, last) in zip(segments, one.segments, strict=True):
+            assert [*prompt, *one.tokens[first:last]] == tokens
 
 
 def test_requests_hold_exactly_the_tokens_so_far(tmp_path):

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from jaxrl_llm.background import loop
+from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.rollouts.sampler import Draft, Said
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Response, Server, tasks
@@ -25,13 +26,14 @@ INTERRUPTED = 0.5  # seconds without an answer, after which an interrupted serve
 class Turn:
     """The turn of a response that is asked for next: its prompt, all tokens before it, and its seed.
 
-    `reply` is called with the tokens and log-probs of each turn, None for a response of one turn.
+    `reply` is called with the tokens and log-probs of each turn, None for a response of one turn. For
+    a hidden prompt it says first what is asked.
     """
 
     prompt: tuple[int, ...]
     seed: int
     draft: Draft
-    reply: Callable[[Sequence[int], Sequence[float]], Future[Said]] | None
+    reply: Callable[[Sequence[int] | None, Sequence[float]], Future[Said]] | None
     response: Future[Trajectory] = field(default_factory=Future)
 
     def add(self, part: Response, version: int) -> None:
@@ -46,15 +48,24 @@ class Turn:
             return True
         if self.reply is None:
             return False
-        # the environment sees the whole turn, whatever parts it was sampled in
-        start, end = self.draft.turns[-1]
-        turn = self.draft.tokens[start:end], self.draft.logps[start:end]
+        begins, turn = self.begins, (None, ())
+        if not begins:
+            # the environment sees the whole turn, whatever parts it was sampled in
+            start, end = self.draft.turns[-1]
+            turn = self.draft.tokens[start:end], self.draft.logps[start:end]
         reply = await asyncio.wrap_future(self.reply(*turn))
-        if reply is None or not self.draft.goes_on(reply):
+        if not self.draft.goes_on(reply):
             return False
-        tokens, anew = reply
-        self._go_on((*tokens,) if anew else (*self.prompt, *tokens))
+        if reply is not None:
+            tokens, anew = reply
+            self._go_on((*tokens,) if anew or begins else (*self.prompt, *tokens))
         return True
+
+    @property
+    def begins(self) -> bool:
+        """True if what the policy sees first is still to be said."""
+        hidden = self.reply is not None and isinstance(self.draft.prompt, HiddenTokens)
+        return hidden and not self.draft.tokens
 
     def _go_on(self, prompt: tuple[int, ...]) -> None:
         if prompt != self.prompt:
@@ -146,7 +157,10 @@ class Service:
     def _add(self, turns: Sequence[Turn]) -> None:
         self._unfinished.update(turns)
         for turn in turns:
-            heapq.heappush(self._waiting, (next(self._order), turn))
+            if turn.begins:
+                self._follow_on(next(self._order), turn)
+            else:
+                heapq.heappush(self._waiting, (next(self._order), turn))
         self._serve_on()
 
     def _serve_on(self) -> None:
@@ -229,10 +243,13 @@ class Service:
             self._end(turn, error)
         else:
             self._patience.answered(server)
-            following = asyncio.create_task(self._follow(order, turn))
-            self._following.add(following)
-            following.add_done_callback(self._following.discard)
+            self._follow_on(order, turn)
         self._deal()
+
+    def _follow_on(self, order: int, turn: Turn) -> None:
+        following = asyncio.create_task(self._follow(order, turn))
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
 
     async def _follow(self, order: int, turn: Turn) -> None:
         """Asks for the next turn of a response, in its place, or ends it."""
