@@ -135,7 +135,9 @@ RESULT = (
 
 
 @pytest.mark.parametrize(
-    "run", [tool_user, in_a_coroutine, "tool_user.py", "tool_user.mjs"], ids=str
+    "run",
+    [tool_user, in_a_coroutine, "tool_user.py", "tool_user.mjs"],
+    ids=lambda run: getattr(run, "__name__", run),
 )
 def test_an_episode_is_what_the_agent_asks_and_is_answered(run):
     """What was sampled stays as it is, though the template would write it in another way."""
