@@ -19,6 +19,7 @@ import jax
 import jaxrl_llm as jl
 from jaxrl_llm.config import Config, load
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import hf
 from jaxrl_llm.tasks.transfer import Receiver, Transfer
 
 kk_tiny = load(Path(__file__).parent / "kk_tiny.py")
@@ -62,5 +63,10 @@ def config(
         seed: of everything: initial weights, order of the data, sampling, cuts.
     """
     made = kk_tiny(alpha=alpha, eta=eta, steps=steps, warm_steps=warm_steps, model=model, seed=seed)
-    make = partial(embedded, receiver, made.collate.response_length)
-    return replace(made, task=lambda folder: Transfer(made.task(folder), make, weight, seed))
+
+    def task(folder: Path) -> Transfer:
+        found = hf.resolve(receiver)  # now, and not after the warm start
+        make = partial(embedded, str(found), made.collate.response_length)
+        return Transfer(made.task(folder), make, weight, seed)
+
+    return replace(made, task=task)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl_llm import storage
 from jaxrl_llm.config import Config, Evaluation, Pretrained, Scratch, WarmStart
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
@@ -68,7 +69,7 @@ def world(folder, seed):
     paths = {name: folder / f"search_qa-{seed}-{name}.jsonl" for name in files}
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in paths.items():
-        path.write_text("".join(json.dumps(row) + "\n" for row in files[name]))
+        storage.write(path, "".join(json.dumps(row) + "\n" for row in files[name]))
     return {name: str(path) for name, path in paths.items()}
 
 

@@ -380,6 +380,9 @@ def test_a_teacher_with_prompts_of_its_own_scores_the_same_tokens_after_them(pac
     np.testing.assert_allclose(found[mask], want[alone.mask], atol=1e-5)
     untold, _ = teacher_logp()
     assert np.abs(untold - found)[mask].max() > 0.1
+    for some, same in (([None, None], untold), ([None, prompts[1]], [*untold[:4], *found[4:]])):
+        partly, _ = teacher_logp(teacher_prompts=lambda _, some=some: some)
+        np.testing.assert_allclose(partly, same, atol=1e-5)
 
 
 def test_ids_that_a_teacher_has_no_room_for_count_as_its_last():

@@ -49,10 +49,16 @@ class Step:
         """The new state, and metrics by visit; the old state is donated."""
         return self.programs.update(state, credited, frozen=self.frozen)
 
-    def held_out(self, params: Any, rows: Sequence[Trajectory], batch: int) -> float:
-        """The mean of -log p over all that would be learned of rows, `batch` at a time."""
+    def held_out(
+        self, params: Any, rows: Sequence[Trajectory], batch: int, between: Callable[[], object]
+    ) -> float:
+        """The mean of -log p over all that would be learned of rows, `batch` at a time.
+
+        `between` is called before each batch.
+        """
         params, total = merge_params(params, self.frozen), 0.0
         for i in range(0, len(rows), batch):
+            between()
             some = rows[i : i + batch]
             more = batch - len(some)  # empty: one shape is one program
             keep = [True] * len(some) + [False] * more

@@ -42,7 +42,7 @@ class Step:
     reference: Any = None
     frozen: Any = None
     teacher: Callable[[Any], jax.Array] | None = None
-    teacher_prompts: Callable[[Sequence[Any]], Sequence[Sequence[int]]] | None = None
+    teacher_prompts: Callable[[Sequence[Any]], Sequence[Sequence[int] | None]] | None = None
     sampler_ratios: bool = False
     drop_constant_groups: bool = False
 
@@ -85,11 +85,16 @@ class Step:
 
     def _taught(self, teacher: Any, batch: Batch, groups: Sequence[Group]) -> jax.Array:
         """The teacher's log-probs in the model's layout."""
-        if self.teacher_prompts is None:
+        ask = self.teacher_prompts or (lambda examples: [None] * len(examples))
+        prompts = ask([group.example for group in groups])
+        if not any(prompts):
             return teacher(batch.inputs)
-        prompts = self.teacher_prompts([group.example for group in groups])
         asked = [
-            replace(group, trajectories=tuple(replace(one, prompt=p) for one in group.trajectories))
+            group
+            if p is None
+            else replace(
+                group, trajectories=tuple(replace(one, prompt=p) for one in group.trajectories)
+            )
             for group, p in zip(groups, prompts, strict=True)
         ]
         theirs, _ = self.batch(asked)

@@ -27,10 +27,11 @@ from jaxrl_llm.tasks.task import (
     Interactive,
     NewContext,
     Reply,
+    Supervised,
     Task,
     check_members,
 )
-from jaxrl_llm.tasks.tools import Form, Toolbox, following
+from jaxrl_llm.tasks.tools import Form, Toolbox, call_arguments, following
 
 _OUTPUT = 1 << 20  # bytes of what a command prints that are read
 _FIXED = {  # what a request may say of these, beside nothing: the run decides, or no engine can
@@ -70,7 +71,7 @@ class WithAgent:
 
     def __init__(self, task: Task[Any], agent: Agent):
         check_members(task, "agent: the task")
-        if isinstance(task, Mixture | GradesGroups | Interactive):
+        if isinstance(task, Mixture | GradesGroups | Interactive | Supervised):
             raise UserError("agent: the task is none of single responses, which `reward` grades")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.agent = task, agent
@@ -291,17 +292,13 @@ def _plain(one: Mapping[str, Any]) -> dict[str, Any]:
     plain |= {key: one[key] for key in ("name", "tool_call_id") if one.get(key)}
     if calls := one.get("tool_calls"):
         plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"])}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": call_arguments(call["function"])},
+            }
             for call in calls
         ]
     return plain
-
-
-def _object(function: Mapping[str, Any]) -> Any:
-    arguments = function["arguments"]
-    with suppress(ValueError, RecursionError):  # what it is not, templates write as it is
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    return arguments
 
 
 def _returned(run: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from jaxrl_llm.tasks import questions, tables
 from jaxrl_llm.tasks.questions import Questions
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt, Row
+from jaxrl_llm.tasks.tools import call_arguments
 
 ROLES = ("system", "user", "assistant", "tool")
 COMPLETIONS = ("completion", "response", "output", *tables.ANSWERS)
@@ -37,13 +38,14 @@ class Conversation(Question):
     messages: Sequence[Mapping[str, Any]] = ()
     first: int = 0
     tools: Sequence[Any] | None = None
-    where: str = ""
+    where: str = field(default="", compare=False, repr=False)  # the data are the same elsewhere
 
 
+@dataclass(frozen=True)
 class Conversations(Questions):
     """Conversations to imitate; a response to the last prompt of one is graded if there are `terms`."""
 
-    name = "conversations"
+    name: str = "conversations"
 
     @property
     def graded(self) -> bool:
@@ -66,6 +68,7 @@ class Conversations(Questions):
         if isinstance(example.prompt, str) and not tokenizer.chats:
             asked = tokenizer.prompt(example.prompt)
             text = tokenizer.encode(self.demonstration(example))
+            self._require_no_end(text, tokenizer, example.where)
             whole = [*asked, *text, tokenizer.end(example.prompt)]
             return Row(whole, [(len(asked), len(whole))], [])
         tokens, turns, restarts, begin = list[int](), [], [], 0
@@ -77,6 +80,7 @@ class Conversations(Questions):
             try:
                 before = turn(example.messages[:i], add_generation_prompt=True)
                 after = turn(example.messages[: i + 1])
+                said = tokenizer.encode(example.messages[i]["content"])
             except UserError as error:
                 raise UserError(f"{where}: {error}") from error
             if not before or after[: len(before)] != before:
@@ -84,6 +88,7 @@ class Conversations(Questions):
                     f"{where}: the chat template begins this turn otherwise than one that it asks for (are there "
                     "thoughts that it takes out, or a space in front?): change the row, or leave it out"
                 )
+            self._require_no_end(said, tokenizer, where)
             ends = [at for at in range(len(before), len(after)) if after[at] in tokenizer.stops]
             if not ends:
                 raise UserError(
@@ -97,6 +102,14 @@ class Conversations(Questions):
             turns.append((len(tokens), len(tokens) + ends[0] + 1 - len(before)))
             tokens += after[len(before) : ends[0] + 1]
         return Row(tokens, turns, restarts)
+
+    @staticmethod
+    def _require_no_end(said: Sequence[int], tokenizer: Tokenizer, where: str) -> None:
+        """A UserError if what is said has a token in it that would end it."""
+        if not {*said}.isdisjoint(tokenizer.stops):
+            raise UserError(
+                f"{where}: there is a token in it that ends a response: change the row, or leave it out"
+            )
 
 
 def task(
@@ -137,7 +150,7 @@ def _conversation(
 ) -> Conversation:
     """The conversation in a row; a UserError that says what is wrong with it."""
     text = False
-    if not prompt_column and row.get("messages") is not None:
+    if not (prompt_column or completion_column) and row.get("messages") is not None:
         messages, first = _messages(row["messages"]), 0
     else:
         name = tables.column(row, prompt_column, tables.PROMPTS, "--prompt-column")
@@ -149,12 +162,14 @@ def _conversation(
     spoken = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not spoken:
         raise UserError("there is no turn of the assistant to learn from")
-    tools = row.get("tools") or None
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = row.get("tools")
+    tools = _without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
     prompt: Any = (_WithTools if tools else tuple)(messages[: spoken[-1]])
     if tools:
         prompt.tools = tools
     truths = tables.truths(tables.answer_of(row, answer_column)) if needs else ()
+    if needs and not truths:
+        raise UserError("the answer is empty, and a reward needs one")
     prompt = messages[0]["content"] if text else prompt
     return Conversation(
         prompt, truths, row, messages=messages, first=first, tools=tools, where=where
@@ -163,9 +178,11 @@ def _conversation(
 
 def _messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
     """Messages as chat templates take them; a text is one by this role."""
-    value = [{"role": role, "content": value}] if isinstance(value, str) else value
-    try:  # parquet has all fields in all messages
-        messages = [{key: x for key, x in one.items() if x is not None} for one in value]
+    if isinstance(value, str):  # a spreadsheet has messages as JSON
+        listed = role is None and value.lstrip().startswith("[")
+        value = json.loads(value) if listed else [{"role": role, "content": value}]
+    try:
+        messages = [_without_none({**one}) for one in value]
     except (AttributeError, TypeError) as error:
         raise UserError(f"messages are a list of role and content, not {value!r:.60}") from error
     for i, one in enumerate(messages):
@@ -177,4 +194,14 @@ def _messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
             raise UserError(f"message {i} has as its content no text: {content!r:.60}")
         if role in ("user", "assistant") and not content.strip() and not one.get("tool_calls"):
             raise UserError(f"message {i}, of the {role}, is empty")
+        for call in one.get("tool_calls", ()):
+            function = call.get("function", call)
+            function["arguments"] = call_arguments(function)
     return messages
+
+
+def _without_none(value: Any) -> Any:
+    """Without the fields that parquet adds, where another row has them."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(x) for key, x in value.items() if x is not None}
+    return [*map(_without_none, value)] if isinstance(value, list | tuple) else value

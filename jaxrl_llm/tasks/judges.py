@@ -75,7 +75,7 @@ class Judge:
 
     def __call__(self, question: Question, response: str) -> Reward:
         answer = f"<response>\n{_shown(response)}\n</response>"
-        [score] = self._scores(question, answer, _MARKED, _mark)
+        [score] = self._scores(question, [answer], _MARKED, _mark)
         return Reward(score, score >= 0.5)
 
     def ranks(self, question: Question, responses: Sequence[str]) -> list[Reward | None]:
@@ -86,24 +86,29 @@ class Judge:
         texts = sorted({*map(_shown, responses)}, key=_digest)
         if len(texts) == 1:
             return [self(question, response) for response in responses]
-        listed = "".join(
+        listed = [
             f'<response number="{i}">\n{text}\n</response>\n' for i, text in enumerate(texts, 1)
-        )
+        ]
         scores = self._scores(question, listed, _RANKED, partial(_places, len(texts)))
         each = dict(zip(texts, scores, strict=True))
         return [Reward(x, x >= 0.5) for x in (each[_shown(response)] for response in responses)]
 
     def _scores(
-        self, question: Question, answers: str, how: str, read: Callable[[str], list[float]]
+        self,
+        question: Question,
+        answers: Sequence[str],
+        how: str,
+        read: Callable[[str], list[float]],
     ) -> list[float]:
         """The scores that `read` finds in what the judge says, or those that are kept."""
         truth = "".join(f"<reference>\n{one}\n</reference>\n" for one in question.truths[:1])
-        asked = _ASKED.format(question=as_text(question.prompt), reference=truth, answers=answers)
+        question_text, each = as_text(question.prompt), "".join(answers)
+        asked = _ASKED.format(question=question_text, reference=truth, answers=each)
         rubric = {"role": "system", "content": self._rubric}
         messages = [rubric, {"role": "user", "content": asked + how}]
         body = {"model": self._model, "messages": messages, "temperature": 0}
         name = _digest(json.dumps([self._url, body]))
-        if name not in self._answers:
+        if len(self._answers.get(name, ())) != len(answers):
             self._keep(name, read(self._reply(body)))
         return self._answers[name]
 

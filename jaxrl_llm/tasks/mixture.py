@@ -13,6 +13,7 @@ from jaxrl_llm.tasks.task import (
     Mapped,
     Prompt,
     Source,
+    Supervised,
     Task,
     TaskExample,
     TeacherPrompter,
@@ -61,6 +62,8 @@ class Mixture:
             raise UserError(f"mixture: the weight of {name!r} is {weight}: it must be above 0")
         if isinstance(task, Mixture):
             raise UserError(f"mixture: {name!r} is a mixture itself: name its tasks here")
+        if isinstance(task, Supervised):
+            raise UserError(f"mixture: {name!r} has rows to imitate, and a mixture is of rewards")
         check_members(task, f"mixture: {name!r}")
         if not len(task.train):
             raise UserError(f"mixture: {name!r} has no examples to train on")
@@ -83,10 +86,10 @@ class Mixture:
     def prompt(self, one: TaskExample) -> Prompt:
         return one.task.prompt(one.example)
 
-    def _teacher_prompt(self, one: TaskExample) -> Prompt:
+    def _teacher_prompt(self, one: TaskExample) -> Prompt | None:
         if isinstance(one.task, TeacherPrompter):
             return one.task.teacher_prompt(one.example)
-        return self.prompt(one)
+        return None
 
     def reward(self, one: TaskExample, response: str) -> Reward:
         return one.task.reward(one.example, response)

@@ -49,8 +49,10 @@ class Questions:
     def prompt(self, example: Question) -> Prompt:
         return self._messages(example.prompt)
 
-    def teacher_prompt(self, example: Question) -> Prompt:
-        return self._messages(example.prompt, example.hint and HINTED.format(example.hint))
+    def teacher_prompt(self, example: Question) -> Prompt | None:
+        if not example.hint:
+            return None
+        return self._messages(example.prompt, HINTED.format(example.hint))
 
     def _messages(self, question: tables.Asked, more: str = "") -> Prompt:
         messages = (

@@ -9,13 +9,16 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 INDEXES = Path("~/.cache/jaxrl_llm/search")  # of this host, by the content of their corpora
 _INDEXING = 10_000.0  # seconds of CPU time
+_HALF = "new-"  # begins the names of folders that are being written
 
 
 def searching(
@@ -63,6 +67,8 @@ def searching(
 def _of_server(url: str, seconds: float) -> Callable[[str, int], list[str]]:
     if not url.startswith(("http://", "https://")):
         raise UserError(f"search: {url} is no URL, as http://localhost:8000/retrieve")
+    if urlsplit(url).username:
+        raise UserError("search: a key in a URL would be kept by the run, and searching needs none")
     client = httpx.Client(timeout=seconds, transport=httpx.HTTPTransport(retries=4))
 
     def best(query: str, count: int) -> list[str]:
@@ -117,7 +123,10 @@ def _indexed(corpus: Path, indexes: Path) -> str:
         return f"no index: {corpus} holds no text to search in"
     retriever = _bm25s().BM25()
     retriever.index(words, show_progress=False)
-    with tempfile.TemporaryDirectory(dir=indexes) as beside:
+    for half in indexes.glob(f"{_HALF}*"):  # of who was killed
+        if time.time() - half.stat().st_mtime > _INDEXING:
+            shutil.rmtree(half, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_HALF, dir=indexes) as beside:
         retriever.save(f"{beside}/new", corpus=texts, show_progress=False)
         with suppress(OSError):  # another process has made it meanwhile
             os.rename(f"{beside}/new", folder)

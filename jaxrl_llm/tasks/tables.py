@@ -117,7 +117,8 @@ class HubData:
         """The same; a UserError without one."""
         if found := self.find(*splits):
             return found
-        listed = ", ".join(self.files.values()) or "none at all"
+        nothing = "no file's name has that in it" if self.config else "none at all"
+        listed = ", ".join(self.files.values()) or nothing
         which = f" and the config {self.config!r}" * bool(self.config)
         wanted = " or ".join(map(repr, splits))
         raise UserError(

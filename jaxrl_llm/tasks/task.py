@@ -120,10 +120,10 @@ class Demonstrator(Protocol[E_contra]):
 class TeacherPrompter(Protocol[E_contra]):
     """A task that tells a teacher more than the policy, as a worked answer: it has a prompt of its own.
 
-    By it the model before training can teach itself.
+    By it the model before training can teach itself. None is the policy's prompt.
     """
 
-    def teacher_prompt(self, example: E_contra, /) -> Prompt: ...
+    def teacher_prompt(self, example: E_contra, /) -> Prompt | None: ...
 
 
 class Row(NamedTuple):

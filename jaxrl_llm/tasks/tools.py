@@ -21,6 +21,7 @@ from jaxrl_llm.tasks.task import (
     Prompt,
     Reward,
     Step,
+    Supervised,
     Task,
     TeacherPrompter,
     check_members,
@@ -72,6 +73,14 @@ def words(turn: str) -> list[Call]:
     """Calls in plain words, each up to a semicolon: `add 3 4 ;` gives `add` the text "3 4"."""
     pieces = [piece.strip().partition(" ") for piece in turn.split(";")[:-1]]
     return [(name, rest.strip()) for name, _, rest in pieces]
+
+
+def call_arguments(function: Mapping[str, Any]) -> Any:
+    """The arguments of a call, which OpenAI has as a text of JSON, as chat templates want them."""
+    given = function.get("arguments", {})
+    with suppress(ValueError, RecursionError):  # what it is not, templates write as it is
+        return json.loads(given) if isinstance(given, str) else given
+    return given
 
 
 def _in_json(text: str, key: str) -> Call:
@@ -278,6 +287,8 @@ class WithTools:
         check_members(task, "tools: the task")
         if isinstance(task, Mixture):
             raise UserError("tools: the task is a mixture: give the tools to each of its tasks")
+        if isinstance(task, Supervised):
+            raise UserError("tools: the task has rows to imitate, whose calls are in them")
         if isinstance(task, GradesGroups):
             raise UserError("tools: the task grades groups, and an episode is graded by `reward`")
         if isinstance(task, Interactive):
@@ -287,10 +298,15 @@ class WithTools:
         if isinstance(task, Demonstrator):
             self.demonstration = task.demonstration
         if isinstance(task, TeacherPrompter):
-            self.teacher_prompt = lambda example: self._naming_tools(task.teacher_prompt(example))
+            self._teacher_prompt = task.teacher_prompt
+            self.teacher_prompt = self._told
 
     def prompt(self, example: Any) -> _Asked:
         return self._naming_tools(self.task.prompt(example))
+
+    def _told(self, example: Any) -> _Asked | None:
+        prompt = self._teacher_prompt(example)
+        return None if prompt is None else self._naming_tools(prompt)
 
     def _naming_tools(self, prompt: Prompt) -> _Asked:
         asked = _Asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from random import Random
+from threading import Lock
 from typing import Any, NamedTuple
 
 import httpx
@@ -12,12 +14,15 @@ import httpx
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import (
     Demonstrator,
     GradesGroups,
     Interactive,
     Prompt,
+    Supervised,
     Task,
+    TeacherPrompter,
     as_text,
     check_members,
 )
@@ -48,12 +53,17 @@ class Transfer:
         self, task: Task[Any], receiver: Callable[[], Receiver], weight: float = 1.0, seed: int = 0
     ):
         check_members(task, "transfer: the task")
-        if isinstance(task, Interactive | GradesGroups):
-            raise UserError("transfer: the task grades no response alone, by its text")
+        if isinstance(task, Interactive | GradesGroups | Supervised | Mixture):
+            raise UserError(
+                "transfer: the task grades no response alone, by its text; of a mixture, wrap each of its tasks"
+            )
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.weight, self._make, self._seed = task, weight, receiver, seed
         if isinstance(task, Demonstrator):
             self.demonstration = task.demonstration
+        if isinstance(task, TeacherPrompter):
+            self.teacher_prompt = task.teacher_prompt
+        self._lock = Lock()
 
     def prompt(self, example: Any) -> Prompt:
         return self.task.prompt(example)
@@ -62,10 +72,17 @@ class Transfer:
         graded = [self.task.reward(example, response) for response in responses]
         if len(graded) == 1:
             return graded
-        prompt, words = self.prompt(example), self._receiver.tokenizer
-        begun = [self.begun(prompt, i, words.encode(text)) for i, text in enumerate(responses)]
-        whole = self._receiver.go_on(words.prompt(prompt), begun)
-        right = [self.task.reward(example, text).correct for text in whole]
+        with self._lock:  # it is made once, whatever thread is first
+            receiver = self._receiver
+        prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
+        for i, text in enumerate(responses):
+            with suppress(UserError):  # the receiver has no token for it: nothing to go on from
+                begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(text))
+        whole = receiver.go_on(receiver.tokenizer.prompt(prompt), [*begun.values()])
+        passed = {
+            i: self.task.reward(example, text).correct for i, text in zip(begun, whole, strict=True)
+        }
+        right = [passed.get(i, False) for i in range(len(responses))]
         return [
             replace(
                 reward,

@@ -12,9 +12,11 @@ import queue
 import resource
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jaxrl_llm
@@ -123,6 +125,7 @@ def serve(
     `warm` is called first: no question's time goes into loading libraries.
     """
     _limit_memory(memory)
+    Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     logging.disable(logging.CRITICAL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not look like a reply
@@ -137,6 +140,13 @@ def serve(
             reply = "failed"
         limit_time(0)
         print(reply, file=replies)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, in the middle of a question too, when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)
 
 
 def limit_time(seconds: float) -> None:

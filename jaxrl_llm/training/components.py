@@ -152,15 +152,18 @@ class Components:
         return partial(program, self.placed(params))
 
     @property
-    def teacher_prompts(self) -> Callable[[Sequence[Any]], list[list[int]]] | None:
-        """The token ids of the prompts that the teacher has of its own; None if it reads the policy's."""
+    def teacher_prompts(self) -> Callable[[Sequence[Any]], list[list[int] | None]] | None:
+        """The token ids of the prompts that the teacher has of its own; None where it reads the policy's."""
         task = self.task
         if self.teacher is None or not isinstance(task, TeacherPrompter):
             return None
-        read = self.teacher.tokenizer.prompt
-        ask = userfile.user_code("a teacher's prompt cannot be made")(
-            lambda example: read(task.teacher_prompt(example))
-        )
+
+        @userfile.user_code("a teacher's prompt cannot be made")
+        def ask(example: Any) -> list[int] | None:
+            prompt = task.teacher_prompt(example)
+            # as the policy reads its own: the tokens are the teacher's too
+            return None if prompt is None else self.tokenizer.prompt(prompt)
+
         return lambda examples: [*map(ask, examples)]
 
     @property
@@ -261,11 +264,13 @@ class Components:
         # else a device would have nothing to do in the last micro-batch
         return replace(collate, shards=self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
-    def held_out(self, params: Any, examples: Sequence[Any]) -> float:
-        """The loss of the warm start on other rows."""
+    def held_out(
+        self, params: Any, examples: Sequence[Any], between: Callable[[], object]
+    ) -> float:
+        """The loss of the warm start on other rows; `between` is called before each batch."""
         rows = imitate.demonstrations(self.token_task(), str, 0, examples)
         step, batch = self._scorer
-        return step.held_out(params, rows, batch)
+        return step.held_out(params, rows, batch, between)
 
     @cached_property
     def _scorer(self) -> tuple[imitate.Step, int]:
@@ -406,17 +411,20 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     )
     task, what = components.task, "prompts"
     if isinstance(task, Supervised):
-        whole = config.collate.prompt_length + config.collate.response_length
-        limit, what, raised = min(whole, longest), "rows", "raise the lengths"
+        warm = config.warm_start
+        assert warm is not None
+        # the first token of a row is its prompt
+        limit, what, raised = 1 + warm.collate.response_length, "rows", "raise its response_length"
+        limit = min(limit, longest)
     # prompts are made once, here: the checksum and the search for overlaps read them again
     fit: dict[int, Prompt] = {}
-    for_teacher = components.teacher_prompts or (lambda examples: [[]])
+    for_teacher = components.teacher_prompts or (lambda examples: [None])
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, name)
         if isinstance(task, Supervised):
             length = imitate.size(imitate.of_row(task, components.tokenizer, source[i]))
         [theirs] = for_teacher([source[i]])
-        longer, whose = max((length, ""), (len(theirs), " for the teacher"))
+        longer, whose = max((length, ""), (len(theirs or ()), " for the teacher"))
         if length > 0 and longer <= limit:
             fit[i] = prompt
         elif config.long_prompts == "refuse":

@@ -229,6 +229,11 @@ class RunFolder:
                 "or start anew with another --out"
             )
         done = (max(there, default=0) if earlier is None else earlier) - first
+        if done > steps == 0:
+            raise UserError(
+                f"{self.path} has made {first + done} steps, more than the {first} that are asked for: give "
+                f"--steps {first + done} or more, or leave it out"
+            )
         if done > steps:
             raise UserError(
                 f"{self.path} has made {done} steps of reinforcement, more than --steps {steps}: "

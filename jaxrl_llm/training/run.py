@@ -295,8 +295,15 @@ class Run:
         """The loss on rows, and the seconds that took."""
         begun = time.perf_counter()
         with self.log.phase("evaluation"):
-            loss = self.components.held_out(params, [rows[i] for i in range(len(rows))])
+            loss = self.components.held_out(
+                params, [rows[i] for i in range(len(rows))], self._between
+            )
         return loss, time.perf_counter() - begun
+
+    def _between(self) -> None:
+        """Between batches of what takes long: there is progress; all leave if one is asked to stop."""
+        self.log.clock.heartbeat()
+        distributed.check(self.stop)
 
     def validate(self, phase: str, step: int) -> float:
         """Greedy accuracy of the sampler's policy in validation, by `best_by`; recorded and printed."""
@@ -354,7 +361,9 @@ class Run:
         step, params = found
         figures: dict[str, Any] = {"test/step": step}
         if isinstance(components.task, Supervised):
-            loss, seconds = self._loss(params, components.splits.test)
+            rows = components.splits.test
+            some = components.config.evaluation.examples or len(rows)
+            loss, seconds = self._loss(params, [rows[i] for i in range(min(some, len(rows)))])
             figures |= {"test/loss": loss, "time/evaluation": seconds}
             journal.say(f"test loss of step {step}: {loss:.4f}")
         if not components.graded:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import conversations
+from jaxrl_llm.training.fingerprint import written_out
 from tests.tasks import templates
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -118,6 +119,40 @@ def test_the_forms_of_a_row(tmp_path, row, prompt, said, name):
     assert not task.graded
 
 
+def test_a_row_is_what_it_says_however_it_is_written(tmp_path):
+    """Arguments as OpenAI has them, fields that parquet adds, JSON in a cell, another folder."""
+    function = {"name": "mul", "arguments": json.dumps({"a": 6})}
+    openai = CALLS | {"tool_calls": [CALL | {"function": function}]}
+    schema = {"type": "function", "function": {"name": "mul", "parameters": {"a": {"type": "x"}}}}
+    row = {"messages": [ASKED, openai, GIVEN, SAID], "tools": [schema]}
+    task, want = read(tmp_path, row)
+    assert want.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 6}
+    other = {"function": {"name": "add", "arguments": {"b": 1}, "parameters": {"b": {"type": "y"}}}}
+    wider = [CALLS | {"tool_calls": [CALL, CALL | other]}, GIVEN, YES]
+    tools = [schema | {"function": schema["function"] | other["function"]}]
+    path = written(
+        tmp_path,
+        {"messages": [ASKED, CALLS, GIVEN, SAID], "tools": [schema]},
+        {"messages": [ASKED, *wider], "tools": tools},
+        name="mine.parquet",
+    )
+    found = conversations.task(path)
+    [parquet] = [one for one in [*found.train, *found.test] if one.messages[-1] == SAID]
+    assert (parquet.messages, parquet.tools) == (want.messages, want.tools)
+    (tmp_path / "there").mkdir()
+    cell = {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])}
+    _, cells = read(tmp_path / "there", cell)
+    assert written_out(cells) == written_out(want)  # the run may go on from there
+    assert read(tmp_path, row | {"tools": "[]"})[1].tools is None
+    assert task.name == "conversations"
+
+
+def test_a_column_that_is_named_is_the_one(tmp_path):
+    row = {"prompt": "6 * 7?", "messages": [ASKED, SAID], "chosen": "It is 42.", "completion": "0"}
+    _, example = read(tmp_path, row, completion_column="chosen")
+    assert example.messages[-1]["content"] == "It is 42."
+
+
 def test_texts_without_a_template_are_continued(tmp_path):
     task, example = read(tmp_path, {"prompt": "6 * 7 =", "completion": " 42"})
     tokenizer = templates.of_bytes(None)
@@ -156,6 +191,8 @@ BAD = {
     "no prompt": ({"completion": "42"}, "no problem or .* among completion: name the column"),
     "no completion": ({"prompt": "6 * 7?"}, "no completion or .*: name the column by --completion-column"),
     "tools": ({"messages": [ASKED, SAID], "tools": "{"}, "Expecting"),
+    "no answer": ({"messages": [ASKED, SAID], "answer": ""}, "the answer is empty, and a reward needs one"),
+    "JSON that is cut": ({"messages": json.dumps([ASKED, SAID])[:-1]}, "Expecting"),
     "no row": (7, "a int, not a row with columns"),
 }  # fmt: skip
 
@@ -163,8 +200,10 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_row_that_is_wrong_is_named(tmp_path, name):
     row, said = BAD[name]
+    path = written(tmp_path, {"messages": [ASKED, SAID], "answer": "42"}, row)
+    specs = ["exact"] if name == "no answer" else []
     with pytest.raises(UserError, match=f"mine.jsonl, row 1: {said}") as caught:
-        conversations.task(written(tmp_path, {"messages": [ASKED, SAID]}, row))
+        conversations.task(path, specs)
     assert "\n" not in str(caught.value)
 
 
@@ -174,6 +213,17 @@ REWRITTEN = {
     "no end": (templates.PLAIN.replace("<|im_end|>", ""), "ends the turn with no token that ends"),
     "an exception": ("{{ raise_exception('no') }}", "chat template does not take .*: no"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [templates.QWEN25, None])
+def test_a_turn_that_says_how_a_turn_ends_is_refused(tmp_path, template):
+    """What came after it would never be learned."""
+    tokenizer = templates.of_bytes(template)
+    tokenizer.chats = template is not None
+    row = {"prompt": "How does it end?", "completion": "With <|im_end|>, and then more."}
+    task, example = read(tmp_path, row)
+    with pytest.raises(UserError, match=r"row [01].*: there is a token in it that ends a response"):
+        task.row(example, tokenizer)
 
 
 @pytest.mark.parametrize("name", REWRITTEN)

@@ -84,6 +84,9 @@ def test_responses_are_ranked_in_one_request(server, tmp_path):
         assert again.ranks(ASKED, said[::-1]) == [got[one] for one in said[::-1]]
         assert len(server.asked) == asked
         cache.write_bytes(cache.read_bytes().splitlines(keepends=True)[-1])
+    cache.write_bytes(cache.read_bytes()[:64] + b" 0.5000\n")  # not one of each
+    assert judges.Judge(server.url, "m", cache=cache).ranks(ASKED, said) == [got[x] for x in said]
+    assert len(server.asked) == 4
     server.answers = ["Score: 7"]
     assert judge.ranks(ASKED, ["a", "a"]) == [Reward(0.7, True)] * 2  # alone it is marked
 

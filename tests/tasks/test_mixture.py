@@ -142,7 +142,7 @@ def test_who_answers_for_an_example():
     ]
     shown[1].teacher_prompt = lambda example: f"{example} is 2"
     told: Any = Mixture({"a": (shown[0], 1), "b": (shown[1], 1)})
-    assert [*map(told.teacher_prompt, told.train)] == ["1", "2 is 2"]
+    assert [*map(told.teacher_prompt, told.train)] == [None, "2 is 2"]
 
 
 PLAYED: Any = SimpleNamespace(

@@ -95,7 +95,8 @@ def test_a_teacher_is_told_what_a_column_says(tmp_path):
     path = written(tmp_path, [row] * 4, "mine.jsonl")
     plain, made = questions.task(path), questions.task(path, hint_column="solution")
     [one, *_] = made.train
-    assert made.prompt(one) == plain.prompt(plain.train[0]) == plain.teacher_prompt(plain.train[0])
+    assert made.prompt(one) == plain.prompt(plain.train[0])
+    assert plain.teacher_prompt(plain.train[0]) is None  # it reads the policy's
     instruction = questions.INSTRUCTIONS["math"]
     right = questions.HINTED.format("6 * 7 = 42")
     assert made.teacher_prompt(one) == f"6 * 7?\n\n{right}\n\n{instruction}"

@@ -120,6 +120,7 @@ def test_a_corpus_that_cannot_be_indexed_is_refused_in_a_line(tmp_path, indexes,
         ({"corpus": "a.jsonl", "server": "http://localhost:1"}, "and not both"),
         ({"corpus": "nowhere.jsonl"}, "No such file .* 'nowhere.jsonl'"),
         ({"server": "localhost:8000"}, "localhost:8000 is no URL"),
+        ({"server": "http://me:sk@host"}, "a key in a URL would be kept by the run"),
     ],
 )
 def test_what_is_no_place_to_search_is_refused(settings, said):
@@ -143,6 +144,12 @@ print(search("salt").replace("\\n", " "), "bm25s" in sys.modules, flush=True)
 if sys.argv[3] == "waits":
     sys.stdin.read()
 """
+BUSY = """
+from jaxrl_llm.tasks.workers import Workers
+pool = Workers(1, "tests.tasks.busy")
+print("there", flush=True)
+pool.ask([], 1000.0)
+"""
 
 
 @pytest.mark.parametrize("ending", ["ends", "waits"])
@@ -160,12 +167,28 @@ def test_the_processes_end_with_the_run(tmp_path, indexes, ending):
             assert not any("jaxlib" in one for one in maps)  # which would take the accelerator
             run.send_signal(signal.SIGKILL)
         run.wait()
+    require_ended(pids)
+
+
+def test_a_process_ends_with_the_run_in_the_middle_of_a_question():
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "there\n"
+        [pid] = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        used = lambda: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])
+        before = used()
+        while used() < before + 20:  # it computes
+            time.sleep(0.05)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    require_ended([pid])
+
+
+def require_ended(pids):
     for _ in range(1200):
         if not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
-            break
+            return
         time.sleep(0.05)
-    else:
-        pytest.fail("a process is left")
+    pytest.fail("a process is left")
 
 
 # A server.

@@ -620,6 +620,8 @@ def test_a_task_with_tools_is_a_task():
     told = Polite()
     told.teacher_prompt = lambda example: "3"
     assert TOOLS.for_task(told).teacher_prompt((1, 2)).token_ids(WORDS) == WORDS.prompt("3")
+    told.teacher_prompt = lambda example: None
+    assert TOOLS.for_task(told).teacher_prompt((1, 2)) is None
     assert (task.name, task.test) == ("sums", [(5, 6)])
 
 

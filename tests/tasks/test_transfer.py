@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
@@ -13,7 +14,8 @@ import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, score_groups
+from jaxrl_llm.tasks.mixture import Mixture
+from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, TeacherPrompter, score_groups
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.tasks.transfer import Receiver, Transfer, served
 from tests import public
@@ -66,6 +68,31 @@ def test_a_right_answer_of_the_receiver_is_worth_its_weight():
     assert len(asked) == 2
 
 
+def test_what_the_receiver_has_no_tokens_for_is_worth_nothing_to_it():
+    """The other responses are graded, and none ends the run."""
+    asked = []
+    task = Transfer(Last(), receiving(["1"], asked))
+    [group] = score_groups(task, [1], [["\ufffd 1", "so 1"]], RewardSettings())
+    assert [one.fields["transfer"] for one in group] == [0.0, 1.0]
+    assert [one.score for one in group] == pytest.approx([1.0, 7 / 3])
+    [(_, begun)] = asked
+    assert len(begun) == 1
+
+
+def test_the_receiver_is_made_once(monkeypatch):
+    made = []
+
+    def receiver():
+        made.append(1)
+        time.sleep(0.05)
+        return receiving(["1", "1"], [])()
+
+    task = Transfer(Last(), receiver)
+    groups = score_groups(task, [1] * 4, [["so 1", "1"]] * 4, RewardSettings(threads=4))
+    assert [one.fields["transfer"] for group in groups for one in group] == [1.0] * 8
+    assert len(made) == 1
+
+
 def test_cuts_are_uniform_and_of_prompt_number_and_seed():
     task = Transfer(Last(), lambda: pytest.fail("it was made"))
     tokens = [*range(9)]
@@ -90,10 +117,25 @@ def test_a_task_without_texts_to_grade_is_refused():
         """
         return a
 
-    for task in (Together(), Toolbox([add]).for_task(Last())):
+    class Rows(Last):
+        graded = True
+
+        def row(self, example, tokenizer):
+            return None
+
+    mixed = Mixture({"last": (Last(), 1.0)})
+    for task in (Together(), Toolbox([add]).for_task(Last()), mixed, Rows()):
         with pytest.raises(UserError, match="transfer: the task grades no response alone"):
             Transfer(task, lambda: None)
     assert isinstance(Transfer(Last(), lambda: None), GradesGroups)
+    with pytest.raises(UserError, match="mixture: 'rows' has rows to imitate"):
+        Mixture({"rows": (Rows(), 1.0)})
+    with pytest.raises(UserError, match="tools: the task has rows to imitate"):
+        Toolbox([add]).for_task(Rows())
+    told = Last()
+    told.teacher_prompt = lambda example: "so"
+    assert Transfer(told, lambda: None).teacher_prompt(1) == "so"
+    assert not isinstance(Transfer(Last(), lambda: None), TeacherPrompter)
 
 
 class Completes(BaseHTTPRequestHandler):

@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
+from itertools import count
 
 import jax
 import numpy as np
@@ -147,7 +149,9 @@ def test_the_loss_is_that_of_transformers(folder, reference, pack, devices, monk
     with jax.set_mesh(mesh):
         params = components.initial_params()
         for batch in (8, 5):
-            found = in_batches(components, batch).held_out(params, examples)
+            beats = count()
+            found = in_batches(components, batch).held_out(params, examples, beats.__next__)
+            assert next(beats) == -(-8 // batch)
             np.testing.assert_allclose(found, reference, rtol=1e-5)
         state = update.init_state(params, made.warm_start.optimizer)
         step = components.imitation(state)
@@ -199,6 +203,22 @@ def test_reinforcement_begins_with_the_best_checkpoint(folder, whole, tmp_path, 
     assert not same(got, Components.make(config(folder, lora=rank), folder).initial_params())
 
 
+def test_a_stop_is_heard_while_the_test_rows_are_read(folder, whole, tmp_path):
+    """And the test is made when the run goes on."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    records = [r for r in journal.read(out) if "test/loss" not in r]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    session = run.Session(console=terminal.console(quiet=True))
+    session.stop.request()
+    made = config(folder, epochs=1.5, evaluate_every=3)
+    with pytest.raises(StopRequested):
+        run.train(made, out, resume=True, session=session)
+    trained(folder, out, resume=True, epochs=1.5, evaluate_every=3)
+    want, found = ([r for r in journal.read(x) if "test/loss" in r] for x in (whole, out))
+    assert [r["test/loss"] for r in found] == [r["test/loss"] for r in want]
+
+
 def test_what_cannot_go_on_is_one_line(folder, whole, tmp_path, capsys):
     out = ["--out", tmp_path / "run"]
     rows = ["--model", folder / "model", "--data", folder / "rows.jsonl"]
@@ -210,5 +230,14 @@ def test_what_cannot_go_on_is_one_line(folder, whole, tmp_path, capsys):
         jl.UserError, match="has ended after 8 steps, and cannot be made longer to 9"
     ):
         trained(folder, whole, resume=True, steps=9, evaluate_every=3)
+    with pytest.raises(
+        jl.UserError, match=r"has made 8 steps, more than the 5 .*: give --steps 8 or"
+    ):
+        trained(folder, whole, resume=True, steps=5, evaluate_every=3)
+    made = config(folder)  # more room in what is not learned by
+    roomy = replace(made, collate=jl.Collator(100, 100), long_prompts="refuse")
+    assert len(Components.make(replace(roomy, long_prompts="skip"), folder).splits.train) > 0
+    with pytest.raises(jl.UserError, match=r"has a row of 8. tokens, the limit is 1 to 80"):
+        Components.make(roomy, folder).splits  # noqa: B018
     with pytest.raises(jl.UserError, match="is learned by a warm start alone"):
         Components.make(replace(config(folder), steps=1), folder)
