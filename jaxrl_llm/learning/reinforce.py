@@ -89,7 +89,7 @@ class Step:
         prompts = ask([group.example for group in groups])
         if not any(prompts):
             return teacher(batch.inputs)
-        asked = [
+        prompted = [
             group
             if p is None
             else replace(
@@ -97,7 +97,7 @@ class Step:
             )
             for group, p in zip(groups, prompts, strict=True)
         ]
-        theirs, _ = self.batch(asked)
+        theirs, _ = self.batch(prompted)
         return _as_laid_out(teacher(theirs.inputs), theirs.layout, batch.layout)
 
     def _scores(self, trained: Any, inputs: Any) -> Any:

@@ -80,7 +80,7 @@ class Conversations(Questions):
             try:
                 before = turn(example.messages[:i], add_generation_prompt=True)
                 after = turn(example.messages[: i + 1])
-                said = tokenizer.encode(example.messages[i]["content"])
+                content = tokenizer.encode(example.messages[i]["content"])
             except UserError as error:
                 raise UserError(f"{where}: {error}") from error
             if not before or after[: len(before)] != before:
@@ -88,7 +88,7 @@ class Conversations(Questions):
                     f"{where}: the chat template begins this turn otherwise than one that it asks for (are there "
                     "thoughts that it takes out, or a space in front?): change the row, or leave it out"
                 )
-            self._require_no_end(said, tokenizer, where)
+            self._require_no_end(content, tokenizer, where)
             ends = [at for at in range(len(before), len(after)) if after[at] in tokenizer.stops]
             if not ends:
                 raise UserError(
@@ -104,9 +104,9 @@ class Conversations(Questions):
         return Row(tokens, turns, restarts)
 
     @staticmethod
-    def _require_no_end(said: Sequence[int], tokenizer: Tokenizer, where: str) -> None:
-        """A UserError if what is said has a token in it that would end it."""
-        if not {*said}.isdisjoint(tokenizer.stops):
+    def _require_no_end(content: Sequence[int], tokenizer: Tokenizer, where: str) -> None:
+        """A UserError if a turn has a token in it that would end it."""
+        if not {*content}.isdisjoint(tokenizer.stops):
             raise UserError(
                 f"{where}: there is a token in it that ends a response: change the row, or leave it out"
             )

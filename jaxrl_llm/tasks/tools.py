@@ -299,12 +299,12 @@ class WithTools:
             self.demonstration = task.demonstration
         if isinstance(task, TeacherPrompter):
             self._teacher_prompt = task.teacher_prompt
-            self.teacher_prompt = self._told
+            self.teacher_prompt = self._for_teacher
 
     def prompt(self, example: Any) -> _Asked:
         return self._naming_tools(self.task.prompt(example))
 
-    def _told(self, example: Any) -> _Asked | None:
+    def _for_teacher(self, example: Any) -> _Asked | None:
         prompt = self._teacher_prompt(example)
         return None if prompt is None else self._naming_tools(prompt)
 

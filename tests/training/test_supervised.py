@@ -235,7 +235,7 @@ def test_what_cannot_go_on_is_one_line(folder, whole, tmp_path, capsys):
     ):
         trained(folder, whole, resume=True, steps=5, evaluate_every=3)
     made = config(folder)  # more room in what is not learned by
-    roomy = replace(made, collate=jl.Collator(100, 100), long_prompts="refuse")
+    roomy = replace(made, collate=jl.Collator(1, 120), long_prompts="refuse")
     assert len(Components.make(replace(roomy, long_prompts="skip"), folder).splits.train) > 0
     with pytest.raises(jl.UserError, match=r"has a row of 8. tokens, the limit is 1 to 80"):
         Components.make(roomy, folder).splits  # noqa: B018
