@@ -77,7 +77,7 @@ class Trial:
         imitation = SimpleNamespace(batch=list, update=lambda *args: self.update(*args))
         step = SimpleNamespace(
             batch=lambda groups: (trajectories(groups), rewards(groups)),
-            score=lambda params, batch: ({}, {}),
+            score=lambda params, batch, groups: ({}, {}),
             credit=lambda batch, reward: batch,
             update=lambda *args: self.update(*args),
             token_stats=lambda *_: {},
