@@ -27,6 +27,11 @@ class Mixture:
     Of every so many examples that a run draws, a task has its share of the weights; of each it draws in
     an order of its own, again and again. An example is a `TaskExample`. The test has the tests of
     all tasks, spread evenly. Raises UserError where the tasks cannot be mixed.
+
+    >>> from types import SimpleNamespace as Some
+    >>> sums, words = (Some(name=n, train=[1], test=[2], prompt=str, reward=max) for n in "ab")
+    >>> jl.Mixture({"sums": (sums, 3.0), "words": (words, 1.0)}).shares
+    {'sums': 0.75, 'words': 0.25}
     """
 
     def __init__(self, tasks: Mapping[str, tuple[Task[Any], float]]):

@@ -7,12 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.reward import LARGEST, UNGRADED, Reward
+
+if TYPE_CHECKING:
+    from jaxrl_llm.models.tokenizer import HiddenTokens
 
 Prompt = str | Sequence[Mapping[str, str]]  # a text, or messages with a role and content
 E = TypeVar("E")
@@ -57,7 +59,9 @@ class Hidden(tuple[Mapping[str, str], ...]):
         hidden.prompt = prompt
         return hidden
 
-    def token_ids(self, tokenizer: Any) -> HiddenTokens:
+    def token_ids(self, tokenizer: Any) -> "HiddenTokens":
+        from jaxrl_llm.models.tokenizer import HiddenTokens  # with JAX, which tasks do without
+
         return HiddenTokens(tokenizer.prompt(self.prompt))
 
 

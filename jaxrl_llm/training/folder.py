@@ -203,14 +203,14 @@ class RunFolder:
         Without steps any checkpoint is one to begin with.
         """
         record.read(self.path)
-        if not steps and not self.checkpoints().steps:
-            raise UserError(f"--from {self.path}: it has no checkpoint yet")
         if steps and steps not in (found := self.initials.steps):
             said = (
                 f"its warm start has {found[0]} steps" if found else "it has not ended a warm start"
             )
             raise UserError(f"--from {self.path}: {said}, that of the config has {steps}")
         self.require_model(components)
+        if not steps and not self.checkpoints().steps:
+            raise UserError(f"--from {self.path}: it has no checkpoint yet")
 
     def _reinforced(self) -> bool:
         """True if there are records of reinforcement; a checkpoint was whole before the first of them."""

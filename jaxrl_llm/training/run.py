@@ -46,6 +46,10 @@ class Session:
     The run ends, saved, when `stop` is asked, and with code 76 when a phase makes no progress for
     `stall[0]` seconds and `stall[1]` times as long as ever before. `on_record` is called with each
     new record of metrics.jsonl, by the first process.
+
+    >>> seen = []
+    >>> jl.Session(on_record=seen.append).stop.requested
+    False
     """
 
     stop: Stop = field(default_factory=Stop)

@@ -713,11 +713,11 @@ def test_adapters_belong_to_the_base_that_they_were_trained_beside(opening, base
         opening(tmp_path / n, resume=False, components=p) for n, p in (("a", adapted), ("b", whole))
     )
     with Checkpoints(run / INITIAL) as there:
-        there.save(0, {"a": jnp.zeros(1)}, {})
+        there.save(1, {"a": jnp.zeros(1)}, {})
     acts = (
         lambda: opening(run, components=adapted),
         lambda: RunFolder(run).require_model(adapted),  # to evaluate it
-        lambda: RunFolder(run).require_warm_start(adapted, 0),
+        lambda: RunFolder(run).require_warm_start(adapted, 1),
         lambda: RunFolder(run).base(),  # to merge it
     )
     for act in acts:
