@@ -161,7 +161,8 @@ class Draft:
         self.tokens += tokens
         self.logps += logps
         self.finished, self.in_turn = stopped, not whole
-        self.versions.append(version)
+        if tokens:  # what was interrupted before its first token is the next weights'
+            self.versions.append(version)
 
     @property
     def room(self) -> int:

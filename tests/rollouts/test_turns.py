@@ -201,6 +201,14 @@ def test_a_beginning_without_room_is_one_line():
         Draft(SAMPLING, HiddenTokens([1, 2])).goes_on(([3] * 42, False))
 
 
+def test_weights_that_sampled_nothing_are_not_of_a_response():
+    """A turn that was interrupted before its first token is the next weights'."""
+    draft = Draft(SAMPLING, [1, 2])
+    for tokens, version in (([], 3), ([5], 4), ([6, 7], 5)):
+        draft.add(tokens, [-1.0] * len(tokens), version == 5, version, whole=version == 5)
+    assert draft.done(episode=True).versions == (4, 5)
+
+
 def shifted(one):
     turns = tuple((a + (a > 0), min(b + 1, len(one.tokens))) for a, b in one.turns)
     return dataclasses.replace(one, turns=turns)
