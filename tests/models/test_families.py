@@ -165,6 +165,7 @@ def test_without_a_feature_log_probs_are_others(folders, name, change, monkeypat
     assert np.abs(logp - np.load(folders / name / "found.npz")["logp"]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", RULE)
 def test_without_a_part_of_the_delta_rule_log_probs_are_others(folders, part, monkeypatch):
     monkeypatch.setattr(*RULE[part])

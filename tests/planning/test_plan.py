@@ -97,7 +97,10 @@ QUICK = ("h100x4, fsdp 4, packed", "v5e-4, fsdp 4, packed")
 LONG = tuple({*SMALL} - {*QUICK})
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(LONG, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(QUICK, marks=pytest.mark.slow), pytest.param(LONG, marks=pytest.mark.long)],
+)
 def test_programs_for_accelerators_do_not_grow_and_keep_fused_attention(names):
     """By their compilers, in an environment of their own."""
     python = needed("JAXRL_PLAN_PYTHON", "an interpreter with the extras plan-gpu and plan-tpu")

@@ -26,6 +26,7 @@ def program(folder, name, text):
     return path
 
 
+@pytest.mark.slow
 def test_peers_that_do_not_run_or_compute_something_else_are_left_out_by_name(tmp_path, capsys):
     broken = program(tmp_path, "broken", "echo it is broken >&2; exit 3")
     values = json.dumps({"logp": np.full((4, 16), np.nan).tolist(), "grad_norm": 1.0})
