@@ -364,19 +364,17 @@ class Run:
         assert found is not None  # the last step was saved
         step, params = found
         figures: dict[str, Any] = {"test/step": step}
+        test, validation = components.splits.test, components.splits.validation
+        count = components.config.evaluation.examples or len(test)
+        examples = [test[i] for i in range(min(count, len(test)))]
         if isinstance(components.task, Supervised):
-            rows = components.splits.test
-            some = components.config.evaluation.examples or len(rows)
-            loss, seconds = self._loss(params, [rows[i] for i in range(min(some, len(rows)))])
+            loss, seconds = self._loss(params, examples)
             figures |= {"test/loss": loss, "time/evaluation": seconds}
             journal.say(f"test loss of step {step}: {loss:.4f}")
         if not components.graded:
             journal.record(components.config.last_step, REINFORCE, figures)
             return step, None
         self.rollouts.push(params, step)
-        test, validation = components.splits.test, components.splits.validation
-        count = components.config.evaluation.examples or len(test)
-        examples = [test[i] for i in range(min(count, len(test)))]
         named = {"eval/accuracy", "time/evaluation"}
         measured = [r["time/evaluation"] for r in journal.records if named <= r.keys()]
         # a test takes as long an example as the last validation did
@@ -385,7 +383,7 @@ class Run:
         journal.say(f"test of step {step} on {len(examples)} examples{expected}")
         result, seconds = self._answered(examples)
         figures |= {f"test/{name}": x for name, x in result.metrics().items()}
-        figures |= {"time/evaluation": seconds}
+        figures["time/evaluation"] = seconds
         journal.record(components.config.last_step, REINFORCE, figures)
         return step, result
 
