@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import SLOTS, Native
 from jaxrl_llm.rollouts.native import NativeSampler, by_padded_length, padded
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.task import Prompt
 
 SHORTEST = 64  # tokens to which shorter rows are padded: fewer programs to compile
 AT_A_TIME = 2**14  # tokens that a device scores in one call
@@ -128,13 +129,15 @@ def token_logps(
 
 def generate(
     model: Model,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[Prompt | Sequence[int]],
     sampling: Sampling | None = None,
     *,
     n: int = 1,
     engine: Native | None = None,
 ) -> list[Response]:
-    """`n` responses to each prompt (text or token ids) in a flat list, by the embedded engine.
+    """`n` responses to each prompt in a flat list, by the embedded engine.
+
+    A prompt is a text to go on with, messages for the model's chat template, or token ids.
 
     Responses end with a stop token of `sampling`, or of the tokenizer if it names none. They depend
     on their own prompt and `sampling` alone, not on the other prompts. Raises a UserError for bad
@@ -149,7 +152,7 @@ def generate(
     sampling, engine = sampling or Sampling(), engine or Native()
     if isinstance(prompts, str):
         raise UserError("generate: prompts is a list, as in [prompt]")
-    asked = [model.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    asked = [_tokens(model.tokenizer, prompt) for prompt in prompts]
     rows, longest = _rows("generate", asked, None, model.shape)
     longest += sampling.max_tokens
     if longest > model.shape.max_length:
@@ -179,6 +182,14 @@ def generate(
 
 
 @lru_cache(maxsize=8)  # keeps the compiled programs for later calls
+def _tokens(words: Tokenizer, prompt: Any) -> Sequence[int]:
+    """Token ids of a prompt, which may be that already."""
+    if isinstance(prompt, str):
+        return words.encode(prompt)
+    messages = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return words.prompt(prompt) if messages else prompt
+
+
 def _scorer(policy: Policy, temperature: float) -> Any:
     return jax.jit(policy.logp(temperature))
 

@@ -67,7 +67,7 @@ def test_every_snippet_is_tested():
         "objectives.md": 4,
         "own-task.md": 3,
         "models.md": 3,
-        "environments.md": 6,
+        "environments.md": 7,
         "tokens.md": 1,
         "tutorial.md": 5,
         "migration.md": 2,
@@ -364,6 +364,26 @@ def test_an_agent_is_a_task():
     played = known.replay(["3 + 4"] * 2, [["Seven.", "7"], ["8"]])
     assert [len(one.turns) for one in played] == [2, 1]
     assert [one.reward.score for one in played] == [1.0, 0.0]
+
+
+def test_a_task_may_be_reflected_on():
+    class Sums:
+        name, train, test = "sums", ["2 + 2"], ["3 + 4"]
+
+        def prompt(self, example):
+            return example
+
+        def reward(self, example, response):
+            return jl.Reward(float(response == str(eval(example))), response == str(eval(example)))
+
+    task = run("environments.md", 6, {"my_task": Sums()})["task"]
+    known = TokenTask(task, templates.of_bytes(templates.QWEN25))
+    played = known.replay(["2 + 2"] * 2, [["4"], ["5", "Add.", "4"]])
+    assert [len(one.turns) for one in played] == [1, 3]
+    text = known.tokenizer.decode(played[1].tokens)
+    for part in ("Think step by step.", "The answer is wrong.", "Add.", "2 + 2"):
+        assert part in text
+    assert [one.reward.score for one in played] == [1.0, 1.0]
 
 
 def test_an_advantage_sees_turns():

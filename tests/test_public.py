@@ -197,6 +197,17 @@ def test_wrong_use_is_one_line(model, call, message, folder, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_messages_go_by_the_chat_template(tmp_path):
+    """As a run asks a chat model; a text is gone on with."""
+    public.write_model(tmp_path / "model")
+    template = "{% for m in messages %}{{ m.content }} three {% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model, few = jl.load(tmp_path / "model"), jl.Sampling(max_tokens=4)
+    by_template = jl.generate(model, [[{"role": "user", "content": "one two"}]], few)
+    assert by_template == jl.generate(model, ["one two three"], few)
+    assert by_template != jl.generate(model, ["one two"], few)
+
+
 def test_generated_log_probs_are_token_logps(model):
     sampling = jl.Sampling(temperature=0.8, max_tokens=12, seed=3)
     prompts = ["one two", "three", [4, 5, 6]]

@@ -18,6 +18,7 @@ from jaxrl_llm.models import hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import TokenData, advantages, losses, partition, recipes
 from jaxrl_llm.objectives.token_data import sampler
+from jaxrl_llm.tasks import reflection
 from jaxrl_llm.tasks.task import LARGEST, Reward
 from tests import hlo, tiny
 from tests.reference import peer
@@ -383,6 +384,47 @@ def test_a_teacher_with_prompts_of_its_own_scores_the_same_tokens_after_them(pac
     for some, same in (([None, None], untold), ([None, prompts[1]], [*untold[:4], *found[4:]])):
         partly, _ = teacher_logp(teacher_prompts=lambda _, some=some: some)
         np.testing.assert_allclose(partly, same, atol=1e-5)
+
+
+@pytest.mark.parametrize("ratios", ["trainer", "sampler"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_tokens_that_nobody_sampled_after_their_prompt_have_the_trainers_log_probs(pack, ratios):
+    """A second attempt once more, after the first prompt: its ratio is 1, and no mismatch is seen."""
+    rows, task = tiny.responses(3), reflection.WithReflection(tiny.NAMELESS)
+    first, reading, second, under = ([*range(i, i + 5)] for i in (10, 20, 30, 40))
+    tokens = [*first, *reading, *second, *under, *second]
+    spans = lambda *starts: tuple((start, start + 5) for start in starts)
+    logps = [-3.0 if i // 5 in (0, 2, 4) else 0.0 for i in range(25)]
+    episode = dataclasses.replace(
+        rows[0], tokens=tokens, logps=logps, turns=spans(0, 10, 20), restarts=spans(5, 15),
+        turn_rewards=(0.0, 0.0, 1.0), reward=Reward(1.0, True),
+    )  # fmt: skip
+    rows[0] = task.learned(episode, limit=30)
+    policy, params = tiny.policy()
+    collate = dataclasses.replace(tiny.collator(pack=pack, microbatches=2), response_length=30)
+    step = tiny.step(
+        Policy(qwen2.graph(tiny.SHAPE)[0]), recipes.erl(30), OPTIMIZER, collate, tiny.mesh_of(),
+        update.init_state(params, OPTIMIZER), sampler_ratios=ratios == "sampler",
+    )  # fmt: skip
+    batch, reward = step.batch(tiny.groups(rows, [Reward(1.0, True)] * 8, n=4))
+    scores, described = step.score(params, batch, tiny.groups(rows, [Reward(1.0, True)] * 8, n=4))
+    alone = dataclasses.replace(
+        rows[0], tokens=second, logps=[0.0] * 5, turns=(), restarts=(), turn_rewards=()
+    )
+    want = tiny.collator()([alone] * 8)
+    want = want.layout.to_rows(update.make_score(policy)(params, want.inputs))[0, :5]
+    found = {name: batch.layout.to_rows(x)[0] for name, x in scores.items()}
+    np.testing.assert_allclose(found["sampler_logp"][15:20], want, atol=1e-5)
+    np.testing.assert_array_equal(found["sampler_logp"][:15], [-3.0] * 15)
+    sampled = (
+        found["sampler_logp"] if ratios == "sampler" else np.append(found["old_logp"][:15], want)
+    )
+    np.testing.assert_allclose(found["old_logp"][:20], sampled[:20], atol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((scores, described)))
+    credited = step.credit(batch, reward, **scores)
+    advantage = batch.layout.to_rows(credited.advantage)[0, :20]
+    # a lone second attempt teaches by its copy alone
+    np.testing.assert_array_equal(advantage, [0.0] * 15 + [1.0] * 5)
 
 
 def test_ids_that_a_teacher_has_no_room_for_count_as_its_last():

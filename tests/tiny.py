@@ -36,6 +36,14 @@ def shape(**changes):
     return dataclasses.replace(SHAPE, **changes)
 
 
+class Nameless:
+    """A task that nobody asks."""
+
+    name, train, test = "nameless", [1], [2]
+    prompt = reward = staticmethod(str)
+
+
+NAMELESS = Nameless()
 LLAMA3 = LayerKind(1e4, None, 8.0, (1.0, 4.0, 16))
 YARN = LayerKind(1e4, None, 4.0, ramp=(32.0, 1.0, 4096), amplitude=1.0 + 0.1 * math.log(4.0))
 ALL = (*families.QKV, "o_proj")

@@ -68,7 +68,7 @@ def main(
                 table[chosen] = {
                     name: evaluate.evaluate(
                         sampler,
-                        components.token_task(),
+                        components.token_task(evaluates=True),
                         examples,
                         components.sampling(temperature=temperature, seed=config.seed),
                         samples=k,

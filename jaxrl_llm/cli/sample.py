@@ -69,7 +69,7 @@ def main(
 
         if chosen is not None:
             console.print(as_text(components.task.prompt(chosen)), style="dim")
-            task = components.token_task()
+            task = components.token_task(evaluates=True)
             [group] = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
             for one in group.trajectories:
                 console.print(components.tokenizer.decode(one.tokens))

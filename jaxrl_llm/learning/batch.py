@@ -44,8 +44,8 @@ class Layout(NamedTuple):
 class Batch(NamedTuple):
     """Responses as arrays: inputs in the model's layout, the mask of sampled tokens in `[B,T]`.
 
-    `turn` numbers the turns of episodes from 1; it is 0 where there is no token. `turn_reward` is the
-    reward of the token's turn.
+    `turn` numbers the turns of episodes from 1, `segment` their contexts; they are 0 where there is no
+    token. `turn_reward` is the reward of the token's turn.
     """
 
     inputs: Inputs
@@ -54,6 +54,7 @@ class Batch(NamedTuple):
     sampler_logp: Float[Array, "B T"]
     turn: Int[Array, "B T"] | None = None
     turn_reward: Float[Array, "B T"] | None = None
+    segment: Int[Array, "B T"] | None = None
 
 
 def _take(flat, index):
@@ -138,6 +139,11 @@ class Collator:
         turn_reward: Any = np.where(
             in_bins >= 0, _right_padded(scores, in_bins.shape), np.float32(0)
         )
+        contexts = [
+            np.searchsorted([start for _, start, _ in one.segments], at, side="right")
+            for one, at in zip(trajectories, sampled, strict=True)
+        ]
+        segment: Any = np.where(in_bins >= 0, _right_padded(contexts, in_bins.shape, np.int32), 0)
         return Batch(
             inputs=inputs,
             layout=Layout(in_bins=in_bins, in_rows=arrays["in_rows"], response=arrays["response"]),
@@ -145,6 +151,7 @@ class Collator:
             sampler_logp=_right_padded(logps, in_bins.shape),
             turn=turn if any(lengths) else None,  # of responses in one turn nothing is said
             turn_reward=turn_reward if any(lengths) else None,
+            segment=segment if any(lengths) else None,
         )
 
     @property

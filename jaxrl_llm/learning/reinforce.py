@@ -5,10 +5,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -63,10 +64,12 @@ class Step:
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
         teacher = self.teacher and self._taught(self.teacher, batch, groups)
-        old = _of_sampler(batch) if self.sampler_ratios else now.logp
+        sampler = _of_sampler(batch, now.logp)
+        old = sampler if self.sampler_ratios else now.logp
         data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
+        data["sampler_logp"] = sampler
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
-        return data, _describe_scores(batch, now, ref, teacher)
+        return data, _describe_scores(batch, now, sampler, ref, teacher)
 
     def credit(self, batch: Batch, reward: jax.Array, **data: Any) -> update.Credited:
         """The batch with advantages and weights: all that is constant in the parameters."""
@@ -105,9 +108,10 @@ class Step:
 
 
 @jax.jit
-def _of_sampler(batch: Batch) -> jax.Array:
-    """The sampler's log-probs in the model's layout."""
-    return batch.layout.to_bins(batch.sampler_logp)
+def _of_sampler(batch: Batch, ours: jax.Array) -> jax.Array:
+    """The sampler's log-probs in the model's layout; `ours` of tokens that it sampled after another prompt."""
+    theirs = batch.layout.to_bins(batch.sampler_logp)
+    return jnp.where(jnp.isnan(theirs), ours, theirs)
 
 
 @jax.jit
@@ -117,11 +121,14 @@ def _as_laid_out(x: jax.Array, now: Layout, then: Layout) -> jax.Array:
 
 
 @jax.jit
-def _describe_scores(batch: Batch, scores: Any, ref: Any, teacher: Any) -> dict[str, jax.Array]:
-    scores, ref, teacher = jax.tree.map(batch.layout.to_rows, (scores, ref, teacher))
-    described = metrics.describe_mismatch(scores.logp, batch.sampler_logp, batch.mask)
+def _describe_scores(
+    batch: Batch, scores: Any, sampler: jax.Array, ref: Any, teacher: Any
+) -> dict[str, jax.Array]:
+    to_rows = partial(jax.tree.map, batch.layout.to_rows)
+    scores, sampler, ref, teacher = to_rows((scores, sampler, ref, teacher))
+    described = metrics.describe_mismatch(scores.logp, sampler, batch.mask)
     if teacher is not None:
-        described |= metrics.describe_teacher(batch.sampler_logp, teacher, batch.mask)
+        described |= metrics.describe_teacher(sampler, teacher, batch.mask)
     return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | described
 
 

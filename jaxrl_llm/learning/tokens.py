@@ -60,7 +60,7 @@ def token_stats(
         figures = {
             "old": to_rows(data.old_logp),
             "new": to_rows(new),
-            "sampler": batch.sampler_logp,
+            "sampler": whole.sampler_logp,
             "advantage": base,
             "factor": jnp.where(base == 0, 1.0, final / jnp.where(base == 0, 1.0, base)),
             "clip": to_rows(metrics.without_slope(objective, *map(flat, of)).reshape(new.shape)),

@@ -145,21 +145,18 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read.
     """
 
-    read = {name for name in ("turn", "turn_reward") if objective.reads(name)}
+    read = {name for name in ("turn", "turn_reward", "segment") if objective.reads(name)}
 
     @jax.jit
     def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
         layout: Layout = batch.layout
-        of_turns: dict[str, Any] = {"turn": batch.turn, "turn_reward": batch.turn_reward}
+        of_turns: dict[str, Any] = {name: getattr(batch, name) for name in read}
         if batch.turn is None:  # all responses are one turn
-            of_turns["turn"] = batch.mask.astype(jnp.int32)
+            of_turns["turn"] = of_turns["segment"] = batch.mask.astype(jnp.int32)
             of_turns["turn_reward"] = jnp.where(batch.mask, reward.reshape(-1, 1), 0.0)
-        data = TokenData(
-            mask=batch.mask,
-            sampler_logp=batch.sampler_logp,
-            **{name: x for name, x in of_turns.items() if name in read},
-            **{name: layout.to_rows(x) for name, x in scores.items() if x is not None},
-        )
+        known = {name: layout.to_rows(x) for name, x in scores.items() if x is not None}
+        known = {"sampler_logp": batch.sampler_logp} | known
+        data = TokenData(mask=batch.mask, **{name: of_turns[name] for name in read}, **known)
         rows = objective.credit(reward, data, minibatches=layout.in_rows.shape[0])
         advantage, weight, data = rows
         data = jax.tree.map(layout.to_bins, data)._replace(response=layout.response)

@@ -54,6 +54,30 @@ def by_turn(
     return (1 - episode_share) * of_turn + episode_share * grpo(reward, data)
 
 
+def erl(reward: Rewards, data: TokenData) -> Tokens:
+    """Of an episode of two attempts and a reflection between them (`WithReflection`, arXiv:2602.13949).
+
+    The first attempt has its reward, standardised like `grpo` in its group; the reflection and the second
+    attempt have that of the second, over those of the group that made one, 0 if it alone of several did.
+    The second attempt under the first instructions, the fourth context, has max(its reward, 0).
+    """
+    _, _, alone = _group(reward, data)
+
+    def attempt(context: int):
+        """The last reward in a context, and which responses have that."""
+        here = data.segment == context
+        last = _is_last(data.mask & here)
+        score = jnp.where(last, data.turn_reward, 0.0).sum(1).reshape(reward.shape)
+        return score, last.any(1).reshape(reward.shape)
+
+    (first, begun), (second, again) = attempt(1), attempt(3)
+    compared = alone | (again.sum(1, keepdims=True) > 1)
+    later = jnp.where(compared, _standardised(second, again), 0.0)
+    scores = [_standardised(first, begun), later, later, jnp.maximum(second, 0.0)]
+    of = [_to_tokens(score, data) for score in scores]
+    return sum(jnp.where(data.segment == i, x, 0.0) for i, x in enumerate(of, 1))
+
+
 def dr_grpo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward minus the mean of its group, not divided by its deviation (arXiv:2503.20783).
 

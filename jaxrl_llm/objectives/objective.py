@@ -98,7 +98,7 @@ class Objective:
     def whole_responses(self) -> bool:
         """True if a token's loss depends on its whole response, so a stage must score all of it."""
         read = self._read(lambda _, x, data: self.per_token(x, x, data))
-        return not read.isdisjoint(("response", "turn"))
+        return not read.isdisjoint(("response", "turn", "segment"))
 
     def reads(self, field: str) -> bool:
         """True if any function of the objective reads this field of `TokenData`."""
@@ -142,7 +142,7 @@ class Objective:
         of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)
         known: dict[str, Any] = dict.fromkeys(TokenData._fields, of(jnp.float32))
         known |= dict.fromkeys(("mask", "selected"), of(jnp.bool_))
-        known |= dict.fromkeys(("response", "turn"), of(jnp.int32))
+        known |= dict.fromkeys(("response", "turn", "segment"), of(jnp.int32))
         return TokenData(**known)
 
 

@@ -233,6 +233,16 @@ def distillation(length: int) -> Objective:
     )
 
 
+def erl(length: int) -> Objective:
+    """ERL (arXiv:2602.13949): attempt, reflection, attempt; the task is `WithReflection`."""
+    return Objective(
+        advantage=advantages.erl,
+        surrogate=partial(losses.clipped, low=0.2, high=0.28),
+        aggregate=aggregation.seq_mean_token_sum,
+        penalties=((1e-3, kl.k3),),
+    )
+
+
 def with_ar_and_lopti(objective: Objective, *, alpha: float = 0.3, eta: float = 0.5) -> Objective:
     """Adds Advantage Reweighting (alpha) and Lopti (eta), arXiv:2505.12929; 0 leaves one out."""
     reweighting = partial(factors.linear_in_probability, alpha=alpha)
@@ -249,6 +259,6 @@ Name = Literal[
     "grpo", "reinforce_plus_plus", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "dppo_kl",
     "gmpo", "sapo", "ce_gppo", "aspo", "topr", "kl_cov", "clip_cov", "entropy_80_20", "lp_reg",
     "w_reinforce", "maxrl", "opo", "asymre", "unlikeliness", "tis", "icepop", "mis", "opsm",
-    "distillation",
+    "distillation", "erl",
 ]  # fmt: skip
 BY_NAME: dict[str, Recipe] = {name: globals()[name] for name in get_args(Name)}

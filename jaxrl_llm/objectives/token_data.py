@@ -43,6 +43,8 @@ class TokenData(NamedTuple):
     """the number of the token's turn in its episode, from 1; 0 on padding"""
     turn_reward: Tokens = UNKNOWN
     """reward that the environment gave for the token's turn; of a response in one turn its reward"""
+    segment: Int[Array, "B T"] = UNKNOWN
+    """the number of the token's context in its episode, from 1; 0 on padding"""
 
 
 def trainer(data: TokenData) -> Tokens:

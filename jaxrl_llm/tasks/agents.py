@@ -20,16 +20,12 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.endpoint import RefusedError, endpoint
-from jaxrl_llm.tasks.mixture import Mixture
+from jaxrl_llm.tasks.mixture import check_single
 from jaxrl_llm.tasks.task import (
-    GradesGroups,
     Hidden,
-    Interactive,
     NewContext,
     Reply,
-    Supervised,
     Task,
-    check_members,
 )
 from jaxrl_llm.tasks.tools import Form, Toolbox, call_arguments, following
 
@@ -70,9 +66,7 @@ class WithAgent:
     """A task whose episodes are runs of an agent."""
 
     def __init__(self, task: Task[Any], agent: Agent):
-        check_members(task, "agent: the task")
-        if isinstance(task, Mixture | GradesGroups | Interactive | Supervised):
-            raise UserError("agent: the task is none of single responses, which `reward` grades")
+        check_single(task, "agent")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.agent = task, agent
 

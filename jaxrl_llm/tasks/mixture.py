@@ -9,9 +9,11 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.task import (
     Demonstrator,
+    GradesGroups,
     Interactive,
     Mapped,
     Prompt,
+    Relearned,
     Source,
     Supervised,
     Task,
@@ -69,6 +71,8 @@ class Mixture:
             raise UserError(f"mixture: {name!r} is a mixture itself: name its tasks here")
         if isinstance(task, Supervised):
             raise UserError(f"mixture: {name!r} has rows to imitate, and a mixture is of rewards")
+        if isinstance(task, Relearned):
+            raise UserError(f"mixture: {name!r} changes what is learned from, for all of a run")
         check_members(task, f"mixture: {name!r}")
         if not len(task.train):
             raise UserError(f"mixture: {name!r} has no examples to train on")
@@ -98,3 +102,21 @@ class Mixture:
 
     def reward(self, one: TaskExample, response: str) -> Reward:
         return one.task.reward(one.example, response)
+
+
+def check_single(task: Task[Any], wrapper: str, *, episodes: bool = False) -> None:
+    """Raises a UserError if a wrapper of tasks whose responses are graded alone cannot take this one.
+
+    With `episodes` the task may have an environment.
+    """
+    check_members(task, f"{wrapper}: the task")
+    if isinstance(task, Mixture):
+        raise UserError(f"{wrapper}: the task is a mixture: wrap each of its tasks")
+    if isinstance(task, Supervised):
+        raise UserError(f"{wrapper}: the task has rows to imitate, and no rewards")
+    if isinstance(task, GradesGroups):
+        raise UserError(
+            f"{wrapper}: the task grades groups, and here each response is graded alone"
+        )
+    if isinstance(task, Relearned) or (isinstance(task, Interactive) and not episodes):
+        raise UserError(f"{wrapper}: the task has an environment of its own: change that one")

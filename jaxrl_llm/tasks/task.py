@@ -151,6 +151,7 @@ class Supervised(Protocol[E_contra]):
 Reply = Step | Awaitable[Step | Callable[[], Step]]
 
 
+@runtime_checkable
 class Environment(Protocol):
     """The other side of one episode, to which the policy talks."""
 
@@ -186,6 +187,38 @@ class Interactive(Protocol[E_contra]):
     def environment(
         self, example: E_contra, tokenizer: Any, /
     ) -> Environment | LogpEnvironment: ...
+
+
+@runtime_checkable
+class Evaluated(Protocol[E]):
+    """A task with another one in its place in validation and tests."""
+
+    @property
+    def evaluated(self) -> Task[E]: ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A task that a run changes as it goes: by the groups of each step, in all processes."""
+
+    def remember(self, groups: Sequence[Any], tokenizer: Any, /) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its memory, for a note in JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+@runtime_checkable
+class Relearned(Protocol):
+    """A task that changes responses before they are learned from, to at most `limit` sampled tokens.
+
+    Log-probs of tokens that stand after another prompt than they were sampled after are NaN: the
+    trainer's own take their place.
+    """
+
+    def learned(self, response: Any, /, limit: int) -> Any: ...
 
 
 class Mapped(Generic[E]):

@@ -13,18 +13,14 @@ from typing import Any, Protocol, runtime_checkable
 from jaxrl_llm.errors import UserError, at_least, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer, library
 from jaxrl_llm.tasks import deadline
-from jaxrl_llm.tasks.mixture import Mixture
+from jaxrl_llm.tasks.mixture import check_single
 from jaxrl_llm.tasks.task import (
     Demonstrator,
-    GradesGroups,
-    Interactive,
     Prompt,
     Reward,
     Step,
-    Supervised,
     Task,
     TeacherPrompter,
-    check_members,
 )
 
 _TOLD = "You can call functions, which are described here in JSON, one a line:\n"
@@ -284,15 +280,7 @@ class WithTools:
     """
 
     def __init__(self, task: Task[Any], tools: Toolbox, whole: bool = False):
-        check_members(task, "tools: the task")
-        if isinstance(task, Mixture):
-            raise UserError("tools: the task is a mixture: give the tools to each of its tasks")
-        if isinstance(task, Supervised):
-            raise UserError("tools: the task has rows to imitate, whose calls are in them")
-        if isinstance(task, GradesGroups):
-            raise UserError("tools: the task grades groups, and an episode is graded by `reward`")
-        if isinstance(task, Interactive):
-            raise UserError("tools: the task has an environment, whose step is where to call them")
+        check_single(task, "tools")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.tools, self.whole = task, tools, whole
         if isinstance(task, Demonstrator):

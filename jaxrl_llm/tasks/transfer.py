@@ -14,18 +14,8 @@ import httpx
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.mixture import Mixture
-from jaxrl_llm.tasks.task import (
-    Demonstrator,
-    GradesGroups,
-    Interactive,
-    Prompt,
-    Supervised,
-    Task,
-    TeacherPrompter,
-    as_text,
-    check_members,
-)
+from jaxrl_llm.tasks.mixture import check_single
+from jaxrl_llm.tasks.task import Demonstrator, Prompt, Task, TeacherPrompter, as_text
 
 KEY = "JAXRL_RECEIVER_KEY"  # the environment variable with the server's key
 
@@ -52,11 +42,7 @@ class Transfer:
     def __init__(
         self, task: Task[Any], receiver: Callable[[], Receiver], weight: float = 1.0, seed: int = 0
     ):
-        check_members(task, "transfer: the task")
-        if isinstance(task, Interactive | GradesGroups | Supervised | Mixture):
-            raise UserError(
-                "transfer: the task grades no response alone, by its text; of a mixture, wrap each of its tasks"
-            )
+        check_single(task, "transfer")
         self.name, self.train, self.test = task.name, task.train, task.test
         self.task, self.weight, self._make, self._seed = task, weight, receiver, seed
         if isinstance(task, Demonstrator):

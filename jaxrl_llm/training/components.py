@@ -16,7 +16,7 @@ from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.learning.groups import TokenTask
+from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.learning.programs import programs, teacher_score
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
@@ -27,8 +27,10 @@ from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import (
+    Evaluated,
     Mapped,
     Prompt,
+    Relearned,
     RewardSettings,
     Source,
     Supervised,
@@ -253,11 +255,23 @@ class Components:
         self,
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
+        *,
+        evaluates: bool = False,
     ) -> TokenTask:
-        """The task in tokens, with the config's settings for rewards."""
+        """The task in tokens, with the config's settings for rewards; or that which evaluates."""
         threads, seconds = self.config.reward_threads, self.config.reward_seconds
         settings = RewardSettings(threads, seconds, heartbeat, stop_requested)
-        return TokenTask(self.task, self.tokenizer, settings)
+        task = self.task.evaluated if evaluates and isinstance(self.task, Evaluated) else self.task
+        return TokenTask(task, self.tokenizer, settings)
+
+    def as_learned(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups as they are learned from."""
+        if not isinstance(self.task, Relearned):
+            return [*groups]
+        changed = partial(self.task.learned, limit=self.config.collate.response_length)
+        return [
+            replace(group, trajectories=tuple(map(changed, group.trajectories))) for group in groups
+        ]
 
     def collator(self, collate: Collator) -> Collator:
         """The same limits, with bins that spread evenly over the batch axes of the mesh."""

@@ -165,6 +165,7 @@ class Reinforcement:
         self._rollouts.push(state.params, step)
         groups = self._rollouts.next(step)  # P groups of G responses, sampled now or ahead of time
         with log.phase("collate"):
+            groups = self._components.as_learned(groups)
             batch, reward = self._learn.batch(groups)  # [B, T], or packed in bins; [P, G]
         with log.phase("score"):  # the trainer's own log-probs, and the reference's
             scores, described = jax.block_until_ready(

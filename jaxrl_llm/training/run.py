@@ -394,7 +394,9 @@ class Run:
         with self.log.phase("evaluation"):
             result = evaluate(
                 self.rollouts.sampler,
-                self.components.token_task(self.log.clock.heartbeat, lambda: self.stop.requested),
+                self.components.token_task(
+                    self.log.clock.heartbeat, lambda: self.stop.requested, evaluates=True
+                ),
                 examples,
                 self.components.sampling(temperature=settings.temperature, seed=config.seed),
                 samples=settings.samples,

@@ -15,6 +15,7 @@ from jaxrl_llm.learning import reinforce
 from jaxrl_llm.learning.groups import Group, Pending, from_note, noted, together, trajectories
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.task import Remembers
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.log import RunLog
@@ -49,7 +50,7 @@ class Rollouts:
         """
         config = self._config
         # a step that fails is asked for again from here
-        self._entered = step, self._data.get_state(), [*self._queue]
+        self._entered = step, self._position(), [*self._queue]
         self._graded, self._seconds = [], 0.0
         for nth in range(config.max_resamples + 1):
             useful = sum(not group.is_constant for group in self._graded)
@@ -60,6 +61,8 @@ class Rollouts:
                 self._graded += together(head, partial(self._answered, head), self._stop)
         if not self._queue:
             self.release()  # room for the update
+        if isinstance(self._task.task, Remembers):
+            self._task.task.remember(self._graded, self._task.tokenizer)
         # constant ones where there are no others; in the order of the data
         preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
         return [self._graded[i] for i in sorted(preferred[: config.prompts])]
@@ -138,23 +141,31 @@ class Rollouts:
         That is the position in the data, and the groups before it that were not learned from: those
         that `next(step)` gave, too. Those that are not there are asked for anew.
         """
-        data, queue = self._data.get_state(), self._queue
+        position, queue = self._position(), self._queue
         if self._entered is not None and self._entered[0] == step:
-            _, data, queue = self._entered
+            _, position, queue = self._entered
         if not queue:
-            return {"data": dict(data)}
+            return position
         there = [one for one in queue if one.is_there]
         groups = {"places": [one.place for one in there], **noted([one.group() for one in there])}
         payloads = distributed.gather(json.dumps(groups).encode())
         return {
-            "data": dict(data),
+            **position,
             "queue": [one.place for one in queue],
             "there": [json.loads(payload) for payload in payloads],
         }
 
+    def _position(self) -> dict[str, Any]:
+        """The place in the data, and the memory that the task has of the groups before."""
+        task = self._task.task
+        memory = {"task": task.state_dict()} if isinstance(task, Remembers) else {}
+        return {"data": dict(self._data.get_state()), **memory}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self._data.set_state(state["data"])
+        if isinstance(self._task.task, Remembers):
+            self._task.task.load_state_dict(state["task"])
         places = state.get("queue", [])
         examples, seeds = [*map(self._data.at, places)], [self._seed(p, 0, 0) for p in places]
         self._queue = self._task.pending(examples, places, seeds)

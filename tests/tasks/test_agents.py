@@ -449,8 +449,11 @@ def test_a_command_gets_the_example_and_few_variables(monkeypatch):
 
 
 def test_a_task_has_to_grade_single_responses():
-    for task in (known(tool_user).task, Mixture({"a": (Sums(), 1.0)})):
-        with pytest.raises(UserError, match="none of single responses"):
+    for task, reason in (
+        (known(tool_user).task, "has an env"),
+        (Mixture({"a": (Sums(), 1.0)}), "is a mix"),
+    ):
+        with pytest.raises(UserError, match=f"agent: the task {reason}"):
             Agent(tool_user).for_task(task)
 
 

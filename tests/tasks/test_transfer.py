@@ -124,8 +124,13 @@ def test_a_task_without_texts_to_grade_is_refused():
             return None
 
     mixed = Mixture({"last": (Last(), 1.0)})
-    for task in (Together(), Toolbox([add]).for_task(Last()), mixed, Rows()):
-        with pytest.raises(UserError, match="transfer: the task grades no response alone"):
+    for task, reason in (
+        (Together(), "grades groups"),
+        (Toolbox([add]).for_task(Last()), "has an environment of its own"),
+        (mixed, "is a mixture: wrap each of its tasks"),
+        (Rows(), "has rows to imitate"),
+    ):
+        with pytest.raises(UserError, match=f"transfer: the task {reason}"):
             Transfer(task, lambda: None)
     assert isinstance(Transfer(Last(), lambda: None), GradesGroups)
     with pytest.raises(UserError, match="mixture: 'rows' has rows to imitate"):
