@@ -181,7 +181,6 @@ def generate(
     ]
 
 
-@lru_cache(maxsize=8)  # keeps the compiled programs for later calls
 def _tokens(words: Tokenizer, prompt: Any) -> Sequence[int]:
     """Token ids of a prompt, which may be that already."""
     if isinstance(prompt, str):
@@ -190,6 +189,7 @@ def _tokens(words: Tokenizer, prompt: Any) -> Sequence[int]:
     return words.prompt(prompt) if messages else prompt
 
 
+@lru_cache(maxsize=8)  # keeps the compiled programs for later calls
 def _scorer(policy: Policy, temperature: float) -> Any:
     return jax.jit(policy.logp(temperature))
 
