@@ -68,7 +68,8 @@ def config(
 
     Args:
         model: a Hugging Face folder or hub name.
-        data: a parquet, JSONL, JSON or CSV file, or owner/name[:config[:split]] at the hub.
+        data: a parquet, JSONL, JSON or CSV file, owner/name[:config[:split]] at the hub, or
+            tfds:name[/config][:split] of tensorflow-datasets.
         reward: math, exact, choice, tagged, em, f1, regex:PATTERN, or FILE.py:FUNCTION; the sum of several; math
             where there is no judge.
         weights: of the rewards, one each, and of the judge, if there is one, the last.

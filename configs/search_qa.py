@@ -106,7 +106,8 @@ def config(
 
     Args:
         model: a Hugging Face folder or hub name; without one all is small and made up.
-        data: its questions: a file, or owner/name[:config[:split]] at the hub.
+        data: its questions: a file, owner/name[:config[:split]] at the hub, or tfds:name[/config][:split] of
+            tensorflow-datasets.
         test: as data, to test on.
         corpus: what it searches in: a file with rows of title and text, or of contents.
         search_server: or the URL of a server that answers as Search-R1's.

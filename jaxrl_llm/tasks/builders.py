@@ -6,7 +6,7 @@ import io
 import logging
 import shutil
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.tasks.knights_knaves.generate import SPLITS, Recipe, generate
 from jaxrl_llm.tasks.knights_knaves.logic import Puzzle, from_nested, to_nested
 from jaxrl_llm.tasks.task import Mapped
@@ -149,6 +149,36 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
         builder = make()  # reads the files that are there now, whichever process built them
         sources = [builder.as_data_source(split=split) for split in SPLITS]
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
+
+
+def published(name: str) -> Any:
+    """The builder of `NAME[/CONFIG]` of tensorflow-datasets, which makes its files unless they are there."""
+    try:
+        with _quiet_tfds():
+            builder = tfds.builder(name, file_format="array_record")
+            builder.download_and_prepare()
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+        raise UserError(
+            f"cannot make {name!r} of tensorflow-datasets: {first_line(error)}"
+        ) from error
+    return builder
+
+
+def rows_of(name: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a split of `published(name)`."""
+    with _quiet_tfds():
+        return [_plain(row) for row in published(name).as_data_source(split=split)]
+
+
+def _plain(value: Any) -> Any:
+    """Text, numbers and lists in place of bytes and arrays."""
+    if isinstance(value, Mapping):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 @contextlib.contextmanager

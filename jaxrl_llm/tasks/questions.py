@@ -114,9 +114,9 @@ def task(
 ) -> Questions:
     """Questions of a file or a data set at the hub, with rewards; a UserError that says what is wrong.
 
-    `source` is `mine.jsonl`, or `owner/name[:config[:split]]`. Without a `test` source the hub's test
-    or validation split is the test, else `held_out` questions that `seed` chooses. A `judge` is one
-    more reward, the last.
+    `source` is `mine.jsonl`, `owner/name[:config[:split]]` at the hub, or `tfds:name[/config][:split]`.
+    Without a `test` source the set's test or validation split is the test, else `held_out` questions
+    that `seed` chooses. A `judge` is one more reward, the last.
     """
     calls = terms(specs, weights, judge)
     by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
@@ -212,7 +212,10 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     of_hub = cache(tables.of_hub)  # the hub is asked once for a set that both name
 
     def at_hub(source: str) -> tuple[tables.HubData, str]:
-        """The data set `owner/name[:config[:split]]`, and that split."""
+        """The data set `owner/name[:config[:split]]` or `tfds:name[/config][:split]`, and that split."""
+        if source.startswith("tfds:"):
+            _, name, split = [*source.split(":", 2), ""][:3]
+            return tables.of_published(name), split
         name, config, split = [*source.split(":", 2), "", ""][:3]
         return of_hub(f"{name}:{config}"), split
 

@@ -74,6 +74,13 @@ def _csv(path: Path) -> list[Any]:
         return [{name: x or None for name, x in row.items() if name} for row in rows]
 
 
+def _published(path: Path) -> list[Any]:
+    """The rows of `of_published`'s files, which are none here but names."""
+    from jaxrl_llm.tasks import builders
+
+    return builders.rows_of(str(path.parent), path.stem)
+
+
 READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
     ".jsonl": _json_lines,
@@ -81,6 +88,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".json": _json_list,
     ".csv": _csv,
     ".tsv": _csv,
+    ".tfds": _published,
 }
 
 
@@ -141,6 +149,14 @@ def of_hub(name: str) -> HubData:
         raise UserError(f"cannot download the data set {name!r}: {reason}") from error
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in READERS]
     return HubData(name, config, {path: str(path.relative_to(folder)) for path in files})
+
+
+def of_published(name: str) -> HubData:
+    """The data set `NAME[/CONFIG]` of tensorflow-datasets, a file each split."""
+    from jaxrl_llm.tasks import builders  # whose library takes seconds to import
+
+    splits = builders.published(name).info.splits
+    return HubData(name, "", {Path(name, f"{split}.tfds"): split for split in splits})
 
 
 def _words(text: str) -> list[str]:

@@ -745,3 +745,44 @@ def test_reward_files_of_others_give_the_numbers_of_others(tmp_path, file, names
     assert len({*RECORDED[file]}) > 1
     for reward, recorded in zip(got, RECORDED[file], strict=True):
         assert recorded is None or reward.score == pytest.approx(recorded, abs=1e-6)
+
+
+def test_a_set_of_tensorflow_datasets(tmp_path):
+    """In the form of TriviaQA there: text as bytes, lists as arrays, aliases in a mapping."""
+    import tensorflow_datasets as tfds
+
+    text, texts = tfds.features.Text(), tfds.features.Sequence(tfds.features.Text())
+
+    class TriviaMini(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            answer = {"value": text, "aliases": texts}
+            features = tfds.features.FeaturesDict({"question": text, "answer": answer})
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {split: self._examples(split) for split in ("train", "validation")}
+
+        def _generate_examples(self, split):
+            raise NotImplementedError
+
+        def _examples(self, split):
+            for i in range(5):
+                answer = {"value": f"{i}é", "aliases": [f"{i} e", "x"]}
+                yield i, {"question": f"{split} {i}?", "answer": answer}
+
+    TriviaMini(data_dir=tmp_path, file_format="array_record").download_and_prepare()
+    tfds.core.add_data_dir(tmp_path)
+    task = questions.task("tfds:trivia_mini", ("em",))
+    assert sorted(one.prompt for one in task.train) == [f"train {i}?" for i in range(5)]
+    assert sorted(one.prompt for one in task.test) == [f"validation {i}?" for i in range(5)]
+    one = next(one for one in task.test if one.prompt == "validation 3?")
+    assert one.truths == ("3é", "3 e", "x")
+    few = questions.task("tfds:trivia_mini:validation", ("em",), test="tfds:trivia_mini:train")
+    assert len(few.test) == 5
+    assert len(few.train) == 5
+    with pytest.raises(UserError, match="has no files of the split 'dev'"):
+        questions.task("tfds:trivia_mini:dev", ("em",))
+    with pytest.raises(UserError, match="cannot make 'trivia_none' of tensorflow-datasets: "):
+        questions.task("tfds:trivia_none", ("em",))
