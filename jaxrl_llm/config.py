@@ -229,7 +229,7 @@ class Config:
     reward_seconds: float = 300.0
     max_ungraded: float = 0.5
     save_every: int = 20
-    save_minutes: float = 0.0
+    save_minutes: float = 15.0
     keep_checkpoints: int = 2
     show_samples_every: int = 20
     keep_tokens: int = 2

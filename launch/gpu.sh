@@ -13,7 +13,7 @@ export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxr
 stopped=
 trap 'stopped=1 again=1; kill %% 2>/dev/null || exit 75' TERM INT HUP # passed on, so that the trainer saves
 for left in $(seq "$restarts" -1 0); do
-    "$python" -P -m jaxrl_llm.cli train "$@" --resume auto &
+    "$python" -P -m jaxrl_llm train "$@" --resume auto &
     while # a signal ends `wait`, not the trainer
         again=
         wait $!

@@ -20,7 +20,7 @@ gpus=                   # the trainer's of each node, such as 2,3,4,5,6,7, where
 failures=20             # after which it is not queued again; a preemption is none
 
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/jaxrl_llm/compiled}"
-train=("$python" -P -m jaxrl_llm.cli train "$@" --resume auto)
+train=("$python" -P -m jaxrl_llm train "$@" --resume auto)
 [ "$SLURM_JOB_NUM_NODES" = 1 ] || train+=(--process auto)
 [ -z "$gpus" ] || train=(env "CUDA_VISIBLE_DEVICES=$gpus" "${train[@]}") # srun sets the variable anew
 mkdir -p logs

@@ -238,7 +238,7 @@ def test_the_tutorial_is_learned_and_its_model_goes_on(tmp_path, monkeypatch):
     accuracy = lambda run: [r["accuracy"] for r in journal.read(tmp_path / run) if "reward" in r]
     for line in re.findall("^    jaxrl-llm (.*)$", PAGES["tutorial.md"], re.MULTILINE):
         if not line.startswith("plan"):
-            alone("-m", "jaxrl_llm.cli", *shlex.split(line, comments=True))
+            alone("-m", "jaxrl_llm", *shlex.split(line, comments=True))
     sampled = accuracy("runs/sorting")
     assert np.mean(sampled[-10:]) > np.mean(sampled[:5]) + 0.3
     assert accuracy("runs/whole")[0] == sampled[0]  # the same warm start

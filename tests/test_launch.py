@@ -124,7 +124,7 @@ def test_a_job_set_is_what_the_cluster_and_the_trainer_need():
 NOTES = '#!/usr/bin/env bash\necho "$(basename "$0") $*" >> calls\n'
 RUNS = NOTES + 'while [[ $1 = -* ]]; do shift; done\nexec "$@"\n'
 WAITS = NOTES + "trap 'sleep 0.5; exit {}' TERM\ntouch up\nwhile :; do sleep 0.05; done\n"
-TRAIN = "trainer -P -m jaxrl_llm.cli train mine.py --steps 3 --resume auto"
+TRAIN = "trainer -P -m jaxrl_llm train mine.py --steps 3 --resume auto"
 
 
 class Cluster:
@@ -229,7 +229,7 @@ def test_arguments_arrive_as_they_are(folder, name):
     done = cluster.run(script(name, python="trainer"), *words)
     assert done.returncode == 0, done.stderr
     given = (folder / "given").read_text().splitlines()
-    assert given == ["-P", "-m", "jaxrl_llm.cli", "train", *words, "--resume", "auto"]
+    assert given == ["-P", "-m", "jaxrl_llm", "train", *words, "--resume", "auto"]
     assert not list(folder.parent.rglob("pwned"))
 
 

@@ -241,7 +241,7 @@ def _make(
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 
     def make(runs: Sequence[Run]) -> dict[str, int | None]:
-        program = [sys.executable, "-P", "-m", "jaxrl_llm.cli"]
+        program = [sys.executable, "-P", "-m", "jaxrl_llm"]
         return pool.run(
             {run.name: [*program, *grid.command(run, data)] for run in runs},
             grid.out / "logs",

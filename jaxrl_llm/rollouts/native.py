@@ -44,6 +44,7 @@ SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to c
 STRIDE = 8  # tokens that an accelerator decodes between checks whether to stop
 SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for every LOOK tokens
 LOOK = 16
+CALL = 5.0  # seconds of decoding, about, between checks whether to stop
 CHECK = 0.5  # seconds between checks where all slots wait for replies
 
 
@@ -75,6 +76,7 @@ class NativeSampler(Sampler):
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
+        self._pace = CALL / LOOK  # seconds a token, of the last call; few tokens come in the first
         self._empty = jax.jit(model.empty, static_argnums=(0, 1))
         self._prefill = jax.jit(model.prefill)
         self._insert = jax.jit(model.insert, donate_argnums=0)
@@ -164,13 +166,15 @@ class NativeSampler(Sampler):
             quota = self.refill if left > len(working) else self.slots
             if reply:
                 quota = max(1, live.sum() // 16)
-            steps = max(LOOK, self.stride) if replies else self.steps
+            steps = min(self.steps, max(self.stride, int(CALL / self._pace)))
+            steps = min(steps, max(LOOK, self.stride)) if replies else steps
             steps = steps if columns == limit else min(steps, columns - end)
             began = time.perf_counter()
             ends = np.int32(quota), np.int32(steps)
             cache, *done = self._run(self.params, cache, slots, rules, *ends)
             slots, steps = jax.tree.map(np.array, jax.device_get(done))
-            busy += time.perf_counter() - began
+            took = time.perf_counter() - began
+            busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
             count["decode_steps"] += int(steps)
             left -= _collect(slots, working, replies, drafts, reply, again)
         self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}

@@ -1,5 +1,6 @@
 """Checkpoints in and out."""
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -13,10 +14,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxrl_llm.cli.main import main
+from jaxrl_llm.config import Pretrained
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import hf, qwen2
+from jaxrl_llm.models import hf, qwen2, tokenizer
+from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
+from jaxrl_llm.training import run, terminal
 from tests import tiny
 from tests.reference import peer
+from tests.training import quick
 
 HERE = pathlib.Path(__file__).parent
 
@@ -117,6 +123,27 @@ def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name,
     found = safetensors.numpy.load_file(tmp_path / "changed" / hf.SINGLE)
     assert all(np.array_equal(found[x], tensors[x]) for x in OTHERS[shape.family])
     assert json.loads((tmp_path / "changed" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_run_of_such_a_model_is_exported_with_them_by_base(tmp_path):
+    """Without `--base` the language model comes alone."""
+    model, out = tmp_path / "m", tmp_path / "run"
+    model.mkdir()
+    _, tensors, _ = with_images(model, dataclasses.replace(tiny.FAMILIES["qwen3_5"], vocab_size=64))
+    tokenizer.of_words(kk_tiny.vocabulary()).save(model)
+    config = quick.config(steps=1, warm_steps=0)
+    config = dataclasses.replace(config, model=Pretrained(str(model)))
+    run.train(config, out, session=run.Session(console=terminal.console(quiet=True)))
+    main(["export", str(out), str(tmp_path / "whole"), "--base", str(model)])
+    main(["export", str(out), str(tmp_path / "alone")])
+    whole, alone = (
+        safetensors.numpy.load_file(tmp_path / name / hf.SINGLE) for name in ("whole", "alone")
+    )
+    others = OTHERS["qwen3_5_text"]
+    assert all(np.array_equal(whole.pop(name), tensors.pop(name)) for name in others)
+    assert whole.keys() == tensors.keys()
+    assert equal(loaded(tmp_path / "whole"), loaded(tmp_path / "alone"))
+    assert {name.replace("language_model.", "") for name in whole} == alone.keys()
 
 
 def test_other_tensors_too_many_are_refused_there_too(tmp_path):

@@ -191,7 +191,7 @@ def test_a_study_goes_on_with_what_is_left(small, out, planned):
 def test_a_study_is_made_stopped_and_finished(small, tmp_path):
     """By real runs: a signal while the first ones are on, then the same command."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "jaxrl_llm.cli", "study", str(small), "--out", "out"]
+    command = [sys.executable, "-m", "jaxrl_llm", "study", str(small), "--out", "out"]
     command += ["--seeds", "0", "--jobs", "1", "--data-folder", "data"]
     study = subprocess.Popen(command, cwd=tmp_path, env=environment)
     until = time.monotonic() + 600

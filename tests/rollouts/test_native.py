@@ -67,6 +67,25 @@ def test_what_every_sampler_keeps(make):
         assert one.finished or len(one.tokens) == 24
 
 
+def test_where_tokens_are_slow_a_stop_is_looked_for_between_few(monkeypatch):
+    """A response of minutes on a CPU would be one call to the devices, and its run lost to the grace period."""
+    monkeypatch.setattr(engine(), "steps", 256)
+    undisturbed = engine().generate(prompts(6), n=2, sampling=SAMPLING)
+    now, calls, run = [0.0], [], engine()._run
+
+    def slow(*arguments):
+        result = run(*arguments)
+        calls.append(int(result[2]))
+        now[0] += calls[-1]  # a second a token
+        return result
+
+    monkeypatch.setattr(engine(), "_run", slow)
+    monkeypatch.setattr(native.time, "perf_counter", lambda: now[0])
+    assert engine().generate(prompts(6), n=2, sampling=SAMPLING) == undisturbed
+    assert max(calls[1:]) <= native.CALL
+    assert len(calls) > 5
+
+
 @pytest.mark.parametrize(("seed", "temperature", "pack"), [(3, 0.7, False), (0, 1.0, True)])
 def test_log_probs_are_those_of_the_newest_weights_in_the_trainer(seed, temperature, pack):
     params = tiny.policy(seed=seed)[1]

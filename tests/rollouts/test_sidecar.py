@@ -139,7 +139,7 @@ def test_a_server_is_started_restarted_with_the_newest_and_ended(root, sidecar):
 
 
 def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, tmp_path):
-    command = [sys.executable, "-m", "jaxrl_llm.cli", "serve", "tests/rollouts/served.py"]
+    command = [sys.executable, "-m", "jaxrl_llm", "serve", "tests/rollouts/served.py"]
     env = os.environ | {"FAKE_PYTHON": python, "VLLM_API_KEY": "secret"}
     command += ["--memory", str(memory), "--out", str(tmp_path / "logs")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

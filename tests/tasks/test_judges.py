@@ -2,8 +2,6 @@
 
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -15,51 +13,19 @@ from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Reward, RewardSettings, score_groups, score_responses
 from jaxrl_llm.training import journal
 from tests import public
+from tests.tasks.server import Server
 
 ASKED = Question("6 * 7?", ("42",), {})
 
 
-class Server(ThreadingHTTPServer):
-    """A stand-in for a server of models on loopback; `answers` are said in turn, the last for good."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url, self.asked, self.answers = (
-            f"http://127.0.0.1:{self.server_port}",
-            [],
-            ["Score: 10"],
-        )
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, self.headers.get("Authorization"), body))
-        answers = self.server.answers
-        said = answers.pop(0) if len(answers) > 1 else answers[0]
-        status, text = said if isinstance(said, tuple) else (200, _completion(said))
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        if status == 429:
-            self.send_header("Retry-After", "0")
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-
-def _completion(text):
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def completion(text, _):
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
 @pytest.fixture
 def server():
-    made = Server()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Server("Score: 10", answer=completion) as made:
+        yield made
 
 
 def test_responses_are_ranked_in_one_request(server, tmp_path):

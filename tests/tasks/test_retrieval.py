@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -20,6 +19,7 @@ from jaxrl_llm.tasks import questions, retrieval
 from jaxrl_llm.tasks.retrieval import searching
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.tasks.tools import Toolbox
+from tests.tasks.server import LATE, Server
 
 TEXTS = [
     {"title": "mira", "text": "mira lives in oslo"},
@@ -194,38 +194,10 @@ def require_ended(pids):
 # A server.
 
 
-class Server(ThreadingHTTPServer):
-    """A stand-in for a server of passages; `answers` are said in turn, the last for good."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/retrieve"
-        self.asked, self.answers = [], []
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body))
-        answers = self.server.answers
-        status, text = answers.pop(0) if len(answers) > 1 else answers[0]
-        time.sleep(status == 299)  # is late
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    made = Server()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Server() as made:
+        yield made
 
 
 def hits(*contents):
@@ -235,10 +207,10 @@ def hits(*contents):
 
 def test_a_server_is_asked_as_that_of_search_r1(server):
     server.answers = [(200, hits('"Oslo"\nOslo makes salt.', "b\nc")), (200, hits())]
-    tools = Toolbox([searching(server=server.url, passages=2)])
+    tools = Toolbox([searching(server=f"{server.url}/retrieve", passages=2)])
     assert tools.answer(("search", "salt")) == ('"Oslo"\nOslo makes salt.\n\nb\nc', True)
     body = {"queries": ["salt"], "topk": 2, "return_scores": True}
-    assert server.asked == [("/retrieve", body)]
+    assert server.asked == [("/retrieve", None, body)]
     assert tools.answer(("search", {"query": "x"})) == ("nothing was found", True)
 
 
@@ -251,12 +223,12 @@ def test_a_server_is_asked_as_that_of_search_r1(server):
         ((200, "[]"), "TypeError"),
         ((200, '{"result": []}'), "ValueError"),
         ((200, '{"result": [[{"score": 1}]]}'), "document"),
-        ((299, "late"), "timed out"),
+        ((LATE, "late"), "timed out"),
     ],
 )
 def test_what_a_server_does_wrong_is_told_to_the_policy(server, answer, said):
     server.answers = [answer]
-    tools = Toolbox([searching(server=server.url, seconds=0.3)])
+    tools = Toolbox([searching(server=f"{server.url}/retrieve", seconds=0.3)])
     text, fine = tools.answer(("search", "salt"))
     assert (text.startswith("error: "), said in text, fine) == (True, True, False)
     server.answers = [(200, hits("a"))]
@@ -266,20 +238,14 @@ def test_what_a_server_does_wrong_is_told_to_the_policy(server, answer, said):
 def test_a_server_that_starts_late_is_asked_again():
     with Server() as gone:
         pass  # nothing listens at its port any more
-    tools = Toolbox([searching(server=gone.url)])
-    late = threading.Timer(0.7, lambda: back.append(Late(gone.server_port)))
+    tools = Toolbox([searching(server=f"{gone.url}/retrieve")])
+    later = lambda: back.append(Server((200, hits("a")), port=gone.server_port))
+    late = threading.Timer(0.7, later)
     back = []
     late.start()
     assert tools.answer(("search", "salt")) == ("a", True)
-    back[0].shutdown()
-    back[0].server_close()
-
-
-class Late(Server):
-    def __init__(self, port):
-        ThreadingHTTPServer.__init__(self, ("127.0.0.1", port), Handler)
-        self.asked, self.answers = [], [(200, hits("a"))]
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+    with back[0]:
+        assert len(back[0].asked) == 1
 
 
 def test_an_episode_searches_twice_and_is_right(search, tmp_path):

@@ -4,8 +4,6 @@ import importlib.util
 import json
 import pathlib
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, TeacherPrompter, 
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.tasks.transfer import Receiver, Transfer, served
 from tests import public
+from tests.tasks.server import Server
 
 WORDS = tokenizer.of_words(["so", "then", *map(str, range(10)), "wrong"])
 
@@ -143,33 +142,20 @@ def test_a_task_without_texts_to_grade_is_refused():
     assert not isinstance(Transfer(Last(), lambda: None), TeacherPrompter)
 
 
-class Completes(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, self.headers["Authorization"], body))
-        said = [{"index": i, "text": f" {i}"} for i in range(len(body["prompt"]))]
-        self.send_response(self.server.status)
-        self.end_headers()
-        self.wfile.write(json.dumps({"choices": said[::-1]}).encode())
-
-    def log_message(self, *_):
-        pass
+def completions(status, body):
+    said = [{"index": i, "text": f" {i}"} for i in range(len(body["prompt"]))]
+    return status, json.dumps({"choices": said[::-1]})
 
 
 @pytest.fixture
 def server():
-    made = HTTPServer(("127.0.0.1", 0), Completes)
-    made.asked, made.status = [], 200
-    Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Server(200, answer=completions) as made:
+        yield made
 
 
 def test_a_server_goes_on_with_token_ids(server, monkeypatch):
     monkeypatch.setenv("JAXRL_RECEIVER_KEY", "sk-secret")
-    url = f"http://127.0.0.1:{server.server_port}"
-    receiver = served(url, "larger", WORDS, max_tokens=7)
+    receiver = served(server.url, "larger", WORDS, max_tokens=7)
     begun = [WORDS.encode("so then"), []]
     assert receiver.go_on([5, 6], begun) == ["so then 0", " 1"]
     [(path, key, body)] = server.asked
@@ -180,7 +166,7 @@ def test_a_server_goes_on_with_token_ids(server, monkeypatch):
         "max_tokens": 7,
         "temperature": 0,
     }
-    server.status = 401
+    server.answers = [401]
     with pytest.raises(ConnectionError, match="refuses: status 401") as error:
         receiver.go_on([5], begun)
     assert "sk-secret" not in str(error.value)

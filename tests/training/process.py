@@ -26,7 +26,7 @@ def port():
             return number
 
 
-def train(environment, out, *flags, program=("-m", "jaxrl_llm.cli"), config=QUICK):
+def train(environment, out, *flags, program=("-m", "jaxrl_llm"), config=QUICK):
     command = [sys.executable, *program, "train", config, "--out", str(out), *flags]
     return subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True

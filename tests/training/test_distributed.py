@@ -36,7 +36,7 @@ class Job:
         where = f"127.0.0.1:{port()}"
         for i in range(count):
             process = ["--process", f"{i}/{count}@{where}", "--lost", str(lost)]
-            command = [sys.executable, "-m", "jaxrl_llm.cli", "train", config]
+            command = [sys.executable, "-m", "jaxrl_llm", "train", config]
             command += ["--out", str((outs or [out] * count)[i]), *flags]
             with self._log(i).open("w") as file:
                 self.processes.append(subprocess.Popen(

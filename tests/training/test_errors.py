@@ -217,7 +217,7 @@ def test_output_that_nobody_reads_is_no_error():
     os.close(reader)
     with os.fdopen(writer, "wb") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "jaxrl_llm.cli", "--help"],
+            [sys.executable, "-m", "jaxrl_llm", "--help"],
             stdout=output, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")

@@ -257,7 +257,7 @@ def test_a_run_whose_terminal_closes_saves_what_it_has(start, environment, tmp_p
     monkeypatch.chdir(ROOT)
     out = tmp_path / "run"
     flags = ["--out", str(out), "--steps", "1000", "--warm-steps", "0"]
-    run, output = start([sys.executable, "-m", "jaxrl_llm.cli", "train", QUICK, *flags])
+    run, output = start([sys.executable, "-m", "jaxrl_llm", "train", QUICK, *flags])
     said = b""
     while not re.search(rb"\b[1-9]\d*/1000", said):
         said += (read := output.read(1))

@@ -53,7 +53,7 @@ def run(environment, tmp_path_factory):
 
 def evaluated(environment, run, *words):
     return subprocess.run(
-        [sys.executable, "-m", "jaxrl_llm.cli", "eval", str(run), *words],
+        [sys.executable, "-m", "jaxrl_llm", "eval", str(run), *words],
         cwd=ROOT, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm.cli`, the same program as `jaxrl-llm`."""
+"""`python -m jaxrl_llm`, the same program as `jaxrl-llm`."""
 
 from jaxrl_llm.cli.main import entry
 
