@@ -185,7 +185,7 @@ def _tokens(words: Tokenizer, prompt: Any) -> Sequence[int]:
     """Token ids of a prompt, which may be that already."""
     if isinstance(prompt, str):
         return words.encode(prompt)
-    messages = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return words.prompt(prompt) if messages else prompt
 
 

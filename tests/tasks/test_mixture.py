@@ -172,7 +172,7 @@ def test_what_cannot_be_mixed_is_one_line(tasks, said):
 
 
 def test_tools_are_given_to_each_task():
-    with pytest.raises(UserError, match="give the tools to each of its tasks"):
+    with pytest.raises(UserError, match="tools: the task is a mixture: wrap each of its tasks"):
         Toolbox([]).for_task(MIXED)
 
 

@@ -87,7 +87,7 @@ class Trial:
             config=config, token_task=lambda *_: TokenTask(task(), WORDS), task=task(),
             sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=splits,
             initial_params=lambda: jnp.int32(0), merged=lambda params: params,
-            step=lambda *_: step, imitation=lambda *_: imitation,
+            step=lambda *_: step, imitation=lambda *_: imitation, as_learned=list,
         )  # fmt: skip
         sampler: Any = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
         for name in ("push", "release", "submit"):
