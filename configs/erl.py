@@ -98,7 +98,7 @@ def config(
     *,
     stage: Literal["start", "erl", "plain"] = "erl",
     steps: int = 40,
-    warm_steps: int = 2000,
+    warm_steps: int = 700,
     learning_rate: float = 2e-4,
     alpha: float = 0.0,
     eta: float = 0.0,

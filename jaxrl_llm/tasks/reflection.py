@@ -10,6 +10,7 @@ from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.mixture import check_single
 from jaxrl_llm.tasks.task import (
+    Begins,
     Demonstrator,
     Environment,
     Interactive,
@@ -58,7 +59,10 @@ def under(instructions: str, prompt: Prompt) -> Prompt:
         return prompt
     if isinstance(prompt, str):
         return f"{instructions}\n\n{prompt}"
-    return [{"role": "system", "content": instructions}, *prompt]
+    messages = [*prompt]
+    if messages[0]["role"] == "system":  # templates take one
+        instructions = f"{instructions}\n\n{messages.pop(0)['content']}"
+    return [{"role": "system", "content": instructions}, *messages]
 
 
 class WithReflection:
@@ -160,8 +164,10 @@ class _Episode:
         if not isinstance(task, Interactive):
             return _Graded(task, self._example, self._tokenizer)
         environment = task.environment(self._example, self._tokenizer)
-        if not isinstance(environment, Environment):
-            raise UserError("reflection: the task's environment has no `step` of tokens alone")
+        if not isinstance(environment, Environment) or isinstance(environment, Begins):
+            raise UserError(
+                "reflection: the task's environment has to have `step`, and no `begin`: change that one"
+            )
         return environment
 
     def step(self, tokens: Sequence[int]) -> Step:
@@ -184,10 +190,10 @@ class _Episode:
             return None, replace(reward, fields={**fields, "second": reward.score})
         if reward.correct or not reward.graded or self._whole.attempts == 1:
             return None, replace(reward, fields=fields)
-        self._first = reward
+        self._first = replace(reward, fields=fields)
         attempt, prompt = "\n".join(self._texts), as_text(self._prompt)
         feedback = self._whole.feedback(self._example, attempt, reward)
-        return self._anew(self._whole.ask(self._memory, prompt, attempt, feedback)), reward
+        return self._anew(self._whole.ask(self._memory, prompt, attempt, feedback)), self._first
 
     @property
     def _prompt(self) -> Prompt:

@@ -167,6 +167,8 @@ def test_prompts():
         {"role": "system", "content": "do"},
         {"role": "user", "content": "ask"},
     ]
+    asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "ask"}]
+    assert under("do", asked) == [{"role": "system", "content": "do\n\nbe"}, asked[1]]
     text = reflection_prompt("", "2 + {2}?", "5", wrong(None, "5", Reward(0.0, False)))
     for part in ("(none)", "2 + {2}?", "\n5\n", "reward of 0."):
         assert part in text
