@@ -99,7 +99,7 @@ def config(
     stage: Literal["start", "erl", "plain"] = "erl",
     steps: int = 40,
     warm_steps: int = 700,
-    learning_rate: float = 2e-4,
+    learning_rate: float = 1e-3,
     alpha: float = 0.0,
     eta: float = 0.0,
     seed: int = 0,

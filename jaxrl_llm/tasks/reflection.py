@@ -199,5 +199,9 @@ class _Episode:
     def _prompt(self) -> Prompt:
         return self._whole.task.prompt(self._example)
 
-    def _anew(self, prompt: Prompt) -> NewContext:
-        return NewContext(self._tokenizer.prompt(prompt))
+    def _anew(self, prompt: Prompt) -> NewContext | None:
+        """A prompt as a new context; None, the end, where the policy has written what are no words."""
+        try:
+            return NewContext(self._tokenizer.prompt(prompt))
+        except UserError:
+            return None

@@ -122,6 +122,17 @@ def test_what_is_right_at_once_or_ungraded_or_alone_has_no_reflection():
     assert reflecting().learned(wrong_twice, limit=99) == wrong_twice  # worth nothing
 
 
+def test_what_the_policy_writes_and_no_token_stands_for_ends_the_episode():
+    """As ids behind a vocabulary of words: the run goes on."""
+    task = reflecting()
+    episode = task.environment("b", WORDS)
+    reply, _ = episode.step(ids("a", end=True))
+    assert reply is not None
+    unknown = [len(WORDS) + 1]
+    assert "\ufffd" in WORDS.decode(unknown)
+    assert episode.step(unknown) == (None, Reward(0.0, False, {"loud": 0.0, "first": 0.0}))
+
+
 def test_an_attempt_of_several_turns():
     one = replayed(reflecting(Game()), "b", "loud b", "a", "say b", "c", "b")
     reading = ids("known loud say what said loud b what a no")
