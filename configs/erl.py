@@ -32,9 +32,7 @@ from jaxrl_llm.tasks.task import Reward
 
 MOVES, KEYS = ("up", "down", "left", "right", "jump"), ("a", "b", "c", "d", "e")
 PROMPT = 2 + len(MOVES)
-ROOM = (
-    40  # tokens: two attempts, a reflection, and the second attempt again; or a reflection's prompt
-)
+ROOM = 40  # tokens: two attempts, a reflection, the second attempt again; or a reflection's prompt
 
 
 def world(seed):

@@ -151,6 +151,7 @@ def _prepared(make: Callable[[], Any], decode: Callable[[dict[str, Any]], E]) ->
     return Mapped(sources[0], decode), Mapped(sources[1], decode)
 
 
+@lru_cache  # asked for once for the names of splits, and once for the rows of each
 def published(name: str) -> Any:
     """The builder of `NAME[/CONFIG]` of tensorflow-datasets, which makes its files unless they are there."""
     try:
