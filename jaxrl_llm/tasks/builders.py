@@ -159,9 +159,8 @@ def published(name: str) -> Any:
             builder = tfds.builder(name, file_format="array_record")
             builder.download_and_prepare()
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
-        raise UserError(
-            f"cannot make {name!r} of tensorflow-datasets: {first_line(error)}"
-        ) from error
+        reason = first_line(error)
+        raise UserError(f"cannot make {name!r} of tensorflow-datasets: {reason}") from error
     return builder
 
 
