@@ -20,6 +20,7 @@ FRACTIONS = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )  # JAX refuses both at once
 OF_THE_HOST = 0.8  # the share of the host's memory that may be pinned for all of its GPUs together
+CONTEXT = 560 * 2**20  # bytes that CUDA takes for a process besides, as seen on an H200
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of a GPU: 64 unless it is set
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -71,20 +72,53 @@ def leave(share: float) -> None:
 
     In time only before JAX has started.
     """
-    own, other = map(os.environ.get, FRACTIONS)
-    whole = _by_rule(gpu_memory())
-    if not other and own in (None, "", str(whole)):  # the last is what `prepare` sets
+    if whole := _unsaid():
         os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
 
 
+def divided(count: int) -> dict[str, str]:
+    """Variables with which each of so many processes takes its part of the GPUs, unless all is said."""
+    whole = _unsaid()
+    if count == 1 or not whole or not gpu_memory():
+        return {}
+    return {FRACTIONS[0]: str(round(whole / count - CONTEXT / gpu_memory(), 3))}
+
+
+def _unsaid() -> float:
+    """JAX's share of a GPU by our rule; 0 where the environment said another."""
+    own, other = map(os.environ.get, FRACTIONS)
+    whole = _by_rule(gpu_memory())
+    return whole if not other and own in (None, "", str(whole)) else 0.0  # the last `prepare` sets
+
+
+def require_room() -> None:
+    """A UserError where other programs hold what JAX is to take of a GPU.
+
+    JAX itself goes on with what is left, to die later beneath a thousand lines of its allocator.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "cuda")
+    by_need = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
+    if by_need or not {"cuda", "gpu"} & {*platforms.split(",")}:
+        return
+    share = share_of_a_gpu()
+    for used, total in ask_driver("memory.used", "memory.total"):
+        if used > (1 - share) * total:
+            raise UserError(
+                f"other programs hold {used / 1024:.1f} of a GPU's {total / 1024:.1f} GiB, of which JAX is to take "
+                f"{share:.0%}: end them (nvidia-smi names them), choose another GPU by CUDA_VISIBLE_DEVICES, set "
+                f"{FRACTIONS[0]} to less, or JAX_PLATFORMS=cpu to stay off it"
+            )
+
+
 def prepare() -> None:
-    """Sets what JAX reads as it starts, as far as the environment does not say it.
+    """Sets what JAX reads as it starts, as far as the environment does not say it; `require_room`.
 
     Its share of a GPU; beside an accelerator a folder for compiled programs, which take minutes
     there; beside GPUs how much of the host's memory each may pin.
     """
     if not any(map(os.environ.get, FRACTIONS)):
         os.environ[FRACTIONS[0]] = str(share_of_a_gpu())
+    require_room()
     if present():
         os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
     if gpus := present("nvidia"):

@@ -24,7 +24,7 @@ def host(tmp_path, monkeypatch):
     for name in (*accelerators.FRACTIONS, accelerators.PINNED, accelerators.COMPILED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
@@ -82,6 +82,55 @@ def test_a_small_card_keeps_2_gib_for_the_driver(host, monkeypatch, driver, shar
     assert float(os.environ[accelerators.FRACTIONS[0]]) == pytest.approx(share - 0.4)
     accelerators.leave(0.4)  # once is enough
     assert accelerators.share_of_a_gpu() == pytest.approx(share - 0.4)
+
+
+@pytest.fixture
+def smi(host, monkeypatch):
+    """Two GPUs of 80,000 MiB, the second with so many MiB in use."""
+    (host / "nvidia0").touch()
+
+    def write(used):
+        lines = f"case $1 in *used*) echo 10, 80000; echo {used}, 80000;; *) echo 80000; echo 80000;; esac"
+        (host / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}\n")
+        (host / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{host}:/bin:/usr/bin")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("used", "variables", "refused"),
+    [
+        (4_000, {}, False),
+        (75_000, {}, True),
+        (75_000, {"XLA_CLIENT_MEM_FRACTION": "0.05"}, False),
+        (75_000, {"XLA_CLIENT_MEM_FRACTION": "0.1"}, True),
+        (75_000, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        (75_000, {"JAX_PLATFORMS": "cpu"}, False),
+        (75_000, {"JAX_PLATFORMS": "cuda,cpu"}, True),
+    ],
+)
+def test_a_gpu_that_others_use_is_refused(smi, monkeypatch, used, variables, refused):
+    """JAX would go on with what is left, and die later."""
+    smi(used)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not refused:
+        return accelerators.prepare()
+    with pytest.raises(UserError, match=r"others? .*73.2 of a GPU's 78.1 GiB.*nvidia-smi names them"):
+        accelerators.prepare()
+
+
+def test_processes_that_share_the_gpus(smi, monkeypatch):
+    """Each takes its part, less what CUDA takes for it; what the environment says stays, and so does a CPU."""
+    assert accelerators.divided(4) == {}
+    smi(0)
+    accelerators.gpu_memory.cache_clear()
+    accelerators.prepare()
+    assert accelerators.divided(1) == {}
+    assert accelerators.divided(4) == {accelerators.FRACTIONS[0]: "0.228"}  # 0.94 / 4 - 560 / 80,000
+    monkeypatch.setenv(accelerators.FRACTIONS[0], "0.3")
+    assert accelerators.divided(4) == {}
 
 
 def test_compiled_programs_are_kept_beside_an_accelerator(host):

@@ -21,7 +21,8 @@ def main(
     Args:
         file: a Python file that defines `study`.
         out: the study's folder; if not given, runs/studies/ and the name of the file.
-        jobs: how many runs at a time; 0 for as many as there are cores for.
+        jobs: how many runs at a time; 0 for one where there is a GPU or TPU, else as many as there are cores for.
+            Several share a GPU's memory evenly.
         threads: cores of each run, the same for all of a study.
         seeds: instead of those of the study.
         report: make no run, only report on the finished ones.

@@ -107,6 +107,7 @@ def accelerator(
         for line in skipped if late else _run(check, settings, limit, entry):
             entry["lines"].append(line._asdict())
             console.print(f"  {_written(line)}")
+            storage.write(out, json.dumps(report, indent=2) + "\n")  # it may be ended at any line
         storage.write(out, json.dumps(report, indent=2) + "\n")
         if check.number == 0:
             settings = _with_devices(entry, settings)

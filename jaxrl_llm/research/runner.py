@@ -23,7 +23,7 @@ import rich.console
 
 import jaxrl_llm
 from jaxrl_llm import config as configs
-from jaxrl_llm import storage, userfile
+from jaxrl_llm import accelerators, storage, userfile
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import pool, study_report
 from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
@@ -201,7 +201,8 @@ def run(
     grid, console = load(file, None if out is None else Path(out), seeds), terminal.console()
     outcomes, codes, stop = grid.outcomes(whole=not report), dict[str, int | None](), Stop()
     if not report:
-        workers = jobs or max(1, len(pool.available()) // threads)
+        cores = max(1, len(pool.available()) // threads)
+        workers = jobs or (1 if accelerators.present() else cores)
         with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
             codes = _make(grid, outcomes, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}
@@ -247,7 +248,7 @@ def _make(
             grid.out / "logs",
             workers=workers,
             threads=threads,
-            environment=_environment(grid.out),
+            environment=_environment(grid.out) | accelerators.divided(workers),
             stop=stop,
             say=say,
         )

@@ -120,6 +120,23 @@ def test_gpus_without_kernels_go_by_xla(capability, expected, monkeypatch, caplo
     assert len(caplog.records) == (expected == "xla")
 
 
+@pytest.mark.parametrize(("platform", "blocks"), [("cpu", (8, 8)), ("gpu", (1, 4))])
+def test_plain_attention_has_few_shapes_on_gpus(platform, blocks, monkeypatch):
+    """Where XLA tunes each for seconds; values are those of any number of blocks."""
+    monkeypatch.setattr(attention, "platform", lambda: platform)
+    for length, count in zip((1024, 4496), blocks, strict=True):
+        shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), "float32") for heads in (4, 2, 2)]
+        traced = jax.make_jaxpr(partial(attention.xla, segments=None))(*shapes)
+        assert str(traced).count("dot_general[") == 2 * count
+    q, k, v, segments = map(jnp.asarray, inputs(300)[:4])
+    found = attention.xla(q, k, v, segments)
+    monkeypatch.undo()
+    seen = (segments > 0)[..., None, None]  # padding sees what it likes
+    np.testing.assert_allclose(
+        found * seen, attention.xla(q, k, v, segments) * seen, rtol=1e-5, atol=1e-6
+    )
+
+
 def squares(text, length):
     """Types with two dimensions of that length, as it is or padded."""
     lengths = {length, length + length % 2, -(-length // 128) * 128}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxrl_llm import accelerators
+from jaxrl_llm import accelerators, storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import attention
 from jaxrl_llm.research import accelerator, checks
@@ -80,6 +80,25 @@ def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr()
     assert "3 figures are WRONG" in said.err
     assert "WRONG: not done in 0.5 s" in said.out
+
+
+def test_an_interrupted_check_leaves_its_lines(tmp_path, monkeypatch):
+    """And a finished one its seconds."""
+    first = Check(0, "environment", checks.environment, 600)
+    monkeypatch.setattr(accelerator, "every", lambda models: [first, Check(1, "raises", raises, 600)])
+    write = storage.write
+
+    def once_a_line(path, text):
+        write(path, text)
+        if any(entry["check"] == 1 and entry["lines"] for entry in json.loads(text)["checks"]):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "write", once_a_line)
+    with pytest.raises(KeyboardInterrupt):
+        told(tmp_path, "")
+    first, second = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert first["seconds"] > 0
+    assert [line["name"] for line in second["lines"]] == ["before"]
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):

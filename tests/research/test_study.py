@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxrl_llm import config, storage, userfile
+from jaxrl_llm import accelerators, config, storage, userfile
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import pool, runner, study_report
@@ -98,8 +98,9 @@ def planned(monkeypatch):
     def run(*arguments):
         caught = {}
 
-        def catch(commands, *_, **__):
+        def catch(commands, *_, **how):
             caught.update(commands)
+            run.how = how
             return dict.fromkeys(commands, 0)
 
         with monkeypatch.context() as patch:
@@ -174,6 +175,23 @@ def test_a_new_study_makes_everything_warm_starts_first(small, out, planned, cap
     assert "--resume auto" in words
     assert "--steps 0" in " ".join(commands[WARM[0]])
     assert "no run in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("devices", "jobs", "workers", "fraction"),
+    [(0, 0, 3, None), (1, 0, 1, None), (1, 4, 4, "0.2")],
+)
+def test_runs_share_a_gpu_only_where_that_is_asked_for(
+    devices, jobs, workers, fraction, small, out, planned, monkeypatch
+):
+    monkeypatch.setattr(pool, "available", lambda: [0, 1, 2])
+    monkeypatch.setattr(accelerators, "present", lambda: devices)
+    monkeypatch.setattr(
+        accelerators, "divided", lambda n: {} if n != 4 else {"XLA_CLIENT_MEM_FRACTION": "0.2"}
+    )
+    planned(small, "--out", out, "--jobs", str(jobs))
+    assert planned.how["workers"] == workers
+    assert planned.how["environment"].get("XLA_CLIENT_MEM_FRACTION") == fraction
 
 
 def test_a_study_goes_on_with_what_is_left(small, out, planned):
