@@ -23,6 +23,8 @@ OF_THE_HOST = 0.8  # the share of the host's memory that may be pinned for all o
 CONTEXT = 560 * 2**20  # bytes that CUDA takes for a process besides, as seen on an H200
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of a GPU: 64 unless it is set
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
+# XLA tries each fusion by Triton too: of 164 on an H200 every one stayed as it was, and compiling took longer
+UNTRIED = "--xla_gpu_experimental_enable_fusion_autotuner=false"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
@@ -114,7 +116,7 @@ def prepare() -> None:
     """Sets what JAX reads as it starts, as far as the environment does not say it; `require_room`.
 
     Its share of a GPU; beside an accelerator a folder for compiled programs, which take minutes
-    there; beside GPUs how much of the host's memory each may pin.
+    there; beside GPUs how much of the host's memory each may pin, and that fusions are not tuned.
     """
     if not any(map(os.environ.get, FRACTIONS)):
         os.environ[FRACTIONS[0]] = str(share_of_a_gpu())
@@ -123,6 +125,8 @@ def prepare() -> None:
         os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
     if gpus := present("nvidia"):
         os.environ.setdefault(PINNED, str(int(OF_THE_HOST * host_memory() / gpus / 2**30)))
+        if UNTRIED.partition("=")[0] not in (flags := os.environ.get("XLA_FLAGS", "")):
+            os.environ["XLA_FLAGS"] = f"{flags} {UNTRIED}".lstrip()
 
 
 def present(kind: str = "nvidia|accel") -> int:

@@ -1,6 +1,8 @@
 """What JAX is told before it starts, and what is said of the devices that it found; with files for devices."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -26,6 +28,7 @@ def host(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(accelerators, "CGROUP", tmp_path / "memory.max")
@@ -39,6 +42,7 @@ def test_nothing_is_set_for_devices_that_are_not_here(host):
     accelerators.prepare()
     assert accelerators.COMPILED not in os.environ
     assert accelerators.PINNED not in os.environ
+    assert os.environ["XLA_FLAGS"] == ""
 
 
 @pytest.mark.parametrize(("visible", "each"), [(None, 20), ("2", 80), ("", None)])
@@ -55,6 +59,26 @@ def test_what_is_set_beside_gpus(host, monkeypatch, visible, each):
     assert os.environ.get(accelerators.PINNED) == (each and str(each))
     assert os.environ[accelerators.COMPILED] == "/mine"
     assert os.environ[accelerators.FRACTIONS[0]] == "0.94"
+
+
+@pytest.mark.parametrize(
+    ("flags", "after"),
+    [
+        ("", accelerators.UNTRIED),
+        ("--xla_dump_to=x", f"--xla_dump_to=x {accelerators.UNTRIED}"),
+        (mine := accelerators.UNTRIED.replace("false", "true"), mine),
+    ],
+)
+def test_fusions_are_not_tuned_on_gpus(host, monkeypatch, flags, after):
+    """Unless that is asked for; every JAX that we take knows the flag, else it would end here."""
+    (host / "nvidia0").touch()
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    accelerators.prepare()
+    assert os.environ["XLA_FLAGS"] == after
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    variables = {**os.environ, "XLA_FLAGS": accelerators.UNTRIED, "JAX_PLATFORMS": "cpu"}
+    if not flags:
+        subprocess.run(command, check=True, env=variables)
 
 
 SMI = """#!/bin/sh
