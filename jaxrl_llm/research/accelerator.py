@@ -43,15 +43,15 @@ class Check(NamedTuple):
 
 
 def every(models: tuple[str, ...]) -> list[Check]:
-    """All checks, the cheapest first."""
+    """All checks, the cheapest first; most of their seconds go into tuning, product by product."""
     return [
         Check(0, "environment", work.environment, 60),
-        Check(1, "attention kernels", work.kernels, 240),
-        Check(2, "numbers against the CPU", work.against_cpu, 240),
-        Check(3, "the engine's log-probs", work.decoded, 180),
-        Check(4, "offload and a checkpoint", work.offload, 180),
-        *(Check(5, f"update of {x}", work.training, 180, model=x) for x in models),
-        *(Check(5, f"decoding of {x}", work.decoding, 180, model=x) for x in models),
+        Check(1, "attention kernels", work.kernels, 300),
+        Check(2, "numbers against the CPU", work.against_cpu, 420),
+        Check(3, "the engine's log-probs", work.decoded, 300),
+        Check(4, "offload and a checkpoint", work.offload, 300),
+        *(Check(5, f"update of {x}", work.training, 300, model=x) for x in models),
+        *(Check(5, f"decoding of {x}", work.decoding, 300, model=x) for x in models),
         Check(6, "vLLM in bfloat16", work.served, 300, dtype="bfloat16"),
         Check(6, "vLLM in float32", work.served, 300, dtype="float32"),
         Check(LAST, "several devices", work.together, 180),
