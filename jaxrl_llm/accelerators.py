@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,9 @@ from jaxrl_llm.errors import UserError
 # Of a GPU's memory the command line has JAX take this share (JAX's own default is 0.75), and leaves
 # at least so many bytes: what is left is for the driver and the communication libraries.
 OF_A_GPU, LEFT = 0.94, 2 * 2**30
+JAXS_SHARE = 0.75
+LEAST = 0.02  # a share that is worth a process
+PATIENCE = 10.0  # seconds
 FRACTIONS = (
     "XLA_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -23,8 +27,8 @@ OF_THE_HOST = 0.8  # the share of the host's memory that may be pinned for all o
 CONTEXT = 560 * 2**20  # bytes that CUDA takes for a process besides, as seen on an H200
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of a GPU: 64 unless it is set
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
-# XLA tries each fusion by Triton too: of 164 on an H200 every one stayed as it was, and compiling took longer
-UNTRIED = "--xla_gpu_experimental_enable_fusion_autotuner=false"
+# or XLA tries each fusion in two ways: of 164, in attention on an H200, none was changed
+NO_FUSION_TUNING = "--xla_gpu_experimental_enable_fusion_autotuner=false"
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
@@ -74,59 +78,89 @@ def leave(share: float) -> None:
 
     In time only before JAX has started.
     """
-    if whole := _unsaid():
+    if whole := _own_share():
         os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
 
 
 def divided(count: int) -> dict[str, str]:
-    """Variables with which each of so many processes takes its part of the GPUs, unless all is said."""
-    whole = _unsaid()
-    if count == 1 or not whole or not gpu_memory():
+    """Variables with which each of so many processes takes its part of the GPUs.
+
+    None where the environment sets a share. A UserError where a part would be next to nothing.
+    """
+    whole, memory = _own_share(), gpu_memory()
+    if count == 1 or not whole or not present("nvidia"):
         return {}
-    return {FRACTIONS[0]: str(round(whole / count - CONTEXT / gpu_memory(), 3))}
+    share = round(whole / count - (CONTEXT / memory if memory else 0.0), 3)
+    if share < LEAST:
+        raise UserError(
+            f"{count} processes on a GPU would have {share:.1%} of it each: fewer at a time"
+        )
+    return {FRACTIONS[0]: str(share)}
 
 
-def _unsaid() -> float:
-    """JAX's share of a GPU by our rule; 0 where the environment said another."""
+def _own_share() -> float:
+    """JAX's share of a GPU by our rule; 0 where the environment sets another."""
     own, other = map(os.environ.get, FRACTIONS)
     whole = _by_rule(gpu_memory())
-    return whole if not other and own in (None, "", str(whole)) else 0.0  # the last `prepare` sets
+    return (
+        whole if not other and own in (None, "", str(whole)) else 0.0
+    )  # `prepare` sets it to that
 
 
 def require_room() -> None:
-    """A UserError where other programs hold what JAX is to take of a GPU.
+    """A UserError where others hold what JAX is to take of a GPU, if it has not started yet.
 
-    JAX itself goes on with what is left, to die later beneath a thousand lines of its allocator.
+    JAX itself goes on with what is left, to die later beneath some 2,000 lines of its allocator.
     """
-    platforms = os.environ.get("JAX_PLATFORMS", "cuda")
-    by_need = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
-    if by_need or not {"cuda", "gpu"} & {*platforms.split(",")}:
+    from jax._src import xla_bridge  # starts nothing
+
+    on_demand = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+    on_demand |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
+    if on_demand or not _gpus() or xla_bridge.backends_are_initialized():
         return
-    share = share_of_a_gpu()
-    for used, total in ask_driver("memory.used", "memory.total"):
-        if used > (1 - share) * total:
+    share = float(next(filter(None, map(os.environ.get, FRACTIONS)), JAXS_SHARE))
+    until = time.monotonic() + PATIENCE
+    while full := [
+        f"{used / 1024:.1f} of the {total / 1024:.1f} GiB of GPU {index:.0f}"
+        for index, used, total in ask_driver("index", "memory.used", "memory.total")
+        if 1 > share > 1 - (used + CONTEXT / 2**20) / total
+    ]:
+        if time.monotonic() > until:
             raise UserError(
-                f"other programs hold {used / 1024:.1f} of a GPU's {total / 1024:.1f} GiB, of which JAX is to take "
-                f"{share:.0%}: end them (nvidia-smi names them), choose another GPU by CUDA_VISIBLE_DEVICES, set "
-                f"{FRACTIONS[0]} to less, or JAX_PLATFORMS=cpu to stay off it"
+                f"others hold {full[0]}, and JAX is to take {share:.0%} of it: end them (nvidia-smi names them), "
+                f"choose another GPU by CUDA_VISIBLE_DEVICES, set {FRACTIONS[0]} to less, or JAX_PLATFORMS=cpu "
+                "to stay off it"
             )
+        time.sleep(1)  # one that has just ended may not have given all back
+
+
+def in_use() -> bool:
+    """Whether JAX will run on GPUs or TPUs of this host, by their files and its environment."""
+    platforms = os.environ.get("JAX_PLATFORMS") or "tpu"
+    return bool(_gpus() or ("tpu" in platforms and present("accel")))
+
+
+def _gpus() -> int:
+    """How many GPUs JAX will run on."""
+    platforms = {*(os.environ.get("JAX_PLATFORMS") or "cuda").split(",")}
+    return present("nvidia") if platforms & {"cuda", "gpu"} else 0
 
 
 def prepare() -> None:
-    """Sets what JAX reads as it starts, as far as the environment does not say it; `require_room`.
+    """Sets what JAX reads as it starts, as far as the environment does not say it.
 
     Its share of a GPU; beside an accelerator a folder for compiled programs, which take minutes
     there; beside GPUs how much of the host's memory each may pin, and that fusions are not tuned.
     """
     if not any(map(os.environ.get, FRACTIONS)):
         os.environ[FRACTIONS[0]] = str(share_of_a_gpu())
-    require_room()
     if present():
         os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
     if gpus := present("nvidia"):
         os.environ.setdefault(PINNED, str(int(OF_THE_HOST * host_memory() / gpus / 2**30)))
-        if UNTRIED.partition("=")[0] not in (flags := os.environ.get("XLA_FLAGS", "")):
-            os.environ["XLA_FLAGS"] = f"{flags} {UNTRIED}".lstrip()
+        flags, name = os.environ.get("XLA_FLAGS", ""), NO_FUSION_TUNING.partition("=")[0]
+        if name not in flags and not re.match("[^-]", flags):  # which names a file of flags
+            os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSION_TUNING}".lstrip()
 
 
 def present(kind: str = "nvidia|accel") -> int:

@@ -1,12 +1,15 @@
 """What JAX is told before it starts, and what is said of the devices that it found; with files for devices."""
 
 import os
+import pathlib
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
 import pytest
+from jax._src import xla_bridge
 
 from jaxrl_llm import accelerators
 from jaxrl_llm.errors import UserError
@@ -26,7 +29,8 @@ def host(tmp_path, monkeypatch):
     for name in (*accelerators.FRACTIONS, accelerators.PINNED, accelerators.COMPILED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE",
+                 "XLA_PYTHON_CLIENT_ALLOCATOR"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
@@ -64,19 +68,20 @@ def test_what_is_set_beside_gpus(host, monkeypatch, visible, each):
 @pytest.mark.parametrize(
     ("flags", "after"),
     [
-        ("", accelerators.UNTRIED),
-        ("--xla_dump_to=x", f"--xla_dump_to=x {accelerators.UNTRIED}"),
-        (mine := accelerators.UNTRIED.replace("false", "true"), mine),
+        ("", accelerators.NO_FUSION_TUNING),
+        ("--xla_dump_to=x", f"--xla_dump_to=x {accelerators.NO_FUSION_TUNING}"),
+        (mine := accelerators.NO_FUSION_TUNING.replace("false", "true"), mine),
+        ("flags.txt", "flags.txt"),  # a file of flags
     ],
 )
 def test_fusions_are_not_tuned_on_gpus(host, monkeypatch, flags, after):
-    """Unless that is asked for; every JAX that we take knows the flag, else it would end here."""
+    """Unless that is asked for; JAX ends at a flag that it does not know."""
     (host / "nvidia0").touch()
     monkeypatch.setenv("XLA_FLAGS", flags)
     accelerators.prepare()
     assert os.environ["XLA_FLAGS"] == after
     command = [sys.executable, "-c", "import jax; jax.devices()"]
-    variables = {**os.environ, "XLA_FLAGS": accelerators.UNTRIED, "JAX_PLATFORMS": "cpu"}
+    variables = {**os.environ, "XLA_FLAGS": accelerators.NO_FUSION_TUNING, "JAX_PLATFORMS": "cpu"}
     if not flags:
         subprocess.run(command, check=True, env=variables)
 
@@ -110,28 +115,45 @@ def test_a_small_card_keeps_2_gib_for_the_driver(host, monkeypatch, driver, shar
 
 @pytest.fixture
 def smi(host, monkeypatch):
-    """Two GPUs of 80,000 MiB, the second with so many MiB in use."""
-    (host / "nvidia0").touch()
+    """Two GPUs of 80,000 MiB, the second with so many MiB in use; `-i` names those that are asked of."""
+    for name in ("nvidia0", "nvidia1"):
+        (host / name).touch()
 
     def write(used):
-        lines = f"case $1 in *used*) echo 10, 80000; echo {used}, 80000;; *) echo 80000; echo 80000;; esac"
-        (host / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}\n")
+        query = (
+            "case $1 in *index*) a='0, 10, 80000'; b='1, %s, 80000';; *) a=80000; b=80000;; esac"
+        )
+        said = 'case "$4" in 0) echo "$a";; 1) echo "$b";; *) echo "$a"; echo "$b";; esac'
+        (host / "nvidia-smi").write_text(f"#!/bin/sh\n{query % used}\n{said}\n")
         (host / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{host}:/bin:/usr/bin")
+        monkeypatch.setattr(accelerators, "PATIENCE", 0.0)
+        monkeypatch.setattr(accelerators.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
 
     return write
+
+
+PREALLOCATE, SHARE = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"
 
 
 @pytest.mark.parametrize(
     ("used", "variables", "refused"),
     [
         (4_000, {}, False),
+        (4_300, {}, True),  # 6% are 4,800 MiB, of which CUDA takes 560
         (75_000, {}, True),
-        (75_000, {"XLA_CLIENT_MEM_FRACTION": "0.05"}, False),
-        (75_000, {"XLA_CLIENT_MEM_FRACTION": "0.1"}, True),
-        (75_000, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        (75_000, {SHARE: "0.05"}, False),
+        (75_000, {SHARE: "0.1"}, True),
+        (10, {SHARE: "1.0"}, False),
+        (75_000, {PREALLOCATE: "false"}, False),
+        (75_000, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, False),
         (75_000, {"JAX_PLATFORMS": "cpu"}, False),
+        (75_000, {"JAX_PLATFORMS": ""}, True),
         (75_000, {"JAX_PLATFORMS": "cuda,cpu"}, True),
+        (75_000, {"CUDA_VISIBLE_DEVICES": "0"}, False),
+        (75_000, {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        (75_000, {"CUDA_VISIBLE_DEVICES": ""}, False),
     ],
 )
 def test_a_gpu_that_others_use_is_refused(smi, monkeypatch, used, variables, refused):
@@ -139,21 +161,76 @@ def test_a_gpu_that_others_use_is_refused(smi, monkeypatch, used, variables, ref
     smi(used)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if not refused:
-        return accelerators.prepare()
-    with pytest.raises(UserError, match=r"others? .*73.2 of a GPU's 78.1 GiB.*nvidia-smi names them"):
-        accelerators.prepare()
+    accelerators.prepare()
+    says = rf"others hold {used / 1024:.1f} of the 78.1 GiB of GPU 1, .*nvidia-smi names them"
+    with pytest.raises(UserError, match=says) if refused else nullcontext():
+        accelerators.require_room()
+
+
+def test_one_that_has_just_ended_gives_its_memory_back(smi, monkeypatch):
+    smi(75_000)
+    monkeypatch.setattr(accelerators, "PATIENCE", 10.0)
+    monkeypatch.setattr(accelerators.time, "sleep", lambda seconds: smi(0))
+    accelerators.prepare()
+    accelerators.require_room()
+
+
+def test_a_run_looks_for_room_before_jax_starts(tmp_path):
+    """After that its own memory would be another's."""
+    quick = pathlib.Path(__file__).parent / "training" / "quick.py"
+    script = f"""
+from jax._src import xla_bridge
+from jaxrl_llm import accelerators
+from jaxrl_llm.cli.main import main
+def ask():
+    print("asked", xla_bridge.backends_are_initialized())
+accelerators.require_room = ask
+main(["train", {str(quick)!r}, "--steps", "0", "--warm-steps", "1", "--out", "run", "--data-folder", "data"])
+"""
+    command, root = [sys.executable, "-c", script], pathlib.Path(__file__).parents[1]
+    variables = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=True, **how)
+    assert done.stdout.split("asked ")[1].startswith("False")
+
+
+@pytest.mark.parametrize(
+    ("files", "platforms", "visible", "used"),
+    [
+        ((), None, None, False),
+        (("nvidia0",), None, None, True),
+        (("nvidia0",), "", None, True),
+        (("nvidia0",), "cuda,cpu", None, True),
+        (("nvidia0",), "cpu", None, False),
+        (("nvidia0",), None, "", False),
+        (("accel0",), None, None, True),
+        (("accel0",), "cpu", None, False),
+    ],
+)
+def test_devices_that_jax_will_run_on(host, monkeypatch, files, platforms, visible, used):
+    for name in files:
+        (host / name).touch()
+    for name, value in (("JAX_PLATFORMS", platforms), ("CUDA_VISIBLE_DEVICES", visible)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert accelerators.in_use() is used
 
 
 def test_processes_that_share_the_gpus(smi, monkeypatch):
     """Each takes its part, less what CUDA takes for it; what the environment says stays, and so does a CPU."""
-    assert accelerators.divided(4) == {}
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    assert accelerators.divided(4) == {SHARE: "0.235"}  # the driver says nothing: 0.94 / 4
     smi(0)
     accelerators.gpu_memory.cache_clear()
     accelerators.prepare()
     assert accelerators.divided(1) == {}
-    assert accelerators.divided(4) == {accelerators.FRACTIONS[0]: "0.228"}  # 0.94 / 4 - 560 / 80,000
-    monkeypatch.setenv(accelerators.FRACTIONS[0], "0.3")
+    assert accelerators.divided(4) == {SHARE: "0.228"}  # less 560 / 80,000
+    with pytest.raises(UserError, match="40 processes on a GPU would have"):
+        accelerators.divided(40)
+    monkeypatch.setenv(SHARE, "0.3")
+    assert accelerators.divided(4) == {}
+    monkeypatch.delenv(SHARE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert accelerators.divided(4) == {}
 
 

@@ -23,7 +23,6 @@ Keys = Float[Array, "R L K D"]
 Segments = Int[Array, "R L"] | None
 WIDEST = 128  # head width of the kernels for GPUs
 OLDEST = 8.0  # compute capability that they need
-LEAST = {"gpu": 1024}  # queries of a block of `xla`
 logger = logging.getLogger(__name__)
 
 
@@ -50,13 +49,15 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None 
     """Plain XLA, for any platform: up to 8 blocks of queries, each against the keys up to its end.
 
     That is about half the work of full attention, and the scores of a block fit a CPU's cache. On a
-    GPU, where each shape of a product is tuned for seconds, shorter rows are one block.
+    GPU, where each shape of a product is tuned for seconds, a block has 1,024 queries or more,
+    unless a window makes small ones much cheaper.
     """
     rows, length, heads, size = q.shape
     groups = heads // k.shape[2]
     q = jnp.moveaxis(q.reshape(rows, length, -1, groups, size) * size**-0.5, 1, 3)
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    width = -(-length // min(8, max(1, length // LEAST.get(platform(), 64))))
+    least = 1024 if platform() == "gpu" and window is None else 64
+    width = -(-length // min(8, max(1, length // least)))
     out = [
         _attend_block(q[..., start : start + width, :], k, v, segments, start, window)
         for start in range(0, length, width)

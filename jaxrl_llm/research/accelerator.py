@@ -66,7 +66,7 @@ def accelerator(
     rehearse: bool = False,
     checks: tuple[int, ...] = tuple(range(LAST + 1)),
     models: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"),
-    minutes: float = 10.0,
+    minutes: float = 20.0,
     out: Path = Path("accelerator.json"),
 ) -> None:
     """Check the GPUs or TPUs that are here: numbers, kernels, memory, speed, vLLM.
@@ -79,7 +79,7 @@ def accelerator(
 
     Args:
         vllm: the Python of an environment with vLLM (launch/sidecar.sh makes one), for check 6.
-        quick: two minutes instead of ten: fewer kernels, small models.
+        quick: fewer kernels, small models.
         rehearse: small and on this CPU, which shows that the checks run, and nothing of accelerators.
         checks: which, by number; 0 is always made.
         models: those of check 5, with random weights, smallest first.

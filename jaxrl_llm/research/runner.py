@@ -22,8 +22,8 @@ from typing import Any, get_type_hints
 import rich.console
 
 import jaxrl_llm
-from jaxrl_llm import config as configs
 from jaxrl_llm import accelerators, storage, userfile
+from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import pool, study_report
 from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
@@ -194,7 +194,7 @@ def run(
     """The command `jaxrl-llm study`; SystemExit(75) if stopped, a UserError if a run failed."""
     if threads < 1 or jobs < 0:
         raise UserError(
-            "--threads is at least 1, and --jobs too (0: as many as there are cores for)"
+            "--threads is at least 1, and --jobs too (0: as many as there are cores for, or one on a GPU)"
         )
     if out is not None and storage.is_url(out):
         raise UserError(f"--out {out}: a study's folder lies in a file system")
@@ -202,7 +202,7 @@ def run(
     outcomes, codes, stop = grid.outcomes(whole=not report), dict[str, int | None](), Stop()
     if not report:
         cores = max(1, len(pool.available()) // threads)
-        workers = jobs or (1 if accelerators.present() else cores)
+        workers = jobs or (1 if accelerators.in_use() else cores)
         with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
             codes = _make(grid, outcomes, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}

@@ -120,21 +120,25 @@ def test_gpus_without_kernels_go_by_xla(capability, expected, monkeypatch, caplo
     assert len(caplog.records) == (expected == "xla")
 
 
-@pytest.mark.parametrize(("platform", "blocks"), [("cpu", (8, 8)), ("gpu", (1, 4))])
+@pytest.mark.parametrize(("platform", "blocks"), [("cpu", (8, 8, 8)), ("gpu", (1, 4, 8))])
 def test_plain_attention_has_few_shapes_on_gpus(platform, blocks, monkeypatch):
-    """Where XLA tunes each for seconds; values are those of any number of blocks."""
+    """Where XLA tunes each for seconds; but not within a window, where small blocks save work."""
     monkeypatch.setattr(attention, "platform", lambda: platform)
-    for length, count in zip((1024, 4496), blocks, strict=True):
+    for (length, window), count in zip(
+        ((1024, None), (4496, None), (1024, 64)), blocks, strict=True
+    ):
         shapes = [jax.ShapeDtypeStruct((1, length, heads, 16), "float32") for heads in (4, 2, 2)]
-        traced = jax.make_jaxpr(partial(attention.xla, segments=None))(*shapes)
+        traced = jax.make_jaxpr(partial(attention.xla, segments=None, window=window))(*shapes)
         assert str(traced).count("dot_general[") == 2 * count
+
+
+def test_plain_attention_is_the_same_in_any_blocks(monkeypatch):
     q, k, v, segments = map(jnp.asarray, inputs(300)[:4])
-    found = attention.xla(q, k, v, segments)
-    monkeypatch.undo()
     seen = (segments > 0)[..., None, None]  # padding sees what it likes
-    np.testing.assert_allclose(
-        found * seen, attention.xla(q, k, v, segments) * seen, rtol=1e-5, atol=1e-6
-    )
+    found = attention.xla(q, k, v, segments) * seen
+    monkeypatch.setattr(attention, "platform", lambda: "gpu")
+    whole = attention.xla(q, k, v, segments) * seen
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
 
 
 def squares(text, length):

@@ -85,7 +85,9 @@ def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
 def test_an_interrupted_check_leaves_its_lines(tmp_path, monkeypatch):
     """And a finished one its seconds."""
     first = Check(0, "environment", checks.environment, 600)
-    monkeypatch.setattr(accelerator, "every", lambda models: [first, Check(1, "raises", raises, 600)])
+    monkeypatch.setattr(
+        accelerator, "every", lambda models: [first, Check(1, "raises", raises, 600)]
+    )
     write = storage.write
 
     def once_a_line(path, text):

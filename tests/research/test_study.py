@@ -179,13 +179,13 @@ def test_a_new_study_makes_everything_warm_starts_first(small, out, planned, cap
 
 @pytest.mark.parametrize(
     ("devices", "jobs", "workers", "fraction"),
-    [(0, 0, 3, None), (1, 0, 1, None), (1, 4, 4, "0.2")],
+    [(False, 0, 3, None), (True, 0, 1, None), (True, 4, 4, "0.2")],
 )
 def test_runs_share_a_gpu_only_where_that_is_asked_for(
     devices, jobs, workers, fraction, small, out, planned, monkeypatch
 ):
     monkeypatch.setattr(pool, "available", lambda: [0, 1, 2])
-    monkeypatch.setattr(accelerators, "present", lambda: devices)
+    monkeypatch.setattr(accelerators, "in_use", lambda: devices)
     monkeypatch.setattr(
         accelerators, "divided", lambda n: {} if n != 4 else {"XLA_CLIENT_MEM_FRACTION": "0.2"}
     )
