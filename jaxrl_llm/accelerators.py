@@ -27,8 +27,12 @@ OF_THE_HOST = 0.8  # the share of the host's memory that may be pinned for all o
 CONTEXT = 560 * 2**20  # bytes that CUDA takes for a process besides, as seen on an H200
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of a GPU: 64 unless it is set
 COMPILED = "JAX_COMPILATION_CACHE_DIR"
-# or XLA tries each fusion in two ways: of 164, in attention on an H200, none was changed
-NO_FUSION_TUNING = "--xla_gpu_experimental_enable_fusion_autotuner=false"
+FLAGS = (  # for XLA on GPUs, and since which jaxlib it knows them: it ends at another
+    # or it tries each fusion in two ways: of 164, in attention on an H200, none was changed
+    ((0, 10, 2), "--xla_gpu_experimental_enable_fusion_autotuner=false"),
+    # or its allocator works from both ends, and ended a run there: "expects one central gap"
+    ((0, 11, 2), "--xla_gpu_enable_allocator_spatial_partitioning=false"),
+)
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
@@ -150,7 +154,7 @@ def prepare() -> None:
     """Sets what JAX reads as it starts, as far as the environment does not say it.
 
     Its share of a GPU; beside an accelerator a folder for compiled programs, which take minutes
-    there; beside GPUs how much of the host's memory each may pin, and that fusions are not tuned.
+    there; beside GPUs how much of the host's memory each may pin, and `FLAGS`.
     """
     if not any(map(os.environ.get, FRACTIONS)):
         os.environ[FRACTIONS[0]] = str(share_of_a_gpu())
@@ -158,9 +162,16 @@ def prepare() -> None:
         os.environ.setdefault(COMPILED, os.path.expanduser("~/.cache/jaxrl_llm/compiled"))
     if gpus := present("nvidia"):
         os.environ.setdefault(PINNED, str(int(OF_THE_HOST * host_memory() / gpus / 2**30)))
-        flags, name = os.environ.get("XLA_FLAGS", ""), NO_FUSION_TUNING.partition("=")[0]
-        if name not in flags and not re.match("[^-]", flags):  # which names a file of flags
-            os.environ["XLA_FLAGS"] = f"{flags} {NO_FUSION_TUNING}".lstrip()
+        said = os.environ.get("XLA_FLAGS", "")
+        if not re.match("[^-]", said):  # else it names a file of flags
+            ours = (flag for flag in flags() if flag.partition("=")[0] not in said)
+            os.environ["XLA_FLAGS"] = " ".join(filter(None, (said, *ours)))
+
+
+def flags() -> list[str]:
+    """Those of `FLAGS` that the JAX that is here knows."""
+    version = tuple(map(int, re.findall(r"\d+", metadata.version("jaxlib"))[:3]))
+    return [flag for since, flag in FLAGS if version >= since]
 
 
 def present(kind: str = "nvidia|accel") -> int:

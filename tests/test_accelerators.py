@@ -65,25 +65,31 @@ def test_what_is_set_beside_gpus(host, monkeypatch, visible, each):
     assert os.environ[accelerators.FRACTIONS[0]] == "0.94"
 
 
+FIRST, SECOND = (flag for _, flag in accelerators.FLAGS)
+
+
 @pytest.mark.parametrize(
-    ("flags", "after"),
+    ("version", "said", "after"),
     [
-        ("", accelerators.NO_FUSION_TUNING),
-        ("--xla_dump_to=x", f"--xla_dump_to=x {accelerators.NO_FUSION_TUNING}"),
-        (mine := accelerators.NO_FUSION_TUNING.replace("false", "true"), mine),
-        ("flags.txt", "flags.txt"),  # a file of flags
+        ("0.10.2", "", [FIRST]),
+        ("0.11.2", "", [FIRST, SECOND]),
+        ("0.12.0.1", "--xla_dump_to=x", ["--xla_dump_to=x", FIRST, SECOND]),
+        ("0.12.0.1", mine := FIRST.replace("false", "true"), [mine, SECOND]),
+        ("0.12.0.1", "flags.txt", ["flags.txt"]),  # a file of flags
     ],
 )
-def test_fusions_are_not_tuned_on_gpus(host, monkeypatch, flags, after):
-    """Unless that is asked for; JAX ends at a flag that it does not know."""
+def test_flags_of_xla_on_gpus(host, monkeypatch, version, said, after):
     (host / "nvidia0").touch()
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(accelerators.metadata, "version", lambda package: version)
+    monkeypatch.setenv("XLA_FLAGS", said)
     accelerators.prepare()
-    assert os.environ["XLA_FLAGS"] == after
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    variables = {**os.environ, "XLA_FLAGS": accelerators.NO_FUSION_TUNING, "JAX_PLATFORMS": "cpu"}
-    if not flags:
-        subprocess.run(command, check=True, env=variables)
+    assert os.environ["XLA_FLAGS"] == " ".join(after)
+
+
+def test_this_jax_knows_its_flags():
+    """It ends at one that it does not know."""
+    variables = {**os.environ, "XLA_FLAGS": " ".join(accelerators.flags()), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True, env=variables)
 
 
 SMI = """#!/bin/sh
