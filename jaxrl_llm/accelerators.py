@@ -139,7 +139,7 @@ def require_room() -> None:
 
 
 def in_use() -> bool:
-    """Whether JAX will run on GPUs or TPUs of this host, by their files and its environment."""
+    """True if JAX will run on GPUs or TPUs of this host, by their files and its environment."""
     platforms = os.environ.get("JAX_PLATFORMS") or "tpu"
     return bool(_gpus() or ("tpu" in platforms and present("accel")))
 

@@ -96,11 +96,10 @@ def test_an_interrupted_check_leaves_its_lines(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(storage, "write", once_a_line)
-    with pytest.raises(KeyboardInterrupt):
-        told(tmp_path, "")
-    first, second = json.loads((tmp_path / "found.json").read_text())["checks"]
-    assert first["seconds"] > 0
-    assert [line["name"] for line in second["lines"]] == ["before"]
+    found, code = told(tmp_path, "")
+    assert code == 130
+    assert found["environment"]["seconds"] > 0
+    assert [line["name"] for line in found["raises"]["lines"]] == ["before"]
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):
