@@ -71,6 +71,7 @@ def test_every_snippet_is_tested():
         "tokens.md": 1,
         "tutorial.md": 5,
         "migration.md": 2,
+        "gallery.md": 1,
     }
     assert {name: count for name, count in found.items() if count} == tested
 
@@ -443,6 +444,11 @@ def test_a_receiver_is_asked_for_when_it_is_needed(tmp_path):
     space = run("own-task.md", 2, {"sums": task, "folder": tmp_path / "receiver"})
     assert space["task"].weight == 0.5
     assert space["receiver"]().tokenizer.encode("one two") == [2, 3]
+
+
+def test_a_reward_of_few_words():
+    brief = run("gallery.md", 0)["brief"]
+    assert [brief(None, "so " * words) for words in (0, 5, 25, 40)] == [1.0, 0.8, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("line", LINES)
