@@ -106,9 +106,8 @@ def _own_share() -> float:
     """JAX's share of a GPU by our rule; 0 where the environment sets another."""
     own, other = map(os.environ.get, FRACTIONS)
     whole = _by_rule(gpu_memory())
-    return (
-        whole if not other and own in (None, "", str(whole)) else 0.0
-    )  # `prepare` sets it to that
+    unsaid = not other and own in (None, "", str(whole))  # `prepare` sets it to the last
+    return whole if unsaid else 0.0
 
 
 def require_room() -> None:

@@ -152,10 +152,8 @@ def kernels(settings: Settings) -> Iterator[Line]:
         def compiled(attend: Any, inputs: Any, options: Any = None, run: Any = run) -> Any:
             return jax.jit(partial(run, attend)).lower(*inputs).compile(compiler_options=options)
 
-        fused, exact = (
-            compiled(attention.for_platform, inputs),
-            [x.astype("float32") for x in inputs],
-        )
+        fused = compiled(attention.for_platform, inputs)
+        exact = [x.astype(jnp.float32) for x in inputs]
         truth = compiled(attention.xla, exact, options)(*exact)
         pairs = zip(_on_host(fused(*inputs)), _on_host(truth), strict=True)
         targets = " ".join(hlo.Module(fused.as_text() or "").kernels()).lower()
