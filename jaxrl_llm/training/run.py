@@ -421,7 +421,7 @@ def _components(
     """All that the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
     if isinstance(config.engine, Vllm) and config.engine.share:
         accelerators.leave(config.engine.share)
-    accelerators.require_room()
+    accelerators.require_room()  # now, since the next line starts JAX
     distributed.require_joined()
     components = Components.make(config, data)
     splits = components.splits
