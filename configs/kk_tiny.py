@@ -45,6 +45,7 @@ SHAPE = qwen2.Shape(
 )
 SHAPES = {  # by the number of parameters
     "0.8M": SHAPE,
+    "1.6M": replace(SHAPE, num_layers=8),
     "5M": replace(SHAPE, hidden_size=256, intermediate_size=768, num_layers=6),
 }
 LENGTHS = {3: (32, 112), 4: (40, 208)}  # people: tokens of a prompt, and of a response
@@ -89,7 +90,7 @@ def config(
     careless: float = 0.55,
     chatter: float = 0.0,
     people: Literal[3, 4] = 3,
-    size: Literal["0.8M", "5M"] = "0.8M",
+    size: Literal["0.8M", "1.6M", "5M"] = "0.8M",
     model: str = "",
     teacher: str = "",
     lora: int = 0,

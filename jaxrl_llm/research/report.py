@@ -26,6 +26,7 @@ from jaxrl_llm.training.terminal import duration
 
 CHARTS = {
     "reward": curves.SMALL["reward"],
+    "eval/score": curves.MEASURED["eval/score"],
     "accuracy": "accuracy of the sampled responses",
     "entropy": curves.SMALL["entropy"],
     "kl_reference": "KL to the reference, nats a token",
@@ -151,7 +152,8 @@ def _summary(records: Sequence[Record]) -> Element:
     state = "finished" if ended else "not finished"
     sentences = [f"{len(steps)} steps of reinforcement, {state}."]
     if measured:
-        best = max(measured[1:], key=lambda r: (r["eval/accuracy"], r["step"]), default=None)
+        scores = journal.scores(ours)
+        best = max(measured[1:], key=lambda r: (scores[r["step"]], r["step"]), default=None)
         sentences += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
         sentences[-1] += (
             f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."

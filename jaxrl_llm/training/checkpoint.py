@@ -24,6 +24,7 @@ from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import StopRequested, UserError, causes, first_line
 from jaxrl_llm.models import sharding
 from jaxrl_llm.training.fingerprint import checksum, describe, same_form
+from jaxrl_llm.training.journal import Score
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Checkpoints:
         keep: int | None = None,
         *,
         regular: Callable[[int], bool] = lambda step: True,
-        scores: Callable[[], Mapping[int, float]] = dict,
+        scores: Callable[[], Mapping[int, Score]] = dict,
     ):
         self.folder, self._keep, self._regular, self._scores = folder, keep, regular, scores
         self._notes: dict[int, dict[str, Any]] = {}  # why each step was saved
@@ -121,6 +122,8 @@ class Checkpoints:
             found = {"regular": self._regular(step), "score": None}
             with suppress(Exception):  # damage is told where it is restored
                 found |= self._note(step)
+                if found["score"] is not None:
+                    found["score"] = tuple(found["score"])
             self._notes[step] = {name: found[name] for name in ("regular", "score")}
         return self._notes[step]
 

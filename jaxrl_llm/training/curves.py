@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from jaxrl_llm.training.journal import REINFORCE, WARM_START
 
 PICTURE = "curves.png"
 COLOURS = [f"C{number}" for number in range(10)]
+MEASURED = {  # what is drawn large: the first that is not 0 throughout
+    "eval/accuracy": "validation accuracy, greedy",
+    "eval/score": "mean reward in validation, greedy",
+    journal.LOSS: "validation loss",
+}
 SMALL = {
     "reward": "mean reward",
     "length": "tokens a response",
@@ -22,7 +28,7 @@ SMALL = {
 
 
 def draw(folders: Sequence[Path], target: Path) -> None:
-    """Draws validation accuracy with its 95% band (or loss) and metrics of reinforcement, one colour a run.
+    """Draws validation accuracy with its 95% band (or reward, or loss) and metrics of each run's reinforcement.
 
     The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
     evaluation yet, or the target cannot be written.
@@ -81,8 +87,8 @@ def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
     rows: Any = [["accuracy"] * len(SMALL), [*SMALL]]
     axes = figure.subplot_mosaic(rows, height_ratios=(3, 2))
     # rows that are imitated may have no rewards
-    graded = any("eval/accuracy" in r for some in records.values() for r in some)
-    measured = "eval/accuracy" if graded else journal.LOSS
+    some = [*chain(*records.values())]
+    measured = next((name for name in MEASURED if any(r.get(name) for r in some)), "eval/accuracy")
     for number, (name, found) in enumerate(records.items()):
         colour = COLOURS[number % len(COLOURS)]
         _accuracy(axes["accuracy"], found, name, colour, measured)
@@ -91,7 +97,7 @@ def _runs(records: Mapping[str, list[dict[str, Any]]]) -> Any:
                 axes[key].plot(*zip(*points, strict=True), color=colour, lw=1)
     for key, title in SMALL.items():
         axes[key].set_title(title, fontsize=9)
-    axes["accuracy"].set_ylabel("validation accuracy, greedy" if graded else "validation loss")
+    axes["accuracy"].set_ylabel(MEASURED[measured])
     axes["accuracy"].set_xlabel("step (supervised, then reinforcement from the dotted line on)")
     axes["accuracy"].legend(loc="lower right")
     for panel in axes.values():

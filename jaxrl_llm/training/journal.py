@@ -23,6 +23,8 @@ LOSS = "eval/loss"  # of rows that are imitated, on those that are not
 BEST_BY = "eval/best_by"  # the accuracy that chooses the best checkpoint, where tasks are mixed
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
+Score = tuple[float, float]  # of a policy: accuracy, or the loss below 0; then the mean reward
+LOWEST: Score = (-math.inf, 0.0)
 
 
 def read(folder: Path) -> list[Record]:
@@ -49,26 +51,26 @@ def _part(folder: Path, before: int) -> Path:
     return folder / (f"metrics-{part}.jsonl" if part else METRICS)
 
 
-def scores(records: list[Record]) -> dict[int, float]:
-    """Validation accuracy by step, from the start of reinforcement on; of a mixture what chooses the best.
+def scores(records: list[Record]) -> dict[int, Score]:
+    """Scores by step, of which the highest is the best checkpoint's, from the start of reinforcement on.
 
-    Of rows that are imitated it is the loss on others, below 0.
+    The mean reward tells equal accuracies apart: a reward with degrees may never call a response correct. Of
+    rows that are imitated it is the loss on others, below 0.
     """
-    if losses := {r["step"]: -r[LOSS] for r in records if LOSS in r}:
+    if losses := {r["step"]: (-r[LOSS], 0.0) for r in records if LOSS in r}:
         return losses
-    name = "eval/accuracy"
-    ours = [r for r in records if r["phase"] == REINFORCE and name in r]
-    return {r["step"]: r.get(BEST_BY, r[name]) for r in ours}
+    ours = [r for r in records if r["phase"] == REINFORCE and "eval/accuracy" in r]
+    return {r["step"]: (r.get(BEST_BY, r["eval/accuracy"]), r.get("eval/score", 0.0)) for r in ours}
 
 
 def fit(
     records: list[Record], regular: Callable[[int], bool] = lambda step: True
-) -> dict[int, float]:
-    """Validation accuracy of the steps that may be the best.
+) -> dict[int, Score]:
+    """Scores of the steps that may be the best.
 
     That is not the policy from before reinforcement, nor a step saved only because of a stop.
     """
-    known, highest, found = scores(records), -math.inf, {}
+    known, highest, found = scores(records), LOWEST, {}
     for step in sorted(known)[1:]:
         if regular(step) or known[step] > highest:
             found[step] = known[step]

@@ -29,7 +29,17 @@ from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
-from jaxrl_llm.training.journal import BEST_BY, LOSS, REINFORCE, WARM_START, Journal, read, scores
+from jaxrl_llm.training.journal import (
+    BEST_BY,
+    LOSS,
+    LOWEST,
+    REINFORCE,
+    WARM_START,
+    Journal,
+    Score,
+    read,
+    scores,
+)
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
@@ -276,7 +286,7 @@ class Run:
         self.log.flush()
         self.rollouts.push(state.params, step)
         first, known = self.components.config.warm_steps, scores(self.log.journal.records)
-        highest = max((score for at, score in known.items() if at > first), default=-1.0)
+        highest = max((score for at, score in known.items() if at > first), default=LOWEST)
         return self.validate(phase.name, step) > highest and step > first
 
     def _evaluate_rows(self, phase: str, step: int, params: Any) -> bool:
@@ -292,8 +302,8 @@ class Run:
         loss, seconds = self._loss(params, self.components.splits.validation)
         journal.record(step, phase, {LOSS: loss, "time/evaluation": seconds})
         journal.say(f"  step {step}: validation loss {loss:.4f}")
-        highest = max((score for at, score in known.items() if at), default=-math.inf)
-        return -loss > highest and step > 0
+        highest = max((score for at, score in known.items() if at), default=LOWEST)
+        return (-loss, 0.0) > highest and step > 0
 
     def _loss(self, params: Any, rows: Examples[Any]) -> tuple[float, float]:
         """The loss on rows, and the seconds that took."""
@@ -309,8 +319,8 @@ class Run:
         self.log.clock.heartbeat()
         distributed.check(self.stop)
 
-    def validate(self, phase: str, step: int) -> float:
-        """Greedy accuracy of the sampler's policy in validation, by `best_by`; recorded and printed."""
+    def validate(self, phase: str, step: int) -> Score:
+        """The score of the sampler's greedy responses in validation; recorded and printed."""
         result, seconds = self._answered(examples := self.components.splits.validation)
         values = {f"eval/{name}": value for name, value in result.metrics().items()}
         best_by = self.components.config.evaluation.best_by
@@ -318,9 +328,9 @@ class Run:
         self.log.journal.record(step, phase, values | {"time/evaluation": seconds})
         total = result.total
         low, high = (100 * bound for bound in total.interval)
-        text = (
-            f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f}), mean length {total.length:.0f}"
-        )
+        text = f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f})"
+        text += f", mean reward {total.score:.3g}" * (not total.greedy)
+        text += f", mean length {total.length:.0f}"
         for line in result.lines[: len(result.tasks)]:
             text += f", {line.name} {100 * line.greedy:.1f}%"
         if result.ungraded:
@@ -330,7 +340,7 @@ class Run:
         self.log.journal.say(f"  step {step}: validation accuracy {text}")
         if (phase, step) == (REINFORCE, self.components.config.warm_steps) and result.first:
             self._show_example(result.first)
-        return result.accuracy(best_by)
+        return result.accuracy(best_by), total.score
 
     def _show_example(self, group: Group) -> None:
         """Prints an example as the model reads it, special tokens too, with its response and reward."""
@@ -610,18 +620,23 @@ def _summarise(
     )
 
 
-def _progress(accuracies: dict[int, float], step: int) -> str:
-    """How reinforcement changed validation accuracy, up to the chosen step, as text."""
-    start, chosen = accuracies[min(accuracies)], accuracies.get(step, accuracies[max(accuracies)])
-    text = f"validation accuracy: {100 * start:.1f}% before reinforcement"
-    later = [accuracies[s] for s in sorted(accuracies)[1:]][-3:]
+def _progress(scored: dict[int, Score], step: int) -> str:
+    """How reinforcement changed validation accuracy, up to the chosen step, as text; else the reward."""
+    name, tell, gain = "accuracy", "{:.1%}".format, lambda x: f"{100 * x:+.1f} points"
+    values = {s: accuracy for s, (accuracy, _) in scored.items()}
+    if not any(values.values()):
+        name, tell, gain = "reward", "{:.3g}".format, "{:+.3g}".format
+        values = {s: reward for s, (_, reward) in scored.items()}
+    start, chosen = values[min(values)], values.get(step, values[max(values)])
+    text = f"validation {name}: {tell(start)} before reinforcement"
+    later = [values[s] for s in sorted(values)[1:]][-3:]
     if not later:  # a run of no steps
         return text
     mean = sum(later) / len(later)
-    text += f", {100 * chosen:.1f}% at step {step}"
+    text += f", {tell(chosen)} at step {step}"
     if len(later) > 1:
-        text += f", mean of the last {len(later)}: {100 * mean:.1f}%"
-    text += f" ({100 * (mean - start):+.1f} points)"
+        text += f", mean of the last {len(later)}: {tell(mean)}"
+    text += f" ({gain(mean - start)})"
     if chosen <= start:
         text += "\nwarning: no checkpoint is better than the start of reinforcement"
     return text

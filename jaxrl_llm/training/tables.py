@@ -9,18 +9,22 @@ from jaxrl_llm.learning.evaluate import Result, wilson
 
 
 def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
-    """Accuracies in percent, a row a group."""
+    """Accuracies in percent, a row a group; the mean reward too where no response is correct."""
     k = result.total.k
     drawn = (f"avg@{k}", f"pass@{k}") if k else ()
     out = rich.table.Table(
         by or "task" * bool(result.tasks), "examples", "greedy", *drawn, title=title
     )
+    if by_reward := not result.total.greedy:
+        out.add_column("reward")
     out.caption = _ungraded([result])
     for line in result.lines:
         cells = [percent(line.greedy, line.interval)]
         if k:
             cells.append(percent(line.mean_k, line.mean_interval))
             cells.append(percent(line.pass_k, line.pass_interval))
+        if by_reward:
+            cells.append(f"{line.score:.3g}")
         out.add_row(line.name, str(line.examples), *cells)
     return out
 

@@ -79,7 +79,7 @@ def test_what_a_cleaner_took_from_a_mirror_is_brought_again(url):
     """As tmpreaper does, which minds no lock: the best checkpoint is old."""
     here = storage.local(url)
     with storage.locked(here):
-        there = saved(here / "c", 2, 4, 6, scores=lambda: {2: 0.5})
+        there = saved(here / "c", 2, 4, 6, scores=lambda: {2: (0.5, 0)})
         shutil.rmtree(there.folder / "2")
         step, (found, _) = newest(there, prefer=there.best)
         assert (step, there.steps) == (2, [2, 4, 6])
@@ -246,8 +246,12 @@ def test_every_kind_of_array_has_a_fingerprint(dtype):
     [
         ((1, 2, 3, 4), {}, [1, 2, 3, 4]),
         ((1, 2, 3, 4), {"keep": 1}, [4]),
-        ((1, 2, 3, 4), {"keep": 2, "scores": lambda: {1: 0.5, 3: 0.4}}, [1, 3, 4]),
-        ((1, 2, 3, 4), {"keep": 1, "scores": lambda: {1: 0.5, 2: 0.5}}, [2, 4]),  # the later
+        ((1, 2, 3, 4), {"keep": 2, "scores": lambda: {1: (0.5, 0), 3: (0.4, 1)}}, [1, 3, 4]),
+        (
+            (1, 2, 3, 4),
+            {"keep": 1, "scores": lambda: {1: (0.5, 0), 2: (0.5, 0)}},
+            [2, 4],
+        ),  # the later
         (
             (2, 4, 5),
             {"keep": 2, "regular": lambda step: step % 2 == 0},
@@ -331,7 +335,7 @@ def test_a_way_back_that_was_cut_short_is_gone_to_its_end(three, monkeypatch):
 def test_why_a_checkpoint_was_saved_is_in_its_note(tmp_path):
     """Whatever has become of the records since, and of when to save."""
     even = lambda step: step % 2 == 0
-    saved(tmp_path / "c", 1, 2, 4, 5, keep=3, regular=even, scores=lambda: {1: 0.9})
+    saved(tmp_path / "c", 1, 2, 4, 5, keep=3, regular=even, scores=lambda: {1: (0.9, 0)})
     later = Checkpoints(tmp_path / "c", keep=3, regular=lambda step: step % 10 == 0)
     later.prune()
     assert later.steps == [1, 2, 4, 5]

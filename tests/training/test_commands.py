@@ -42,12 +42,14 @@ def test_a_run_leaves_what_it_promises(whole):
 
 
 def test_the_summary_says_when_nothing_was_gained():
-    better = run._progress({4: 0.2, 7: 0.5, 10: 0.4}, 7)
+    better = run._progress({4: (0.2, 0), 7: (0.5, 0), 10: (0.4, 0)}, 7)
     assert better.startswith("validation accuracy: 20.0% before reinforcement, 50.0% at step 7")
     assert better.endswith("mean of the last 2: 45.0% (+25.0 points)")
-    worse = run._progress({4: 0.5, 7: 0.4, 10: 0.3}, 7)
+    worse = run._progress({4: (0.5, 0), 7: (0.4, 1), 10: (0.3, 1)}, 7)
     assert worse.endswith("warning: no checkpoint is better than the start of reinforcement")
-    assert run._progress({4: 0.5}, 4) == "validation accuracy: 50.0% before reinforcement"
+    assert run._progress({4: (0.5, 0)}, 4) == "validation accuracy: 50.0% before reinforcement"
+    graded = run._progress({0: (0.0, 0.18), 5: (0.0, 0.36)}, 5)
+    assert graded == "validation reward: 0.18 before reinforcement, 0.36 at step 5 (+0.18)"
 
 
 def test_eval_shows_the_table(whole, capsys):

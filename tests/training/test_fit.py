@@ -120,7 +120,7 @@ class Trial:
         self.note(f"evaluate {step}")
         score = self.scores.get(step, 0.0)
         self.journal.record(step, phase, {"eval/accuracy": score})
-        return score
+        return score, 0.0
 
     def reinforce(self, resumed=None):
         start = jnp.int32(0) if resumed is None else resumed

@@ -49,10 +49,10 @@ def test_records_come_back_as_they_were_written(tmp_path, opened):
     assert journal.read(tmp_path) == []
     made = opened()
     made.record(1, "x", {"loss": 0.1 + 0.2, "count": 2})
-    made.record(1, REINFORCE, {"eval/accuracy": 0.5})
+    made.record(1, REINFORCE, {"eval/accuracy": 0.5, "eval/score": 2.5})
     assert journal.read(tmp_path) == made.records
     assert made.records[0] == {"step": 1, "phase": "x", "loss": 0.1 + 0.2, "count": 2}
-    assert journal.scores(made.records) == {1: 0.5}
+    assert journal.scores(made.records) == {1: (0.5, 2.5)}
     assert made.find("eval/accuracy", 1, REINFORCE) == 0.5
     assert made.find("eval/accuracy", 1, "x") is made.find("loss", 2, "x") is None
 
@@ -197,7 +197,19 @@ def test_tensorboard_forgets_all_where_a_run_starts_over(tmp_path, opened):
 def test_which_steps_may_be_the_best(scores, fit):
     records = [{"step": s, "phase": REINFORCE, "eval/accuracy": a} for s, a in scores.items()]
     found = journal.fit(records, lambda step: step != 11)
-    assert found == {step: scores[step] for step in fit}
+    assert found == {step: (scores[step], 0.0) for step in fit}
+
+
+def test_the_mean_reward_tells_equal_accuracies_apart():
+    """A reward for few words is never 1: no response is ever correct, and all accuracies are 0."""
+    measured = {0: (0.0, 0.1), 5: (0.0, 0.4), 10: (0.0, 0.3), 15: (0.0, 0.35)}
+    records = [
+        {"step": s, "phase": REINFORCE, "eval/accuracy": a, "eval/score": r}
+        for s, (a, r) in measured.items()
+    ]
+    found = journal.fit(records)
+    assert max(found, key=found.__getitem__) == 5
+    assert set(journal.fit(records, lambda step: False)) == {5}  # better than all before it
 
 
 class Hub:

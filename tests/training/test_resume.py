@@ -189,7 +189,7 @@ def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, 
         names = ("accuracy", "accuracy_low", "accuracy_high")
         values = {f"eval/{name}": scores[step] for name in names}
         run.log.journal.record(step, phase, values | {"time/evaluation": 1.0})
-        return scores[step]
+        return scores[step], 0.0
 
     monkeypatch.setattr(run.Run, "validate", validate)
     go = partial(run.train, config, tmp_path / "run", session=quiet())
