@@ -120,8 +120,8 @@ def config(
         people: in a puzzle; with four the worked answers are about twice as long.
         size: parameters of the model.
         model: folder of a model to begin with, as exported from a run, instead of a warm start.
-        teacher: folder of a model that `--algo distillation` learns from, as exported from a run; `--size 5M
-            --careless 0` makes a better one than the policy.
+        teacher: folder of a model that `--algo distillation` or `gkd` learns from, as exported from a run;
+            `--size 5M --careless 0` makes a better one than the policy.
         lora: rank of adapters, which are then trained in place of the weights of `model`; 0 for none.
         vllm: generate by vLLM: "auto", with the environment that launch/sidecar.sh makes here, beside the
             trainer; the Python of such an environment; or addresses of running servers, separated by commas.

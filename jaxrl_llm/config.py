@@ -288,7 +288,7 @@ class Config:
                 "looks at it, such as penalties"
             )
 
-        if self.loss.reads("teacher_logp") != (self.teacher is not None):
+        if any(map(self.loss.reads, ("teacher_logp", "teacher_top"))) != (self.teacher is not None):
             raise UserError(
                 "config: there is a teacher, but the objective does not look at teacher_logp: take one that does, "
                 "such as recipes.distillation"

@@ -80,7 +80,9 @@ def test_a_recipe_is_as_published_unless_asked_otherwise():
 
 def of_recipe(algo, **flags):
     """The puzzles' config with a recipe, and with the teacher that it may need."""
-    return load("kk_tiny").config(algo, teacher="folder" * (algo == "distillation"), **flags)
+    return load("kk_tiny").config(
+        algo, teacher="folder" * (algo in ("distillation", "gkd")), **flags
+    )
 
 
 @pytest.mark.parametrize("algo", recipes.BY_NAME)

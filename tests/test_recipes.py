@@ -40,15 +40,18 @@ def kk_tiny():
     return module
 
 
-def bigram(params, inputs, *, proxy=0.0):
+def bigram(params, inputs, *, proxy=0.0, top=None):
     """`Scores` of a policy that looks at the token before only: recipes meet log-probs, whatever made them."""
     before = jnp.take_along_axis(inputs.tokens, inputs.index, axis=1)
     hidden = params["embedding"][before]
-    return logprobs.chunked(hidden, params["head"], inputs.target, inputs.scored, proxy=proxy)
+    how = logprobs.Settings(proxy=proxy, top=top), inputs.others
+    return logprobs.chunked(
+        hidden, params["head"], inputs.target, inputs.scored, how[0], others=how[1]
+    )
 
 
 def model(kind, shape):
-    """Scores `(params, inputs, proxy=)` and parameters of a bigram policy, or of one layer of a transformer."""
+    """Scores `(params, inputs, proxy=, top=)` and parameters: of bigrams, or of one layer of a transformer."""
     if kind == "bigram":
         rng = np.random.default_rng(0)
         draw = lambda: jnp.asarray(rng.normal(size=(shape.vocab_size, 32)), jnp.float32) / 4
@@ -78,13 +81,13 @@ def batches(kind):
         made.append((batch, np.asarray(scores, np.float32).reshape(PROMPTS, GROUP)))
     assert all(len(np.unique(scores)) > 1 for _, scores in made)
     scores, params = model(kind, config.model.shape)
-    policy = lambda params, inputs: scores(params, inputs).logp
-    return (
-        made,
-        policy,
-        imitator(policy, params, made),
-        update.make_score(partial(scores, proxy=0.02)),
-    )
+
+    def policy(params, inputs):
+        found = scores(params, inputs)
+        return found.logp if inputs.others is None else (found.logp, found.others)
+
+    score = update.make_score(partial(scores, proxy=0.02, top=logprobs.Top(8, 64)))
+    return made, policy, imitator(policy, params, made), score
 
 
 def imitator(policy, params, made):
@@ -113,6 +116,9 @@ def check(name, variant, kind):
         found = score(state.params, batch.inputs)
         data = {"old_logp": found.logp, "entropy": found.entropy, "proxy_logp": found.proxy_logp}
         data |= {"ref_logp": found.logp - 0.01, "teacher_logp": 0.9 * found.logp}
+        if objective.reads("teacher_top"):  # half as sure of the same
+            tokens, likeliest = found.top
+            data["teacher_top"] = tokens, jax.nn.log_softmax(likeliest / 2) - 0.1
         state, rows = step(state, credit(batch, scores, **data))
         reported.append(jax.device_get(rows))
     assert int(state.skipped) == 0
@@ -127,7 +133,7 @@ def check(name, variant, kind):
     return rows
 
 
-@pytest.mark.parametrize("name", ["grpo", "kl_cov"])
+@pytest.mark.parametrize("name", ["grpo", "kl_cov", "gkd"])
 def test_with_both_methods(name):
     """Through the transformer: a loss by token, and one by selection, entropy and proxy."""
     check(name, "both", "transformer")
@@ -230,6 +236,7 @@ PUBLISHED = {  # at a limit of 90 tokens, defaults of functions too
     "icepop": "grpo; masked(low 0.5, high 5, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "mis": "grpo; masked(low 0, high 3, weight response_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "distillation": "distilled(coef 1, reward_coef 0, of_reward grpo); importance(anchor sampler)",
+    "gkd": "distilled(coef 0, reward_coef 0, of_reward grpo); 1 of_top(beta 0.5)",
     "erl": "erl; clipped(low 0.2, high 0.28, dual 10); 0.001 k3; seq_mean_token_sum",
     "opsm": "grpo; opsm(delta 0.0001, anchor trainer, then clipped(low 0.2, high 0.24, dual 10)); 0.001 k3",
 }

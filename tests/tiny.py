@@ -181,12 +181,10 @@ def run_step(
 ):
     """`(state, metrics)` after `steps` steps on one batch, with the reference a little off.
 
-    `teacher` are the log-probs and parameters of another policy.
+    `teacher(inputs)` are fields of `TokenData` by another policy.
     """
     old = update.make_score(policy_logp)(params, batch.inputs)
-    more = {}
-    if teacher is not None:
-        more["teacher_logp"] = update.make_score(teacher[0])(teacher[1], batch.inputs)
+    more = teacher(batch.inputs) if teacher else {}
     credited = update.make_credit(objective)(
         batch, reward, old_logp=old, ref_logp=old - 0.1, **more
     )

@@ -15,6 +15,7 @@ study = Study(
     variants={
         "GRPO": {},
         "distillation": distilled,
+        "distillation by distributions": {"algo": "gkd", "teacher": "teacher"},
         "distillation, reweighting": distilled | {"alpha": 0.3},
         "distillation, Lopti": distilled | {"eta": 0.5},
         "distillation, both": distilled | {"alpha": 0.3, "eta": 0.5},

@@ -33,12 +33,12 @@ class Layout(NamedTuple):
     response: Int[Array, "M m R C"]
 
     def to_rows(self, x: Array) -> Array:
-        """`[M,m,R,C]` to `[B,T]`."""
-        return _take(x.ravel(), self.in_bins)
+        """`[M,m,R,C]` to `[B,T]`; axes of x beyond these stay."""
+        return _take(x.reshape(-1, *x.shape[4:]), self.in_bins)
 
     def to_bins(self, x: Array) -> Array:
         """`[B,T]` to `[M,m,R,C]`."""
-        return _take(x.ravel(), self.in_rows)
+        return _take(x.reshape(-1, *x.shape[2:]), self.in_rows)
 
 
 class Batch(NamedTuple):
@@ -58,7 +58,8 @@ class Batch(NamedTuple):
 
 
 def _take(flat, index):
-    return jnp.where(index >= 0, flat[jnp.maximum(index, 0)], jnp.zeros((), flat.dtype))
+    there = (index >= 0).reshape(index.shape + (1,) * (flat.ndim - 1))
+    return jnp.where(there, flat[jnp.maximum(index, 0)], jnp.zeros((), flat.dtype))
 
 
 @dataclass(frozen=True)

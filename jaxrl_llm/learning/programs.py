@@ -10,6 +10,7 @@ import optax
 
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.models.logprobs import Top
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import Objective
 
@@ -50,15 +51,20 @@ def programs(
     )
 
 
-def teacher_score(policy: Policy, temperature: float) -> Any:
-    """The program of a teacher's log-probs, `(params, inputs) -> [M,m,R,C]`.
+def teacher_score(policy: Policy, temperature: float, objective: Objective, tokens: int) -> Any:
+    """The program of a teacher's log-probs, `(params, inputs) -> ([M,m,R,C], top)`.
 
-    Ids that its vocabulary ends before, which stand for no token, count as its last one.
+    `top` are ids and log-probs of its `Objective.top` likeliest tokens, of the policy's `tokens`, where the
+    objective reads them, else None. Ids that its vocabulary ends before, which stand for no token, count as
+    its last one.
     """
-    logp, last = policy.logp(temperature), qwen2.settings(policy.definition)[0].vocab_size - 1
+    top = Top(objective.top, tokens) if objective.reads("teacher_top") else None
+    scores = policy.scores(temperature, top=top)
+    last = qwen2.settings(policy.definition)[0].vocab_size - 1
 
     def score(params, inputs):
         tokens, target = (jnp.minimum(x, last) for x in (inputs.tokens, inputs.target))
-        return logp(params, inputs._replace(tokens=tokens, target=target))
+        found = scores(params, inputs._replace(tokens=tokens, target=target))
+        return found.logp, found.top
 
     return update.make_score(score)

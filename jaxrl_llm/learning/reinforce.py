@@ -31,9 +31,9 @@ class Step:
     """A step of reinforcement between the responses and the new state.
 
     `reference` are the parameters of the reference policy, or None; `frozen` are those of both that
-    are not trained. `teacher(inputs)` are the log-probs of another model, asked by `teacher_prompts`
-    of examples, or as the policy. With `sampler_ratios` `old_logp` is the sampler's. `learned_from`
-    says which responses count.
+    are not trained. `teacher(inputs)` are the log-probs of another model and what `teacher_score` says
+    of its likeliest tokens, asked by `teacher_prompts` of examples, or as the policy. With `sampler_ratios`
+    `old_logp` is the sampler's. `learned_from` says which responses count.
     """
 
     programs: Programs
@@ -42,7 +42,7 @@ class Step:
     mesh: Mesh
     reference: Any = None
     frozen: Any = None
-    teacher: Callable[[Any], jax.Array] | None = None
+    teacher: Callable[[Any], tuple[jax.Array, Any]] | None = None
     teacher_prompts: Callable[[Sequence[Any]], Sequence[Sequence[int] | None]] | None = None
     sampler_ratios: bool = False
     drop_constant_groups: bool = False
@@ -63,11 +63,11 @@ class Step:
         """
         now = self._scores(params, batch.inputs)
         ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
-        teacher = self.teacher and self._taught(self.teacher, batch, groups)
+        teacher, top = self._taught(self.teacher, batch, groups) if self.teacher else (None, None)
         sampler = _of_sampler(batch, now.logp)
         old = sampler if self.sampler_ratios else now.logp
         data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
-        data["sampler_logp"] = sampler
+        data |= {"sampler_logp": sampler, "teacher_top": top}
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
         return data, _describe_scores(batch, now, sampler, ref, teacher)
 
@@ -86,8 +86,8 @@ class Step:
 
         return tokens.token_stats(self.objective, self._scores, self.mesh)
 
-    def _taught(self, teacher: Any, batch: Batch, groups: Sequence[Group]) -> jax.Array:
-        """The teacher's log-probs in the model's layout."""
+    def _taught(self, teacher: Any, batch: Batch, groups: Sequence[Group]) -> tuple[Any, Any]:
+        """Log-probs by the teacher, and of its likeliest tokens, in the model's layout."""
         ask = self.teacher_prompts or (lambda examples: [None] * len(examples))
         prompts = ask([group.example for group in groups])
         if not any(prompts):
@@ -115,9 +115,9 @@ def _of_sampler(batch: Batch, ours: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _as_laid_out(x: jax.Array, now: Layout, then: Layout) -> jax.Array:
+def _as_laid_out(arrays: Any, now: Layout, then: Layout) -> Any:
     """Numbers of the same tokens, from one layout into another."""
-    return then.to_bins(now.to_rows(x))
+    return jax.tree.map(lambda x: then.to_bins(now.to_rows(x)), arrays)
 
 
 @jax.jit

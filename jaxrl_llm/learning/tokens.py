@@ -51,7 +51,8 @@ def token_stats(
     ):
         after = _bins(after)[jnp.argsort(order)].reshape(after.shape)
         to_rows = batch.layout.to_rows
-        data, here = credited.data, jnp.isin(_row(batch.layout), rows)
+        # what only penalties look at is not shown
+        data, here = credited.data._replace(teacher_top=None), jnp.isin(_row(batch.layout), rows)
         new = jnp.where(here, after, data.old_logp)
         whole = jax.tree.map(to_rows, data)._replace(response=batch.mask.astype(jnp.int32))
         flat = partial(jax.tree.map, lambda x: x.reshape(-1, x.shape[-1]))

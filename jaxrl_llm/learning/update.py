@@ -1,6 +1,7 @@
 """The train step: a jitted scan of ordinary optax steps over visits, the pairs (mini-batch, stage).
 
-`policy_logp: (params, inputs) -> [R,C]` is an argument, so nothing here knows the model.
+`policy_logp: (params, inputs) -> [R,C]` is an argument, so nothing here knows the model. With
+`inputs.others` it returns a pair, whose second are the log-probs of those tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from jaxrl_llm.models.primitives import Inputs, merge_params, up_to
 from jaxrl_llm.models.sharding import BATCH, fit
 from jaxrl_llm.objectives import Objective, TokenData
 
-PolicyLogp = Callable[[Any, Inputs], Float[Array, "R C"]]
+PolicyLogp = Callable[[Any, Inputs], Any]
 Binned = Float[Array, "M m R C"]
 
 
@@ -142,13 +143,14 @@ def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
 def make_credit(objective: Objective) -> Callable[..., Credited]:
     """`(batch, reward [P,G], **scores) -> Credited`, with statistics over the whole global batch.
 
-    The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read.
+    The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read;
+    `teacher_top` are ids and log-probs.
     """
 
     read = {name for name in ("turn", "turn_reward", "segment") if objective.reads(name)}
 
     @jax.jit
-    def credit(batch: Batch, reward: Float[Array, "P G"], **scores: Binned):
+    def credit(batch: Batch, reward: Float[Array, "P G"], teacher_top=None, **scores: Binned):
         layout: Layout = batch.layout
         of_turns: dict[str, Any] = {name: getattr(batch, name) for name in read}
         if batch.turn is None:  # all responses are one turn
@@ -160,9 +162,11 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
         rows = objective.credit(reward, data, minibatches=layout.in_rows.shape[0])
         advantage, weight, data = rows
         data = jax.tree.map(layout.to_bins, data)._replace(response=layout.response)
-        return Credited(
-            batch.inputs, layout.to_bins(advantage), jax.vmap(layout.to_bins)(weight), data
-        )
+        inputs = batch.inputs
+        if teacher_top is not None:
+            inputs = inputs._replace(others=teacher_top[0])
+            data = data._replace(teacher_top=teacher_top[1])
+        return Credited(inputs, layout.to_bins(advantage), jax.vmap(layout.to_bins)(weight), data)
 
     return credit
 
@@ -192,6 +196,9 @@ def make_train_step(
         stage, data = micro.weight > 0, micro.data
         scored = data.mask if whole else stage
         logp = policy_logp(merge_params(params, frozen), micro.inputs._replace(scored=scored))
+        if data.teacher_top is not None:
+            logp, top = logp
+            data = data._replace(top_logp=jnp.where(scored[..., None], top, data.teacher_top))
         logp = jnp.where(scored, logp, data.old_logp)  # unscored: a ratio of 1
         surrogate, penalty = objective.per_token(logp, micro.advantage, data)
         # padding has p = 1, where a loss may be infinite

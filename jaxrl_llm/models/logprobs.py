@@ -53,21 +53,48 @@ def of_sequences(sequences: Sequence[Any], rows: int, length: int) -> Inputs:
     return Inputs(tokens, positions, None, index, tokens[:, 1:], scored)
 
 
+class Top(NamedTuple):
+    """How many of the likeliest tokens are wanted, among ids below which."""
+
+    count: int
+    among: int
+
+
+class Settings(NamedTuple):
+    """Static arguments of `chunked`: logits stay below `cap`, and are divided by the temperature.
+
+    Rows of the head from `tokens` on are padding (None: none).
+    """
+
+    temperature: float = 1.0
+    proxy: float = 0.0
+    top: Top | None = None
+    cap: float | None = None
+    tokens: int | None = None
+
+
 class Scores(NamedTuple):
     """Values of the distributions that tokens were drawn from; all 0 where a token is not scored.
 
-    Only `logp` has a gradient. `proxy_logp` is the log-prob under the policy without the tokens
-    less likely than `proxy` times the most likely one (arXiv:2510.03222); None where `proxy` is 0.
+    Only `logp` and `others` have gradients. `proxy_logp` is the log-prob under the policy without the tokens
+    less likely than `proxy` times the most likely one (arXiv:2510.03222); None where `proxy` is 0. `others`
+    are log-probs of `Inputs.others`, `top` ids and log-probs of the likeliest tokens.
     """
 
     logp: PerToken
     entropy: PerToken
     proxy_logp: PerToken | None = None
+    others: Float[Array, "R C K"] | None = None
+    top: tuple[Int[Array, "R C K"], Float[Array, "R C K"]] | None = None
 
 
-def of_responses(definition, params, inputs: Inputs, *, temperature: float = 1.0) -> PerToken:
-    """log softmax(logits / temperature) of each scored token, else 0; NaN beside an unknown id."""
-    return scores(definition, params, inputs, temperature=temperature).logp
+def of_responses(definition, params, inputs: Inputs, *, temperature: float = 1.0) -> Any:
+    """log softmax(logits / temperature) of each scored token, else 0; NaN beside an unknown id.
+
+    With `inputs.others` a pair, whose second are those tokens' `[R,C,K]`.
+    """
+    found = scores(definition, params, inputs, temperature=temperature)
+    return found.logp if inputs.others is None else (found.logp, found.others)
 
 
 def scores(
@@ -77,26 +104,40 @@ def scores(
     *,
     temperature: float = 1.0,
     proxy: float = 0.0,
+    top: Top | None = None,
 ) -> Scores:
-    """`Scores` of the response tokens in `inputs`, with `proxy_logp` if `proxy` is above 0."""
+    """`Scores` of the response tokens in `inputs`, with `proxy_logp` if `proxy` is above 0, and `top`."""
     model = nnx.merge(definition, params)
     hidden = model(inputs.tokens, inputs.positions, inputs.segments)
     scored_first = jnp.argsort(~inputs.scored, axis=1)  # so that `chunked` can stop early
-    index = jnp.take_along_axis(inputs.index, scored_first, axis=1)
+    index, target, scored, others = jax.tree.map(
+        lambda x: _columns(x, scored_first),
+        (inputs.index, inputs.target, inputs.scored, inputs.others),
+    )
     scores = chunked(
-        jnp.take_along_axis(hidden, index[..., None], axis=1),
+        _columns(hidden, index),
         model.head,
-        jnp.take_along_axis(inputs.target, scored_first, axis=1),
-        jnp.take_along_axis(inputs.scored, scored_first, axis=1),
-        temperature=temperature,
-        proxy=proxy,
-        cap=model.shape.logit_cap,
+        target,
+        scored,
+        Settings(temperature, proxy, top, model.shape.logit_cap),
+        others=others,
     )
     back = jnp.argsort(scored_first, axis=1)
     in_vocabulary = (inputs.tokens >= 0) & (inputs.tokens < len(model.head))
     wrong = inputs.scored & ~in_vocabulary.all(1, keepdims=True)
-    scores = jax.tree.map(lambda x: jnp.take_along_axis(x, back, axis=1), scores)
-    return jax.tree.map(lambda x: jnp.where(wrong, jnp.nan, x), scores)
+    scores = jax.tree.map(lambda x: _columns(x, back), scores)
+    nan = lambda x: jnp.where(_beside(wrong, x), jnp.nan, x)
+    return jax.tree.map(lambda x: nan(x) if x.dtype == jnp.float32 else x, scores)
+
+
+def _columns(x, index):
+    """The columns of x `[R,C,...]` at `index` `[R,C]`."""
+    return jnp.take_along_axis(x, _beside(index, x), axis=1)
+
+
+def _beside(x, like):
+    """x `[R,C]` with the axes that `like` has more."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
 def chunked(
@@ -104,20 +145,19 @@ def chunked(
     head: Float[Array, "V D"],
     target: Int[Array, "R C"],
     scored: Bool[Array, "R C"],
+    settings: Settings = Settings(),  # noqa: B008 (a constant)
     *,
-    temperature: float = 1.0,
+    others: Int[Array, "R C K"] | None = None,
     chunk: int | None = None,
-    proxy: float = 0.0,
-    cap: float | None = None,
 ) -> Scores:
     """`Scores` computed in chunks of about `chunk` tokens, up to the last scored column.
 
     A chunk's tokens are those of a group: the devices that have one whole head between them. By
-    default a chunk makes `logit_bytes` of logits on each of these devices. Logits stay below `cap`.
+    default a chunk makes `logit_bytes` of logits on each of these devices.
     """
     rows, columns, _ = hidden.shape
     tokens = len(head)
-    hidden, target, scored = map(whole_rows, (hidden, target, scored))
+    hidden, target, scored, others = jax.tree.map(whole_rows, (hidden, target, scored, others))
     head = whole_shards(head)
     of_table, of_states, vocab = moved(head, target.size)
     widest = max(len(head) // count(vocab), hidden.shape[2] if of_states else 0)
@@ -131,13 +171,16 @@ def chunked(
         return jnp.moveaxis(x.reshape(len(x), -1, width, *x.shape[2:]), 1, 0)
 
     def join(x):
-        return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1)[:, :columns]
+        return jnp.moveaxis(x, 0, 1).reshape(len(scored), -1, *x.shape[3:])[:, :columns]
 
     last = jnp.max(jnp.where(scored, jnp.arange(1, columns + 1)[None], 0))
     used = pmax_over_mesh(-(-last // width))  # equal on all devices, as the loop has collectives
-    settings = Settings(temperature, proxy, tokens if tokens < len(head) else None, cap)
-    found: Any = _pieces(settings, split(hidden), head, split(target), used)
-    return jax.tree.map(lambda x: jnp.where(scored, join(x), 0.0)[:rows], found)
+    if (top := settings.top) is not None:
+        settings = settings._replace(top=Top(min(top.count, top.among, tokens), top.among))
+    settings = settings._replace(tokens=tokens if tokens < len(head) else None)
+    wanted = split(target), jax.tree.map(split, others)
+    scores: Any = jax.tree.map(join, _pieces(settings, split(hidden), head, wanted, used))
+    return jax.tree.map(lambda x: jnp.where(_beside(scored, x), x, 0)[:rows], scores)
 
 
 def logit_bytes() -> int:
@@ -145,66 +188,74 @@ def logit_bytes() -> int:
     return 10**8 if platform() == "cpu" else 10**9
 
 
-class Settings(NamedTuple):
-    """Static arguments of `_pieces`; rows of the head from `tokens` on are padding (None: none)."""
-
-    temperature: float
-    proxy: float
-    tokens: int | None
-    cap: float | None
-
-
 ROWS, HEAD = P(None, BATCH), P(VOCAB)  # chunks `[N,R,W]`, each row on one device; the head
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pieces(settings, hidden, head, target, used) -> Scores:
-    """`Scores` `[N,R,W]` of the first `used` chunks, 0 for the others."""
-    return _forward(settings, hidden, head, target, used)[0]
+def _pieces(settings, hidden, head, wanted, used) -> Scores:
+    """`Scores` `[N,R,W]` of the first `used` chunks, 0 for the others; `wanted`: target and others."""
+    return _forward(settings, hidden, head, wanted, used)[0]
 
 
-def _forward(settings, hidden, head, target, used):
-    proxy = settings.proxy
-    of_table, of_states, vocab = moved(head, target.size)
+def _forward(settings, hidden, head, wanted, used):
+    proxy, top = settings.proxy, settings.top
+    of_table, of_states, vocab = moved(head, wanted[0].size)
 
-    def local(hidden, head, target, used):
+    def local(hidden, head, wanted, used):
+        target, others = wanted
         weight = jax.lax.all_gather(head.astype(hidden.dtype), of_table, tiled=True)
         ids = _ids(weight, vocab)
 
         def one(i, out):
             group = jax.lax.all_gather(hidden[i], of_states, tiled=True)
             logits, _ = _logits(group, weight, ids, settings)
-            top = jax.lax.pmax(logits.max(-1), vocab)
-            weights = jnp.exp(logits - top[..., None])
+            highest = jax.lax.pmax(logits.max(-1), vocab)
+            weights = jnp.exp(logits - highest[..., None])
             chosen = jnp.where(ids == target[i][..., None], logits, 0.0)
             sums = [weights, weights * logits, chosen]
             if proxy:
                 sums.append(jnp.where(weights >= proxy, weights, 0.0))
             total, weighted, chosen, *likely_sum = jax.lax.psum([x.sum(-1) for x in sums], vocab)
-            norm = top + jnp.log(total)
+            norm = highest + jnp.log(total)
             scores = Scores(chosen - norm, norm - weighted / total)
             if proxy:
-                likely = jnp.where(jnp.exp(chosen - top) >= proxy, chosen, REMOVED)
-                scores = scores._replace(proxy_logp=likely - top - jnp.log(likely_sum[0]))
+                likely = jnp.where(jnp.exp(chosen - highest) >= proxy, chosen, REMOVED)
+                scores = scores._replace(proxy_logp=likely - highest - jnp.log(likely_sum[0]))
+            if others is not None:
+                at, here = _places(others[i], ids)
+                local = jnp.where(here, jnp.take_along_axis(logits, at, -1), 0.0)
+                scores = scores._replace(others=jax.lax.psum(local, vocab) - norm[..., None])
+            if top:
+                tokens, highest = _likeliest(logits, ids, top, vocab)
+                scores = scores._replace(top=(tokens, highest - norm[..., None]))
             return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (scores, norm))
 
         zeros = jnp.zeros(target.shape, jnp.float32)
-        empty = Scores(zeros, zeros, zeros if proxy else None)
+        widened = lambda k, kind=jnp.float32: jnp.zeros((*target.shape, k), kind)
+        empty = Scores(
+            zeros,
+            zeros,
+            zeros if proxy else None,
+            None if others is None else widened(others.shape[-1]),
+            (widened(top.count, jnp.int32), widened(top.count)) if top else None,
+        )
         return up_to(len(hidden), used, one, (empty, zeros))
 
     group: Any = P(None, ("data", *of_table))
-    out = Scores(group, group, group if proxy else None), group
+    there = proxy, wanted[1] is not None, top
+    out = Scores(group, group, *(group if x else None for x in there)), group
     apply = on_each_device(local, (ROWS, HEAD, group, P()), out)
-    scores, norm = apply(hidden, head, target, used)
-    return scores, (hidden, head, target, used, norm)
+    scores, norm = apply(hidden, head, wanted, used)
+    return scores, (hidden, head, wanted, used, norm)
 
 
 def _backward(settings, saved, gradient):
     """d logp / d logits = onehot - softmax, from logits that are computed again."""
-    of_table, of_states, vocab = moved(saved[1], saved[2].size)
+    of_table, of_states, vocab = moved(saved[1], saved[2][0].size)
     data, tensor, group = split_over("data"), split_over("tensor"), P(None, ("data", *of_table))
 
-    def local(hidden, head, target, used, norm, slope):
+    def local(hidden, head, wanted, used, norm, gradient):
+        (target, others), (slope, of_others) = wanted, gradient
         weight = jax.lax.all_gather(head.astype(hidden.dtype), of_table, tiled=True)
         ids = _ids(weight, vocab)
 
@@ -214,7 +265,14 @@ def _backward(settings, saved, gradient):
             logits, slopes = _logits(group, weight, ids, settings)
             g = slope[i][..., None]
             softmax = jnp.exp(logits - norm[i][..., None])
-            d_logits = jnp.where(ids == target[i][..., None], g, 0.0) - g * softmax
+            d_logits = jnp.where(ids == target[i][..., None], g, 0.0)
+            if others is not None:
+                at, here = _places(others[i], ids)
+                more = jnp.where(here, of_others[i], 0.0)
+                row, column, _ = jnp.indices(at.shape)
+                d_logits = d_logits.at[row, column, at].add(more)
+                g += of_others[i].sum(-1, keepdims=True)
+            d_logits -= g * softmax
             d_logits = (d_logits if slopes is None else d_logits * slopes).astype(hidden.dtype)
             mine = einsum("rcv,vd->rcd", d_logits, weight)
             mine = jax.lax.psum(jax.lax.psum_scatter(mine, of_states, tiled=True), tensor)
@@ -227,7 +285,8 @@ def _backward(settings, saved, gradient):
         return d_hidden, jax.lax.psum(d_head, data).astype(head.dtype)
 
     apply = on_each_device(local, (ROWS, HEAD, group, P(), group, group), (ROWS, HEAD))
-    return *apply(*saved, gradient.logp / settings.temperature), None, None
+    slopes = jax.tree.map(lambda x: x / settings.temperature, (gradient.logp, gradient.others))
+    return *apply(*saved, slopes), None, None
 
 
 _pieces.defvjp(_forward, _backward)
@@ -249,3 +308,19 @@ def _ids(head, vocab):
     """The token ids of this device's slice of the head."""
     size = len(head)
     return (jax.lax.axis_index(vocab) * size + jnp.arange(size))[None, None]
+
+
+def _places(tokens, ids):
+    """The places of tokens in this device's slice of the vocabulary, and whether they are there."""
+    at = tokens - ids[0, 0, 0]
+    return jnp.clip(at, 0, ids.size - 1), (at >= 0) & (at < ids.size)
+
+
+def _likeliest(logits, ids, top, vocab):
+    """Ids and logits of the likeliest tokens: of each device's slice, then of all of those."""
+    logits = jnp.where(ids < top.among, logits, NO_TOKEN)
+    logits, at = jax.lax.top_k(logits, min(top.count, ids.size))
+    every = jnp.take(ids.ravel(), at), logits
+    tokens, logits = (jax.lax.all_gather(x, vocab, axis=-1, tiled=True) for x in every)
+    logits, at = jax.lax.top_k(logits, top.count)
+    return jnp.take_along_axis(tokens, at, -1), logits

@@ -143,11 +143,11 @@ class Policy:
         return partial(logprobs.of_responses, self.definition, temperature=temperature or 1.0)
 
     def scores(
-        self, temperature: float = 1.0, *, proxy: float = 0.0
+        self, temperature: float = 1.0, *, proxy: float = 0.0, top: logprobs.Top | None = None
     ) -> Callable[[Any, Inputs], Any]:
-        """`(params, inputs) -> logprobs.Scores`; `proxy` above 0 adds `proxy_logp`."""
+        """`(params, inputs) -> logprobs.Scores`; `proxy` above 0 adds `proxy_logp`, `top` itself."""
         return partial(
-            logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy
+            logprobs.scores, self.definition, temperature=temperature or 1.0, proxy=proxy, top=top
         )
 
     def cast_frozen(self, params: Any) -> Any:

@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
     The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
     exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
     whose hidden state predicts the c-th response token of bin r, `target` is that token, and
-    `scored` says whether it counts.
+    `scored` says whether it counts. `others` are further tokens whose log-probs there are wanted.
     """
 
     tokens: Int[Array, "*lead R L"]
@@ -43,6 +43,7 @@ class Inputs(NamedTuple):
     index: Int[Array, "*lead R C"]
     target: Int[Array, "*lead R C"]
     scored: Bool[Array, "*lead R C"]
+    others: Int[Array, "*lead R C K"] | None = None
 
 
 def merge_params(params: Any, frozen: Any) -> Any:

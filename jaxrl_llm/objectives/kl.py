@@ -4,6 +4,7 @@ Each can be used in the reward (by its value) or as a penalty of the loss (by it
 See "Approximating KL divergence", Schulman 2020.
 """
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -45,6 +46,26 @@ def from_teacher(
 ) -> Tokens:
     """An estimator with the teacher as the reference: on-policy distillation as a penalty."""
     return estimator(logp, data._replace(ref_logp=data.teacher_logp))
+
+
+def of_top(logp: Tokens, data: TokenData, *, beta: float = 0.5) -> Tokens:
+    """The generalised Jensen-Shannon divergence of teacher and policy (arXiv:2306.13649), not an estimate.
+
+    Over the teacher's `Objective.top` likeliest tokens, and all others as one. `beta` 0 is KL(teacher ||
+    policy), 1 KL(policy || teacher).
+    """
+    teacher, policy = _with_rest(data.teacher_top), _with_rest(data.top_logp)
+    kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), -1)
+    if beta in (0.0, 1.0):
+        return kl(policy, teacher) if beta else kl(teacher, policy)
+    middle = jnp.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
+    return beta * kl(teacher, middle) + (1 - beta) * kl(policy, middle)
+
+
+def _with_rest(logp):
+    """Log-probs of some tokens and of the rest, which is at least what float32 can tell from 0."""
+    rest = jnp.log(jnp.maximum(1 - jnp.exp(logp).sum(-1, keepdims=True), 1e-6))
+    return jnp.concatenate([logp, rest], -1)
 
 
 def drift_of_selected(logp: Tokens, data: TokenData) -> Tokens:

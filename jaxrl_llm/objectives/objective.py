@@ -19,9 +19,9 @@ class Objective:
     """A policy-gradient loss: `credit` is constant in the parameters, `per_token` differentiated.
 
     `advantage` sees the whole batch, the other functions one mini-batch. `data.proxy_logp` leaves
-    out tokens less likely than `proxy` times the most likely. Which fields of `TokenData` are read is
-    found by tracing the functions on the shapes `tried_on`: prompts, responses a prompt, tokens a
-    response; a config sets its own.
+    out tokens less likely than `proxy` times the most likely; `data.teacher_top` has `top` tokens.
+    Which fields of `TokenData` are read is found by tracing the functions on the shapes `tried_on`:
+    prompts, responses a prompt, tokens a response; a config sets its own.
 
     >>> from functools import partial
     >>> objective = jl.Objective(
@@ -41,6 +41,7 @@ class Objective:
     aggregate: Callable[[Mask], Tokens] = aggregation.token_mean
     partition: Callable[[TokenData], Bool[Array, "S B T"]] = partition.together
     proxy: float = 0.02
+    top: int = 64
     tried_on: tuple[int, int, int] = field(default=(16, 64, 32), compare=False)
 
     def credit(
@@ -143,6 +144,8 @@ class Objective:
         known: dict[str, Any] = dict.fromkeys(TokenData._fields, of(jnp.float32))
         known |= dict.fromkeys(("mask", "selected"), of(jnp.bool_))
         known |= dict.fromkeys(("response", "turn", "segment"), of(jnp.int32))
+        wide = jax.ShapeDtypeStruct((prompts * responses, tokens, self.top), jnp.float32)
+        known |= dict.fromkeys(("teacher_top", "top_logp"), wide)
         return TokenData(**known)
 
 

@@ -233,6 +233,14 @@ def distillation(length: int) -> Objective:
     )
 
 
+def gkd(length: int) -> Objective:
+    """GKD on the policy's own samples (arXiv:2306.13649): the divergence to a teacher's distribution."""
+    return Objective(
+        advantage=partial(advantages.distilled, coef=0.0),
+        penalties=((1.0, partial(kl.of_top, beta=0.5)),),
+    )
+
+
 def erl(length: int) -> Objective:
     """ERL (arXiv:2602.13949): attempt, reflection, attempt; the task is `WithReflection`."""
     return Objective(
@@ -259,6 +267,6 @@ Name = Literal[
     "grpo", "reinforce_plus_plus", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "dppo_kl",
     "gmpo", "sapo", "ce_gppo", "aspo", "topr", "kl_cov", "clip_cov", "entropy_80_20", "lp_reg",
     "w_reinforce", "maxrl", "opo", "asymre", "unlikeliness", "tis", "icepop", "mis", "opsm",
-    "distillation", "erl",
+    "distillation", "gkd", "erl",
 ]  # fmt: skip
 BY_NAME: dict[str, Recipe] = {name: globals()[name] for name in get_args(Name)}

@@ -13,7 +13,7 @@ UNKNOWN: Any = None
 
 
 class TokenData(NamedTuple):
-    """Per-token data of a batch; all fields have the same shape, and None is a field not computed.
+    """Per-token data of a batch; all fields have the same shape but two, and None is a field not computed.
 
     In `Objective.credit` a row is a response, `[B,T]`; in the update a row is a bin, which may hold
     several. So sum over a response by `response` (as `total` and `mean` do), never over a row.
@@ -29,6 +29,10 @@ class TokenData(NamedTuple):
     """log-probs as the sampler reported them"""
     teacher_logp: Tokens = UNKNOWN
     """log-probs of the teacher, another model (`teacher` in a config)"""
+    teacher_top: Float[Array, "B T K"] = UNKNOWN
+    """those of its `Objective.top` likeliest tokens in the place of this one; for penalties alone"""
+    top_logp: Float[Array, "B T K"] = UNKNOWN
+    """log-probs of the same tokens by the policy in training, the only field with a gradient"""
     entropy: Tokens = UNKNOWN
     """of the distribution that the token was drawn from, in nats"""
     proxy_logp: Tokens = UNKNOWN

@@ -269,19 +269,25 @@ class Step:
     def _teaching(self, tokens: int, share: float) -> Program:
         assert self.teacher is not None
         (shape, params), waiting = self.teacher, self.on_hosts.get("teacher", 0)
-        program = teacher_score(
-            Policy(qwen2.graph(shape, self.config.compute)[0]), self.config.sampling.temperature
-        )
         slices = math.prod(self.batch.inputs.tokens.shape[:2])
         return Program(
             "teacher",
-            lambda: program.lower(params, self.batch.inputs).compile(),
+            lambda: self._teacher.lower(params, self.batch.inputs).compile(),
             beside=self._bytes("parameters", "frozen", "optimizer", "reference") + waiting,
             runs=share,
             flops=flops.scoring(self.config, shape, tokens),
             moved=slices * local_bytes(params),
             copied=waiting,
         )
+
+    @cached_property
+    def _teacher(self) -> Any:
+        """The program of the teacher's scores."""
+        assert self.teacher is not None
+        config, (shape, _) = self.config, self.teacher
+        scorer = Policy(qwen2.graph(shape, config.compute)[0])
+        temperature, tokens = config.sampling.temperature, self.shape.vocab_size
+        return teacher_score(scorer, temperature, config.loss, tokens)
 
     def _bytes(self, *parts: str) -> int:
         return sum(self.on_device.get(part, 0) for part in parts)
@@ -319,13 +325,19 @@ class Step:
     def _credit(self) -> jax.stages.Compiled:
         config, objective, batch = self.config, self.config.loss, self.batch
         names = ["entropy"] + ["ref_logp"] * config.keeps_reference  # as a run scores them
-        names += ["teacher_logp"] * (config.teacher is not None)
         names += ["proxy_logp"] * objective.reads("proxy_logp")
-        scores = like(batch.layout.in_rows, batch.inputs.scored.sharding, dtype="float32")
+        place = batch.inputs.scored.sharding
+        fields = dict.fromkeys(
+            ["old_logp", *names], like(batch.layout.in_rows, place, dtype="float32")
+        )
+        if self.teacher:
+            taught = jax.eval_shape(self._teacher, self.teacher[1], batch.inputs)
+            taught = jax.tree.map(partial(like, sharding=place), taught)
+            fields |= dict(zip(("teacher_logp", "teacher_top"), taught, strict=True))
         shape = (config.prompts, config.group_size)
         reward = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self.mesh, P()))
         program: Any = self._programs.credit
-        return program.lower(batch, reward, **dict.fromkeys(["old_logp", *names], scores)).compile()
+        return program.lower(batch, reward, **fields).compile()
 
     def _update(self) -> jax.stages.Compiled:
         program: Any = self._programs.update

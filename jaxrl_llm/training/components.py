@@ -142,15 +142,16 @@ class Components:
         return teacher
 
     @property
-    def _score_by_teacher(self) -> Callable[[Any], jax.Array] | None:
-        """Log-probs by the teacher, whose parameters are read."""
+    def _score_by_teacher(self) -> Callable[[Any], tuple[jax.Array, Any]] | None:
+        """The program of `teacher_score` with the teacher's parameters, which are read."""
         if self.teacher is None:
             return None
         # read when the step is made and not before: a plan and a dry run have no room for it
         folder, shape, _ = self.teacher
         params = hf.load(folder, shape, self.mesh, self.config.compute.dtype)
         scorer = Policy(qwen2.graph(shape, self.config.compute)[0])
-        program = teacher_score(scorer, self.config.sampling.temperature)
+        config, tokens = self.config, self.shape.vocab_size
+        program = teacher_score(scorer, config.sampling.temperature, config.loss, tokens)
         return partial(program, self.placed(params))
 
     @property

@@ -64,7 +64,10 @@ def test_ids_that_are_none_have_no_log_prob(sizes):
     assert (found[~inputs.scored] == 0).all()
 
 
-def plain_scores(hidden, head, target, temperature, proxy):
+TOP = logprobs.Top(5, 14)  # the ids of fewer words than some of the vocabularies have
+
+
+def plain_scores(hidden, head, target, others, temperature, proxy):
     """From all logits at once."""
     logits = jnp.einsum("rcd,vd->rcv", hidden, head) / temperature
     logp = jax.nn.log_softmax(logits)
@@ -73,7 +76,11 @@ def plain_scores(hidden, head, target, temperature, proxy):
     of_target = lambda x: jnp.take_along_axis(x, target[..., None], -1)[..., 0]
     entropy = -(jnp.exp(logp) * logp).sum(-1)
     return logprobs.Scores(
-        of_target(logp), entropy, of_target(jnp.where(likely, logits, logprobs.REMOVED)) - kept
+        of_target(logp),
+        entropy,
+        of_target(jnp.where(likely, logits, logprobs.REMOVED)) - kept,
+        jnp.take_along_axis(logp, others, -1),
+        jax.lax.top_k(logp[..., : TOP.among], TOP.count)[::-1],
     )
 
 
@@ -92,23 +99,27 @@ def plain_scores(hidden, head, target, temperature, proxy):
     ],
 )
 def test_chunked_scores_are_log_softmax(sizes, vocab, rows, chunk, temperature, share):
-    """Values, those of the proxy too, and gradients, on every mesh."""
-    keys = jax.random.split(jax.random.key(0), 5)
+    """Values, those of the proxy, of other tokens and of the likeliest ones too, and gradients, on every mesh."""
+    keys = jax.random.split(jax.random.key(0), 7)
     hidden = jax.random.normal(keys[0], (rows, 7, 8))
     head = jax.random.normal(keys[1], (vocab, 8))
     target = jax.random.randint(keys[2], (rows, 7), 0, vocab)
     scored = jax.random.uniform(keys[3], (rows, 7)) < share
     slope = jax.random.normal(keys[4], (rows, 7))
-    how = {"temperature": temperature, "proxy": 0.1}
+    others = jax.random.randint(keys[5], (rows, 7, 4), 0, vocab)
+    slopes = jax.random.normal(keys[6], others.shape)
+    how = {"others": others, "temperature": temperature, "proxy": 0.1}
+    settings = logprobs.Settings(temperature, 0.1, TOP)
 
     def ours(hidden, head):
-        found = logprobs.chunked(hidden, head, target, scored, chunk=chunk, **how)
-        return (slope * found.logp).sum(), found
+        found = logprobs.chunked(hidden, head, target, scored, settings, others=others, chunk=chunk)
+        return (slope * found.logp).sum() + (slopes * found.others).sum(), found
 
     def plain(hidden, head):
         found = plain_scores(hidden, head, target, **how)
-        found = jax.tree.map(lambda x: jnp.where(scored, x, 0.0), found)
-        return (slope * found.logp).sum(), found
+        only = lambda x: jnp.where(scored.reshape(scored.shape + (1,) * (x.ndim - 2)), x, 0)
+        found = jax.tree.map(only, found)
+        return (slope * found.logp).sum() + (slopes * found.others).sum(), found
 
     (_, want), want_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, head)
     mesh = tiny.mesh_of(*sizes)

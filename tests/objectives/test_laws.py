@@ -675,6 +675,38 @@ def test_rewards_of_other_rows_are_refused():
         advantages.grpo(jnp.ones((2, 3)), TokenData(jnp.ones((4, 2), bool), jnp.zeros((4, 2))))
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_a_divergence_of_distributions_is_that_of_its_definition(beta):
+    """In float64 over likely tokens and the rest; of fewer tokens it is less, of equals 0."""
+    rng = np.random.default_rng(0)
+    q, p = (
+        np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in 2 * rng.normal(size=(2, 3, 5, 32))
+    )
+
+    def of(count):
+        likely = np.argsort(-q, -1)[..., :count]
+        some = [np.take_along_axis(x, likely, -1) for x in (q, p)]
+        logs = [jnp.asarray(np.log(x), jnp.float32) for x in some]
+        data = TokenData(None, None, teacher_top=logs[0], top_logp=logs[1])
+        whole = [np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in some]
+        return kl.of_top(jnp.zeros(some[0].shape[:2]), data, beta=beta), whole
+
+    values = []
+    for count in (4, 8, 16):
+        found, (teacher, policy) = of(count)
+        middle = beta * teacher + (1 - beta) * policy
+        one = lambda a, b: (a * np.log(a / b)).sum(-1)
+        want = beta * one(teacher, middle) + (1 - beta) * one(policy, middle)
+        if beta in (0.0, 1.0):
+            want = one(policy, teacher) if beta else one(teacher, policy)
+        close(found, want, atol=1e-5)
+        values.append(want)
+    assert np.all(np.diff(values, axis=0) > 0)
+    same = jnp.asarray(np.log(q[..., :4]), jnp.float32)
+    alike = TokenData(None, None, teacher_top=same, top_logp=same)
+    assert np.abs(kl.of_top(jnp.zeros((3, 5)), alike, beta=beta)).max() < 1e-6
+
+
 def test_k3_is_bounded():
     ref = jnp.asarray([[3.0, 20.0, -20.0]])
     data = TokenData(jnp.ones((1, 3), bool), jnp.zeros((1, 3)), ref)

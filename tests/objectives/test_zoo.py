@@ -296,7 +296,7 @@ def test_advantages_and_rewards(case):
         there = jnp.ones((1, len(token)), bool)
         head = jnp.eye(logits.shape[1])  # the model's readout, of hidden states that are logits
         found = logprobs.chunked(
-            logits[None], head, token[None], there, temperature=p["temperature"], proxy=p["kappa"]
+            logits[None], head, token[None], there, logprobs.Settings(p["temperature"], p["kappa"])
         )
         near(found.proxy_logp[0], a["out/proxy_logp"])
         return
