@@ -88,6 +88,18 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
         kinds=(LayerKind(None, delta=True), LayerKind(1e7)), delta=Delta(2, 4, 16, 24, 3),
         **families.FAMILIES["qwen3_5_text"].fixed,
     ),
+    "qwen3_5_moe": shape(
+        family="qwen3_5_moe_text", biases=(), num_layers=4, head_size=32, rotary_size=16, tied=False,
+        kinds=(LayerKind(None, delta=True), LayerKind(1e7)), delta=Delta(2, 4, 16, 24, 3),
+        mixture=MoE(8, 2, 48, shared=40, fused=True),
+        **families.FAMILIES["qwen3_5_moe_text"].fixed,
+    ),
+    "gemma4 with experts": shape(
+        family="gemma4_text", biases=(), activation="gelu", num_layers=4, per_layer=0,
+        kinds=(LayerKind(1e4, 6), LayerKind(1e5, None, turned=4, head_size=32)),
+        mixture=MoE(8, 2, 48, beside=True, fused=True),
+        **families.FAMILIES["gemma4_text"].fixed,
+    ),
     "qwen3_5 of three layers": shape(
         family="qwen3_5_text", biases=ALL, num_layers=3, rotary_size=4, tied=False,
         kinds=(*[LayerKind(None, delta=True)] * 2, LayerKind(1e4)), delta=Delta(4, 4, 16, 16),

@@ -33,20 +33,21 @@ def apply_experts(
         [Any, Float[Array, "R L D"]], tuple[Int[Array, "R L K"], Float[Array, "R L K"]]
     ],
     apply: Apply,
-    x: Float[Array, "R L D"],
-    live: Bool[Array, "R L"],
+    inputs: tuple[Float[Array, "R L D"], Float[Array, "R L D"], Bool[Array, "R L"]],
     gate: Any,
     experts: Any,
 ) -> Float[Array, "R L D"]:
-    """The sum of `weight * apply(expert, x)` over the experts that `route(gate, x)` gives a token.
+    """The sum of `weight * apply(expert, x)` over the experts that `route(gate, routed)` gives a token.
 
-    Arrays of `experts` have a leading axis of experts. Tokens that are not `live` get 0.
+    `inputs` are x, what the router sees, and which tokens are live: the others get 0. Arrays of `experts`
+    have a leading axis of experts.
     """
-    rows, number = len(x), len(jax.tree.leaves(experts)[0])
+    rows, number = len(inputs[0]), len(jax.tree.leaves(experts)[0])
     fsdp, tensor, axes = split_over("fsdp"), split_over("tensor"), split_over(*VOCAB)
 
-    def local(x, live, gate, experts):
-        chosen, weights = route(gate, x)
+    def local(inputs, gate, experts):
+        x, routed, live = inputs
+        chosen, weights = route(gate, routed)
         chosen = jnp.where(live[..., None], chosen, number)  # an expert that no device has
         # tokens move to the experts: a group's rows are on all of its devices from here on
         gather = lambda y: jax.lax.all_gather(y, fsdp, tiled=True)
@@ -64,8 +65,9 @@ def apply_experts(
         found = jax.lax.psum_scatter(found, fsdp, tiled=True)
         return jax.lax.psum(found, tensor)
 
-    place = on_each_device(local, (P(BATCH), P(BATCH), P(), P(VOCAB)), P(BATCH))
-    return place(whole_rows(x), whole_rows(live), gate, jax.tree.map(whole_shards, experts))[:rows]
+    place = on_each_device(local, (P(BATCH), P(), P(VOCAB)), P(BATCH))
+    inputs, experts = jax.tree.map(whole_rows, inputs), jax.tree.map(whole_shards, experts)
+    return place(inputs, gate, experts)[:rows]
 
 
 def _by_all(apply, block, x, chosen, weights, experts):

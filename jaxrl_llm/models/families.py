@@ -127,7 +127,11 @@ FAMILIES = {
             "model.embed_vision.",
             "model.embed_audio.",
         ),
-        bears={"final_logit_softcapping": None, "use_bidirectional_attention": "vision"},
+        bears={
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": None,
+        },
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
@@ -140,6 +144,14 @@ FAMILIES = {
         whole="qwen3_5",
         beside=("model.visual.", "mtp."),
     ),
+}
+FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
+    architecture="Qwen3_5MoeForCausalLM", whole="qwen3_5_moe"
+)
+MIXED = {  # families with experts: what absent fields of a config mean
+    "qwen3_moe": MoE(128, 8, 768, rescaled=False),
+    "qwen3_5_moe_text": MoE(256, 8, 512, shared=512, fused=True),
+    "gemma4_text": MoE(128, 8, 704, beside=True, fused=True),
 }
 WHOLE = {row.whole: name for name, row in FAMILIES.items() if row.whole}
 
@@ -156,7 +168,9 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
     for key in REFUSED:
         fine = key in family.bears and family.bears[key] in (None, config.get(key))
         read.require(fine or not config.get(key), f"{key} is not supported: only without it")
-    sizes = {field: read.number(key) for field, key in SIZES.items()}
+    mixture = _mixture(name, read) if name in MIXED else None
+    narrow = {"intermediate_size": mixture.size} if mixture and mixture.shared else {}
+    sizes = {field: read.number(key, narrow.get(key)) for field, key in SIZES.items()}
     hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
     given = config.get("head_dim") or family.head_dim
     read.require(given or hidden % heads == 0, "num_attention_heads does not divide hidden_size")
@@ -190,7 +204,7 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         **scalar,
         **(_gemma4(sizes, kinds, read) if name == "gemma4_text" else {}),
         activation=ACTIVATIONS[act],
-        mixture=_mixture(read) if name == "qwen3_moe" else None,
+        mixture=mixture,
         rotary_size=None if turned == width else turned,
         delta=delta,
     )
@@ -264,9 +278,11 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     if mixture := shape.mixture:
         out |= {
             "num_experts": mixture.experts,
-            "num_experts_per_tok": mixture.chosen,
+            _chosen_key(shape.family): mixture.chosen,
             "moe_intermediate_size": mixture.size,
-            "norm_topk_prob": mixture.rescaled,
+            **({"norm_topk_prob": mixture.rescaled} if shape.family == "qwen3_moe" else {}),
+            **({"shared_expert_intermediate_size": mixture.shared} if mixture.shared else {}),
+            **({"enable_moe_block": True} if mixture.beside else {}),
         }
     if delta := shape.delta:
         turned = (shape.rotary_size or shape.head_dim) / shape.head_dim
@@ -305,20 +321,31 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     return out
 
 
-def _mixture(read: "_Reader") -> MoE:
+def _mixture(name: str, read: "_Reader") -> MoE | None:
     """The experts of every layer; some layers without are refused, as no public model has them."""
-    for key, only in (
+    usual, key = MIXED[name], _chosen_key(name)
+    if usual.beside and not read.truth("enable_moe_block", False):
+        return None
+    for option, only in (
         ("decoder_sparse_step", 1),
         ("mlp_only_layers", []),
         ("use_sliding_window", False),
     ):
-        given = read.config.get(key)
-        read.require(given in (None, only), f"{key} = {given!r} is not supported, only {only!r}")
-    older = read.number("num_local_experts", 128)  # as transformers 5 calls num_experts
-    number, chosen = read.number("num_experts", older), read.number("num_experts_per_tok", 8)
-    read.require(chosen <= number, f"num_experts_per_tok {chosen} of {number} experts cannot be")
-    size = read.number("moe_intermediate_size", 768)
-    return MoE(number, chosen, size, read.truth("norm_topk_prob", False))
+        given = read.config.get(option)
+        read.require(given in (None, only), f"{option} = {given!r} is not supported, only {only!r}")
+    older = read.number("num_local_experts", usual.experts)  # as transformers 5 calls num_experts
+    number, chosen = read.number("num_experts", older), read.number(key, usual.chosen)
+    read.require(chosen <= number, f"{key} {chosen} of {number} experts cannot be")
+    shared = usual.shared and read.number("shared_expert_intermediate_size", usual.shared)
+    rescaled = read.truth("norm_topk_prob", False) if name == "qwen3_moe" else True
+    size = read.number("moe_intermediate_size", usual.size)
+    return replace(
+        usual, experts=number, chosen=chosen, size=size, shared=shared, rescaled=rescaled
+    )
+
+
+def _chosen_key(family: str) -> str:
+    return "top_k_experts" if family == "gemma4_text" else "num_experts_per_tok"
 
 
 def _delta(read: "_Reader") -> Delta:
@@ -596,10 +623,10 @@ def _llama3(*sizes: int, factor: float, **other: Any) -> Shape:
     )
 
 
-def _qwen3_5(*sizes: int, heads: int, **other: Any) -> Shape:
+def _qwen3_5(*sizes: int, heads: int, family: str = "qwen3_5_text", **other: Any) -> Shape:
     linear, whole = LayerKind(None, delta=True), LayerKind(1e7)
     return _preset(
-        "qwen3_5_text", 248_320, *sizes, kinds=(linear, linear, linear, whole), head_size=256,
+        family, 248_320, *sizes, kinds=(linear, linear, linear, whole), head_size=256,
         rotary_size=64, delta=Delta(16, heads), max_length=262_144, **other,
     )  # fmt: skip
 
@@ -626,6 +653,10 @@ PRESETS = {
         kinds=(LayerKind(1e6),), max_length=40_960, mixture=MoE(128, 8, 768),
     ),
     "Qwen3.5-27B": _qwen3_5(5120, 17_408, 64, 24, 4, heads=48, tied=False),
+    "Qwen3.5-35B-A3B": _qwen3_5(
+        2048, 512, 40, 16, 2, heads=32, tied=False, family="qwen3_5_moe_text",
+        mixture=MIXED["qwen3_5_moe_text"],
+    ),
     "Llama-3.2-1B": _llama3(2048, 8192, 16, 32, 8, tied=True, factor=32.0),
     "Llama-3.2-3B": _llama3(3072, 8192, 28, 24, 8, tied=True, factor=32.0),
     "Llama-3.1-8B": _llama3(4096, 14_336, 32, 32, 8, tied=False, factor=8.0),

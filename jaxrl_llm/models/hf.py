@@ -197,7 +197,8 @@ def _say_left_out(folder: pathlib.Path, number: int) -> None:
 
 def stacked(path) -> int:
     """How many leading axes of the parameter at this tree path count layers, then experts."""
-    return (path[0].key == "layers") + ("experts" in [key.key for key in path])
+    keys = [key.key for key in path]  # a fused file has one tensor of all experts
+    return (keys[0] == "layers") + ("experts" in keys and keys[-1] == "weight")
 
 
 def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:

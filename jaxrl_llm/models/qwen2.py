@@ -102,7 +102,10 @@ class Lora:
 class MoE:
     """So many `experts` in place of a layer's MLP, each `size` wide; a token is sent to `chosen`.
 
-    They are weighted by the softmax over all experts, divided by the chosen ones' sum if `rescaled`.
+    They are weighted by the softmax over all experts, divided by the chosen ones' sum if `rescaled`. An
+    MLP of width `shared` is added for every token, times a sigmoid of it. With `beside` (Gemma 4) there is
+    a layer's own MLP too, and the router sees what the norm before them has not changed. `fused` files
+    have one tensor of all experts' gates and ups.
 
     >>> mixture = jl.MoE(experts=8, chosen=2, size=32)
     >>> jl.Shape(64, 128, 384, 4, 4, 2, tied=False, mixture=mixture).mixture.chosen
@@ -113,6 +116,9 @@ class MoE:
     chosen: int
     size: int
     rescaled: bool = True
+    shared: int = 0
+    beside: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -415,31 +421,89 @@ class MLP(nnx.Module):
         return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FusedMLP(nnx.Module):
+    """As `MLP`, its first two products one, with the names that experts have in fused files."""
+
+    def __init__(self, shape: Shape, size: int, *, rngs: nnx.Rngs):
+        hidden, draw = shape.hidden_size, rngs.params.normal
+        self.gate_up_proj = nnx.Param(hidden**-0.5 * draw((2 * size, hidden)))
+        self.down_proj = nnx.Param(size**-0.5 * draw((hidden, size)))
+        self.activation = shape.activation
+
+    def __call__(self, x):
+        product = lambda x, weight: primitives.product(x, weight[...].astype(x.dtype), 1)
+        gate, up = jnp.split(product(x, self.gate_up_proj), 2, -1)
+        return product(ACTIVATIONS[self.activation](gate) * up, self.down_proj)
+
+
+def _experts(shape: Shape, mixture: MoE, rngs: nnx.Rngs):
+    """The MLPs, stacked."""
+
+    @nnx.split_rngs(splits=mixture.experts)
+    @nnx.vmap
+    def stacked(rngs):
+        if mixture.fused:
+            return FusedMLP(shape, mixture.size, rngs=rngs)
+        return MLP(replace(shape, intermediate_size=mixture.size), rngs=rngs)
+
+    return stacked(rngs)
+
+
+def _mixed(route, router, mlps, x, live, routed=None):
+    """The sum of the chosen ones, by their weights: `route(router, routed)` has both; see `models/experts.py`.
+
+    Tokens that are not `live` (None: all are) cost nothing and get 0.
+    """
+    from jaxrl_llm.models import experts  # other models do without
+
+    (router, router_weights), (expert, expert_weights) = nnx.split(router), nnx.split(mlps)
+    live = jnp.ones(x.shape[:2], bool) if live is None else live
+    return experts.apply_experts(
+        lambda weights, x: route(nnx.merge(router, weights), x),
+        lambda weights, x: nnx.merge(expert, weights)(x),
+        (x, x if routed is None else routed, live),
+        nnx.to_pure_dict(router_weights),
+        nnx.to_pure_dict(expert_weights),
+    )
+
+
 class Experts(nnx.Module):
-    """A router and MLPs: the sum of the chosen ones, by their weights; see `models/experts.py`."""
+    """A router and MLPs; names are those of files."""
 
     def __init__(self, shape: Shape, mixture: MoE, *, rngs: nnx.Rngs):
         self.gate = Linear((mixture.experts,), (shape.hidden_size,), bias=False, rngs=rngs)
-
-        @nnx.split_rngs(splits=mixture.experts)
-        @nnx.vmap
-        def stacked(rngs):
-            return MLP(replace(shape, intermediate_size=mixture.size), rngs=rngs)
-
-        self.experts = stacked(rngs)
-        self.mixture = mixture
+        self.experts, self.mixture = _experts(shape, mixture, rngs), mixture
+        shared = replace(shape, intermediate_size=mixture.shared)
+        self.shared_expert = MLP(shared, rngs=rngs) if mixture.shared else None
+        self.shared_expert_gate: Any = (
+            Linear((1,), (shape.hidden_size,), rngs=rngs) if mixture.shared else None
+        )
 
     def __call__(self, x, live=None):
-        """`[R,L,D]`; tokens that are not `live` (None: all are) cost nothing and get 0."""
-        gate, gate_weights = nnx.split(self.gate)
-        expert, expert_weights = nnx.split(self.experts)
-        route = lambda weights, x: choice(nnx.merge(gate, weights)(x), self.mixture)
-        apply = lambda weights, x: nnx.merge(expert, weights)(x)
-        live = jnp.ones(x.shape[:2], bool) if live is None else live
-        weights = nnx.to_pure_dict(gate_weights), nnx.to_pure_dict(expert_weights)
-        from jaxrl_llm.models import experts  # other models do without
+        """`[R,L,D]`, from what is `live`."""
+        x = constrain(x, BATCH, None, None)  # else it comes divided as the shared product wants it
+        route = lambda gate, x: choice(gate(x), self.mixture)
+        y = _mixed(route, self.gate, self.experts, x, live)
+        if self.shared_expert is None:
+            return y
+        return y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
-        return experts.apply_experts(route, apply, x, live, *weights)
+
+class Router(nnx.Module):
+    """Gemma 4's: of x / rms(x), and each expert's weight has a scale."""
+
+    def __init__(self, shape: Shape, mixture: MoE, *, rngs: nnx.Rngs):
+        self.proj = Linear((mixture.experts,), (shape.hidden_size,), rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(shape.hidden_size))
+        self.per_expert_scale = nnx.Param(jnp.ones(mixture.experts))
+        self.mixture, self.eps = mixture, shape.rms_norm_eps
+
+    def __call__(self, x):
+        """Experts and weights as `choice` has them."""
+        unit = by_root_mean_square(x, self.eps).astype(x.dtype)
+        unit = unit * _like(self.scale[...], x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        chosen, weights = choice(self.proj(unit), self.mixture)
+        return chosen, weights * self.per_expert_scale[...][chosen]
 
 
 def choice(logits: Float[Array, "R L E"], mixture: MoE):
@@ -465,7 +529,14 @@ class Layer(nnx.Module):
         self.pre_feedforward_layernorm = _norm(shape) if both else None
         self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
         mixture, times = shape.mixture, 2 if shared and shape.shared_wide else 1
-        self.mlp = Experts(shape, mixture, rngs=rngs) if mixture else MLP(shape, times, rngs=rngs)
+        side = mixture if mixture and mixture.beside else None
+        routed = mixture and not side
+        self.mlp = Experts(shape, mixture, rngs=rngs) if routed else MLP(shape, times, rngs=rngs)
+        self.router: Any = Router(shape, side, rngs=rngs) if side else None
+        self.experts = _experts(shape, side, rngs) if side else None
+        self.post_feedforward_layernorm_1: Any = _norm(shape) if side else None
+        self.post_feedforward_layernorm_2: Any = _norm(shape) if side else None
+        self.pre_feedforward_layernorm_2: Any = _norm(shape) if side else None
         size, hidden = shape.per_layer, (shape.hidden_size,)
         self.per_layer_input_gate = Linear((size,), hidden, rngs=rngs) if size else None
         self.per_layer_projection: Any = Linear(hidden, (size,), rngs=rngs) if size else None
@@ -495,13 +566,18 @@ class Layer(nnx.Module):
 
         `inputs` `[R,L,P]` are of the tokens themselves, for this layer.
         """
-        mlp = self.mlp if live is None else partial(self.mlp, live=live)
+        mlp = partial(self.mlp, live=live) if isinstance(self.mlp, Experts) else self.mlp
         before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if after is None:
             x = x + y
             return x + mlp(self.post_attention_layernorm(x))
         x = x + self.post_attention_layernorm(y)
-        x = x + after(mlp(x if before is None else before(x)))
+        y = mlp(x if before is None else before(x))
+        if self.experts is not None:
+            inside = self.pre_feedforward_layernorm_2(x)
+            routed = _mixed(lambda router, x: router(x), self.router, self.experts, inside, live, x)
+            y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(routed)
+        x = x + after(y)
         if self.per_layer_input_gate is not None:
             gated = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * inputs
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))

@@ -35,7 +35,7 @@ RULES = (
     (r"layers/per_layer_projection/weight", P(None, "fsdp")),
     (r"layers/layer_scalar", P()),
     (
-        r"layers/(\w+_layernorm|post_per_layer_input_norm|self_attn/[qk]_norm|linear_attn/norm)/weight",
+        r"layers/(\w+_layernorm(_\d)?|post_per_layer_input_norm|self_attn/[qk]_norm|linear_attn/norm)/weight",
         P(),
     ),
     (r"layers/self_attn/[qkv]_proj/weight", P(None, "tensor", None, "fsdp")),
@@ -46,10 +46,10 @@ RULES = (
     (r"layers/linear_attn/in_proj_\w+/weight", P(None, "tensor", "fsdp")),
     (r"layers/linear_attn/(conv1d/weight|A_log|dt_bias)", P(None, "tensor")),
     (r"layers/linear_attn/out_proj/weight", P(None, "fsdp", "tensor")),
-    (r"layers/mlp/gate/weight", P()),
-    (r"layers/mlp/experts/\w+/weight", P(None, VOCAB)),  # see models/experts.py
-    (r"layers/mlp/(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
-    (r"layers/mlp/down_proj/weight", P(None, "fsdp", "tensor")),
+    (r"layers/(mlp/gate|mlp/shared_expert_gate|router/proj)/weight|layers/router/\w*scale", P()),
+    (r"layers/(mlp/)?experts/\w+(/weight)?", P(None, VOCAB)),  # see models/experts.py
+    (r"layers/mlp/(shared_expert/)?(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
+    (r"layers/mlp/(shared_expert/)?down_proj/weight", P(None, "fsdp", "tensor")),
     (rf"layers/({INTO})/lora_A/weight", P(None, None, "fsdp")),
     (rf"layers/({INTO})/lora_B/weight", P(None, "tensor")),
     (rf"layers/({OUT_OF})/lora_A/weight", P(None, None, "tensor")),

@@ -118,7 +118,10 @@ def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
     Between products is more with adapters; plain attention has four numbers for each token before.
     """
     width = jnp.dtype(config.compute.dtype).itemsize
-    inner = shape.mixture.chosen * shape.mixture.size if shape.mixture else shape.intermediate_size
+    inner, mixture = shape.intermediate_size, shape.mixture
+    if mixture:
+        routed = mixture.chosen * mixture.size + mixture.shared
+        inner = routed + inner if mixture.beside else routed
     attend = config.compute.attend
     attend = attention.chosen() if attend is attention.for_platform else attend
     scores = 4 * 4 * shape.num_heads * length / 2 if attend is attention.xla else 0

@@ -59,6 +59,10 @@ BROKEN = [  # a field of each feature, and what it would be without it
     ("qwen3_5", {"rotary_size": None}),
     ("qwen3_5", {"norm_offset": False}),
     ("qwen3_5", {"gated": False}),
+    ("qwen3_5_moe", {"mixture": MoE(8, 2, 48, fused=True)}),
+    ("qwen3_5_moe", {"mixture": MoE(8, 3, 48, shared=40, fused=True)}),
+    ("gemma4 with experts", {"mixture": MoE(8, 2, 48, fused=True)}),
+    ("gemma4 with experts", {"mixture": MoE(8, 1, 48, beside=True, fused=True)}),
 ]
 
 back = lambda x, n: jnp.pad(x, ((0, 0), (n, 0), (0, 0)))[:, : x.shape[1]]
@@ -135,7 +139,9 @@ def scores(folder, shape=None, mesh=(1, 1, 1)):
 def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
     want = np.load(folders / name / "found.npz")
     logp, gradient = scores(folders / name, mesh=mesh)
-    np.testing.assert_allclose(logp, want["logp"], atol=2e-5)
+    # of this one transformers' float32 is 2.8e-5 from its float64, and ours 2.9e-5
+    limit = 4e-5 if name == "qwen3_5_moe" else 2e-5
+    np.testing.assert_allclose(logp, want["logp"], atol=limit)
     np.testing.assert_allclose(gradient, want["gradient"], atol=2e-5)
     entropy = lambda logp: -(np.exp(logp) * logp).sum(-1)
     np.testing.assert_allclose(entropy(logp), entropy(want["logp"]), atol=2e-5)
@@ -145,7 +151,10 @@ def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
 def test_a_router_chooses_as_transformers_does(folders, name):
     found, shape = np.load(folders / name / "found.npz"), SHAPES[name]
     gates = hf.Tensors(folders / name)
-    assert found["inputs"].shape[:2] == (shape.num_layers, 1000)
+    assert found["inputs"].shape[:2] == (
+        shape.num_layers,
+        np.load(folders / name / "tokens.npy").size,
+    )
     for i, (x, chosen) in enumerate(zip(found["inputs"], found["chosen"], strict=True)):
         logits = x @ gates.slice(f"model.layers.{i}.mlp.gate.weight")[:].T
         ours, _ = qwen2.choice(jnp.asarray(logits)[None], shape.mixture)
@@ -244,6 +253,16 @@ PUBLISHED = [
                 "partial_rotary_factor": 0.25, "rope_theta": 10000000}}},
         "Qwen3.5-27B",
     ),
+    (
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {}, "text_config": {
+            "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "head_dim": 256, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "num_hidden_layers": 40, "vocab_size": 248320, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "full_attention_interval": 4, "linear_num_value_heads": 32, "max_position_embeddings": 262144,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25,
+                                "rope_theta": 10000000}}},
+        "Qwen3.5-35B-A3B",
+    ),
 ]  # fmt: skip
 
 
@@ -316,7 +335,6 @@ def test_a_window_that_is_not_there_is_refused(name):
 
 
 @pytest.mark.parametrize(("says", "said"), [
-    ({"enable_moe_block": True}, "enable_moe_block is not supported"),
     ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
     ({"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input 95 is not supported"),
