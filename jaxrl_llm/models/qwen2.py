@@ -530,8 +530,8 @@ class Layer(nnx.Module):
         self.post_feedforward_layernorm = _norm(shape) if shape.norms_after else None
         mixture, times = shape.mixture, 2 if shared and shape.shared_wide else 1
         side = mixture if mixture and mixture.beside else None
-        routed = mixture and not side
-        self.mlp = Experts(shape, mixture, rngs=rngs) if routed else MLP(shape, times, rngs=rngs)
+        routed = None if side else mixture
+        self.mlp = Experts(shape, routed, rngs=rngs) if routed else MLP(shape, times, rngs=rngs)
         self.router: Any = Router(shape, side, rngs=rngs) if side else None
         self.experts = _experts(shape, side, rngs) if side else None
         self.post_feedforward_layernorm_1: Any = _norm(shape) if side else None
