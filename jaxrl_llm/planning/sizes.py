@@ -13,7 +13,7 @@ from jaxrl_llm.models import attention, logprobs, qwen2
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, step_of
-from jaxrl_llm.planning.programs import BESIDE, Step, host_bytes, local_bytes
+from jaxrl_llm.planning.programs import BESIDE, Step, local_bytes
 from jaxrl_llm.rollouts.engines import SLOTS, Native
 from jaxrl_llm.rollouts.native import padded
 
@@ -85,19 +85,20 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
     with machines.compiling_for(step.mesh):
         if isinstance(config.engine, Native):
-            cache, together = local_bytes(step.cache), step.generator.mesh.shape["tensor"]
+            cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
             prompts = -(-step.engine.prefill_prompts // devices) * together
             length = padded(limit.prompt_length)
             layer = _within_a_layer(config, shape, length) / together
             passing = prompts * length * (cache / columns + layer)
-            held = step.beside_sampler + local_bytes(step.weights)
+            weights = step.on_device.get("sampler's copy", step.on_device["parameters"])
+            held = step.beside_sampler + weights
             most = -(-config.prompts * config.group_size // devices)
             # while a cache grows one of its layers is there twice
             each = cache * (1 + 1 / shape.num_layers)
             sizes["slots"] = devices * _most("sampling", step, held, passing, each, most)
         names = ("parameters", "frozen", *BESIDE, "gradients")
         held = sum(step.on_device.get(name, 0) for name in names)
-        held += host_bytes(step.state.opt_state)  # which comes over
+        held += step.on_hosts.get("optimizer", 0)  # which comes over
         remat, layers = config.compute.remat, shape.num_layers
         layer = columns * _within_a_layer(config, shape, columns) / tensor
         kept = layers * (columns * shape.hidden_size * width if remat else layer)
