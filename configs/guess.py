@@ -4,7 +4,7 @@ A number from a range is hidden. The model says one a turn, and the environment 
 lower; with five guesses a range of 31 can always be searched by halving. The SFT data are bad on purpose: most
 games count up from the lowest number, which finds one in six; the others guess somewhere near the middle of
 what is left. Reinforcement rewards the end of the game alone: from 20% of games won to 79 to 81% (three seeds).
-With `--by-turn 0.5` half of a guess's credit is its own: how much it has narrowed the range.
+With `--by-turn 0.5` half of a guess's credit is what it and later guesses narrow the range by, and the win.
 
     jaxrl-llm train configs/guess.py
     jaxrl-llm train configs/guess.py --by-turn 0.5
@@ -112,7 +112,8 @@ def config(
         learning_rate: of the reinforcement phase.
         alpha: strength of Advantage Reweighting; 0 switches it off.
         eta: probability that separates Lopti's two stages; 0 switches it off.
-        by_turn: share of a guess's credit that is its own; the rest is the game's.
+        by_turn: share of a guess's credit that is the rewards from it on, for narrowing the range too; the rest
+            is the game's.
         teacher: folder of a model to learn from in place of rewards, as exported from a run; `--layers 6
             --counting 0` makes a better one than the policy.
         seed: of everything: initial weights, order of the data, sampling.

@@ -66,7 +66,7 @@ def config(
     """A run on two cores.
 
     Args:
-        sort: share of the prompts that are to sort; the others have half of the rest each.
+        sort: share of the prompts that are to sort, below 1; the others have half of the rest each.
         careless: share of the demonstrations that repeat digits.
         steps: of the reinforcement phase.
         warm_steps: of the supervised phase.

@@ -288,12 +288,13 @@ class Config:
                 "looks at it, such as penalties"
             )
 
-        if any(map(self.loss.reads, ("teacher_logp", "teacher_top"))) != (self.teacher is not None):
+        of_teacher = self.loss.reads("teacher_logp", "teacher_top", "top_logp")
+        if of_teacher != (self.teacher is not None):
             raise UserError(
-                "config: there is a teacher, but the objective does not look at teacher_logp: take one that does, "
-                "such as recipes.distillation"
+                "config: there is a teacher, but the objective does not look at teacher_logp or teacher_top: take "
+                "one that does, such as recipes.distillation"
                 if self.teacher
-                else "config: the objective looks at teacher_logp: name a teacher"
+                else "config: the objective looks at a teacher's log-probs: name a teacher"
             )
         if self.teacher and self.teacher.lora:
             raise UserError("config: a teacher is not trained: leave out its lora")

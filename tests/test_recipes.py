@@ -236,7 +236,7 @@ PUBLISHED = {  # at a limit of 90 tokens, defaults of functions too
     "icepop": "grpo; masked(low 0.5, high 5, weight token_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "mis": "grpo; masked(low 0, high 3, weight response_ratio); clipped(low 0.2, high 0.24, dual 10); 0.001 k3",
     "distillation": "distilled(coef 1, reward_coef 0, of_reward grpo); importance(anchor sampler)",
-    "gkd": "distilled(coef 0, reward_coef 0, of_reward grpo); 1 of_top(beta 0.5)",
+    "gkd": "nothing; 1 of_top(beta 0.5)",
     "erl": "erl; clipped(low 0.2, high 0.28, dual 10); 0.001 k3; seq_mean_token_sum",
     "opsm": "grpo; opsm(delta 0.0001, anchor trainer, then clipped(low 0.2, high 0.24, dual 10)); 0.001 k3",
 }

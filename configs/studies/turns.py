@@ -1,6 +1,7 @@
 """Does a game teach faster where each turn has a reward of its own?
 
-A guess that narrows the range is worth what it narrows; the game is worth 1 if it is won, as before.
+A guess is worth what it narrows the range by, and has the credit of the guesses from it on; a game that is won
+is worth 1, as before.
 """
 
 from jaxrl_llm.research.study import Study

@@ -59,11 +59,12 @@ class Result:
         """The line over all examples."""
         return self.lines[-1]
 
-    def accuracy(self, task: str = "") -> float:
-        """That of a task of a mixture, or the mean of its tasks; without any that of all examples."""
+    def score(self, task: str = "") -> tuple[float, float]:
+        """Accuracy and reward of a task of a mixture, or the means of its tasks; else of all examples."""
         measured = [one for one in self.lines if one.name in self.tasks and one.examples]
-        chosen = [line.greedy for line in measured if task in ("", line.name)]
-        return _mean(chosen) if self.tasks else self.total.greedy
+        chosen = [line for line in measured if task in ("", line.name)]
+        chosen = chosen if self.tasks else [self.total]
+        return _mean([line.greedy for line in chosen]), _mean([line.score for line in chosen])
 
     def metrics(self) -> dict[str, float]:
         """The results by flat names, such as `accuracy/GROUP`."""

@@ -58,7 +58,7 @@ def teacher_score(policy: Policy, temperature: float, objective: Objective, toke
     objective reads them, else None. Ids that its vocabulary ends before, which stand for no token, count as
     its last one.
     """
-    top = Top(objective.top, tokens) if objective.reads("teacher_top") else None
+    top = Top(objective.top, tokens) if objective.reads("teacher_top", "top_logp") else None
     scores = policy.scores(temperature, top=top)
     last = qwen2.settings(policy.definition)[0].vocab_size - 1
 

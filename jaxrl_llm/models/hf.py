@@ -197,8 +197,8 @@ def _say_left_out(folder: pathlib.Path, number: int) -> None:
 
 def stacked(path) -> int:
     """How many leading axes of the parameter at this tree path count layers, then experts."""
-    keys = [key.key for key in path]  # a fused file has one tensor of all experts
-    return (keys[0] == "layers") + ("experts" in keys and keys[-1] == "weight")
+    keys = [key.key for key in path]
+    return (keys[0] == "layers") + ("experts" in keys and "fused_" not in keys[-2])
 
 
 def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
@@ -210,6 +210,7 @@ def hf_names(path, shape: tuple[int, ...]) -> Iterator[str]:
             first, step = map(int, keys.pop(1).split("_mod_"))
         for layer, *expert in np.ndindex(shape[: stacked(path)]):
             name = ".".join(["model", "layers", str(first + step * layer), *keys[1:]])
+            name = re.sub(r"\.fused_(\w+)\.weight$", r".\1", name)
             yield name.replace(".experts.", f".experts.{expert[0]}.") if expert else name
     else:
         yield ".".join(keys if keys[0] == "lm_head" else ["model", *keys])

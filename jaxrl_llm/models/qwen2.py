@@ -213,6 +213,13 @@ class Shape:
     layer_scalars: bool = False
     logit_cap: float | None = None
 
+    def __post_init__(self):
+        four = self.norms_before and self.norms_after
+        if self.mixture and self.mixture.beside and (not four or self.mixture.shared):
+            raise UserError(
+                "mixture: experts beside an MLP need norms before and after it, and share none"
+            )
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
@@ -422,18 +429,17 @@ class MLP(nnx.Module):
 
 
 class FusedMLP(nnx.Module):
-    """As `MLP`, its first two products one, with the names that experts have in fused files."""
+    """As `MLP`, its first two products one; a file has these tensors of all experts in one."""
 
     def __init__(self, shape: Shape, size: int, *, rngs: nnx.Rngs):
-        hidden, draw = shape.hidden_size, rngs.params.normal
-        self.gate_up_proj = nnx.Param(hidden**-0.5 * draw((2 * size, hidden)))
-        self.down_proj = nnx.Param(size**-0.5 * draw((hidden, size)))
+        hidden = shape.hidden_size
+        self.fused_gate_up_proj = Linear((2 * size,), (hidden,), rngs=rngs)
+        self.fused_down_proj = Linear((hidden,), (size,), rngs=rngs)
         self.activation = shape.activation
 
     def __call__(self, x):
-        product = lambda x, weight: primitives.product(x, weight[...].astype(x.dtype), 1)
-        gate, up = jnp.split(product(x, self.gate_up_proj), 2, -1)
-        return product(ACTIVATIONS[self.activation](gate) * up, self.down_proj)
+        gate, up = jnp.split(self.fused_gate_up_proj(x), 2, -1)
+        return self.fused_down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 def _experts(shape: Shape, mixture: MoE, rngs: nnx.Rngs):
@@ -500,8 +506,9 @@ class Router(nnx.Module):
 
     def __call__(self, x):
         """Experts and weights as `choice` has them."""
-        unit = by_root_mean_square(x, self.eps).astype(x.dtype)
-        unit = unit * _like(self.scale[...], x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        unit = by_root_mean_square(x, self.eps).astype(x.dtype) * _like(self.scale[...], x)
+        # in float32, for the root itself would be rounded
+        unit = (unit.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         chosen, weights = choice(self.proj(unit), self.mixture)
         return chosen, weights * self.per_expert_scale[...][chosen]
 

@@ -47,7 +47,7 @@ RULES = (
     (r"layers/linear_attn/(conv1d/weight|A_log|dt_bias)", P(None, "tensor")),
     (r"layers/linear_attn/out_proj/weight", P(None, "fsdp", "tensor")),
     (r"layers/(mlp/gate|mlp/shared_expert_gate|router/proj)/weight|layers/router/\w*scale", P()),
-    (r"layers/(mlp/)?experts/\w+(/weight)?", P(None, VOCAB)),  # see models/experts.py
+    (r"layers/(mlp/)?experts/\w+/weight", P(None, VOCAB)),  # see models/experts.py
     (r"layers/mlp/(shared_expert/)?(gate|up)_proj/weight", P(None, "tensor", "fsdp")),
     (r"layers/mlp/(shared_expert/)?down_proj/weight", P(None, "fsdp", "tensor")),
     (rf"layers/({INTO})/lora_A/weight", P(None, None, "fsdp")),

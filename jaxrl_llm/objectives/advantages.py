@@ -20,6 +20,12 @@ def imitation(reward: Rewards, data: TokenData) -> Tokens:
     return jnp.where(data.mask, jnp.ones_like(data.old_logp), 0.0)
 
 
+def nothing(reward: Rewards, data: TokenData) -> Tokens:
+    """0 on every token: penalties alone are learned from."""
+    del reward
+    return jnp.zeros_like(data.old_logp)
+
+
 def grpo(reward: Rewards, data: TokenData) -> Tokens:
     """Reward standardised in its group: (R - mean) / (std + 1e-6), std unbiased (arXiv:2402.03300).
 

@@ -1,7 +1,7 @@
 """Estimators of KL(pi || ref) per token from the sampled token alone: `(logp, data) -> [B,T]`.
 
-Each can be used in the reward (by its value) or as a penalty of the loss (by its gradient).
-See "Approximating KL divergence", Schulman 2020.
+Each can be used in the reward (by its value) or as a penalty of the loss (by its gradient); `of_top`, which
+looks at distributions, as a penalty alone. See "Approximating KL divergence", Schulman 2020.
 """
 
 import math

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.errors import at_least
 from jaxrl_llm.objectives import aggregation, losses, partition, selections
 from jaxrl_llm.objectives.token_data import Mask, Rewards, TokenData, Tokens
 
@@ -43,6 +44,9 @@ class Objective:
     proxy: float = 0.02
     top: int = 64
     tried_on: tuple[int, int, int] = field(default=(16, 64, 32), compare=False)
+
+    def __post_init__(self):
+        at_least(1, "objective", self, "top")
 
     def credit(
         self, reward: Rewards, data: TokenData, *, minibatches: int = 1
@@ -101,9 +105,9 @@ class Objective:
         read = self._read(lambda _, x, data: self.per_token(x, x, data))
         return not read.isdisjoint(("response", "turn", "segment"))
 
-    def reads(self, field: str) -> bool:
-        """True if any function of the objective reads this field of `TokenData`."""
-        return field in self._read(self._everything)
+    def reads(self, *fields: str) -> bool:
+        """True if any function of the objective reads one of these fields of `TokenData`."""
+        return not self._read(self._everything).isdisjoint(fields)
 
     @property
     def corrects(self) -> bool:
@@ -122,7 +126,10 @@ class Objective:
         self.select(advantage, data)
 
     def _everything(self, reward: Rewards, logp: Tokens, data: TokenData):
-        self._credit_minibatch(self._advantage(reward, data), data)
+        credited = data._replace(
+            teacher_top=None, top_logp=None
+        )  # as in a step: the update has them
+        self._credit_minibatch(self._advantage(reward, credited), credited)
         self.per_token(logp, logp, data)
 
     def _read(self, call: Callable[[Rewards, Tokens, TokenData], object]) -> set[str]:

@@ -236,7 +236,7 @@ def distillation(length: int) -> Objective:
 def gkd(length: int) -> Objective:
     """GKD on the policy's own samples (arXiv:2306.13649): the divergence to a teacher's distribution."""
     return Objective(
-        advantage=partial(advantages.distilled, coef=0.0),
+        advantage=advantages.nothing,
         penalties=((1.0, partial(kl.of_top, beta=0.5)),),
     )
 

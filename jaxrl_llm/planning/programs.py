@@ -350,7 +350,7 @@ def model_shape(model: Pretrained) -> qwen2.Shape:
     name, presets = model.name.rpartition("/")[2], families.PRESETS
     known = presets.get(name) or presets.get(name.removesuffix("-Instruct"))
     known = known or hf.load_shape(hf.resolve(model.name, model.revision))
-    return replace(known, lora=model.lora)
+    return lora.shape_with_adapters(known, model.lora)
 
 
 def like(x: Any, sharding: Any = None, dtype: Any = None) -> jax.ShapeDtypeStruct:

@@ -102,7 +102,8 @@ class Trial:
         return self._moved(norm, rate * norm, stepped, credited)
 
     def _moved(self, norm: Any, distance: Any, params: Any, credited: Credited) -> Moved:
-        return Moved(float(norm), float(distance), np.asarray(self.score(params, credited.inputs)))
+        now = self.score(params, credited.inputs._replace(others=None))
+        return Moved(float(norm), float(distance), np.asarray(now))
 
 
 # Each one program: a program for every array, queued without waiting, can starve the reductions over

@@ -158,6 +158,11 @@ def _summary(records: Sequence[Record]) -> Element:
         sentences[-1] += (
             f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
         )
+        if best and not any(r["eval/accuracy"] for r in measured):  # a reward with degrees
+            rewards = (
+                f"{scores[measured[0]['step']][1]:.3g} before, {scores[best['step']][1]:.3g} then"
+            )
+            sentences += [f"No response was correct; mean reward: {rewards}."]
     for r in tested:
         sentences += [
             f"Test accuracy: {_measured(r, 'test')} at step {r.get('test/step', r['step']):.0f}."

@@ -57,11 +57,13 @@ def _evaluations(records: list[journal.Record], step: int) -> list[str]:
     rows += [("test, this step", "test", one) for one in tests]
     if not rows:
         return []
-    table = ["| accuracy, greedy | % | 95% interval | examples |", "|---|---|---|---|"]
+    table = ["| accuracy, greedy | % | 95% interval | mean reward | examples |"]
+    table += ["|---|---|---|---|---|"]
     for name, of, r in rows:
         low, value, high = (100 * r[f"{of}/accuracy{tail}"] for tail in ("_low", "", "_high"))
+        reward, examples = (r[f"{of}/{key}"] for key in ("score", "examples"))
         table.append(
-            f"| {name} | {value:.1f} | {low:.1f} to {high:.1f} | {r[f'{of}/examples']:.0f} |"
+            f"| {name} | {value:.1f} | {low:.1f} to {high:.1f} | {reward:.3g} | {examples:.0f} |"
         )
     return [*table, ""]
 

@@ -20,7 +20,8 @@ METRICS = "metrics.jsonl"
 PART = 1000  # records of a file in a bucket, where a file that has grown goes up whole
 WARM_START, REINFORCE = "warm_start", "reinforce"  # the phases of a run
 LOSS = "eval/loss"  # of rows that are imitated, on those that are not
-BEST_BY = "eval/best_by"  # the accuracy that chooses the best checkpoint, where tasks are mixed
+# of mixed tasks what chooses the best checkpoint, in place of accuracy and mean reward over all of them
+BEST_BY, BEST_BY_REWARD = "eval/best_by", "eval/best_by_reward"
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 Score = tuple[float, float]  # of a policy: accuracy, or the loss below 0; then the mean reward
@@ -60,7 +61,13 @@ def scores(records: list[Record]) -> dict[int, Score]:
     if losses := {r["step"]: (-r[LOSS], 0.0) for r in records if LOSS in r}:
         return losses
     ours = [r for r in records if r["phase"] == REINFORCE and "eval/accuracy" in r]
-    return {r["step"]: (r.get(BEST_BY, r["eval/accuracy"]), r.get("eval/score", 0.0)) for r in ours}
+    first = lambda r, *names: next((r[name] for name in names if name in r), 0.0)
+    score = lambda r: (
+        first(r, BEST_BY, "eval/accuracy"),
+        first(r, BEST_BY_REWARD, "eval/score"),
+    )
+    # an evaluation whose responses are all ungraded is no better than any
+    return {r["step"]: score(r) if r.get("eval/examples", 1) else LOWEST for r in ours}
 
 
 def fit(
@@ -72,7 +79,7 @@ def fit(
     """
     known, highest, found = scores(records), LOWEST, {}
     for step in sorted(known)[1:]:
-        if regular(step) or known[step] > highest:
+        if known[step] > LOWEST and (regular(step) or known[step] > highest):
             found[step] = known[step]
         highest = max(highest, known[step])
     return found

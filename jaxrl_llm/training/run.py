@@ -31,6 +31,7 @@ from jaxrl_llm.training.fingerprint import not_finite
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import (
     BEST_BY,
+    BEST_BY_REWARD,
     LOSS,
     LOWEST,
     REINFORCE,
@@ -324,12 +325,13 @@ class Run:
         result, seconds = self._answered(examples := self.components.splits.validation)
         values = {f"eval/{name}": value for name, value in result.metrics().items()}
         best_by = self.components.config.evaluation.best_by
-        values |= {BEST_BY: result.accuracy(best_by)} if result.tasks else {}
+        score = result.score(best_by)
+        values |= dict(zip((BEST_BY, BEST_BY_REWARD), score, strict=True)) if result.tasks else {}
         self.log.journal.record(step, phase, values | {"time/evaluation": seconds})
         total = result.total
         low, high = (100 * bound for bound in total.interval)
         text = f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f})"
-        text += f", mean reward {total.score:.3g}" * (not total.greedy)
+        text += f", mean reward {total.score:.3g}" * (not total.greedy and total.score != 0)
         text += f", mean length {total.length:.0f}"
         for line in result.lines[: len(result.tasks)]:
             text += f", {line.name} {100 * line.greedy:.1f}%"
@@ -340,7 +342,7 @@ class Run:
         self.log.journal.say(f"  step {step}: validation accuracy {text}")
         if (phase, step) == (REINFORCE, self.components.config.warm_steps) and result.first:
             self._show_example(result.first)
-        return result.accuracy(best_by), total.score
+        return score if total.examples else LOWEST
 
     def _show_example(self, group: Group) -> None:
         """Prints an example as the model reads it, special tokens too, with its response and reward."""
@@ -609,7 +611,8 @@ def _summarise(
         title = f"test accuracy in percent (95% interval) of step {step}, {which}"
         journal.say(tables.accuracies(title, result, config.evaluation.by))
         if result.total.examples and journal.find(LOSS, config.last_step, REINFORCE) is None:
-            journal.say(_progress(scores(journal.records), step))
+            graded = {s: x for s, x in scores(journal.records).items() if x > LOWEST}
+            journal.say(_progress(graded, step) if graded else "validation: all ungraded")
     go_on = (
         f"evaluate it: jaxrl-llm eval {where}"
         if result

@@ -11,7 +11,7 @@ import transformers
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import delta, families, hf, primitives, qwen2, tokenizer
+from jaxrl_llm.models import delta, families, hf, int8, lora, primitives, qwen2, tokenizer
 from jaxrl_llm.models.qwen2 import LayerKind, MoE
 from tests import tiny
 from tests.reference import peer
@@ -159,6 +159,32 @@ def test_a_router_chooses_as_transformers_does(folders, name):
         logits = x @ gates.slice(f"model.layers.{i}.mlp.gate.weight")[:].T
         ours, _ = qwen2.choice(jnp.asarray(logits)[None], shape.mixture)
         np.testing.assert_array_equal(ours[0], chosen)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.mixture])
+def test_experts_are_products_however_files_have_them(name):
+    """For 8 bits, and for optimizers of matrices."""
+    shape = SHAPES[name]
+    _, params = tiny.policy(shape, mesh=tiny.mesh_of())
+    rounded = dataclasses.replace(shape, lora=qwen2.Lora(base="int8"))
+    keep = lora.base_quantizer(rounded)
+    axes = dict(
+        jax.tree_util.tree_leaves_with_path(
+            qwen2.matrices(params), is_leaf=lambda x: x is None or isinstance(x, tuple)
+        )
+    )
+    experts = [
+        (path, x)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")
+    ]
+    assert sum(x.size for _, x in experts) == 3 * 48 * 64 * 8 * shape.num_layers or name.endswith(
+        "six"
+    )
+    for path, x in experts:
+        assert isinstance(keep(path, x), int8.Int8)
+        assert axes[path] is not None
+        assert np.prod([x.shape[i] for i in (*axes[path][0], *axes[path][1])]) == x[0, 0].size
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)

@@ -198,7 +198,11 @@ def test_metrics_and_the_table_tell_the_tasks_apart():
     assert [line.name for line in result.lines] == ["even", "small", "all"]
     assert (figures["accuracy/small"], figures["accuracy/even"]) == (3 / 5, 1 / 2)
     assert figures["accuracy"] == 5 / 9
-    assert [result.accuracy(name) for name in ("", "small", "even")] == [0.55, 0.6, 0.5]
+    scores = [result.score(name) for name in ("", "small", "even")]
+    assert [accuracy for accuracy, _ in scores] == [0.55, 0.6, 0.5]
+    by_name = {line.name: line.score for line in result.lines}
+    both = (by_name["small"] + by_name["even"]) / 2
+    assert [reward for _, reward in scores] == [both, by_name["small"], by_name["even"]]
     assert tables.accuracies("", result, "").columns[0].header == "task"
 
 

@@ -230,6 +230,13 @@ def test_a_fingerprint_sees_every_bit_and_every_exchange():
         array[:3, :3, :3] = kept
 
 
+def test_what_an_older_run_noted_of_a_score_is_its_accuracy(tmp_path):
+    """Which was a number, and is two now."""
+    saved(tmp_path / "c", 1, 2, scores=lambda: {1: 0.5, 2: 0.4})
+    with saved(tmp_path / "c", 3, keep=1, scores=lambda: {3: (0.45, 1.0)}) as there:
+        assert (there.best, there.steps) == (1, [1, 3])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "bool", "uint8"])
 def test_every_kind_of_array_has_a_fingerprint(dtype):
     for shape in ((), (7,), (5, 6, 7)):

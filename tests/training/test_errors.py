@@ -66,7 +66,7 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "corrects nothing: set ratios = 'trainer'"),
         (REPLACE + "reference=False)", "the objective looks at ref_logp: leave reference out"),
         (REPLACE + "teacher=Pretrained('x'))", "the objective does not look at teacher_logp"),
-        (REPLACE + "objective=recipes.distillation(48))", "looks at teacher_logp: name a teacher"),
+        (REPLACE + "objective=recipes.distillation(48))", "a teacher's log-probs: name a teacher"),
         (REPLACE + "objective=recipes.distillation(48), teacher=Pretrained('x', lora=qwen2.Lora(2, 4.0)))",
          "a teacher is not trained: leave out its lora"),
         (REPLACE + "collate=Collator(40, 48, minibatches=3))", "8 responses a step do not divide into 3"),

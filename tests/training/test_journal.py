@@ -212,6 +212,14 @@ def test_the_mean_reward_tells_equal_accuracies_apart():
     assert set(journal.fit(records, lambda step: False)) == {5}  # better than all before it
 
 
+def test_an_evaluation_without_graded_responses_is_no_score():
+    """It has an accuracy and a reward of 0, which would be above rewards below 0."""
+    worse = {"phase": REINFORCE, "eval/accuracy": 0.0, "eval/examples": 4}
+    records = [worse | {"step": s, "eval/score": r} for s, r in ((0, -0.8), (5, -0.4), (15, -0.2))]
+    records.append(worse | {"step": 10, "eval/score": 0.0, "eval/examples": 0})
+    assert journal.fit(records) == {5: (0.0, -0.4), 15: (0.0, -0.2)}
+
+
 class Hub:
     """A stand-in for Weights & Biases or trackio that keeps what it is told."""
 
