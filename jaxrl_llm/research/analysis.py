@@ -135,6 +135,11 @@ def measure(
         tell = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
         credited, there = credit(sample)
         if not np.any(there.advantage):
+            if not all(group.is_constant for group in sample):
+                raise UserError(
+                    "the objective gives no token an advantage, so there is nothing to analyze: it learns from "
+                    "penalties alone"
+                )
             raise UserError(
                 "all responses to each prompt earned the same, so there is nothing to learn from: "
                 "take more --prompts or another --seed"
