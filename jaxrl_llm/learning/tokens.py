@@ -24,7 +24,7 @@ def token_stats(
     """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, 0 without a token.
 
     `score(params, inputs)` is the program of the step's scores; `params` are those after the
-    update. The numbers are log-probs (`old`, `new`, `sampler`, and `reference` if there is one),
+    update. The numbers are log-probs (`old`, `new`, `sampler`, `reference` and `teacher` if there is one),
     `entropy` if it was computed, the `advantage`, the product of its factors (`factor`), the weight
     in each stage's loss (`weight1`, ...), and `clip`: 1 where the surrogate has no slope left.
     """
@@ -67,7 +67,8 @@ def token_stats(
             "clip": to_rows(metrics.without_slope(objective, *map(flat, of)).reshape(new.shape)),
         }
         figures |= {f"weight{s + 1}": to_rows(x) for s, x in enumerate(credited.weight)}
-        extra = {"reference": whole.ref_logp, "entropy": whole.entropy}
+        extra = {"reference": whole.ref_logp, "teacher": whole.teacher_logp}
+        extra["entropy"] = whole.entropy
         figures |= {name: x for name, x in extra.items() if x is not None}
         return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in figures.items()}
 
@@ -93,12 +94,12 @@ def _bins(x: Array) -> Array:
 def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """In 16 bits, log-probs but `old` as differences from it, which then keep their digits.
 
-    `moved` is `new` less `old`; `less_sampler` and `less_reference` are `old` less those. Weights
+    `moved` is `new` less `old`; `less_sampler` and others such are `old` less those. Weights
     may be too small for 16 bits, advantages too large: they stay as they are.
     """
     rest = dict(numbers)
     rest["moved"] = rest.pop("new") - numbers["old"]
-    for name in rest.keys() & {"sampler", "reference"}:
+    for name in rest.keys() & {"sampler", "reference", "teacher"}:
         rest[f"less_{name}"] = numbers["old"] - rest.pop(name)
     wide = ("weight", "advantage")
     return {k: x if k.startswith(wide) else x.astype(np.float16) for k, x in rest.items()}

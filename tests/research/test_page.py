@@ -70,6 +70,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         groups = tiny.groups(responses, rewards, n=4)
         batch, reward = programs.batch(groups)
         seen, _ = programs.score(state.params, batch, groups)
+        seen["teacher_logp"] = seen["ref_logp"] - 1
         credited = programs.credit(batch, reward, **seen)
         state, _ = programs.update(state, credited)
         numbers = programs.token_stats(state.params, batch, reward, credited, ROWS)
@@ -85,6 +86,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         close(found["old"], old)
         close(found["new"], new)
         close(found["reference"], ref)
+        close(found["teacher"], ref - 1)
         close(found["entropy"], -old)  # what the policy of this test calls so
         close(found["sampler"], responses[row].logps)
         close(found["advantage"], np.full(len(old), advantage[i]))
@@ -284,7 +286,12 @@ def test_one_request_at_a_time_reads_the_runs(run, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "kept_as", "sign"),
-    [("new", "moved", 1), ("sampler", "less_sampler", -1), ("reference", "less_reference", -1)],
+    [
+        ("new", "moved", 1),
+        ("sampler", "less_sampler", -1),
+        ("reference", "less_reference", -1),
+        ("teacher", "less_teacher", -1),
+    ],
 )
 def test_in_16_bits_a_small_difference_keeps_its_digits(name, kept_as, sign):
     numbers = {"old": np.float32([-9.123]), "new": np.float32([-9.123])}
