@@ -76,6 +76,11 @@ class Clock:
         """The present phase, and when something was last done in it."""
         return self._phase, max(self._turned, self._beaten, storage.heard())
 
+    @property
+    def since(self) -> tuple[str, float]:
+        """The present phase, and the seconds since it began, or an inner one ended. For any thread."""
+        return self._phase, time.perf_counter() - self._turned
+
     def heartbeat(self) -> None:
         """Something was done in the phase: a longer wait begins anew. Callable from any thread."""
         self._beaten = time.perf_counter()

@@ -26,6 +26,9 @@ _COLUMNS = {  # of the line of a step: title, width, form, and the figure, the f
         _SECONDS,
     ),
 }
+WAIT = (
+    60.0  # seconds of a phase after which it is told how long it has taken, before the first step
+)
 _HEAD = 25  # lines after which the titles are said again
 _PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
 _RECENT = 10  # steps whose mean time tells how long the rest will take
@@ -46,6 +49,8 @@ class RunLog:
         self._pending: tuple[int, Figures] | None = None
         self._figures: Figures = dict
         self._at_end: list[Callable[[], None]] = []
+        self._records: list[Mapping[str, Any]] = []
+        self.progress: Callable[[], str] = str  # of the present phase in words
 
     def begin(self, phase: str, steps: range, start: int, every: int) -> None:
         """Begins a phase, or goes on with it after step `start`; says that the first step compiles."""
@@ -80,6 +85,12 @@ class RunLog:
             self._at_end = []  # what they hold of the step is let go
             seconds |= self.clock.lap()
         self._require_progress()
+
+    def tell(self) -> None:
+        """Says how long the present phase has taken, until a step has said how long one takes."""
+        phase, seconds = self.clock.since
+        if seconds >= WAIT and not self._records:
+            self.journal.say(f"  {phase}: {duration(seconds)} so far{self.progress()}")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """For the block, counts the time for a part of the step, or for what comes between steps."""

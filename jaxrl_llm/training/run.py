@@ -13,6 +13,7 @@ import jax
 import rich.console
 
 from jaxrl_llm import accelerators, distributed, storage, userfile
+from jaxrl_llm.background import repeating
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
 from jaxrl_llm.learning import imitate, update
@@ -42,7 +43,7 @@ from jaxrl_llm.training.journal import (
     scores,
 )
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
-from jaxrl_llm.training.log import RunLog
+from jaxrl_llm.training.log import WAIT, RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
 from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
 from jaxrl_llm.training.stream import Rollouts
@@ -214,6 +215,7 @@ class Run:
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
             log = RunLog(journal, clock, config.max_ungraded)
+            stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)
             yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, other)

@@ -90,7 +90,10 @@ class Rollouts:
             begun = time.perf_counter()
             new = [one for one in [*head, *self._queue] if not one.responses]
             self._task.submit(self.sampler, new, n=config.group_size, sampling=self._sampling)
+            there = lambda: sum(one.is_there for one in head)
+            self._log.progress = lambda: f", {there()} of {len(head)} prompts are answered"
             mine = self._task.collect(self.sampler, head)
+            self._log.progress = str
             self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
             # with lag the samplers have worked since the groups before these came
             start = self._came if config.max_lag and self._came else begun

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl_llm.training import clock as clocks
 from jaxrl_llm.training.clock import Clock
+from jaxrl_llm.training.log import RunLog
 
 
 @pytest.fixture
@@ -33,6 +34,27 @@ def test_a_step(now):
     assert figures["time/idle_share"] == pytest.approx(1 - 5 / 10)
     assert figures["time/other"] == 5.0
     assert figures["time/goodput"] == pytest.approx(13 / 20)
+
+
+def test_until_the_first_step_a_long_phase_says_how_long_it_has_taken(now):
+    """Later the lines of steps do: 256 responses by a CPU take many minutes without a word."""
+    lines, clock = [], Clock()
+    journal = SimpleNamespace(say=lines.append, records=[])
+    log = RunLog(journal, clock)
+    log.begin("reinforce", range(3), 0, 1)
+    lines.clear()
+    with clock("rollout"):
+        log.progress = lambda: ", 3 of 32 prompts are answered"
+        now[0] += 59.0
+        log.tell()
+        now[0] += 61.0
+        log.tell()
+        journal.records.append({"phase": "reinforce", "updates": 1})
+        log.begin("reinforce", range(3), 1, 1)
+        now[0] += 600.0
+        log.tell()
+    assert lines[0] == "  rollout: 2 min 0 s so far, 3 of 32 prompts are answered"
+    assert not any("so far" in line for line in lines[1:])
 
 
 def test_all_time_is_counted_once(now):
