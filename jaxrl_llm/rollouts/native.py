@@ -134,7 +134,7 @@ class NativeSampler(Sampler):
         working: dict[int, Request] = {}  # by slot
         replies: dict[int, Future[Any]] = {}  # replies to come, by slot
         left = len(drafts)
-        count = {"prefill_tokens": 0, "decode_steps": 0}
+        self.counters = count = {"prefill_tokens": 0, "decode_steps": 0, "left": left}
         waiting, again = deque([self._prefilled(requests, count)]), list[Request]()
 
         def grown(cache, columns, end):
@@ -144,6 +144,7 @@ class NativeSampler(Sampler):
             return cache, columns
 
         while left:
+            count["left"] = left
             self._check()
             if again:
                 segments = defaultdict[tuple[int, ...], list[Request]](list)
@@ -177,7 +178,7 @@ class NativeSampler(Sampler):
             busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
             count["decode_steps"] += int(steps)
             left -= _collect(slots, working, replies, drafts, reply, again)
-        self.counters = {**count, "idle_seconds": time.perf_counter() - start - busy}
+        self.counters = {**count, "left": 0, "idle_seconds": time.perf_counter() - start - busy}
 
     def _columns(self, needed: int, limit: int) -> int:
         """Columns of the cache: all, or if `static` a power of two, for few compilations."""

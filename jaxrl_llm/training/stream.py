@@ -89,9 +89,8 @@ class Rollouts:
         with self._log.phase("rollout"):
             begun = time.perf_counter()
             new = [one for one in [*head, *self._queue] if not one.responses]
+            self._log.progress = partial(self._progress, head)
             self._task.submit(self.sampler, new, n=config.group_size, sampling=self._sampling)
-            there = lambda: sum(one.is_there for one in head)
-            self._log.progress = lambda: f", {there()} of {len(head)} prompts are answered"
             mine = self._task.collect(self.sampler, head)
             self._log.progress = str
             self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
@@ -101,6 +100,14 @@ class Rollouts:
             self._seconds += self._came - start
         with self._log.phase("reward"):
             return self._task.grade(mine)
+
+    def _progress(self, head: list[Pending]) -> str:
+        """How many responses of a step this process has."""
+        mine = [one for one in head if one.is_mine]
+        size = self._config.group_size
+        # the embedded engine answers all at once, and counts
+        left = self.sampler.counters.get("left", size * sum(not one.is_there for one in mine))
+        return f", {size * len(mine) - left} of {size * len(mine)} responses are there"
 
     def push(self, params: Any, step: int) -> None:
         """Has the sampler use these weights of a step, also for what is under way.

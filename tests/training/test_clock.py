@@ -44,7 +44,7 @@ def test_until_the_first_step_a_long_phase_says_how_long_it_has_taken(now):
     log.begin("reinforce", range(3), 0, 1)
     lines.clear()
     with clock("rollout"):
-        log.progress = lambda: ", 3 of 32 prompts are answered"
+        log.progress = lambda: ", 24 of 256 responses are there"
         now[0] += 59.0
         log.tell()
         now[0] += 61.0
@@ -53,7 +53,7 @@ def test_until_the_first_step_a_long_phase_says_how_long_it_has_taken(now):
         log.begin("reinforce", range(3), 1, 1)
         now[0] += 600.0
         log.tell()
-    assert lines[0] == "  rollout: 2 min 0 s so far, 3 of 32 prompts are answered"
+    assert lines[0] == "  rollout: 2 min 0 s so far, 24 of 256 responses are there"
     assert not any("so far" in line for line in lines[1:])
 
 
