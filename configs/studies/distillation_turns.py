@@ -1,7 +1,9 @@
 """The questions of `distillation` where responses are games of several turns.
 
-jaxrl-llm train guess --counting 0 --layers 6 --steps 0 --out runs/teacher-guess
-jaxrl-llm export runs/teacher-guess teacher-guess
+    jaxrl-llm train guess --counting 0 --layers 6 --steps 0 --out runs/teacher-guess
+    jaxrl-llm export runs/teacher-guess teacher-guess
+
+The student has half of the teacher's layers, and was shown games that count up more often than not.
 """
 
 from jaxrl_llm.research.study import Study

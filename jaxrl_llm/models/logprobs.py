@@ -223,11 +223,11 @@ def _forward(settings, hidden, head, wanted, used):
                 scores = scores._replace(proxy_logp=likely - highest - jnp.log(likely_sum[0]))
             if others is not None:
                 at, here = _places(others[i], ids)
-                local = jnp.where(here, jnp.take_along_axis(logits, at, -1), 0.0)
-                scores = scores._replace(others=jax.lax.psum(local, vocab) - norm[..., None])
+                mine = jnp.where(here, jnp.take_along_axis(logits, at, -1), 0.0)
+                scores = scores._replace(others=jax.lax.psum(mine, vocab) - norm[..., None])
             if top:
-                tokens, highest = _likeliest(logits, ids, top, vocab)
-                scores = scores._replace(top=(tokens, highest - norm[..., None]))
+                tokens, theirs = _likeliest(logits, ids, top, vocab)
+                scores = scores._replace(top=(tokens, theirs - norm[..., None]))
             return jax.tree.map(lambda all_, x: all_.at[i].set(x), out, (scores, norm))
 
         zeros = jnp.zeros(target.shape, jnp.float32)
