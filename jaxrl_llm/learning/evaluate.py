@@ -41,6 +41,11 @@ class Line:
     pass_k: float = 0.0
     pass_interval: tuple[float, float] = (0.0, 0.0)
 
+    @property
+    def by_reward(self) -> bool:
+        """True if no response is correct, so that rewards, where there are any, tell more."""
+        return not self.greedy and self.score != 0
+
 
 @dataclass(frozen=True)
 class Result:

@@ -67,8 +67,8 @@ def token_stats(
             "clip": to_rows(metrics.without_slope(objective, *map(flat, of)).reshape(new.shape)),
         }
         figures |= {f"weight{s + 1}": to_rows(x) for s, x in enumerate(credited.weight)}
-        extra = {"reference": whole.ref_logp, "teacher": whole.teacher_logp}
-        extra["entropy"] = whole.entropy
+        extra = whole.ref_logp, whole.teacher_logp, whole.entropy
+        extra = dict(zip(("reference", "teacher", "entropy"), extra, strict=True))
         figures |= {name: x for name, x in extra.items() if x is not None}
         return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in figures.items()}
 

@@ -120,6 +120,11 @@ class MoE:
     beside: bool = False
     fused: bool = False
 
+    @property
+    def width(self) -> int:
+        """Numbers between the products of a token's experts, the shared one among them."""
+        return self.chosen * self.size + self.shared
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -216,9 +221,7 @@ class Shape:
     def __post_init__(self):
         four = self.norms_before and self.norms_after
         if self.mixture and self.mixture.beside and (not four or self.mixture.shared):
-            raise UserError(
-                "mixture: experts beside an MLP need norms before and after it, and share none"
-            )
+            raise UserError("mixture: beside an MLP needs norms before and after, and no shared")
 
     @property
     def head_dim(self) -> int:
@@ -477,21 +480,20 @@ class Experts(nnx.Module):
     """A router and MLPs; names are those of files."""
 
     def __init__(self, shape: Shape, mixture: MoE, *, rngs: nnx.Rngs):
-        self.gate = Linear((mixture.experts,), (shape.hidden_size,), bias=False, rngs=rngs)
+        hidden = (shape.hidden_size,)
+        self.gate = Linear((mixture.experts,), hidden, bias=False, rngs=rngs)
         self.experts, self.mixture = _experts(shape, mixture, rngs), mixture
         shared = replace(shape, intermediate_size=mixture.shared)
         self.shared_expert = MLP(shared, rngs=rngs) if mixture.shared else None
-        self.shared_expert_gate: Any = (
-            Linear((1,), (shape.hidden_size,), rngs=rngs) if mixture.shared else None
-        )
+        self.shared_expert_gate: Any = Linear((1,), hidden, rngs=rngs) if mixture.shared else None
 
     def __call__(self, x, live=None):
         """`[R,L,D]`, from what is `live`."""
-        x = constrain(x, BATCH, None, None)  # else it comes divided as the shared product wants it
         route = lambda gate, x: choice(gate(x), self.mixture)
-        y = _mixed(route, self.gate, self.experts, x, live)
         if self.shared_expert is None:
-            return y
+            return _mixed(route, self.gate, self.experts, x, live)
+        x = constrain(x, BATCH, None, None)  # else it comes divided as the shared product wants it
+        y = _mixed(route, self.gate, self.experts, x, live)
         return y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 

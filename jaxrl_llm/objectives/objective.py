@@ -126,9 +126,7 @@ class Objective:
         self.select(advantage, data)
 
     def _everything(self, reward: Rewards, logp: Tokens, data: TokenData):
-        credited = data._replace(
-            teacher_top=None, top_logp=None
-        )  # as in a step: the update has them
+        credited = data._replace(teacher_top=None, top_logp=None)  # the update alone has these
         self._credit_minibatch(self._advantage(reward, credited), credited)
         self.per_token(logp, logp, data)
 

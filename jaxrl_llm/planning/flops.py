@@ -23,8 +23,7 @@ def _layer(shape: Shape, layer: int, length: int) -> int:
     heads = shape.num_heads * size
     mlp = 3 * shape.hidden_size * shape.intermediate_size * (1 + (shared and shape.shared_wide))
     if mixture := shape.mixture:
-        inner = mixture.chosen * mixture.size + mixture.shared
-        experts = shape.hidden_size * (mixture.experts + bool(mixture.shared) + 3 * inner)
+        experts = shape.hidden_size * (mixture.experts + bool(mixture.shared) + 3 * mixture.width)
         mlp = mlp + experts if mixture.beside else experts
     rest = 2 * (mlp + 2 * shape.per_layer * shape.hidden_size)
     if kind.delta and (delta := shape.delta):  # its memory is read twice and written once

@@ -121,8 +121,7 @@ def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
     width = jnp.dtype(config.compute.dtype).itemsize
     inner, mixture = shape.intermediate_size, shape.mixture
     if mixture:
-        routed = mixture.chosen * mixture.size + mixture.shared
-        inner = routed + inner if mixture.beside else routed
+        inner = mixture.width + (inner if mixture.beside else 0)
     attend = config.compute.attend
     attend = attention.chosen() if attend is attention.for_platform else attend
     scores = 4 * 4 * shape.num_heads * length / 2 if attend is attention.xla else 0

@@ -61,10 +61,9 @@ def scores(records: list[Record]) -> dict[int, Score]:
     if losses := {r["step"]: (-r[LOSS], 0.0) for r in records if LOSS in r}:
         return losses
     ours = [r for r in records if r["phase"] == REINFORCE and "eval/accuracy" in r]
-    first = lambda r, *names: next((r[name] for name in names if name in r), 0.0)
     score = lambda r: (
-        first(r, BEST_BY, "eval/accuracy"),
-        first(r, BEST_BY_REWARD, "eval/score"),
+        r.get(BEST_BY, r["eval/accuracy"]),
+        r.get(BEST_BY_REWARD, r.get("eval/score", 0.0)),
     )
     # an evaluation whose responses are all ungraded is no better than any
     return {r["step"]: score(r) if r.get("eval/examples", 1) else LOWEST for r in ours}

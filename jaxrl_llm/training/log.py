@@ -26,9 +26,7 @@ _COLUMNS = {  # of the line of a step: title, width, form, and the figure, the f
         _SECONDS,
     ),
 }
-WAIT = (
-    60.0  # seconds of a phase after which it is told how long it has taken, before the first step
-)
+WAIT = 60.0  # seconds after which a phase before the first step's end is told of
 _HEAD = 25  # lines after which the titles are said again
 _PACE = 2.0  # seconds between lines of steps, but the first and the last of a phase
 _RECENT = 10  # steps whose mean time tells how long the rest will take

@@ -333,7 +333,7 @@ class Run:
         total = result.total
         low, high = (100 * bound for bound in total.interval)
         text = f"{100 * total.greedy:.1f}% ({low:.1f} to {high:.1f})"
-        text += f", mean reward {total.score:.3g}" * (not total.greedy and total.score != 0)
+        text += f", mean reward {total.score:.3g}" * total.by_reward
         text += f", mean length {total.length:.0f}"
         for line in result.lines[: len(result.tasks)]:
             text += f", {line.name} {100 * line.greedy:.1f}%"

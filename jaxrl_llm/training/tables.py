@@ -15,7 +15,7 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
     out = rich.table.Table(
         by or "task" * bool(result.tasks), "examples", "greedy", *drawn, title=title
     )
-    if by_reward := not result.total.greedy and result.total.score != 0:
+    if result.total.by_reward:
         out.add_column("reward")
     out.caption = _ungraded([result])
     for line in result.lines:
@@ -23,7 +23,7 @@ def accuracies(title: str, result: Result, by: str) -> rich.table.Table:
         if k:
             cells.append(percent(line.mean_k, line.mean_interval))
             cells.append(percent(line.pass_k, line.pass_interval))
-        if by_reward:
+        if result.total.by_reward:
             cells.append(f"{line.score:.3g}" if line.examples else "")
         out.add_row(line.name, str(line.examples), *cells)
     return out

@@ -178,9 +178,8 @@ def test_experts_are_products_however_files_have_them(name):
         for path, x in jax.tree_util.tree_leaves_with_path(params)
         if ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")
     ]
-    assert sum(x.size for _, x in experts) == 3 * 48 * 64 * 8 * shape.num_layers or name.endswith(
-        "six"
-    )
+    each = 3 * shape.mixture.size * shape.hidden_size
+    assert sum(x.size for _, x in experts) == each * shape.mixture.experts * shape.num_layers
     for path, x in experts:
         assert isinstance(keep(path, x), int8.Int8)
         assert axes[path] is not None
