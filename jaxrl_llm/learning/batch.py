@@ -117,6 +117,9 @@ class Collator:
         shape = self._shape(filled, per_minibatch, width)
         in_bins: Any = np.full((rows, width), -1, np.int32)
         arrays = _empty(shape)
+        if experts := [x for one in trajectories for x in one.experts[:1]]:
+            size = *shape[:-1], *experts[0].shape[1:]
+            arrays["experts"] = np.full(size, -1, np.int16)
         for m, bins in enumerate(filled):
             for n, bin_ in enumerate(bins):
                 micro, r = divmod(n, shape[2])
@@ -128,6 +131,7 @@ class Collator:
             index=arrays["index"],
             target=arrays["target"],
             scored=arrays["in_rows"] >= 0,
+            experts=arrays.get("experts"),
         )
         logps = [np.asarray(x.logps)[at] for x, at in zip(trajectories, sampled, strict=True)]
         lengths = [[end - start for start, end in one.turns] for one in trajectories]
@@ -200,13 +204,17 @@ class Collator:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A segment: where its `sampled` tokens are in it, `column` the first one's place in the row."""
+    """A segment: where its `sampled` tokens are in it, `column` the first one's place in the row.
+
+    `experts` are those of its first tokens.
+    """
 
     row: int
     prompt: np.ndarray
     response: np.ndarray
     sampled: np.ndarray
     column: int
+    experts: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -217,10 +225,12 @@ def _of(trajectory, row):
     """The segments of a response, which is a row of the batch."""
     sampled: Any = np.asarray(trajectory.sampled, np.int32)
     tokens = np.asarray(trajectory.tokens, np.int32)
-    for prompt, start, end in trajectory.segments:
+    segments = trajectory.segments
+    experts = trajectory.experts or [None] * len(segments)
+    for (prompt, start, end), chosen in zip(segments, experts, strict=True):
         first, last = np.searchsorted(sampled, [start, end])
-        here = sampled[first:last] - start
-        yield _Sequence(row, np.asarray(prompt, np.int32), tokens[start:end], here, int(first))
+        prompt, here = np.asarray(prompt, np.int32), sampled[first:last] - start
+        yield _Sequence(row, prompt, tokens[start:end], here, int(first), chosen)
 
 
 def _round_up(n, multiple):
@@ -266,6 +276,8 @@ def _write_bin(arrays, in_bins, index, sequences, width):
         arrays["tokens"][(*index, here)] = np.concatenate([s.prompt, s.response])
         arrays["positions"][(*index, here)] = np.arange(s.length)
         arrays["segments"][(*index, here)] = number
+        if s.experts is not None:
+            arrays["experts"][(*index, slice(start, start + len(s.experts)))] = s.experts
         # the logits at a position predict the next token
         arrays["index"][(*index, scored)] = start + p - 1 + s.sampled
         arrays["target"][(*index, scored)] = s.response[s.sampled]

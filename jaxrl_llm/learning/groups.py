@@ -307,6 +307,7 @@ def pack(groups: Sequence[Group]) -> bytes:
             one.versions,
             one.reward and astuple(one.reward),
             one.turn_rewards,
+            [len(x) for x in one.experts],
         )
         for one in flat
     ]
@@ -319,6 +320,7 @@ def pack(groups: Sequence[Group]) -> bytes:
         lengths=np.asarray([len(one.tokens) for one in flat], np.int32),
         tokens=join([one.tokens for one in flat], np.int32),
         logps=join([one.logps for one in flat], np.float32),
+        **{f"experts{i}": np.concatenate([*x.experts]) for i, x in enumerate(flat) if x.experts},
         rest=np.frombuffer(json.dumps(rest).encode(), np.uint8),
     )
     return buffer.getvalue()
@@ -331,20 +333,21 @@ def unpack(payload: bytes) -> list[Group]:
     rest, ends = json.loads(part["rest"].tobytes()), np.cumsum(part["lengths"])
     # JSON knows lists alone, and groups are compared
     spans = lambda pairs: tuple((start, end) for start, end in pairs)
-    flat = iter(
-        Trajectory(
+
+    def one(i, finished, turns, restarts, versions, reward, turn_rewards=(), contexts=()):
+        here = slice(ends[i] - part["lengths"][i], ends[i])
+        return Trajectory(
             (),
-            part["tokens"][end - size : end].tolist(),
-            part["logps"][end - size : end].tolist(),
+            part["tokens"][here].tolist(),
+            part["logps"][here].tolist(),
             finished,
             spans(turns),
             spans(restarts),
             tuple(versions),
             reward and Reward(*reward),
-            tuple(*of_turns),  # which older checkpoints lack
+            tuple(turn_rewards),
+            tuple(np.split(part[f"experts{i}"], np.cumsum(contexts)[:-1]) if contexts else ()),
         )
-        for size, end, (finished, turns, restarts, versions, reward, *of_turns) in zip(
-            part["lengths"], ends, rest["about"], strict=True
-        )
-    )
+
+    flat = itertools.starmap(one, ((i, *about) for i, about in enumerate(rest["about"])))
     return [Group(None, tuple(next(flat) for _ in range(size))) for size in rest["sizes"]]

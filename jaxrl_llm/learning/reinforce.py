@@ -62,8 +62,10 @@ class Step:
         `batch` is that of the `groups`.
         """
         now = self._scores(params, batch.inputs)
-        ref = None if self.reference is None else self._scores(self.reference, batch.inputs).logp
-        teacher, top = self._taught(self.teacher, batch, groups) if self.teacher else (None, None)
+        # another model's tokens go where its own router sends them
+        free = batch._replace(inputs=batch.inputs._replace(experts=None))
+        ref = None if self.reference is None else self._scores(self.reference, free.inputs).logp
+        teacher, top = self._taught(self.teacher, free, groups) if self.teacher else (None, None)
         sampler = _of_sampler(batch, now.logp)
         old = sampler if self.sampler_ratios else now.logp
         data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
@@ -96,12 +98,17 @@ class Step:
             group
             if p is None
             else replace(
-                group, trajectories=tuple(replace(one, prompt=p) for one in group.trajectories)
+                group,
+                trajectories=tuple(
+                    replace(one, prompt=p, experts=()) for one in group.trajectories
+                ),
             )
             for group, p in zip(groups, prompts, strict=True)
         ]
         theirs, _ = self.batch(prompted)
-        return _as_laid_out(teacher(theirs.inputs), theirs.layout, batch.layout)
+        return _as_laid_out(
+            teacher(theirs.inputs._replace(experts=None)), theirs.layout, batch.layout
+        )
 
     def _scores(self, trained: Any, inputs: Any) -> Any:
         return self.programs.score(merge_params(trained, self.frozen), inputs)

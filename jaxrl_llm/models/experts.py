@@ -11,7 +11,7 @@ Experts stay on their devices, as the vocabulary does, and tokens, being smaller
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +28,37 @@ FEW = {"cpu": 0, "gpu": 512, "tpu": 512}  # tokens that are multiplied by all ex
 Apply = Callable[[Any, Float[Array, "B D"]], Float[Array, "B D"]]
 
 
+class Routed(NamedTuple):
+    """Tokens for experts: `x`, what the `router` sees of them, and which are `live`; the others get 0.
+
+    `replayed` are their experts where these are chosen already (-1: they are not).
+    """
+
+    x: Float[Array, "R L D"]
+    router: Float[Array, "R L D"]
+    live: Bool[Array, "R L"]
+    replayed: Int[Array, "R L K"] | None = None
+
+
 def apply_experts(
-    route: Callable[
-        [Any, Float[Array, "R L D"]], tuple[Int[Array, "R L K"], Float[Array, "R L K"]]
-    ],
+    route: Callable[..., tuple[Int[Array, "R L K"], Float[Array, "R L K"]]],
     apply: Apply,
-    inputs: tuple[Float[Array, "R L D"], Float[Array, "R L D"], Bool[Array, "R L"]],
+    inputs: Routed,
     gate: Any,
     experts: Any,
-) -> Float[Array, "R L D"]:
-    """The sum of `weight * apply(expert, x)` over the experts that `route(gate, routed)` gives a token.
+) -> tuple[Float[Array, "R L D"], Int[Array, "R L K"]]:
+    """The sum of `weight * apply(expert, x)` over a token's experts, and which these are.
 
-    `inputs` are x, what the router sees, and which tokens are live: the others get 0. Arrays of `experts`
-    have a leading axis of experts.
+    `route(gate, inputs.router, inputs.replayed)` has experts and weights. Arrays of `experts` have a
+    leading axis of experts.
     """
-    rows, number = len(inputs[0]), len(jax.tree.leaves(experts)[0])
+    rows, number = len(inputs.x), len(jax.tree.leaves(experts)[0])
     fsdp, tensor, axes = split_over("fsdp"), split_over("tensor"), split_over(*VOCAB)
 
     def local(inputs, gate, experts):
-        x, routed, live = inputs
-        chosen, weights = route(gate, routed)
-        chosen = jnp.where(live[..., None], chosen, number)  # an expert that no device has
+        x, seen, live, replayed = inputs
+        own, weights = route(gate, seen, replayed)
+        chosen = jnp.where(live[..., None], own, number)  # an expert that no device has
         # tokens move to the experts: a group's rows are on all of its devices from here on
         gather = lambda y: jax.lax.all_gather(y, fsdp, tiled=True)
         group, chosen, weights = gather(x), gather(chosen), gather(weights)
@@ -63,11 +73,11 @@ def apply_experts(
         found = total(apply, block, *flat, experts).reshape(group.shape).astype(x.dtype)
         # a token's experts may lie on several devices: their sums are added, each row going home
         found = jax.lax.psum_scatter(found, fsdp, tiled=True)
-        return jax.lax.psum(found, tensor)
+        return jax.lax.psum(found, tensor), own
 
     place = on_each_device(local, (P(BATCH), P(), P(VOCAB)), P(BATCH))
     inputs, experts = jax.tree.map(whole_rows, inputs), jax.tree.map(whole_shards, experts)
-    return place(inputs, gate, experts)[:rows]
+    return jax.tree.map(lambda y: y[:rows], place(inputs, gate, experts))
 
 
 def _by_all(apply, block, x, chosen, weights, experts):

@@ -8,6 +8,9 @@ first, and `decode` is told which sequences are `live`.
 
 Layers that read the keys and values of others have no cache, and no part in `prefill`.
 
+With `routed` the experts of each token are kept beside the cache, at the token's column (`Chosen`), so
+that a trainer can send it to the same ones.
+
 - On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
   blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
   second), and it compiles once. A block beyond a sequence's end changes nothing, to the last bit:
@@ -34,7 +37,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import lora, qwen2
 from jaxrl_llm.models.primitives import capped, einsum
-from jaxrl_llm.models.sharding import BATCH, constrain, count, fit, param_shardings, split_over
+from jaxrl_llm.models.sharding import (
+    AXES,
+    BATCH,
+    constrain,
+    count,
+    fit,
+    on_each_device,
+    param_shardings,
+    split_over,
+)
 
 
 class State(NamedTuple):
@@ -56,7 +68,13 @@ class Cache(NamedTuple):
     v: Float[Array, "N B S K W D"]
 
 
-Caches = list[Cache | State]
+class Chosen(NamedTuple):
+    """The experts of each token of S sequences in N layers, -1 where it is not known; C columns."""
+
+    experts: Int[Array, "S C N K"]
+
+
+Caches = list[Cache | State | Chosen]
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,7 @@ class CpuGenerator:
     mesh: Mesh
     adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
     rounded: DTypeLike = jnp.float32
+    routed: bool = False
     static: ClassVar[bool] = False
 
     def weights(self, params):
@@ -107,7 +126,8 @@ class CpuGenerator:
             lead = (layers, -(-columns // self.block), slots, kv_heads)
             return Cache(zeros((*lead, size, self.block)), zeros((*lead, self.block, size)))
 
-        return [_shard(one(kind)) for kind in shape.kind_of[: shape.period]]
+        each = [one(kind) for kind in shape.kind_of[: shape.period]]
+        return [*map(_shard, each), *_no_experts(self, shape, slots, columns)]
 
     def prefill(self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]) -> Caches:
         """Cache and states after prompts of these lengths, right-padded; keys of padding are never read."""
@@ -117,12 +137,13 @@ class CpuGenerator:
         definitions, each = model.stacks(model.inputs(tokens, x))[0]
 
         def period(x, each):
-            left = []
+            left, chosen = [], []
             for (definition, fixed), (layer, _, into, kind) in zip(definitions, each, strict=True):
                 layer, kind = nnx.merge(definition, layer), kind if fixed is None else fixed
-                x, new = _prefill_layer(model, layer, x, ropes, kind, lengths, into)
+                x, new, experts = _prefill_layer(model, layer, x, ropes, kind, lengths, into)
                 left.append(new)
-            return x, left
+                chosen.append(experts)
+            return x, (left, chosen if self.routed else [])
 
         def one(left):
             if isinstance(left, State):
@@ -130,7 +151,8 @@ class CpuGenerator:
             k, v = (_blocks(x, self.block) for x in left)
             return Cache(jnp.moveaxis(k, 3, -1), jnp.moveaxis(v, 3, -2))
 
-        return [_shard(one(left)) for left in jax.lax.scan(period, x, each)[1]]
+        each, chosen = jax.lax.scan(period, x, each)[1]
+        return [*(_shard(one(left)) for left in each), *_all_layers(model.shape, [chosen])]
 
     def insert(
         self, cache: Caches, prompts: Caches, slot: Int[Array, "J"], which: Int[Array, "J"]
@@ -141,6 +163,8 @@ class CpuGenerator:
         """
 
         def one(cache, prompts):
+            if isinstance(cache, Chosen):
+                return _inserted(cache, prompts, slot, which)
             if isinstance(cache, State):
                 return jax.tree.map(
                     lambda x, y: x.at[:, slot].set(y[:, which], mode="drop"), cache, prompts
@@ -164,32 +188,37 @@ class CpuGenerator:
     ) -> tuple[Float[Array, "S V"], Caches]:
         """Reads one token per sequence at its position: float32 logits of the next, new cache.
 
-        Sequences that are not `live` (None: all are) keep their states.
+        Sequences that are not `live` (None: all are) keep their states and experts.
         """
         model = nnx.merge(self.definition, params)
         ropes, firsts = model.ropes(position[:, None]), _firsts(model, position)
         x, inputs = _embedded(model, token)
         (definitions, each), *reading = model.stacks(inputs)
+        cache, old = _without_experts(cache)
 
         def period(carry, xs):
-            (x, cache), (each, i), new = carry, xs, []
+            (x, cache), (each, i), new, chosen = carry, xs, [], []
             for (definition, fixed), (layer, _, into, kind), layer_cache in zip(
                 definitions, each, cache, strict=True
             ):
                 layer, kind = nnx.merge(definition, layer), kind if fixed is None else fixed
                 if isinstance(layer_cache, State):
-                    x, state = _token_state(layer, x, State(*(y[i] for y in layer_cache)), live)
+                    now = State(*(y[i] for y in layer_cache))
+                    x, state, experts = _token_state(layer, x, now, live, into)
                     new.append(
                         State(*(y.at[i].set(z) for y, z in zip(layer_cache, state, strict=True)))
                     )
-                    continue
-                x, q, k, v, gate = _token_qkv(layer, x, ropes[kind])
-                new.append(_write_block(layer_cache, i, position, k, v))
-                mixed = _attend_blocks(q, new[-1], i, position, firsts[kind])
-                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), inputs=into)
-            return (x, new), None
+                else:
+                    x, q, k, v, gate = _token_qkv(layer, x, ropes[kind])
+                    new.append(_write_block(layer_cache, i, position, k, v))
+                    mixed = _attend_blocks(q, new[-1], i, position, firsts[kind])
+                    y = layer.self_attn.out(mixed[:, None], gate)
+                    x, experts = layer.finish(x, y, into)
+                chosen.append(experts)
+            return (x, new), chosen if old else []
 
         def reader(x, each, first, definitions):
+            chosen = []
             for j, ((definition, kind), (layer, _, into, _)) in enumerate(
                 zip(definitions, each, strict=True), first
             ):
@@ -197,15 +226,18 @@ class CpuGenerator:
                 i, stack = divmod(model.shape.source(j), model.shape.period)
                 x, q, gate = _token_queries(layer, x, ropes[kind], cache[stack].k.shape[3])
                 mixed = _attend_blocks(q, cache[stack], i, position, firsts[kind])
-                x = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), inputs=into)
-            return x, None
+                x, experts = layer.finish(x, layer.self_attn.out(mixed[:, None], gate), into)
+                chosen.append(experts)
+            return x, chosen if old else []
 
         stretch, *others = model.shape.stretches
-        (x, cache), _ = jax.lax.scan(period, (x, cache), (each, jnp.arange(stretch.number)))
+        (x, cache), *chosen = jax.lax.scan(period, (x, cache), (each, jnp.arange(stretch.number)))
         for (definitions, each), other in zip(reading, others, strict=True):
             one = partial(reader, first=other.first, definitions=definitions)
-            x, _ = jax.lax.scan(one, x, each)
-        return _logits(model, x), [*map(_shard, cache)]
+            x, here = jax.lax.scan(one, x, each)
+            chosen.append(here)
+        new = _all_layers(model.shape, chosen)
+        return _logits(model, x), [*map(_shard, cache), *_with_experts(old, new, position, live)]
 
 
 @cache
@@ -273,6 +305,9 @@ class LayerCache(NamedTuple):
     v: Float[Array, "S K C D"]
 
 
+LayerCaches = list[LayerCache | State | Chosen]
+
+
 @dataclass(frozen=True)
 class AcceleratorGenerator:
     """Generation on accelerators, with a `LayerCache` per layer; a step reads all of the cache."""
@@ -280,6 +315,7 @@ class AcceleratorGenerator:
     definition: Any
     mesh: Mesh
     adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
+    routed: bool = False
     static: ClassVar[bool] = True
 
     def weights(self, params):
@@ -306,7 +342,7 @@ class AcceleratorGenerator:
         params = jax.tree.map(lambda x: x.astype(compute.dtype), self._merged(params))
         return params | {"layers": qwen2.unstacked(params["layers"], shape, getitem)}
 
-    def empty(self, slots: int, columns: int) -> list[LayerCache | State]:
+    def empty(self, slots: int, columns: int) -> LayerCaches:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
         shape, compute = qwen2.settings(self.definition)
         zeros = partial(jnp.zeros, dtype=compute.dtype)
@@ -317,36 +353,36 @@ class AcceleratorGenerator:
             kv_heads, size = shape.heads_of(shape.distinct[kind])
             return LayerCache(*[zeros((slots, kv_heads, columns, size))] * 2)
 
-        return [_shard(one(kind)) for kind in _kinds_of_own(shape)]
+        each = [one(kind) for kind in _kinds_of_own(shape)]
+        return [*map(_shard, each), *_no_experts(self, shape, slots, columns)]
 
-    def grow(self, cache: list[LayerCache | State], columns: int) -> list[LayerCache | State]:
+    def grow(self, cache: LayerCaches, columns: int) -> LayerCaches:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
         for i, layer in enumerate(cache):
             cache[i] = layer if isinstance(layer, State) else _grown(layer, columns)
         return cache
 
-    def prefill(
-        self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]
-    ) -> list[LayerCache | State]:
+    def prefill(self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]) -> LayerCaches:
         """Cache and states after prompts of these lengths, right-padded; keys of padding are never read."""
         model, layers = self._model(params)
-        x, cache = model.embed(tokens), []
+        x, cache, chosen = model.embed(tokens), [], []
         ropes, inputs = model.ropes(_columns(tokens)), model.inputs(tokens, x)
         for i, kind in enumerate(_kinds_of_own(model.shape)):
-            into = None if inputs is None else inputs[i]
-            x, new = _prefill_layer(model, layers[i], x, ropes, kind, lengths, into)
+            into = _of_layer(inputs, i)
+            x, new, experts = _prefill_layer(model, layers[i], x, ropes, kind, lengths, into)
             state = isinstance(new, State)
             new = new if state else LayerCache(*(jnp.swapaxes(y, 1, 2) for y in new))
             cache.append(_shard(new))
-        return cache
+            chosen.append(experts)
+        return [*cache, *_each_layer(model.shape, chosen if self.routed else [])]
 
     def insert(
         self,
-        cache: Sequence[LayerCache | State],
-        prompts: Sequence[LayerCache | State],
+        cache: LayerCaches,
+        prompts: LayerCaches,
         slot: Int[Array, "J"],
         which: Int[Array, "J"],
-    ) -> list[LayerCache | State]:
+    ) -> LayerCaches:
         """Copies prompt `which[j]` into slot `slot[j]`; nothing where that is out of range."""
 
         def copy(into, source):
@@ -355,6 +391,8 @@ class AcceleratorGenerator:
             return into.at[slot, :, :columns].set(source, mode="drop")
 
         def one(cache, prompts):
+            if isinstance(cache, Chosen):
+                return _inserted(cache, prompts, slot, which)
             if isinstance(cache, State):
                 return jax.tree.map(
                     lambda x, y: x.at[slot].set(y[which], mode="drop"), cache, prompts
@@ -366,23 +404,25 @@ class AcceleratorGenerator:
     def decode(
         self,
         params,
-        cache: Sequence[LayerCache | State],
+        cache: LayerCaches,
         token: Int[Array, "S"],
         position: Int[Array, "S"],
         live: Bool[Array, "S"] | None = None,
-    ) -> tuple[Float[Array, "S V"], list[LayerCache | State]]:
+    ) -> tuple[Float[Array, "S V"], LayerCaches]:
         """Reads one token per sequence at its position: float32 logits of the next, new cache.
 
-        Sequences that are not `live` (None: all are) keep their states.
+        Sequences that are not `live` (None: all are) keep their states and experts.
         """
         model, layers = self._model(params)
         ropes, firsts, longer = model.ropes(position[:, None]), _firsts(model, position), []
         x, inputs = _embedded(model, token)
+        (cache, old), chosen = _without_experts(cache), []
         for i, (layer, kind) in enumerate(zip(layers, model.shape.kind_of, strict=True)):
-            layer_cache = cache[model.shape.source(i)]
+            layer_cache, into = cache[model.shape.source(i)], _of_layer(inputs, i)
             if isinstance(layer_cache, State):
-                x, state = _token_state(layer, x, layer_cache, live)
+                x, state, experts = _token_state(layer, x, layer_cache, live, into)
                 longer.append(_shard(state))
+                chosen.append(experts)
                 continue
             if i < len(cache):
                 x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
@@ -395,9 +435,10 @@ class AcceleratorGenerator:
                 k, v = longer[model.shape.source(i)]
                 x, q, gate = _token_queries(layer, x, ropes[kind], k.shape[1])
             mixed = _attend(q, k, v, position, firsts[kind])[:, None]
-            into = None if inputs is None else inputs[i]
-            x = layer.finish(x, layer.self_attn.out(mixed, gate), inputs=into)
-        return _logits(model, x), longer
+            x, experts = layer.finish(x, layer.self_attn.out(mixed, gate), into)
+            chosen.append(experts)
+        new = _each_layer(model.shape, chosen if old else [])
+        return _logits(model, x), [*longer, *_with_experts(old, new, position, live)]
 
     def _model(self, params):
         """The model, and its layers one by one."""
@@ -406,7 +447,7 @@ class AcceleratorGenerator:
         first = [layer for one in shape.stretches for layer in stack(one)]
         first = [jax.tree.map(lambda x: x[None], layer) for layer in first]
         model = nnx.merge(self.definition, params | {"layers": qwen2.named(first, shape)})
-        each = zip(shape.stretches, model.stacks(), strict=True)
+        each = zip(shape.stretches, model.stacks(qwen2.LayerInputs()), strict=True)
         definitions = [of for one, (some, _) in each for of, _ in some * one.number]
         return model, [nnx.merge(*pair) for pair in zip(definitions, layers, strict=True)]
 
@@ -455,7 +496,10 @@ def _write(cache: Float[Array, "S K C D"], new: Float[Array, "S K D"], position:
 
 
 @partial(jax.jit, static_argnums=1)
-def _grown(cache: LayerCache, columns: int) -> LayerCache:
+def _grown(cache: LayerCache | Chosen, columns: int) -> LayerCache | Chosen:
+    if isinstance(cache, Chosen):
+        more = ((0, 0), (0, columns - cache.experts.shape[1]), (0, 0), (0, 0))
+        return _shard(Chosen(jnp.pad(cache.experts, more, constant_values=-1)))
     more = ((0, 0), (0, 0), (0, columns - cache.k.shape[2]), (0, 0))
     return LayerCache(*_shard(LayerCache(*(jnp.pad(x, more) for x in cache))))
 
@@ -467,8 +511,66 @@ def _no_state(shape: qwen2.Shape, zeros, lead: tuple[int, ...]) -> State:
     return State(memory, zeros((*lead, sizes.width - 1, sizes.channels)))
 
 
-def _shard(cache):
+def _no_experts(generator, shape: qwen2.Shape, slots: int, columns: int) -> list[Chosen]:
+    """Room for the experts of so many tokens, if the generator keeps them."""
+    if not generator.routed:
+        return []
+    size = slots, columns, shape.num_layers, getattr(shape.mixture, "chosen", 0)
+    return [_shard(Chosen(jnp.full(size, -1, jnp.int16)))]
+
+
+def _each_layer(shape: qwen2.Shape, chosen: list[Int[Array, "R L K"]]) -> list[Chosen]:
+    """Those of rows of tokens, from the first layers' experts, or none."""
+    if not chosen:
+        return []
+    experts = jnp.stack(chosen, 2).astype(jnp.int16)
+    rest = ((0, 0), (0, 0), (0, shape.num_layers - len(chosen)), (0, 0))
+    return [_shard(Chosen(jnp.pad(experts, rest, constant_values=-1)))]
+
+
+def _all_layers(shape: qwen2.Shape, stretches: list[list[Int[Array, "n R L K"]]]) -> list[Chosen]:
+    """As `_each_layer`, from what scans over the stretches give."""
+    flat = lambda one: jnp.stack(one, 1).reshape(-1, *one[0].shape[1:])
+    return _each_layer(shape, [layer for one in stretches if one for layer in flat(one)])
+
+
+def _without_experts(cache: Sequence[Any]) -> tuple[list[Any], list[Chosen]]:
+    """The cache, and the experts beside it, if it has them."""
+    routed = bool(cache) and isinstance(cache[-1], Chosen)
+    return ([*cache[:-1]], [cache[-1]]) if routed else ([*cache], [])
+
+
+def _with_experts(old: list[Chosen], new: list[Chosen], position, live) -> list[Chosen]:
+    """The old ones, and of each live sequence the new token's at its position."""
+
+    def put(experts, new, column):
+        return experts.at[jnp.arange(len(experts)), column].set(new[:, 0], mode="drop")
+
+    if not old:
+        return []
+    experts = old[0].experts
+    # beyond the last column nothing is written
+    column = position if live is None else jnp.where(live, position, experts.shape[1])
+    place = on_each_device(put, P(AXES), P(AXES))
+    return [_shard(Chosen(place(experts, new[0].experts, column)))]
+
+
+def _inserted(slots: Chosen, prompts: Chosen, slot, which) -> Chosen:
+    """With those of prompt `which[j]` in slot `slot[j]`."""
+    columns = min(slots.experts.shape[1], prompts.experts.shape[1])
+    source = prompts.experts[which, :columns]
+    return Chosen(slots.experts.at[slot, :columns].set(source, mode="drop"))
+
+
+def _of_layer(inputs: qwen2.LayerInputs, layer: int) -> qwen2.LayerInputs:
+    """Those of one layer."""
+    return jax.tree.map(lambda x: x[layer], inputs)
+
+
+def _shard(cache: Any) -> Any:
     """The cache in its place."""
+    if isinstance(cache, Chosen):
+        return Chosen(constrain(cache.experts, AXES, None, None, None))
     if isinstance(cache, State):
         lead, (rows, heads) = [None] * (cache.memory.ndim - 4), _apart(cache.memory.shape[-3])
         memory = constrain(cache.memory, *lead, rows, heads, None, None)
@@ -508,14 +610,15 @@ def _visible(columns: Int[Array, "C"], position: Int[Array, "S"], first) -> Bool
 
 
 def _prefill_layer(model, layer, x, ropes, kind, lengths, inputs):
-    """One layer on whole prompts: its output, and its keys and values, or its state."""
+    """One layer on whole prompts: its output, its keys and values, or its state, and the experts."""
     if layer.linear_attn is not None:
         y, *state = layer.linear_attn(layer.before(x), lengths=lengths)
-        return constrain(layer.finish(x, y), BATCH, None, None), State(*state)
+        x, chosen = layer.finish(x, y, inputs)
+        return constrain(x, BATCH, None, None), State(*state), chosen
     q, k, v, gate = layer.qkv(x, ropes[kind])
     mixed = model.attend(q, k, v, None, kind)
-    x = layer.finish(x, layer.self_attn.out(mixed, gate), inputs=inputs)
-    return constrain(x, BATCH, None, None), (k, v)
+    x, chosen = layer.finish(x, layer.self_attn.out(mixed, gate), inputs)
+    return constrain(x, BATCH, None, None), (k, v), chosen
 
 
 def _token_qkv(layer, x: Float[Array, "S 1 D"], rope):
@@ -533,23 +636,24 @@ def _token_queries(layer, x: Float[Array, "S 1 D"], rope, kv_heads: int):
     return x, constrain(q, rows, None, heads, None)[:, 0], gate
 
 
-def _token_state(layer, x: Float[Array, "S 1 D"], state: State, live):
-    """Output of a layer of a recurrence for one token a sequence, and its new state."""
+def _token_state(layer, x: Float[Array, "S 1 D"], state: State, live, inputs):
+    """Output of a layer of a recurrence for one token a sequence, its new state, and the experts."""
     x = constrain(x, BATCH, None, None)
     y, *new = layer.linear_attn.step(layer.before(x), *state)
     if live is not None:
         one = lambda x, y: jnp.where(jnp.expand_dims(live, range(1, x.ndim)), x, y)
         new = map(one, new, state)
-    return layer.finish(x, y), State(*new)
+    x, chosen = layer.finish(x, y, inputs)
+    return x, State(*new), chosen
 
 
 def _embedded(model, token: Int[Array, "S"]):
-    """Input of the first layer `[S,1,D]`, and those of each layer `[N,S,1,P]`, if they have any."""
+    """Input of the first layer `[S,1,D]`, and those of each layer."""
     rows = lambda table: table.weight[...][token[:, None]].astype(model.compute.dtype)
     x = model.scaled(rows(model.embed_tokens))
-    return x, model.of_layers(
-        rows(model.embed_tokens_per_layer), x
-    ) if model.shape.per_layer else None
+    if not model.shape.per_layer:
+        return x, qwen2.LayerInputs()
+    return x, qwen2.LayerInputs(model.of_layers(rows(model.embed_tokens_per_layer), x))
 
 
 def _logits(model, x: Float[Array, "S 1 D"]) -> Float[Array, "S V"]:

@@ -138,6 +138,11 @@ class Policy:
 
     definition: Any
 
+    @property
+    def is_routed(self) -> bool:
+        """True if tokens are sent to experts."""
+        return qwen2.settings(self.definition)[0].mixture is not None
+
     def logp(self, temperature: float = 1.0) -> Callable[[Any, Inputs], PerToken]:
         """`(params, inputs) -> [R,C]`, the log-probs that are trained."""
         return partial(logprobs.of_responses, self.definition, temperature=temperature or 1.0)
@@ -156,24 +161,25 @@ class Policy:
         return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), params)
 
     def generator(
-        self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None
+        self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None, routed: bool = False
     ) -> "CpuGenerator | AcceleratorGenerator":
         """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
-        `block` is the number of cache columns in a block, which only CPUs have.
+        `block` is the number of cache columns in a block, which only CPUs have. If `routed`, a mixture's
+        experts are kept.
         """
         from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
-        base = replace(shape, lora=None)
+        base, routed = replace(shape, lora=None), routed and self.is_routed
         if mesh.devices.flat[0].platform == "cpu":
             # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
             dtype = compute.dtype if jax.__version_info__ >= (0, 12) else jnp.float32
             definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
-            return CpuGenerator(definition, block, there, shape.lora, compute.dtype)
-        return AcceleratorGenerator(qwen2.graph(base, compute)[0], there, shape.lora)
+            return CpuGenerator(definition, block, there, shape.lora, compute.dtype, routed)
+        return AcceleratorGenerator(qwen2.graph(base, compute)[0], there, shape.lora, routed)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""

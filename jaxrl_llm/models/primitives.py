@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
     exact then), else the number of each token's sequence, 0 on padding. `index[r,c]` is the column
     whose hidden state predicts the c-th response token of bin r, `target` is that token, and
     `scored` says whether it counts. `others` are further tokens whose log-probs there are wanted.
+    `experts` are those that a mixture's layers send each token to, -1 where they choose themselves.
     """
 
     tokens: Int[Array, "*lead R L"]
@@ -44,6 +45,7 @@ class Inputs(NamedTuple):
     target: Int[Array, "*lead R C"]
     scored: Bool[Array, "*lead R C"]
     others: Int[Array, "*lead R C K"] | None = None
+    experts: Int[Array, "*lead R L N K"] | None = None
 
 
 def merge_params(params: Any, frozen: Any) -> Any:

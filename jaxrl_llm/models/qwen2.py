@@ -4,10 +4,10 @@ Families of models differ by fields of their `Shape` alone.
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -458,19 +458,20 @@ def _experts(shape: Shape, mixture: MoE, rngs: nnx.Rngs):
     return stacked(rngs)
 
 
-def _mixed(route, router, mlps, x, live, routed=None):
-    """The sum of the chosen ones, by their weights: `route(router, routed)` has both; see `models/experts.py`.
+def _mixed(route, router, mlps, x, live, replayed, seen=None):
+    """The sum of the chosen ones, by their weights, and which they are; see `models/experts.py`.
 
-    Tokens that are not `live` (None: all are) cost nothing and get 0.
+    `route(router, seen, replayed)` has both; the router sees x, if not something else. Tokens that are
+    not `live` (None: all are) cost nothing and get 0.
     """
     from jaxrl_llm.models import experts  # other models do without
 
     (router, router_weights), (expert, expert_weights) = nnx.split(router), nnx.split(mlps)
     live = jnp.ones(x.shape[:2], bool) if live is None else live
     return experts.apply_experts(
-        lambda weights, x: route(nnx.merge(router, weights), x),
+        lambda weights, *seen: route(nnx.merge(router, weights), *seen),
         lambda weights, x: nnx.merge(expert, weights)(x),
-        (x, x if routed is None else routed, live),
+        experts.Routed(x, x if seen is None else seen, live, replayed),
         nnx.to_pure_dict(router_weights),
         nnx.to_pure_dict(expert_weights),
     )
@@ -487,14 +488,14 @@ class Experts(nnx.Module):
         self.shared_expert = MLP(shared, rngs=rngs) if mixture.shared else None
         self.shared_expert_gate: Any = Linear((1,), hidden, rngs=rngs) if mixture.shared else None
 
-    def __call__(self, x, live=None):
-        """`[R,L,D]`, from what is `live`."""
-        route = lambda gate, x: choice(gate(x), self.mixture)
+    def __call__(self, x, live=None, replayed=None):
+        """`[R,L,D]`, from what is `live`, and the experts of each token."""
+        route = lambda gate, x, replayed: choice(gate(x), self.mixture, replayed)
         if self.shared_expert is None:
-            return _mixed(route, self.gate, self.experts, x, live)
+            return _mixed(route, self.gate, self.experts, x, live, replayed)
         x = constrain(x, BATCH, None, None)  # else it comes divided as the shared product wants it
-        y = _mixed(route, self.gate, self.experts, x, live)
-        return y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        y, chosen = _mixed(route, self.gate, self.experts, x, live, replayed)
+        return y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x), chosen
 
 
 class Router(nnx.Module):
@@ -506,19 +507,33 @@ class Router(nnx.Module):
         self.per_expert_scale = nnx.Param(jnp.ones(mixture.experts))
         self.mixture, self.eps = mixture, shape.rms_norm_eps
 
-    def __call__(self, x):
+    def __call__(self, x, replayed=None):
         """Experts and weights as `choice` has them."""
         unit = by_root_mean_square(x, self.eps).astype(x.dtype) * _like(self.scale[...], x)
         # in float32, for the root itself would be rounded
         unit = (unit.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
-        chosen, weights = choice(self.proj(unit), self.mixture)
+        chosen, weights = choice(self.proj(unit), self.mixture, replayed)
         return chosen, weights * self.per_expert_scale[...][chosen]
 
 
-def choice(logits: Float[Array, "R L E"], mixture: MoE):
-    """The experts of each token and their weights, `[R,L,K]` both."""
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), mixture.chosen)
+def choice(logits: Float[Array, "R L E"], mixture: MoE, replayed: Any = None):
+    """The experts of each token and their weights, `[R,L,K]` both; `replayed` experts are kept."""
+    every = jax.nn.softmax(logits.astype(jnp.float32))
+    weights, chosen = jax.lax.top_k(every, mixture.chosen)
+    if replayed is not None:
+        chosen = jnp.where(replayed < 0, chosen, replayed)
+        weights = jnp.take_along_axis(every, chosen, -1)
     return chosen, weights / weights.sum(-1, keepdims=True) if mixture.rescaled else weights
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads beside the hidden states; with a leading axis that of all layers.
+
+    `tokens` are numbers of the tokens themselves, `experts` those that they are sent to, as in `Inputs`.
+    """
+
+    tokens: Float[Array, "*N R L P"] | None = None
+    experts: Int[Array, "*N R L K"] | None = None
 
 
 class Layer(nnx.Module):
@@ -553,12 +568,13 @@ class Layer(nnx.Module):
         self.activation = shape.activation
         self.layer_scalar = nnx.Param(jnp.ones(1)) if shape.layer_scalars else None
 
-    def __call__(self, x, rope, attend, segments, live=None, kv=None, inputs=None):
+    def __call__(self, x, rope, attend, segments, inputs, live=None, kv=None):
         """The layer's output, and its keys and values: `kv`, if it reads those of another layer."""
         if self.linear_attn is not None:
-            return self.finish(x, self.linear_attn(self.before(x), segments), live), None
+            return self.finish(x, self.linear_attn(self.before(x), segments), inputs, live)[0], None
         q, k, v, gate = self.qkv(x, rope, kv)
-        return self.finish(x, self.self_attn.out(attend(q, k, v), gate), live, inputs), (k, v)
+        y = self.self_attn.out(attend(q, k, v), gate)
+        return self.finish(x, y, inputs, live)[0], (k, v)
 
     def before(self, x):
         """Input of attention: normalised, if there are norms before."""
@@ -570,29 +586,37 @@ class Layer(nnx.Module):
         q, gate = self.self_attn.queries(x, rope)
         return q, *(kv or self.self_attn.keys_and_values(x, rope)), gate
 
-    def finish(self, x, y, live=None, inputs=None):
-        """The rest of the layer, after attention has given `y`; experts skip what is not `live`.
+    def finish(self, x, y, inputs: LayerInputs, live=None):
+        """The rest of the layer, after attention has given `y`, and each token's experts, if there are any.
 
-        `inputs` `[R,L,P]` are of the tokens themselves, for this layer.
+        Experts skip what is not `live`.
         """
-        mlp = partial(self.mlp, live=live) if isinstance(self.mlp, Experts) else self.mlp
+
+        def mlp(x):
+            if isinstance(self.mlp, Experts):
+                return self.mlp(x, live, inputs.experts)
+            return self.mlp(x), None
+
         before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if after is None:
             x = x + y
-            return x + mlp(self.post_attention_layernorm(x))
+            y, chosen = mlp(self.post_attention_layernorm(x))
+            return x + y, chosen
         x = x + self.post_attention_layernorm(y)
-        y = mlp(x if before is None else before(x))
+        y, chosen = mlp(x if before is None else before(x))
         if self.experts is not None:
-            inside = self.pre_feedforward_layernorm_2(x)
-            routed = _mixed(lambda router, x: router(x), self.router, self.experts, inside, live, x)
+            inside, route = self.pre_feedforward_layernorm_2(x), lambda router, *seen: router(*seen)
+            routed, chosen = _mixed(
+                route, self.router, self.experts, inside, live, inputs.experts, x
+            )
             y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(routed)
         x = x + after(y)
         if self.per_layer_input_gate is not None:
-            gated = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * inputs
+            gated = ACTIVATIONS[self.activation](self.per_layer_input_gate(x)) * inputs.tokens
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         if self.layer_scalar is not None:  # a constant of the model, which nobody trains
             x = x * _like(jax.lax.stop_gradient(self.layer_scalar[...]), x)
-        return x
+        return x, chosen
 
 
 class Embedding(nnx.Module):
@@ -647,13 +671,15 @@ class Decoder(nnx.Module):
         segments: Int[Array, "R L"] | None = None,
         *,
         offsets: Float[Array, "N L D"] | None = None,
+        experts: Int[Array, "R L N K"] | None = None,
     ) -> Hidden:
         """Hidden states after the last norm; multiply by `head` for logits.
 
-        `offsets` are added to the input of each layer, for gradients with respect to it.
+        `offsets` are added to the input of each layer, for gradients with respect to it. Tokens are sent
+        to these `experts`, but where they are -1.
         """
         x = self.embed(tokens)
-        inputs, ropes = self.inputs(tokens, x), self.ropes(positions)
+        inputs, ropes = self.inputs(tokens, x, experts), self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
 
         def layer_of(definition, fixed):
@@ -668,9 +694,9 @@ class Decoder(nnx.Module):
                     ropes[kind],
                     attend,
                     segments,
+                    inputs,
                     live,
                     shared_kv[kind] if shared_kv else None,
-                    inputs,
                 )
                 read_later = self.shape.shared_layers and not shared_kv
                 return constrain(x, BATCH, None, None), {kind: kv} if read_later else {}
@@ -704,15 +730,17 @@ class Decoder(nnx.Module):
         sizes = map(self.shape.heads_of, self.shape.distinct)
         return {i: (jnp.zeros((*x.shape[:2], *size), x.dtype),) * 2 for i, size in enumerate(sizes)}
 
-    def inputs(self, tokens: Int[Array, "R L"], x: Hidden) -> Float[Array, "N R L P"] | None:
-        """Of each layer its own inputs, from the tokens and the first layer's input; None without any."""
+    def inputs(self, tokens: Int[Array, "R L"], x: Hidden, experts=None) -> LayerInputs:
+        """Those of each layer, from the tokens, the first layer's input, and the experts if they are chosen."""
+        experts = None if experts is None else jnp.moveaxis(experts, 2, 0)
         if not self.shape.per_layer:
-            return None
+            return LayerInputs(None, experts)
         table = self.embed_tokens_per_layer.weight[...]
-        return self.of_layers(primitives.rows(table, tokens, self.compute.dtype), x)
+        rows = primitives.rows(table, tokens, self.compute.dtype)
+        return LayerInputs(self.of_layers(rows, x), experts)
 
     def of_layers(self, rows, x: Hidden) -> Float[Array, "N R L P"]:
-        """`inputs` from the tokens' rows of the second table."""
+        """`LayerInputs.tokens` from the tokens' rows of the second table."""
         size = self.shape.per_layer
         cut = lambda y: y.reshape(*y.shape[:2], -1, size)
         seen = self.per_layer_model_projection(x) * self.shape.hidden_size**-0.5
@@ -731,7 +759,7 @@ class Decoder(nnx.Module):
         factor = jnp.asarray(self.shape.hidden_size**0.5, rows.dtype)
         return rows * factor if self.shape.scaled_embedding else rows
 
-    def stacks(self, inputs: Any = None, offsets: Any = None) -> list[tuple[list[Any], list[Any]]]:
+    def stacks(self, inputs: LayerInputs, offsets: Any = None) -> list[tuple[list[Any], list[Any]]]:
         """Of each layer of a stretch's period its definition with its kind, and what is scanned over.
 
         That is `(parameters, offset, inputs, kind)`, of all periods; the kind is there in one of the
@@ -747,7 +775,7 @@ class Decoder(nnx.Module):
             for i, name in enumerate(stretch.names, stretch.first):
                 definition, layers = nnx.split(self.layers[name])
                 here = slice(i, stretch.first + stretch.period * stretch.number, stretch.period)
-                parts = [None if x is None else x[here] for x in (offsets, inputs)]
+                parts = jax.tree.map(operator.itemgetter(here), (offsets, inputs))
                 definitions.append((definition, self.shape.kind_of[i]))
                 each.append((nnx.to_pure_dict(layers), *parts, None))
             stacks.append((definitions, each))

@@ -115,7 +115,13 @@ class Step:
         shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         tokens, logps = [0] * limit.response_length, [0.0] * limit.response_length
         longest = [Trajectory([0] * limit.prompt_length, tokens, logps)] * rows
-        return update.place(replace(limit, shards=shards)(longest), self.mesh, like)
+        batch = update.place(replace(limit, shards=shards)(longest), self.mesh, like)
+        if self.shape.mixture is None or not self.config.engine.replay:
+            return batch
+        tokens, sizes = batch.inputs.tokens, (self.shape.num_layers, self.shape.mixture.chosen)
+        experts = jax.ShapeDtypeStruct((*tokens.shape, *sizes), jnp.int16)
+        inputs = batch.inputs._replace(experts=like(experts, tokens.sharding))
+        return batch._replace(inputs=inputs)
 
     @cached_property
     def credited(self) -> update.Credited:
@@ -133,7 +139,9 @@ class Step:
     def generator(self) -> Any:
         definition, engine = self.policy.definition, self.engine
         shared = engine.devices_a_copy or fewest_devices(definition, self.mesh, self.memory)
-        return self.policy.generator(self.mesh, block=engine.block, devices_a_copy=shared)
+        return self.policy.generator(
+            self.mesh, block=engine.block, devices_a_copy=shared, routed=engine.replay
+        )
 
     @cached_property
     def weights(self) -> Any:

@@ -29,6 +29,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
 UTILIZATION = 0.92  # of a GPU's memory, by vLLM's own default
 FULL = 0.95  # of it, for JAX and a server together: their own contexts take the rest
 SLOTS = 64  # of the embedded engine where nothing else is known
+# have vLLM say to which experts it sends tokens, by a route that has to be opened
+EXPERTS = ("--enable-return-routed-experts", "--enable-scale-out")
 KEY_FILE = "key"  # in the folder of the servers' sockets
 
 
@@ -36,10 +38,14 @@ class Engine(Protocol):
     """Settings that can start a sampler for a model; `folder` is the run's, for logs.
 
     `check` is called while a sampler waits; an exception from it ends that. `own_weights` says
-    whether the sampler keeps the weights of the last push while the trainer changes its own.
+    whether the sampler keeps the weights of the last push while the trainer changes its own, `replay`
+    whether it tells to which experts a mixture's tokens were sent.
     """
 
     own_weights: ClassVar[bool]
+
+    @property
+    def replay(self) -> bool: ...
 
     def start(
         self,
@@ -57,7 +63,8 @@ class Native:
     With 0 slots a run chooses as many as fit (elsewhere: 64). Prompts are prefilled `prefill_prompts`
     at a time. `devices_a_copy` devices share a copy of the
     weights (None: as few as have room for it), which exists from a push until the responses are in.
-    On a CPU the cache has blocks of `block` columns: a step reads only those the longest needs.
+    On a CPU the cache has blocks of `block` columns: a step reads only those the longest needs. With
+    `replay` a mixture's tokens are sent to the same experts where they are learned from.
 
     >>> jl.Native(slots=128).own_weights
     False
@@ -67,6 +74,7 @@ class Native:
     prefill_prompts: int = 16
     block: int = 128
     devices_a_copy: int | None = None
+    replay: bool = True
     own_weights: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -87,7 +95,9 @@ class Native:
         from jaxrl_llm.rollouts.native import NativeSampler
 
         del folder
-        generator = model.generator(mesh, block=self.block, devices_a_copy=self.devices_a_copy)
+        generator = model.generator(
+            mesh, block=self.block, devices_a_copy=self.devices_a_copy, routed=self.replay
+        )
         sampler = NativeSampler(
             generator, slots=self.slots or SLOTS, prefill_prompts=self.prefill_prompts, check=check
         )
@@ -105,7 +115,8 @@ class Vllm:
     servers' key is in `key_file`, or in VLLM_API_KEY; over http it may leave this machine only with
     `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync
     (None: by dtype). A server has `concurrency` requests at a time (0: as many as it batches). With
-    `share` it takes that part of GPUs on which the trainer is too, and JAX the rest. In seconds:
+    `share` it takes that part of GPUs on which the trainer is too, and JAX the rest. With `replay` a
+    mixture's tokens are sent to the same experts where they are learned from. In seconds:
     `patience` for a server that starts or does not answer, `timeout` for one answer, to which time
     per token is added.
 
@@ -125,6 +136,7 @@ class Vllm:
     memory: Path | None = None
     concurrency: int = 0
     share: float | None = None
+    replay: bool = False
     timeout: float = 600.0
     patience: float = 900.0
     tolerance: float | None = None
@@ -164,10 +176,12 @@ class Vllm:
         with ExitStack() as stack:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
+            replay = self.replay and model.is_routed
+            own = replace(self, arguments=(*EXPERTS, *self.arguments)) if replay else self
             sidecars = (
                 []
                 if self.servers
-                else stack.enter_context(self.sidecars(root, folder, served.adapter))
+                else stack.enter_context(own.sidecars(root, folder, served.adapter))
             )
 
             if self.servers:  # of our own ones the keepers remove it
@@ -190,6 +204,7 @@ class Vllm:
                 concurrency=self.concurrency,
                 tolerance=self.tolerance,
                 max_model_len=self.max_model_len,
+                replay=replay,
                 check=check,
             )
             stack.callback(sampler.close)

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.generation import AcceleratorGenerator, Chosen, CpuGenerator
 from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.rollouts.sampler import (
     Draft,
@@ -159,7 +159,7 @@ class NativeSampler(Sampler):
                 replies[free[0]] = reply(request.index, None, ())
             if slots.done.all():  # all wait for replies
                 futures.wait(replies.values(), CHECK, futures.FIRST_COMPLETED)
-                left -= _collect(slots, working, replies, drafts, reply, again)
+                left -= _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
                 continue
             live = ~slots.done
             end = int(slots.position[live].max())
@@ -177,8 +177,12 @@ class NativeSampler(Sampler):
             took = time.perf_counter() - began
             busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
             count["decode_steps"] += int(steps)
-            left -= _collect(slots, working, replies, drafts, reply, again)
+            left -= _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
         self.counters = {**count, "left": 0, "idle_seconds": time.perf_counter() - start - busy}
+
+    def _chosen(self, cache: Any) -> Chosen | None:
+        """The experts of all tokens in the slots, if they are kept."""
+        return cache[-1] if self.model.routed else None
 
     def _columns(self, needed: int, limit: int) -> int:
         """Columns of the cache: all, or if `static` a power of two, for few compilations."""
@@ -282,12 +286,19 @@ def _collect(
     drafts: list[Draft],
     reply: Reply | None,
     again: list[Request],
+    chosen: Chosen | None,
 ) -> int:
     """Takes turns that are over and asks for replies; how many responses these end.
 
     A slot whose episode goes on is set to read the reply next, another one is free. New segments
-    are added to `again`.
+    are added to `again`. `chosen` are the experts of the tokens in each slot.
     """
+
+    def over(s, request, count):
+        if chosen is not None:
+            read = len(request.prompt) + int(count) - request.used - 1  # not the last one
+            drafts[request.index].experts.append(np.asarray(_row(chosen.experts, s))[:read])
+
     arrays: Any = slots
     ended_now = [s for s in working if slots.done[s] and s not in replies]
     for s in ended_now:
@@ -300,7 +311,7 @@ def _collect(
             )
         drafts[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
         if reply is None:
-            working.pop(s)
+            over(s, working.pop(s), slots.count[s])
         else:
             replies[s] = reply(working[s].index, tokens, logps)
     if reply is None:
@@ -319,6 +330,8 @@ def _collect(
             arrays.done[s] = arrays.stopped[s] = False
             continue
         working.pop(s)
+        if not begins:
+            over(s, request, count)
         arrays.position[s], ended = 0, ended + (not goes_on)
         if goes_on:
             identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()
@@ -326,6 +339,11 @@ def _collect(
             prompt = tuple(episode.tokens[size:]) or request.prompt
             again.append(Request(prompt, zlib.crc32(identity), request.index, used))
     return ended
+
+
+@jax.jit
+def _row(x, row):
+    return x[row]
 
 
 def _one_by_one(waiting: deque[Iterator[T]]) -> Iterator[T]:

@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.trajectory import Span, Trajectory
 
@@ -133,7 +135,7 @@ class Draft:
 
     `restarts` are the spans of what was given in place of all before it. These do not count in
     `max_tokens`, but no context gets longer than the prompt and that. `versions` are the weights
-    of each part that was sampled.
+    of each part that was sampled, `experts` as in `Trajectory`.
     """
 
     sampling: Sampling
@@ -144,6 +146,7 @@ class Draft:
     restarts: list[Span] = field(default_factory=list)
     finished: bool = False
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
     in_turn: bool = False  # the last turn is not over
 
     def add(
@@ -163,6 +166,11 @@ class Draft:
         self.finished, self.in_turn = stopped, not whole
         if tokens:  # what was interrupted before its first token is the next weights'
             self.versions.append(version)
+
+    def send(self, experts: np.ndarray) -> None:
+        """Notes the experts of all that was read of the newest context."""
+        hidden = bool(self.restarts) and self.restarts[0][0] == 0  # nothing was read of the prompt
+        self.experts[len(self.restarts) - hidden :] = [experts]
 
     @property
     def room(self) -> int:
@@ -205,5 +213,12 @@ class Draft:
         turns, restarts = (tuple(self.turns), tuple(self.restarts)) if episode else ((), ())
         versions = min(self.versions), max(self.versions)
         return Trajectory(
-            self.prompt, self.tokens, self.logps, self.finished, turns, restarts, versions
+            self.prompt,
+            self.tokens,
+            self.logps,
+            self.finished,
+            turns,
+            restarts,
+            versions,
+            experts=tuple(self.experts),
         )

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxrl_llm.models.generation import Chosen
 from jaxrl_llm.models.sharding import AXES, constrain, on_each_device
 from jaxrl_llm.rollouts import draw
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -86,6 +87,7 @@ def run(
     Returns `(cache, slots, steps made)`; the condition is checked every `stride` tokens.
     """
     before = slots.done.sum()
+    routed = any(isinstance(x, Chosen) for x in cache)
 
     def going(carry):
         _, slots, step = carry
@@ -95,7 +97,8 @@ def run(
     def advance(_, carry):
         cache, slots = carry
         # a slot that waits for its next turn writes where that will begin, and keeps its state
-        idle, live = (0, None) if slots.forced is None else (slots.position, ~slots.done)
+        idle = 0 if slots.forced is None else slots.position
+        live = None if slots.forced is None and not routed else ~slots.done
         position = jnp.where(slots.done, idle, slots.position)
         logits, cache = decode(params, cache, slots.last, position, live)
         return cache, record(slots, rules, logits)

@@ -1,7 +1,10 @@
 """A response as it is learned from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.reward import Reward
 
@@ -16,7 +19,9 @@ class Trajectory:
     are the spans of an episode that were sampled; without any it is one turn, all of it. `restarts`
     are given spans that began a new context: a prompt in place of all before it, at 0 of the
     episode's own. `versions` are the steps of the oldest and of the newest weights that sampled it,
-    `reward` None until it is graded, `turn_rewards` what the environment gave for each turn.
+    `reward` None until it is graded, `turn_rewards` what the environment gave for each turn. `experts`
+    are, for each of the `segments`, those that a mixture sent its tokens to, -1 where that is not known;
+    () where the sampler does not say.
     """
 
     prompt: Sequence[int]
@@ -28,6 +33,7 @@ class Trajectory:
     versions: tuple[int, int] = (0, 0)
     reward: Reward | None = None
     turn_rewards: Sequence[float] = ()
+    experts: Sequence[Int[np.ndarray, "_ N K"]] = field(default=(), compare=False)
 
     @property
     def sampled(self) -> list[int]:

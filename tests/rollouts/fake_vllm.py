@@ -1,10 +1,12 @@
-"""A stand-in for vLLM in the standard library: its routes, a model that fits in a line, and faults on request.
+"""A stand-in for vLLM without torch: its routes, a model that fits in a line, and faults on request.
 
 `python fake_vllm.py --uds PATH --model FOLDER ...` is a process like the real one; `Fake` runs inside a test.
 """
 
 import argparse
+import base64
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -14,6 +16,8 @@ import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
 
 LOGP = -1.5
 
@@ -162,6 +166,10 @@ class Fake:
             time.sleep(self.seconds)
             whole = completion(body, self.logp)
             return whole if "prompt_logprobs" in body else self.sample(body, whole)
+        if path == "/inference/v1/generate":
+            asked = body["sampling_params"] | {"prompt": body["token_ids"]}
+            self.bodies.append(asked)
+            return as_generated(self.sample(asked, completion(asked, self.logp)), asked["prompt"])
         if path in ("/pause", "/resume"):
             with self._pausing:
                 self._paused = path == "/pause"
@@ -204,6 +212,24 @@ def completion(body, logp=LOGP):
         "prompt_logprobs": [None, *({str(t): {"logprob": logp}} for t in prompt[1:])],
     }
     return {"choices": [choice]}
+
+
+def experts_of(tokens):
+    """Two of each token in three layers: a function of the token."""
+    return np.asarray([[[t % 7, 7]] * 3 for t in tokens], np.uint8)
+
+
+def as_generated(answer, prompt):
+    """What vLLM answers where tokens are asked for with the experts they were sent to."""
+    [choice] = answer["choices"]
+    tokens, logps = choice["token_ids"], choice["logprobs"]
+    each = zip(tokens, logps["token_logprobs"] if logps else (), strict=True)
+    content = [{"token_id": t, "logprob": x, "top_logprobs": []} for t, x in each]
+    written = io.BytesIO()
+    np.save(written, experts_of([*prompt, *tokens][:-1]), allow_pickle=False)
+    encoded = base64.b64encode(written.getvalue()).decode() if tokens else None
+    more = {"logprobs": {"content": content}, "routed_experts": encoded}
+    return {"choices": [choice | more]}
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ ENGINE = Vllm(
     python=PYTHON or "",
     dtype="float32",
     max_model_len=1024,
-    arguments=("--enforce-eager",),
+    arguments=("--enforce-eager", "--enable-scale-out"),
     environment=ON_CPU,
 )
 SAMPLING = Sampling(max_tokens=24, seed=3)
@@ -129,6 +129,19 @@ def processes(sampler):
     found = pids(sampler.servers[0].url.removeprefix("unix://"))
     assert found
     return found
+
+
+def test_the_route_that_tells_experts_samples_the_same(sampler, monkeypatch):
+    """A vLLM on a CPU tells none, which is one line."""
+    sampler.push(params(0), 1)
+    [server] = sampler.servers
+    how = dataclasses.replace(SAMPLING, stop=(7, 9))
+    ask = lambda seed, **more: server.complete([5, 6, 7], how, seed, SHAPE.vocab_size, **more)
+    with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
+        asyncio.run(ask(0, experts=True))
+    monkeypatch.setattr(Server, "_experts", lambda *_: None)
+    for seed in range(8):
+        assert asyncio.run(ask(seed, experts=True)) == asyncio.run(ask(seed))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])

@@ -5,7 +5,9 @@ connection of its own, a deadline and a limit on the size of the answer.
 """
 
 import asyncio
+import base64
 import contextlib
+import io
 import ipaddress
 import json
 import math
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
+import numpy as np
+from jaxtyping import Int
 
 from jaxrl_llm.background import loop
 from jaxrl_llm.errors import UserError, printable
@@ -29,7 +33,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 MODEL = "policy"  # the name that the weights are served under
 UNLABELLED = "default"  # vLLM's label of weights before one is set
 TOKEN_SECONDS = 0.25  # allowed per token, for the slowest server worth waiting for
-ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**10  # size limit of an answer, and more for each token
+ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**12  # size limit of an answer, and more for each token
 LOGPS = -1e9, 1e-3  # a log-prob outside is an error; above 0 only by rounding
 SOCKET_PATH = 107  # bytes, the kernel's limit
 REST = 0.5  # seconds before a server that has failed is asked again
@@ -55,12 +59,16 @@ class NoRoute(NoAnswer):
 
 
 class Response(NamedTuple):
-    """A sampled response; `finished` if it ends on a stop token, `aborted` if more might come."""
+    """A sampled response; `finished` if it ends on a stop token, `aborted` if more might come.
+
+    `experts` are those of the prompt and of all tokens but the last, None if they were not asked for.
+    """
 
     tokens: list[int]
     logps: list[float]
     finished: bool
     aborted: bool = False
+    experts: Int[np.ndarray, "L N K"] | None = None
 
 
 class Server:
@@ -78,10 +86,16 @@ class Server:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
 
     async def complete(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        vocabulary: int,
+        *,
+        experts: bool = False,
     ) -> Response:
-        """One response to a prompt; its tokens must be below `vocabulary`."""
-        body = self._tokens_only(prompt) | {
+        """One response to a prompt, with `experts` or not; its tokens must be below `vocabulary`."""
+        how: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -91,8 +105,15 @@ class Server:
             "stop_token_ids": list(sampling.stop),
             "ignore_eos": True,  # only `stop_token_ids` end a response
         }
-        answer = await self.post("/v1/completions", body, tokens=len(prompt) + sampling.max_tokens)
-        return read_response(answer, sampling, vocabulary)
+        longest = len(prompt) + sampling.max_tokens
+        if not experts:
+            body = self._tokens_only(prompt) | how
+            answer = await self.post("/v1/completions", body, tokens=longest)
+            return read_response(answer, sampling, vocabulary)
+        body = {"model": self.model, "token_ids": [*map(int, prompt)], "sampling_params": how}
+        answer = await self.post("/inference/v1/generate", body, tokens=longest)
+        response = read_response(as_completion(answer), sampling, vocabulary)
+        return response._replace(experts=self._experts(answer, len(prompt), response))
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of each token but the first."""
@@ -108,6 +129,26 @@ class Server:
             return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
+
+    def _experts(self, answer: dict[str, Any], prompt: int, response: Response) -> Any:
+        """Those in the answer to a prompt of so many tokens; None with a response that has none yet."""
+        encoded = answer["choices"][0].get("routed_experts")
+        if encoded is None and not response.tokens:
+            return None
+        if encoded is None:
+            raise UserError(
+                f"{self.url} does not say to which experts it sends tokens: start it with "
+                "--enable-return-routed-experts --enable-scale-out, or set replay=False in the engine"
+            )
+        try:
+            content = base64.b64decode(encoded, validate=True)
+            found = np.load(io.BytesIO(content), allow_pickle=False)
+        except (TypeError, ValueError, EOFError) as error:
+            raise NoAnswer(f"experts that are no array ({error!r:.200})") from error
+        size = prompt + len(response.tokens) - 1
+        if found.ndim != 3 or len(found) != size or found.dtype.kind not in "iu":
+            raise NoAnswer(f"experts {found.dtype}{[*found.shape]} of {size} tokens")
+        return found.astype(np.int16)
 
     def _tokens_only(self, tokens: Sequence[int]) -> dict[str, Any]:
         """The fields that ask for token ids throughout, so that the server needs no tokenizer."""
@@ -203,6 +244,16 @@ class Server:
         if not isinstance(answer, dict):
             raise NoAnswer(f"an answer that is no JSON object: {content[:80]!r}")
         return answer
+
+
+def as_completion(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of the route for tokens, with its log-probs where completions have them."""
+    try:
+        [choice] = answer["choices"]
+        logps = [one["logprob"] for one in (choice["logprobs"] or {}).get("content") or ()]
+        return {"choices": [choice | {"logprobs": {"token_logprobs": logps}}]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NoAnswer(f"an answer without its tokens ({error!r:.200})") from error
 
 
 def read_response(answer: dict[str, Any], sampling: Sampling, vocabulary: int) -> Response:

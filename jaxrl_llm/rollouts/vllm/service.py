@@ -39,6 +39,8 @@ class Turn:
     def add(self, part: Response, version: int) -> None:
         """Adds the turn, or what was sampled of it when its server was interrupted."""
         self.draft.add(part.tokens, part.logps, part.finished, version, whole=not part.aborted)
+        if part.experts is not None:
+            self.draft.send(part.experts)
         # a part without tokens leaves prompt and seed, so that it is the same request again
         self._go_on((*self.prompt, *part.tokens))
 
