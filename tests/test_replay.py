@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.config import Config, Evaluation, Scratch
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import groups, update
 from jaxrl_llm.learning.batch import Collator
@@ -21,14 +22,19 @@ from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
 from jaxrl_llm.models.policy import Policy, mesh_of_copies
+from jaxrl_llm.objectives import Objective, advantages
 from jaxrl_llm.reward import Reward
+from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.training import run, terminal
+from jaxrl_llm.training import tokens as kept_tokens
 from tests import tiny
 from tests.rollouts.fake_vllm import Fake, as_generated, completion, experts_of
-from tests.rollouts.test_turns import SAMPLING, Beginning, Random, hidden, prompts
+from tests.rollouts.test_turns import SAMPLING, Beginning, Random, Warmer, hidden, prompts
 from tests.rollouts.test_vllm import PROMPTS, WEIGHTS, ready
 
+ROUTER = {"family": "qwen3_moe", "biases": (), "norms_of_heads": True}
 ROUTED = ("qwen3_moe", "qwen3_5_moe", "gemma4 with experts")
 
 
@@ -331,3 +337,35 @@ def test_experts_that_are_none_are_asked_for_again(experts, tmp_path):
         [one] = made.generate([[1, 2]], n=1, sampling=Sampling(max_tokens=8))
         assert np.array_equal(one.experts[0], experts_of([1, 2, *one.tokens][:-1]))
         assert made.counters["retries"] == 1
+
+
+def test_a_run_replays_and_its_page_of_tokens_knows(tmp_path):
+    """In turns. Before the first update experts are the same without, as sampler and trainer are alike."""
+    shape = qwen2.Shape(16, 32, 64, 2, 2, 1, tied=False, mixture=qwen2.MoE(4, 2, 16), **ROUTER)
+    configs = [
+        Config(
+            task=lambda folder: Warmer(),
+            model=Scratch(shape, (*map(str, range(10)), "next")),
+            objective=Objective(advantage=advantages.by_turn),
+            optimizer=optax.sgd(0.1),
+            collate=Collator(4, 24, round_to=8, minibatches=2),
+            steps=2,
+            prompts=2,
+            group_size=4,
+            sampling=Sampling(max_turns=3),
+            engine=Native(slots=8, prefill_prompts=4, block=8, replay=replay),
+            evaluation=Evaluation(every=0, validation=2),
+        )
+        for replay in (True, False)
+    ]
+    steps = []
+    for i, config in enumerate(configs):
+        folder = tmp_path / str(i)
+        run.train(config, folder, session=run.Session(console=terminal.console(quiet=True)))
+        steps.append([kept_tokens.read(folder, step) for step in (1, 2)])
+    first, other = (one[0].numbers for one in steps)
+    for name in ("old", "advantage"):
+        np.testing.assert_allclose(first[name], other[name], atol=2e-3)
+    assert (
+        np.abs(first["moved"] - other["moved"]).max() > 0.1
+    )  # once updated, routers choose others

@@ -87,8 +87,8 @@ def _row(layout: Layout) -> Int[Array, "M m R C"]:
 
 
 def _bins(x: Array) -> Array:
-    """`[M,m,R,L]` as `[N,L]`: all bins in a row."""
-    return x.reshape(-1, x.shape[-1])
+    """All bins in a row: `[M,m,R,...]` as `[N,...]`."""
+    return x.reshape(-1, *x.shape[3:])
 
 
 def rounded(numbers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
