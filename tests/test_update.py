@@ -251,16 +251,17 @@ def in_one_piece(family, surrogate, split, **how):
     return cut(family, (1, 1, 1), 1, False, surrogate, split, **how)
 
 
-def cut(family, sizes, micro, pack, surrogate, split, teacher=""):
+def cut(family, sizes, micro, pack, surrogate, split, teacher="", room=14, **compute):
     """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches.
 
     With a `teacher`, a family, the advantage is what its log-probs make of the tokens, and a penalty looks at
-    its likeliest ones.
+    its likeliest ones. A response has `room` for so many tokens.
     """
     mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
     with jax.set_mesh(mesh):
-        policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh)
-        batch = tiny.collator(microbatches=micro, pack=pack, shards=shards)(tiny.responses(3))
+        policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh, **compute)
+        collate = tiny.collator(response_length=room, microbatches=micro, pack=pack, shards=shards)
+        batch = collate(tiny.responses(3))
         parts = {"advantage": advantages.distilled, "penalties": ((0.5, kl.of_top),), "top": 8}
         parts = {"partition": split, "surrogate": surrogate} | (parts if teacher else {})
         how = {"objective": tiny.objective(**parts), "optimizer": optax.sgd(1.0)}
@@ -285,8 +286,12 @@ def cut(family, sizes, micro, pack, surrogate, split, teacher=""):
 )
 def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrogate, split):
     """Nor is what it reports, where micro-batches after the last of a stage are not computed."""
-    before, one = in_one_piece(family, surrogate, split)
-    after, many = cut(family, sizes, micro, pack, surrogate, split)
+    alike(family, cut(family, sizes, micro, pack, surrogate, split), surrogate, split)
+
+
+def alike(family, step, surrogate, split):
+    """Asserts that a step and its metrics are those of one device and one micro-batch."""
+    (before, one), (after, many) = in_one_piece(family, surrogate, split), step
     assert (one["share"] > 0).all()
     # noise of 6e-8 in the weights moves these by 2e-5 to 7e-5 in these two steps, the norm by 2e-4
     sensitive = family.startswith(("gemma", "qwen3_5"))
@@ -294,6 +299,40 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     for name, value in one.items():
         limit = 1e-3 if sensitive else 1e-4
         np.testing.assert_allclose(value, many[name], atol=limit, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "pack"),
+    [
+        ("qwen2", (1, 1, 8), True),  # more devices than heads
+        pytest.param("qwen2", (2, 2, 2), True, marks=pytest.mark.slow),
+        pytest.param("qwen2", (1, 2, 4), False, marks=pytest.mark.long),
+        *(
+            pytest.param(family, sizes, True, marks=pytest.mark.long)
+            for family in tiny.FAMILIES
+            for sizes in ((1, 1, 2), (1, 2, 4))
+        ),
+    ],
+)
+def test_a_step_is_the_same_where_positions_are_divided(family, sizes, pack):
+    how = {"room": 16, "sequence_parallel": True}
+    step = cut(family, sizes, 1, pack, losses.clipped, LOPTI, **how)
+    alike(family, step, losses.clipped, LOPTI)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
+def test_divided_positions_divide_what_is_kept(family):
+    """By the compiler's account, of a long row on eight devices."""
+
+    def memory(parallel):
+        shape = dataclasses.replace(tiny.FAMILIES[family], num_layers=8)
+        policy, params = tiny.policy(shape, mesh=mesh, sequence_parallel=parallel)
+        inputs = jax.tree.map(jnp.asarray, logprobs.of_sequences([[1] * 2048], 1, 2048))
+        grad = jax.jit(jax.grad(lambda params: policy(params, inputs).sum()))
+        return grad.lower(params).compile().memory_analysis().temp_size_in_bytes
+
+    with jax.set_mesh(mesh := tiny.mesh_of(1, 1, 8)):
+        assert memory(True) < memory(False) / 5
 
 
 TEACHERS = {

@@ -284,6 +284,8 @@ class Compute:
     In float32 products keep all bits on every device, but the default `attend` computes in bfloat16
     on a GPU (`attention.xla` does not). `remat` wraps a layer: `jax.checkpoint` keeps only its
     input, `partial(jax.checkpoint, policy=...)` keeps what the policy names, None keeps everything.
+    With `sequence_parallel` the mesh's `tensor` axis divides positions wherever tokens do not look at
+    each other, and heads where they do: for long responses, whose hidden states take more than weights.
 
     >>> jl.Compute(dtype="bfloat16", attend=jl.attention.xla, remat=None).dtype
     'bfloat16'
@@ -292,6 +294,7 @@ class Compute:
     dtype: DTypeLike = jnp.float32
     attend: Callable[..., Float[Array, "R L H D"]] = attention.for_platform
     remat: Callable[[Callable], Callable] | None = jax.checkpoint
+    sequence_parallel: bool = False
 
 
 class Linear(nnx.Module):
@@ -699,7 +702,7 @@ class Decoder(nnx.Module):
                     shared_kv[kind] if shared_kv else None,
                 )
                 read_later = self.shape.shared_layers and not shared_kv
-                return constrain(x, BATCH, None, None), {kind: kv} if read_later else {}
+                return self.between_layers(x), {kind: kv} if read_later else {}
 
             return apply if self.compute.remat is None else self.compute.remat(apply)
 
@@ -719,11 +722,16 @@ class Decoder(nnx.Module):
             empty = self.no_keys(x) if self.shape.shared_layers and not shared_kv else {}
             return jax.lax.scan(period, (x, empty), each)[0]
 
-        shared_kv = {}
+        x, shared_kv = self.between_layers(x), {}
         for stack in self.stacks(inputs, offsets):
             x, new = scan(x, shared_kv, *stack)
             shared_kv = shared_kv or new
-        return self.norm(x)
+        x = self.norm(x)
+        return constrain(x, BATCH, None, None) if self.compute.sequence_parallel else x
+
+    def between_layers(self, x: Hidden) -> Hidden:
+        """Hidden states in their place: rows over the batch's axes, positions over `tensor` or on all."""
+        return constrain(x, BATCH, "tensor" if self.compute.sequence_parallel else None, None)
 
     def no_keys(self, x: Hidden) -> dict[int, Any]:
         """Keys and values of zeros by kind of layer, in the shapes of those of `x`."""

@@ -203,7 +203,8 @@ class Step:
         rows, length = bins.sharding.shard_shape(bins.shape)[2:]
         if config.compute.remat is jax.checkpoint:
             width = self.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
-            parts["inputs of layers"] = self.shape.num_layers * rows * length * width
+            divided = self.mesh.shape["tensor"] if config.compute.sequence_parallel else 1
+            parts["inputs of layers"] = self.shape.num_layers * rows * length * width // divided
         whole = 4 * rows * length * self.shape.vocab_size
         parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
         return parts
