@@ -262,6 +262,12 @@ def test_mixtures_alone_are_routed():
         assert generator.routed == (name != "qwen2")
 
 
+def replaying(fake, root):
+    made = ready(fake, root=root)
+    made.servers[0].experts = True
+    return made
+
+
 def read_by_the_server(one):
     """The experts of each context of a response, by the stand-in."""
     for prompt, start, end in one.segments:
@@ -271,7 +277,7 @@ def read_by_the_server(one):
 def test_a_server_tells_experts(tmp_path):
     """In turns and contexts; what is asked for and sampled is the same as without."""
     with Fake() as fake, Fake() as other:
-        made = ready(fake, root=tmp_path / "a", replay=True)
+        made = replaying(fake, tmp_path / "a")
         plain = ready(other, root=tmp_path / "b")
         for every, reply in ((PROMPTS, type(None)), (prompts(8), Random), (hidden(8), Beginning)):
             asked = [type(one)(token % 50 for token in one) for one in every]
@@ -289,7 +295,7 @@ def test_a_server_tells_experts(tmp_path):
 
 def test_experts_of_an_interrupted_response_are_those_of_all_its_parts(tmp_path):
     with Fake() as fake:
-        made = ready(fake, root=tmp_path, replay=True)
+        made = replaying(fake, tmp_path)
         fake.pace = 0.02
         [response] = made.submit([[1, 2, 3]], n=1, sampling=Sampling(max_tokens=30))
         while not fake.at_work:
@@ -313,7 +319,7 @@ def test_a_server_without_experts_is_one_line(tmp_path):
         return None
 
     with Fake(fault=silent) as fake:
-        made = ready(fake, root=tmp_path, replay=True)
+        made = replaying(fake, tmp_path)
         with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
 
@@ -333,7 +339,7 @@ def test_experts_that_are_none_are_asked_for_again(experts, tmp_path):
         return None
 
     with Fake(fault=wrong) as fake:
-        made = ready(fake, root=tmp_path, replay=True)
+        made = replaying(fake, tmp_path)
         [one] = made.generate([[1, 2]], n=1, sampling=Sampling(max_tokens=8))
         assert np.array_equal(one.experts[0], experts_of([1, 2, *one.tokens][:-1]))
         assert made.counters["retries"] == 1

@@ -57,8 +57,8 @@ def apply_experts(
 
     def local(inputs, gate, experts):
         x, seen, live, replayed = inputs
-        own, weights = route(gate, seen, replayed)
-        chosen = jnp.where(live[..., None], own, number)  # an expert that no device has
+        choice, weights = route(gate, seen, replayed)
+        chosen = jnp.where(live[..., None], choice, number)  # an expert that no device has
         # tokens move to the experts: a group's rows are on all of its devices from here on
         gather = lambda y: jax.lax.all_gather(y, fsdp, tiled=True)
         group, chosen, weights = gather(x), gather(chosen), gather(weights)
@@ -73,7 +73,7 @@ def apply_experts(
         found = total(apply, block, *flat, experts).reshape(group.shape).astype(x.dtype)
         # a token's experts may lie on several devices: their sums are added, each row going home
         found = jax.lax.psum_scatter(found, fsdp, tiled=True)
-        return jax.lax.psum(found, tensor), own
+        return jax.lax.psum(found, tensor), choice
 
     place = on_each_device(local, (P(BATCH), P(), P(VOCAB)), P(BATCH))
     inputs, experts = jax.tree.map(whole_rows, inputs), jax.tree.map(whole_shards, experts)

@@ -513,9 +513,9 @@ def _no_state(shape: qwen2.Shape, zeros, lead: tuple[int, ...]) -> State:
 
 def _no_experts(generator, shape: qwen2.Shape, slots: int, columns: int) -> list[Chosen]:
     """Room for the experts of so many tokens, if the generator keeps them."""
-    if not generator.routed:
+    if not (generator.routed and shape.mixture):
         return []
-    size = slots, columns, shape.num_layers, getattr(shape.mixture, "chosen", 0)
+    size = slots, columns, shape.num_layers, shape.mixture.chosen
     return [_shard(Chosen(jnp.full(size, -1, jnp.int16)))]
 
 

@@ -461,10 +461,10 @@ def _experts(shape: Shape, mixture: MoE, rngs: nnx.Rngs):
     return stacked(rngs)
 
 
-def _mixed(route, router, mlps, x, live, replayed, seen=None):
+def _mixed(route, router, mlps, x, live, replayed, routed=None):
     """The sum of the chosen ones, by their weights, and which they are; see `models/experts.py`.
 
-    `route(router, seen, replayed)` has both; the router sees x, if not something else. Tokens that are
+    `route(router, routed, replayed)` has both; the router sees x, or `routed`. Tokens that are
     not `live` (None: all are) cost nothing and get 0.
     """
     from jaxrl_llm.models import experts  # other models do without
@@ -472,9 +472,9 @@ def _mixed(route, router, mlps, x, live, replayed, seen=None):
     (router, router_weights), (expert, expert_weights) = nnx.split(router), nnx.split(mlps)
     live = jnp.ones(x.shape[:2], bool) if live is None else live
     return experts.apply_experts(
-        lambda weights, *seen: route(nnx.merge(router, weights), *seen),
+        lambda weights, *inputs: route(nnx.merge(router, weights), *inputs),
         lambda weights, x: nnx.merge(expert, weights)(x),
-        experts.Routed(x, x if seen is None else seen, live, replayed),
+        experts.Routed(x, x if routed is None else routed, live, replayed),
         nnx.to_pure_dict(router_weights),
         nnx.to_pure_dict(expert_weights),
     )
@@ -530,7 +530,7 @@ def choice(logits: Float[Array, "R L E"], mixture: MoE, replayed: Any = None):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer reads beside the hidden states; with a leading axis that of all layers.
+    """Inputs of a layer beside the hidden states; with a leading axis those of all layers.
 
     `tokens` are numbers of the tokens themselves, `experts` those that they are sent to, as in `Inputs`.
     """
@@ -608,7 +608,10 @@ class Layer(nnx.Module):
         x = x + self.post_attention_layernorm(y)
         y, chosen = mlp(x if before is None else before(x))
         if self.experts is not None:
-            inside, route = self.pre_feedforward_layernorm_2(x), lambda router, *seen: router(*seen)
+            inside, route = (
+                self.pre_feedforward_layernorm_2(x),
+                lambda router, *inputs: router(*inputs),
+            )
             routed, chosen = _mixed(
                 route, self.router, self.experts, inside, live, inputs.experts, x
             )

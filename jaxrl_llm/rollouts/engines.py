@@ -196,15 +196,17 @@ class Vllm:
                     sidecar.check()
 
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
+            servers = [sidecar.server for sidecar in sidecars] or running
+            for server in servers:
+                server.experts = replay
             sampler = VllmSampler(
-                [sidecar.server for sidecar in sidecars] or running,
+                servers,
                 WeightSync(root, self.patience, publish, supervise, remote=bool(self.servers)),
                 served,
                 dtype=self.dtype,
                 concurrency=self.concurrency,
                 tolerance=self.tolerance,
                 max_model_len=self.max_model_len,
-                replay=replay,
                 check=check,
             )
             stack.callback(sampler.close)

@@ -294,7 +294,7 @@ def _collect(
     are added to `again`. `chosen` are the experts of the tokens in each slot.
     """
 
-    def over(s, request, count):
+    def context_ends(s, request, count):
         if chosen is not None:
             read = len(request.prompt) + int(count) - request.used - 1  # not the last one
             drafts[request.index].experts.append(np.asarray(_row(chosen.experts, s))[:read])
@@ -311,7 +311,7 @@ def _collect(
             )
         drafts[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
         if reply is None:
-            over(s, working.pop(s), slots.count[s])
+            context_ends(s, working.pop(s), slots.count[s])
         else:
             replies[s] = reply(working[s].index, tokens, logps)
     if reply is None:
@@ -331,7 +331,7 @@ def _collect(
             continue
         working.pop(s)
         if not begins:
-            over(s, request, count)
+            context_ends(s, request, count)
         arrays.position[s], ended = 0, ended + (not goes_on)
         if goes_on:
             identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()

@@ -136,12 +136,16 @@ def test_the_route_that_tells_experts_samples_the_same(sampler, monkeypatch):
     sampler.push(params(0), 1)
     [server] = sampler.servers
     how = dataclasses.replace(SAMPLING, stop=(7, 9))
-    ask = lambda seed, **more: server.complete([5, 6, 7], how, seed, SHAPE.vocab_size, **more)
+
+    def responses(experts):
+        monkeypatch.setattr(server, "experts", experts)
+        ask = lambda seed: server.complete([5, 6, 7], how, seed, SHAPE.vocab_size)
+        return [asyncio.run(ask(seed)) for seed in range(8)]
+
     with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
-        asyncio.run(ask(0, experts=True))
-    monkeypatch.setattr(Server, "_experts", lambda *_: None)
-    for seed in range(8):
-        assert asyncio.run(ask(seed, experts=True)) == asyncio.run(ask(seed))
+        responses(True)
+    monkeypatch.setattr(Server, "_sent_to", lambda *_: None)
+    assert responses(True) == responses(False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])

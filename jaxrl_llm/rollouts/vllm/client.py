@@ -80,21 +80,16 @@ class Server:
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
         self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
         self.model = MODEL  # or the name of the adapters beside it
+        self.experts = False  # whether responses come with those that tokens were sent to
         self.restart: Callable[[], None] = lambda: None  # asks who keeps it to start it again
         parts = address(self.url)
         self._socket = Path(parts.path) if parts.scheme == "unix" else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
 
     async def complete(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        vocabulary: int,
-        *,
-        experts: bool = False,
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, vocabulary: int
     ) -> Response:
-        """One response to a prompt, with `experts` or not; its tokens must be below `vocabulary`."""
+        """One response to a prompt; its tokens must be below `vocabulary`."""
         how: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -106,14 +101,14 @@ class Server:
             "ignore_eos": True,  # only `stop_token_ids` end a response
         }
         longest = len(prompt) + sampling.max_tokens
-        if not experts:
+        if not self.experts:
             body = self._tokens_only(prompt) | how
             answer = await self.post("/v1/completions", body, tokens=longest)
             return read_response(answer, sampling, vocabulary)
         body = {"model": self.model, "token_ids": [*map(int, prompt)], "sampling_params": how}
         answer = await self.post("/inference/v1/generate", body, tokens=longest)
         response = read_response(as_completion(answer), sampling, vocabulary)
-        return response._replace(experts=self._experts(answer, len(prompt), response))
+        return response._replace(experts=self._sent_to(answer, len(prompt), response))
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of each token but the first."""
@@ -130,8 +125,8 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
 
-    def _experts(self, answer: dict[str, Any], prompt: int, response: Response) -> Any:
-        """Those in the answer to a prompt of so many tokens; None with a response that has none yet."""
+    def _sent_to(self, answer: dict[str, Any], prompt: int, response: Response) -> Any:
+        """The experts in the answer to a prompt of so many tokens; None with a response that has none yet."""
         encoded = answer["choices"][0].get("routed_experts")
         if encoded is None and not response.tokens:
             return None
@@ -142,13 +137,13 @@ class Server:
             )
         try:
             content = base64.b64decode(encoded, validate=True)
-            found = np.load(io.BytesIO(content), allow_pickle=False)
+            array = np.load(io.BytesIO(content), allow_pickle=False)
         except (TypeError, ValueError, EOFError) as error:
             raise NoAnswer(f"experts that are no array ({error!r:.200})") from error
         size = prompt + len(response.tokens) - 1
-        if found.ndim != 3 or len(found) != size or found.dtype.kind not in "iu":
-            raise NoAnswer(f"experts {found.dtype}{[*found.shape]} of {size} tokens")
-        return found.astype(np.int16)
+        if array.ndim != 3 or len(array) != size or array.dtype.kind not in "iu":
+            raise NoAnswer(f"experts {array.dtype}{[*array.shape]} of {size} tokens")
+        return array.astype(np.int16)
 
     def _tokens_only(self, tokens: Sequence[int]) -> dict[str, Any]:
         """The fields that ask for token ids throughout, so that the server needs no tokenizer."""

@@ -72,8 +72,7 @@ class VllmSampler(Sampler):
 
     `weights` brings those of `served` over, also to a server that has restarted. The weights of
     every push get a label of their own, and responses of other weights are refused. `check` is
-    called while servers load and answer; an exception from it ends that. With `replay` responses come
-    with the experts that tokens were sent to.
+    called while servers load and answer; an exception from it ends that.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class VllmSampler(Sampler):
         concurrency: int,
         tolerance: float | None = None,
         max_model_len: int | None = None,
-        replay: bool = False,
         check: Callable[[], None] = lambda: None,
     ):
         super().__init__()
@@ -94,7 +92,6 @@ class VllmSampler(Sampler):
         self.version: int | None = None
         self._served, self._dtype = served, dtype
         self._concurrency, self._longest, self._check = concurrency, max_model_len, check
-        self._replay = replay
         self._vocabulary = 0
         self._label = ""
         self._base: dict[str, int] = {}  # checksums of the model beside adapters
@@ -191,9 +188,7 @@ class VllmSampler(Sampler):
         """Adds what a server samples for a turn to the response."""
         how = replace(turn.draft.sampling, max_tokens=turn.draft.room)
         # weights are known by their label: a server may have restarted, or been synced by another
-        part = await server.complete(
-            turn.prompt, how, turn.seed, self._vocabulary, experts=self._replay
-        )
+        part = await server.complete(turn.prompt, how, turn.seed, self._vocabulary)
         if (label := await server.label()) != self._label:
             raise NoAnswer(f"its weights became {label or 'those of a new start'} meanwhile")
         assert self.version is not None
