@@ -15,7 +15,7 @@ rewards are read.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config import Config, Evaluation, Pretrained
+from jaxrl_llm.config import Config, Evaluation, Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning.batch import Collator
@@ -59,6 +59,7 @@ def config(
     vllm: str = "",
     slots: int = 0,
     microbatches: int = 0,
+    sequence_parallel: int = 1,
     evaluate_every: int = 20,
     validation: int = 100,
     bfloat16: bool = True,
@@ -100,6 +101,7 @@ def config(
         vllm: the Python of an environment with vLLM, which then samples; it shares one GPU with the trainer.
         slots: responses that the embedded engine samples at a time; 0 for as many as fit.
         microbatches: pieces of a batch, one after the other; 0 for as few as fit.
+        sequence_parallel: devices that share each response, for long ones; best a divisor of the model's heads.
         evaluate_every: steps between two looks at the validation questions.
         validation: how many questions of the data are set aside for that (a quarter of them at most).
         bfloat16: compute in bfloat16; weights and optimizer are float32.
@@ -141,7 +143,10 @@ def config(
         else Native(slots=slots),
         evaluation=Evaluation(every=evaluate_every, validation=validation),
         compute=qwen2.Compute(
-            dtype=jnp.bfloat16 if bfloat16 else jnp.float32, remat=jax.checkpoint
+            dtype=jnp.bfloat16 if bfloat16 else jnp.float32,
+            remat=jax.checkpoint,
+            sequence_parallel=sequence_parallel > 1,
         ),
+        mesh=Mesh(tensor=sequence_parallel),
         seed=seed,
     )
