@@ -264,7 +264,7 @@ def test_mixtures_alone_are_routed():
 
 def replaying(fake, root):
     made = ready(fake, root=root)
-    made.servers[0].experts = True
+    made.servers[0].experts = (3, 2, 8)
     return made
 
 
@@ -327,7 +327,8 @@ def test_a_server_without_experts_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     "experts",
     ["no base64", base64.b64encode(b"no array").decode(), array(np.zeros((2, 3, 2), int)),
-     array(np.zeros((9, 3), int)), array(np.zeros((9, 3, 2))), array(np.asarray([{}] * 9))],
+     array(np.zeros((9, 3), int)), array(np.zeros((9, 3, 2))), array(np.zeros((9, 4, 2), int)),
+     array(np.full((9, 3, 2), 8)), array(np.full((9, 3, 2), -1)), array(np.asarray([{}] * 9))],
 )  # fmt: skip
 def test_experts_that_are_none_are_asked_for_again(experts, tmp_path):
     def wrong(path, body, number):

@@ -95,20 +95,17 @@ class Step:
         if not any(prompts):
             return teacher(batch.inputs)
         prompted = [
-            group
-            if p is None
-            else replace(
+            replace(
                 group,
                 trajectories=tuple(
-                    replace(one, prompt=p, experts=()) for one in group.trajectories
+                    replace(one, prompt=one.prompt if p is None else p, experts=())
+                    for one in group.trajectories
                 ),
             )
             for group, p in zip(groups, prompts, strict=True)
         ]
         theirs, _ = self.batch(prompted)
-        return _as_laid_out(
-            teacher(theirs.inputs._replace(experts=None)), theirs.layout, batch.layout
-        )
+        return _as_laid_out(teacher(theirs.inputs), theirs.layout, batch.layout)
 
     def _scores(self, trained: Any, inputs: Any) -> Any:
         return self.programs.score(merge_params(trained, self.frozen), inputs)

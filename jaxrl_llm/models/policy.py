@@ -139,9 +139,11 @@ class Policy:
     definition: Any
 
     @property
-    def is_routed(self) -> bool:
-        """True if tokens are sent to experts."""
-        return qwen2.settings(self.definition)[0].mixture is not None
+    def experts(self) -> tuple[int, int, int] | None:
+        """`(layers, experts of a token, experts)`, of a mixture."""
+        shape, _ = qwen2.settings(self.definition)
+        mixture = shape.mixture
+        return mixture and (shape.num_layers, mixture.chosen, mixture.experts)
 
     def logp(self, temperature: float = 1.0) -> Callable[[Any, Inputs], PerToken]:
         """`(params, inputs) -> [R,C]`, the log-probs that are trained."""
@@ -173,7 +175,7 @@ class Policy:
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
-        base, routed = replace(shape, lora=None), routed and self.is_routed
+        base, routed = replace(shape, lora=None), routed and self.experts is not None
         if mesh.devices.flat[0].platform == "cpu":
             # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
             dtype = compute.dtype if jax.__version_info__ >= (0, 12) else jnp.float32

@@ -176,8 +176,8 @@ class Vllm:
         with ExitStack() as stack:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
-            replay = self.replay and model.is_routed
-            own = replace(self, arguments=(*EXPERTS, *self.arguments)) if replay else self
+            experts = model.experts if self.replay else None
+            own = replace(self, arguments=(*EXPERTS, *self.arguments)) if experts else self
             sidecars = (
                 []
                 if self.servers
@@ -198,7 +198,7 @@ class Vllm:
             running = [Server(x, self._key(), self.timeout) for x in self._own_servers()]
             servers = [sidecar.server for sidecar in sidecars] or running
             for server in servers:
-                server.experts = replay
+                server.experts = experts
             sampler = VllmSampler(
                 servers,
                 WeightSync(root, self.patience, publish, supervise, remote=bool(self.servers)),

@@ -80,7 +80,8 @@ class Server:
     def __init__(self, url: str, key: str = "", timeout: float = 600.0):
         self.url, self.key, self.timeout = url.rstrip("/"), key, timeout
         self.model = MODEL  # or the name of the adapters beside it
-        self.experts = False  # whether responses come with those that tokens were sent to
+        # (layers, experts of a token, experts), if responses are to tell to which ones tokens were sent
+        self.experts: tuple[int, int, int] | None = None
         self.restart: Callable[[], None] = lambda: None  # asks who keeps it to start it again
         parts = address(self.url)
         self._socket = Path(parts.path) if parts.scheme == "unix" else None
@@ -101,7 +102,7 @@ class Server:
             "ignore_eos": True,  # only `stop_token_ids` end a response
         }
         longest = len(prompt) + sampling.max_tokens
-        if not self.experts:
+        if self.experts is None:
             body = self._tokens_only(prompt) | how
             answer = await self.post("/v1/completions", body, tokens=longest)
             return read_response(answer, sampling, vocabulary)
@@ -140,9 +141,13 @@ class Server:
             array = np.load(io.BytesIO(content), allow_pickle=False)
         except (TypeError, ValueError, EOFError) as error:
             raise NoAnswer(f"experts that are no array ({error!r:.200})") from error
-        size = prompt + len(response.tokens) - 1
-        if array.ndim != 3 or len(array) != size or array.dtype.kind not in "iu":
-            raise NoAnswer(f"experts {array.dtype}{[*array.shape]} of {size} tokens")
+        assert self.experts is not None
+        *sizes, number = self.experts
+        size = prompt + len(response.tokens) - 1, *sizes
+        if array.shape != size or array.dtype.kind not in "iu":
+            raise NoAnswer(f"experts {array.dtype}{[*array.shape]} and not {[*size]}")
+        if not (array >= 0).all() or not (array < number).all():
+            raise NoAnswer(f"experts that are none of the {number}")
         return array.astype(np.int16)
 
     def _tokens_only(self, tokens: Sequence[int]) -> dict[str, Any]:
