@@ -634,8 +634,8 @@ def test_every_family_is_served(family, logs):
     size = 64 if shape.head_size else None
     shape = dataclasses.replace(shape, hidden_size=32 * shape.num_heads, head_size=size)
     definition, _ = qwen2.graph(shape)
-    began = time.monotonic()
-    with ENGINE.start(Policy(definition), tiny.mesh_of(), logs / family.replace(" ", "-")) as made:
+    began, engine = time.monotonic(), dataclasses.replace(ENGINE, max_model_len=shape.max_length)
+    with engine.start(Policy(definition), tiny.mesh_of(), logs / family.replace(" ", "-")) as made:
         if family in REFUSED:
             with pytest.raises(UserError, match=REFUSED[family]):
                 made.push(tiny.policy(shape)[1], 1)
