@@ -4,6 +4,7 @@ The stand-in's workers run the code of the real ones, on layers cut, fused and p
 numpy in place of torch.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -73,8 +74,15 @@ class Model(SimpleNamespace):
         "gate_up_proj": ["gate_proj", "up_proj"],
     })  # fmt: skip
 
+    config = SimpleNamespace()
+
     def get_submodule(self, path):
         return self.modules[path]
+
+    def named_buffers(self):
+        for path, module in self.modules.items():
+            if (found := getattr(module, "layer_scalar", None)) is not None:
+                yield f"{path}.layer_scalar", tensor(found)
 
     def named_parameters(self, remove_duplicate):
         assert not remove_duplicate
@@ -439,3 +447,50 @@ class Recurrent(Model):
                 for x in ("A_log", "dt_bias")
                 if hasattr(module, x)
             )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tensors_of_gemma_4_are_told(packed):
+    """Layers that are there twice, a buffer, a product that every worker has whole, values that are keys."""
+    shape = dataclasses.replace(tiny.FAMILIES["gemma4 of one product"], per_layer=8)
+    _, params = tiny.policy(shape)
+    held, want = (
+        dict(f(params, "float32")) for f in (served(shape).tensors, served(shape).checksums)
+    )
+
+    def product(weight, **more):
+        how = {"cpu_linear": lambda x, _, bias: tensor(x @ weight.T)} if packed else {}
+        return SimpleNamespace(
+            weight=weight[:0] if packed else weight, input_size=weight.shape[1], output_size=len(weight),
+            params_dtype=weight.dtype, tp_rank=0, **how, **more,
+        )  # fmt: skip
+
+    modules = {}
+    for i, kind in enumerate(shape.kind_of):
+        layer = f"model.layers.{i}"
+        heads = ["q_proj", "k_proj", "k_proj" if shape.distinct[kind].keys_as_values else "v_proj"]
+        parts = [held[f"{layer}.self_attn.{name}.weight"] for name in heads]
+        qkv = {"output_partition_sizes": [*map(len, parts)]}
+        modules[layer] = SimpleNamespace(layer_scalar=held[f"{layer}.layer_scalar"])
+        modules[f"{layer}.self_attn.qkv_proj"] = product(np.concatenate(parts), **qkv)
+        for name in ("per_layer_input_gate", "per_layer_projection"):
+            modules[f"{layer}.{name}"] = product(held[f"{layer}.{name}.weight"])
+    again = {
+        path.replace("layers", "self_decoder.decoder_layers"): x for path, x in modules.items()
+    }
+    kinds = [
+        "full_attention" if kind.keys_as_values else "sliding_attention" for kind in shape.kinds
+    ]
+    made = serverside.Extension()
+    made.vllm_config = SimpleNamespace(quant_config=None)
+    config = SimpleNamespace(attention_k_eq_v=True, layer_types=kinds)
+    made.get_model = lambda: Model(modules=modules | again, config=config)
+    summed = {
+        name: sum(dict(told).values()) % 2**32 for name, told in made.jaxrl_checksums().items()
+    }
+    ours = ("layer_scalar", "self_attn", "per_layer_input_gate", "per_layer_projection")
+    left = ("_norm.weight", "o_proj.weight", ".bias")
+    assert summed == {
+        name: x for name, x in want.items()
+        if name.startswith("model.layers.") and any(x in name for x in ours) and not name.endswith(left)
+    }  # fmt: skip

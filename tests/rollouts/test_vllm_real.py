@@ -632,7 +632,12 @@ def test_every_family_is_served(family, logs):
     if shape.delta:
         pytest.skip("on a CPU vLLM computes the delta rule in bfloat16 alone, and with torchvision")
     size = 64 if shape.head_size else None
-    shape = dataclasses.replace(shape, hidden_size=32 * shape.num_heads, head_size=size)
+    wider = [
+        dataclasses.replace(kind, head_size=64, turned=8) if kind.head_size else kind
+        for kind in shape.kinds
+    ]
+    sizes = {"hidden_size": 32 * shape.num_heads, "head_size": size, "kinds": tuple(wider)}
+    shape = dataclasses.replace(shape, **sizes)
     definition, _ = qwen2.graph(shape)
     began, engine = time.monotonic(), dataclasses.replace(ENGINE, max_model_len=shape.max_length)
     with engine.start(Policy(definition), tiny.mesh_of(), logs / family.replace(" ", "-")) as made:

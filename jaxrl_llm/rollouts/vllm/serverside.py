@@ -224,14 +224,20 @@ class Extension:
             return adapters(worker, rank)
         model, found = worker.get_model(), {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        # Gemma 4: its layers are there a second time, and a number of each is no parameter to vLLM
+        parameters = {path: x for path, x in parameters.items() if "_decoder." not in path}
+        parameters |= {
+            path: x for path, x in model.named_buffers() if path.endswith("layer_scalar")
+        }
         packed = any(path.endswith("w13_weight") for path in parameters)
         if packed or worker.vllm_config.quant_config is not None:
             return {}
         for path, parameter in parameters.items():
             layer, _, kind = path.rpartition(".")
             module, layer = model.get_submodule(layer), layer.removesuffix(".base_layer")
-            matrix = kind == "weight" and hasattr(module, "input_size_per_partition")
-            own, width = (module.input_size_per_partition, module.input_size) if matrix else (1, 1)
+            matrix = kind == "weight" and hasattr(module, "input_size")
+            width = module.input_size if matrix else 1
+            own = getattr(module, "input_size_per_partition", width) if matrix else 1
             left = module.tp_rank * own if own < width else 0
             for block, row, column in blocks(module, parameter, own, matrix):
                 for name, first, size, there in tensors(model, layer, module):
@@ -278,7 +284,8 @@ def blocks(module, parameter, width, matrix):
     looked_up = type(module).__name__ == "VocabParallelEmbedding"
     if matrix and hasattr(module, "cpu_linear") and not looked_up:
         identity = torch.eye(width, dtype=module.params_dtype)
-        step = max(1, BLOCK // module.output_size_per_partition)
+        own = getattr(module, "output_size_per_partition", 0) or module.output_size
+        step = max(1, BLOCK // own)
         for column in range(0, width, step):
             some = identity[column : column + step]
             yield module.cpu_linear(some, module.weight, None).T, 0, column
@@ -308,6 +315,8 @@ def tensors(model, layer, module):
         )
     if names is None:
         return [(layer, 0, sys.maxsize, 0)]
+    if leaf == "qkv_proj" and values_are_keys(model.config, layer):
+        names, sizes = names[:2], sizes[:2]
     found, first, there = [], 0, 0
     names = [names[0]] * (len(sizes) - len(names)) + list(names)  # of which several parts are there
     for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
@@ -316,6 +325,14 @@ def tensors(model, layer, module):
         found.append((f"{parent}.{name}", first, size, there + module.tp_rank // copies * size))
         first, there = first + size, there + size * getattr(module, "tp_size", 1)
     return found
+
+
+def values_are_keys(config, layer):
+    """Whether one product makes both in a layer: Gemma 4's whole ones, whose weight vLLM has twice."""
+    if not getattr(config, "attention_k_eq_v", False):
+        return False
+    number = int(re.search(r"layers\.(\d+)\.", layer)[1])
+    return config.layer_types[number] == "full_attention"
 
 
 def checksum(block, row, column, width) -> int:
