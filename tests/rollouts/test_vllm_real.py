@@ -620,6 +620,8 @@ def test_two_workers_share_the_tensors(logs):
 
 REFUSED = {  # what vLLM cannot serve, and what is said of it
     "qwen2": "ended 3 times .* AssertionError: Sliding window for some but all layers is not supported",
+    # frequencies divided by a factor, or layers that share keys: which of them was not looked into
+    "gemma4": "its log-probs differ from the trainer's by .* its weights are the trainer's to the bit",
     "qwen3 with biases": "2 of its 33 tensors are not .*: model.layers.0.self_attn.o_proj.bias, ",
 }
 

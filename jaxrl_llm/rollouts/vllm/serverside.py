@@ -224,11 +224,11 @@ class Extension:
             return adapters(worker, rank)
         model, found = worker.get_model(), {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        # Gemma 4: its layers are there a second time, and a number of each is no parameter to vLLM
-        parameters = {path: x for path, x in parameters.items() if "_decoder." not in path}
+        # Gemma 4: a number of each layer is no parameter to vLLM, and its layers are there twice
         parameters |= {
             path: x for path, x in model.named_buffers() if path.endswith("layer_scalar")
         }
+        parameters = {path: x for path, x in parameters.items() if "_decoder." not in path}
         packed = any(path.endswith("w13_weight") for path in parameters)
         if packed or worker.vllm_config.quant_config is not None:
             return {}
