@@ -331,8 +331,8 @@ def values_are_keys(config, layer):
     """Whether one product makes both in a layer: Gemma 4's whole ones, whose weight vLLM has twice."""
     if not getattr(config, "attention_k_eq_v", False):
         return False
-    number = int(re.search(r"layers\.(\d+)\.", layer)[1])
-    return config.layer_types[number] == "full_attention"
+    number = layer.split("layers.")[1].split(".")[0]
+    return config.layer_types[int(number)] == "full_attention"
 
 
 def checksum(block, row, column, width) -> int:
