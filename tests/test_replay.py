@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import time
 from functools import partial
 
@@ -308,17 +309,22 @@ def test_experts_of_an_interrupted_response_are_those_of_all_its_parts(tmp_path)
         assert len(one.experts) == 1
 
 
-def test_a_server_without_experts_is_one_line(tmp_path):
-    def silent(path, body, number):
-        del number
-        if path == "/inference/v1/generate":
-            asked = body["sampling_params"] | {"prompt": body["token_ids"]}
-            answer = as_generated(completion(asked), asked["prompt"])
-            answer["choices"][0]["routed_experts"] = None
-            return 200, json.dumps(answer).encode()
-        return None
+def telling(experts, answers):
+    """A fault: so many answers come with these experts."""
 
-    with Fake(fault=silent) as fake:
+    def fault(path, body, number):
+        if path != "/inference/v1/generate" or number > answers:
+            return None
+        asked = body["sampling_params"] | {"prompt": body["token_ids"]}
+        answer = as_generated(completion(asked), asked["prompt"])
+        answer["choices"][0]["routed_experts"] = experts
+        return 200, json.dumps(answer).encode()
+
+    return fault
+
+
+def test_a_server_without_experts_is_one_line(tmp_path):
+    with Fake(fault=telling(None, math.inf)) as fake:
         made = replaying(fake, tmp_path)
         with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
@@ -331,15 +337,7 @@ def test_a_server_without_experts_is_one_line(tmp_path):
      array(np.full((9, 3, 2), 8)), array(np.full((9, 3, 2), -1)), array(np.asarray([{}] * 9))],
 )  # fmt: skip
 def test_experts_that_are_none_are_asked_for_again(experts, tmp_path):
-    def wrong(path, body, number):
-        if path == "/inference/v1/generate" and number == 1:
-            asked = body["sampling_params"] | {"prompt": body["token_ids"]}
-            answer = as_generated(completion(asked), asked["prompt"])
-            answer["choices"][0]["routed_experts"] = experts
-            return 200, json.dumps(answer).encode()
-        return None
-
-    with Fake(fault=wrong) as fake:
+    with Fake(fault=telling(experts, 1)) as fake:
         made = replaying(fake, tmp_path)
         [one] = made.generate([[1, 2]], n=1, sampling=Sampling(max_tokens=8))
         assert np.array_equal(one.experts[0], experts_of([1, 2, *one.tokens][:-1]))

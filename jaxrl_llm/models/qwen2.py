@@ -608,10 +608,8 @@ class Layer(nnx.Module):
         x = x + self.post_attention_layernorm(y)
         y, chosen = mlp(x if before is None else before(x))
         if self.experts is not None:
-            inside, route = (
-                self.pre_feedforward_layernorm_2(x),
-                lambda router, *inputs: router(*inputs),
-            )
+            inside = self.pre_feedforward_layernorm_2(x)
+            route = lambda router, *inputs: router(*inputs)
             routed, chosen = _mixed(
                 route, self.router, self.experts, inside, live, inputs.experts, x
             )

@@ -54,6 +54,11 @@ class Step:
     memory: int
 
     @property
+    def sharing_positions(self) -> int:
+        """How many devices share the positions of hidden states between layers."""
+        return self.mesh.shape["tensor"] if self.config.compute.sequence_parallel else 1
+
+    @property
     def policy(self) -> Policy:
         """The model without its parameters."""
         return Policy(qwen2.graph(self.shape, self.config.compute)[0])
@@ -116,10 +121,10 @@ class Step:
         tokens, logps = [0] * limit.response_length, [0.0] * limit.response_length
         longest = [Trajectory([0] * limit.prompt_length, tokens, logps)] * rows
         batch = update.place(replace(limit, shards=shards)(longest), self.mesh, like)
-        if self.shape.mixture is None or not self.config.engine.replay:
+        if self.policy.experts is None or not self.config.engine.replay:
             return batch
-        tokens, sizes = batch.inputs.tokens, (self.shape.num_layers, self.shape.mixture.chosen)
-        experts = jax.ShapeDtypeStruct((*tokens.shape, *sizes), jnp.int16)
+        tokens, (layers, chosen, _) = batch.inputs.tokens, self.policy.experts
+        experts = jax.ShapeDtypeStruct((*tokens.shape, layers, chosen), jnp.int16)
         inputs = batch.inputs._replace(experts=like(experts, tokens.sharding))
         return batch._replace(inputs=inputs)
 
@@ -203,8 +208,8 @@ class Step:
         rows, length = bins.sharding.shard_shape(bins.shape)[2:]
         if config.compute.remat is jax.checkpoint:
             width = self.shape.hidden_size * jnp.dtype(config.compute.dtype).itemsize
-            divided = self.mesh.shape["tensor"] if config.compute.sequence_parallel else 1
-            parts["inputs of layers"] = self.shape.num_layers * rows * length * width // divided
+            inputs = self.shape.num_layers * rows * length * width
+            parts["inputs of layers"] = inputs // self.sharing_positions
         whole = 4 * rows * length * self.shape.vocab_size
         parts["logits at a time"] = min(logprobs.logit_bytes(), whole)
         return parts

@@ -101,8 +101,8 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
         held += step.on_hosts.get("optimizer", 0)  # which comes over
         remat, layers = config.compute.remat, shape.num_layers
         layer = columns * _within_a_layer(config, shape, columns) / tensor
-        divided = tensor if config.compute.sequence_parallel else 1
-        kept = layers * (columns * shape.hidden_size * width / divided if remat else layer)
+        inputs = columns * shape.hidden_size * width / step.sharing_positions
+        kept = layers * (inputs if remat else layer)
         again = layer if remat else 0.0  # one at a time
         # logits, in float32, and their gradient go before the gradients of layers come
         logits = min(logprobs.logit_bytes(), 4 * rows * columns * shape.vocab_size)
