@@ -365,7 +365,12 @@ class _Mirror:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f".{file.name}.new")
-        self._try(lambda: self._objects.get_file(self._path(name), str(beside)))
+        try:
+            self._try(lambda: self._objects.get_file(self._path(name), str(beside)))
+        except FileNotFoundError:
+            if name in self._list(name):
+                raise
+            return  # the writer has removed it meanwhile
         beside.replace(file)
         self._synced[name] = _stat(file), version
 

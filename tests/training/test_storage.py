@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -425,6 +426,28 @@ def test_what_vanishes_while_it_is_stored_is_passed_over(url, monkeypatch, store
     monkeypatch.setattr(storage, "_stat", mark)
     storage.push(here)
     assert [*objects(url)] == ["a", "c"]
+
+
+def test_what_vanishes_while_it_is_brought_is_passed_over(url, monkeypatch):
+    """The writer removes an old checkpoint that another process reads; else it is told."""
+    fill(here := storage.local(url), "a", "b", "c")
+    storage.push(here)
+    forget()
+    bucket = storage._file_system("s3")
+    inner = bucket.get_file
+
+    def brought(name, to):
+        if name.endswith("/b"):
+            bucket.rm_file(name)
+        inner(name, to)
+
+    monkeypatch.setattr(bucket, "get_file", brought)
+    assert files(storage.local(url)) == ["a", "c"]
+    missing = FileNotFoundError("no such disk")
+    monkeypatch.setattr(bucket, "get_file", Mock(side_effect=missing))
+    bucket.pipe_file(f"{url}/a", b"other")
+    with pytest.raises(FileNotFoundError, match="no such disk"):
+        storage.local(url)
 
 
 def test_each_answer_of_a_bucket_is_a_sign_of_life(url, monkeypatch):
