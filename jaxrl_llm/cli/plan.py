@@ -7,7 +7,6 @@ from typing import Any
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
 from jaxrl_llm.training import terminal
@@ -47,7 +46,7 @@ def main(options: Options, config: Config) -> None:
 
             planned = search.fastest(config, machine, options.tokens, say=console.print)
         else:
-            planned = _planned(config, machine, options.tokens, say=status.update)
+            planned = _planned(config, machine, tokens=options.tokens, say=status.update)
     if options.json:
         print(json.dumps(report.as_json(planned), indent=1))
         return
@@ -55,17 +54,11 @@ def main(options: Options, config: Config) -> None:
         console.print(part)
 
 
-def _planned(
-    config: Config,
-    machine: machines.Machine,
-    tokens: int = 0,
-    shape: qwen2.Shape | None = None,
-    **settings: Any,
-) -> Plan:
+def _planned(config: Config, machine: machines.Machine, **settings: Any) -> Plan:
     """The plan of a config, whose open sizes are chosen first."""
-    made, shape = None, shape or shape_of(config)
+    made, shape = None, shape_of(config)
     if not all(config.sizes.values()):
         from jaxrl_llm.planning import sizes  # most configs leave none open
 
-        config, made = sizes.fitted(config, machine, shape, tokens=tokens, **settings)
-    return made or plan(config, machine, tokens=tokens, shape=shape, **settings)
+        config, made = sizes.fitted(config, machine, shape, **settings)
+    return made or plan(config, machine, shape, **settings)

@@ -91,8 +91,8 @@ def shape_of(config: Config) -> qwen2.Shape:
 def plan(
     config: Config,
     machine: Machine,
+    shape: qwen2.Shape,
     *,
-    shape: qwen2.Shape | None = None,
     tokens: int = 0,
     only: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
@@ -101,7 +101,7 @@ def plan(
 
     `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
-    step = step_of(config, machine, shape or shape_of(config))
+    step = step_of(config, machine, shape)
     mesh, compiled = step.mesh, []
     with machines.compiling_for(mesh):
         for program in step.programs(tokens):

@@ -41,7 +41,7 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
             say(f"{_describe(tight)}: {error}")
             continue
         for only in (("update",), ()):
-            best = plan(layout, machine, tokens=tokens, only=only)
+            best = plan(layout, machine, shape, tokens=tokens, only=only)
             needed, there = best.peak / 2**30, best.memory / 2**30
             say(f"{_describe(layout)}: {best.worst.name} {needed:.1f} of {there:.1f} GiB a device")
             if not best.fits:

@@ -40,7 +40,7 @@ def fitted(
     sizes = estimated(config, machine, shape)
     while not _on_a_cpu(machine):
         sized = config.sized(sizes)
-        planned = plan(sized, machine, shape=shape, only=only, **settings)
+        planned = plan(sized, machine, shape, only=only, **settings)
         if planned.fits:
             return sized, planned
         name = LIMITED.get(planned.worst.name, "")

@@ -20,7 +20,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config, Mesh
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.planning.machines import machine
-from jaxrl_llm.planning.plan import Plan, plan
+from jaxrl_llm.planning.plan import Plan, plan, shape_of
 from jaxrl_llm.rollouts.engines import Native
 from tests.training import quick
 
@@ -68,7 +68,7 @@ def small(name: str) -> Plan:
         engine=Native(slots=16, prefill_prompts=4),
         warm_start=None,
     )
-    return plan(config, machine(on), only=only)
+    return plan(config, machine(on), shape, only=only)
 
 
 def preset(name: str) -> tuple[Config, str]:
@@ -90,7 +90,7 @@ def scaled(name: str) -> Plan:
     shards = len(place.devices) // config.mesh.tensor
     rows = config.prompts * config.group_size // config.collate.minibatches
     collate = replace(config.collate, microbatches=max(1, rows // shards))
-    return plan(replace(config, collate=collate), place, only=("update",))
+    return plan(replace(config, collate=collate), place, shape_of(config), only=("update",))
 
 
 def figures(made: Plan) -> dict[str, dict[str, int]]:
@@ -146,7 +146,7 @@ def main() -> int:
             made = scaled(name)
         else:
             config, on = preset(name)
-            made = plan(config, machine(on))
+            made = plan(config, machine(on), shape_of(config))
         print(f"{name}: {line(made)}", flush=True)
         if given.write and given.group != "scaling":
             recorded[name] = figures(made)
