@@ -230,9 +230,7 @@ def local(where: str | Path, *, but: Collection[str] = (), bring: bool = True) -
             ) from error
     scheme, _, rest = str(where).partition(":")
     url = f"{scheme}://{rest.strip('/')}"
-    if url not in _MIRRORS:
-        _MIRRORS[url] = _Mirror(url)
-    mirror = _MIRRORS[url]
+    mirror = _MIRRORS.get(url) or _MIRRORS.setdefault(url, _Mirror(url))
     if bring:
         mirror.pull("", but)
     return mirror.folder
@@ -355,8 +353,8 @@ class _Mirror:
         there = self._list(under)
         wanted = [name for name in there if not {*but, WRITERS} & {*name.split("/")[:-1]}]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for _ in pool.map(lambda name: self._bring(name, there[name]), wanted):
-                pass  # it raises the first error, and drops what is left
+            # raises the first error, and drops what is left
+            list(pool.map(lambda name: self._bring(name, there[name]), wanted))
 
     def _bring(self, name: str, version: str) -> None:
         file = self.folder / name

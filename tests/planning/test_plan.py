@@ -221,7 +221,7 @@ def test_the_search_takes_the_fastest_that_fits_with_all_its_programs(monkeypatc
     config, said, whole = quick.config(), [], []
     program = plans.Compiled("decode", 2, 0, 0, [], {}, 0, 0.0, NOTHING)
 
-    def planned(config, machine, *, tokens, only=()):
+    def planned(config, machine, shape, *, tokens, only=()):
         if not only:
             whole.append(config.mesh.tensor)
         fits = config.mesh.tensor == 2 and (only or len(whole) == 2)

@@ -49,7 +49,7 @@ def planned(monkeypatch, needs):
     """Plans without a compiler: `needs(config)` are bytes by program. What was planned, in order."""
     asked = []
 
-    def made(config, on, *, only=(), **_):
+    def made(config, on, shape, *, only=(), **_):
         asked.append(config.sizes)
         nothing = dict.fromkeys(plans.WAITS, 1.0)
         compiled = [
