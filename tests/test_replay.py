@@ -101,8 +101,7 @@ def alike(episodes, others):
     )
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize(("name", "static"), [*zip(ROUTED, (False, True, True), strict=True)])
 def test_a_noisy_router_is_followed_only_by_a_replay(name, static):
     """Sampler and trainer differ by noise in the router, as they do by rounding."""
     made = sampler(name, static=static).generate(prompts(12), n=2, sampling=SAMPLING)
@@ -148,8 +147,16 @@ def test_experts_are_those_of_the_training_forward():
         qwen2.choice = choice
 
 
-@pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("devices", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("devices", "pack"),
+    [
+        ((2, 2, 2), True),
+        *(
+            pytest.param((n,) * 3, pack, marks=pytest.mark.slow)
+            for n, pack in ((1, False), (1, True), (2, False))
+        ),
+    ],
+)
 def test_a_step_learns_with_the_sampler_s_experts(devices, pack):
     """The update of one device and of eight; experts get gradients, and so does the router."""
     name = "qwen3_moe"
@@ -178,7 +185,7 @@ def test_a_step_learns_with_the_sampler_s_experts(devices, pack):
     assert distance(ours, change(made, tiny.mesh_of())) < 1e-4
 
 
-@pytest.mark.parametrize("name", ROUTED[:2])
+@pytest.mark.parametrize("name", [ROUTED[0], pytest.param(ROUTED[1], marks=pytest.mark.slow)])
 def test_episodes_have_their_experts_a_context_each(name):
     """With replies, new contexts, late environments, and hidden prompts."""
     for make, asked in ((Random, prompts(10)), (Beginning, hidden(10))):

@@ -320,7 +320,7 @@ def test_a_step_is_the_same_where_positions_are_divided(family, sizes, pack):
     alike(family, step, losses.clipped, LOPTI)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_divided_positions_divide_what_is_kept(family):
     """By the compiler's account, of a long row on eight devices."""
 
@@ -359,7 +359,9 @@ def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, mic
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("beta", [None, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "beta", [None, 0.3, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (0.0, 1.0))]
+)
 def test_a_step_with_a_teacher_is_that_of_torch(tmp_path, beta):
     """Of another size, with ids behind the policy's; by sampled tokens, reweighted, or by distributions."""
     _, params = tiny.policy()

@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_llm.learning import reinforce, update
 from jaxrl_llm.learning.batch import Collator
@@ -106,6 +107,13 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
         **families.FAMILIES["qwen3_5_text"].fixed,
     ),
 }  # fmt: skip
+
+VARIED = ("qwen2", "gemma3", "gemma4", "qwen3_moe", "qwen3_5")  # one of each kind of layers
+
+
+def tiered(family, *more):
+    """Parameters of a test that is in the fast tier for VARIED, in the slow one for the other families."""
+    return pytest.param(family, *more, marks=() if family in VARIED else pytest.mark.slow)
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):

@@ -81,7 +81,9 @@ def agree(definition, params, prompts, logits, rows):
         assert row[len(prompt) :] == expected.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("family", "block"), [*zip(tiny.FAMILIES, itertools.cycle((8, 128)))])
+@pytest.mark.parametrize(
+    ("family", "block"), [*map(tiny.tiered, tiny.FAMILIES, itertools.cycle((8, 128)))]
+)
 def test_greedy_generation_is_a_full_recomputation(family, block):
     """Prompts shorter and longer than a window, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(tiny.FAMILIES[family])

@@ -125,6 +125,7 @@ def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name,
     assert json.loads((tmp_path / "changed" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_a_run_of_such_a_model_is_exported_with_them_by_base(tmp_path):
     """Without `--base` the language model comes alone."""
     model, out = tmp_path / "m", tmp_path / "run"

@@ -50,7 +50,13 @@ def without(params):
 @pytest.mark.parametrize(
     ("name", "one"),
     [
-        *((name, one) for one in (LORA, SOME) for name in ("qwen2", "qwen3", "gemma3")),
+        ("qwen2", SOME),
+        *(
+            pytest.param(name, one, marks=pytest.mark.slow)
+            for one in (LORA, SOME)
+            for name in ("qwen2", "qwen3", "gemma3")
+            if (name, one) != ("qwen2", SOME)
+        ),
         ("gemma4", LORA),
         ("qwen3_5", WHOLE),
     ],

@@ -260,7 +260,10 @@ def test_episodes_of_verifiers_with_tools(logs):
     assert {0, 1} < {*results}
 
 
-@pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen2"), ("bfloat16", "llama")])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [("float32", "qwen2"), pytest.param("bfloat16", "llama", marks=pytest.mark.slow)],
+)
 def test_adapters_travel_alone(logs, dtype, family):
     """Through 50 versions: exact, without more memory, and read by the layers at once."""
     shape = dataclasses.replace(SHAPE, lora=qwen2.Lora(rank=3, alpha=5.0), family=family)
@@ -549,6 +552,7 @@ def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
     assert not pids(str(launch.socket))
 
 
+@pytest.mark.slow
 def test_small_steps_in_bfloat16(logs, monkeypatch):
     """Every one moves the server's answers, and one that it does not load is found out at once."""
     engine = dataclasses.replace(ENGINE, dtype="bfloat16")
@@ -602,6 +606,7 @@ def test_a_tensor_that_is_not_reloaded_is_named(logs, monkeypatch):
             assert made.sync["sync/proof"] == 1.0
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_tensors(logs):
     """Each has some heads, a copy of the one of keys and values, and its part of an odd vocabulary."""
     shape = dataclasses.replace(SHAPE, num_kv_heads=1, vocab_size=SHAPE.vocab_size + 1)

@@ -292,6 +292,7 @@ class Lucky(Say):
         return Reward(float(right), right)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_remembers(tmp_path):
     """Bit for bit, its instructions too; validation has first attempts alone."""
     shape = replace(tiny.shape(num_layers=1, max_length=128), vocab_size=12)

@@ -16,9 +16,12 @@ from tests.training import s3
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
 )
-KINDS = ("second trainer", "clock jumps", "disk full", "disk error once", "killed while writing")
+KINDS = ("clock jumps", "killed while writing")
 # Tests of resuming, of checkpoints and of journals meet these in the fast tier.
 MORE = (
+    "second trainer",
+    "disk full",
+    "disk error once",
     "kill -9",
     "SIGTERM",
     "checkpoint flipped",

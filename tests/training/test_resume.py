@@ -383,6 +383,7 @@ def recorded(url):
     return metrics(RunFolder(url).path)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_the_same_through_a_kill(environment, whole, url):
     """Killed while a checkpoint is stored; the name is a pattern, and has to be taken as it is."""
     url = f"{url}/lr=[1e-4] [b]*"
