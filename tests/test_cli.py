@@ -20,6 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SMALL = shlex.split("bench update --rows 2 --prompt-length 8 --response-length 24 --repeats 1")
 
 
+@pytest.mark.slow
 def test_bench_update_prints_the_table(capsys):
     main([*SMALL, "--microbatches", "1"])
     out = capsys.readouterr().out

@@ -135,11 +135,13 @@ def test_experts_are_those_of_the_training_forward():
 
     choice, qwen2.choice = qwen2.choice, watching
     try:
+        longest = max(len(one.prompt) + len(one.tokens) for one in made)
         for one in made:
-            sequence = jnp.asarray([*one.prompt, *one.tokens])[None]
+            sequence = [*one.prompt, *one.tokens]
+            sequence = jnp.asarray(sequence + [0] * (longest - len(sequence)))[None]
             model = qwen2.nnx.merge(definition, params)
             seen.clear()
-            model(sequence, jnp.arange(sequence.shape[1])[None])
+            model(sequence, jnp.arange(longest)[None])
             jax.effects_barrier()
             every = np.stack([layer[0] for layer in seen], 1)
             np.testing.assert_array_equal(one.experts[0], every[: len(one.experts[0])])

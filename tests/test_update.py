@@ -194,7 +194,9 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     assert not same(state.params, before)
 
 
-@pytest.mark.parametrize("surrogate", [losses.gspo, tiny.by_turn])
+@pytest.mark.parametrize(
+    "surrogate", [losses.gspo, pytest.param(tiny.by_turn, marks=pytest.mark.slow)]
+)
 def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
     """Where a token's loss reads its whole response, tokens of the other stage count in it as they are now."""
     policy, params = tiny.policy()
@@ -320,7 +322,8 @@ def test_a_step_is_the_same_where_positions_are_divided(family, sizes, pack):
     alike(family, step, losses.clipped, LOPTI)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
+@pytest.mark.slow
 def test_divided_positions_divide_what_is_kept(family):
     """By the compiler's account, of a long row on eight devices."""
 

@@ -57,7 +57,7 @@ def without(params):
             for name in ("qwen2", "qwen3", "gemma3")
             if (name, one) != ("qwen2", SOME)
         ),
-        ("gemma4", LORA),
+        pytest.param("gemma4", LORA, marks=pytest.mark.slow),
         ("qwen3_5", WHOLE),
     ],
 )

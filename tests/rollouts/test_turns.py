@@ -316,6 +316,7 @@ class Warm:
         return None if self.turns == 3 else self.tokenizer.encode("next"), reward
 
 
+@pytest.mark.slow
 def test_a_game_with_rewards_on_the_way_is_learned_from(tmp_path):
     collate = Collator(4, 24, round_to=8)
     config = Config(

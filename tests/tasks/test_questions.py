@@ -647,6 +647,7 @@ def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
 # The config for tables of questions.
 
 
+@pytest.mark.slow
 def test_a_model_a_file_and_a_reward_are_a_run(tmp_path, capsys):
     """From the command line, with the file's questions for training, validation and the test."""
     public.write_model(tmp_path / "model")

@@ -177,6 +177,7 @@ def test_a_killed_run_of_adapters_goes_on_bit_for_bit(environment, whole, tmp_pa
     assert (logps[0] != jl.token_logps(jl.load(tmp_path / "model"), tokens)).all()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_the_best_no_longer_goes_also_at_the_end(tmp_path, monkeypatch):
     """Where the last evaluation is dropped by a stop, the step that it makes the best is saved already."""
     config = replace(quick.config(steps=4, warm_steps=0), keep_checkpoints=1, save_every=4)

@@ -191,6 +191,7 @@ def reinforced(folder, *more):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_reinforcement_begins_with_the_best_checkpoint(folder, whole, tmp_path, rank):
     """Of adapters with those, bit for bit; and they are no longer what the model began with."""
     first = trained(folder, tmp_path / "first", steps=1, lora=rank) if rank else whole
