@@ -144,7 +144,7 @@ class Vllm:
 
     def __post_init__(self):
         from jaxrl_llm.rollouts.vllm.client import is_private
-        from jaxrl_llm.rollouts.vllm.proof import TOLERANCE
+        from jaxrl_llm.rollouts.vllm.proof import PROBES, TOLERANCE
 
         if self.dtype not in TOLERANCE:
             raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
@@ -153,6 +153,8 @@ class Vllm:
                 f"engine: share = {self.share}: a part of a GPU, between 0 and {OF_A_GPU}"
             )
         at_least(0, "engine", self, "concurrency")
+        if self.max_model_len is not None:  # a sync is proved by a token after each probe
+            at_least(PROBES[1] + 1, "engine", self, "max_model_len")
         for url in self.servers:
             if not (is_private(url) or self.plain_http):
                 raise UserError(
@@ -178,14 +180,11 @@ class Vllm:
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             experts = model.experts if self.replay else None
             own = replace(self, arguments=(*EXPERTS, *self.arguments)) if experts else self
-            sidecars = (
-                []
-                if self.servers
-                else stack.enter_context(own.sidecars(root, folder, served.adapter))
-            )
-
-            if self.servers:  # of our own ones the keepers remove it
-                stack.enter_context(_removed_at_the_end(root))
+            sidecars = []
+            if self.servers:
+                stack.enter_context(_removed_at_the_end(root))  # of our own ones the keepers do it
+            else:
+                sidecars = stack.enter_context(own.sidecars(root, folder, served.adapter))
 
             def publish(weights: Path) -> None:
                 for sidecar in sidecars:

@@ -529,7 +529,9 @@ def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
         Vllm(servers=servers[:1])._own_servers()
 
 
-def test_an_unknown_dtype():
+def test_settings_that_no_server_could_keep():
+    with pytest.raises(UserError, match="max_model_len = 24 must be at least 25"):
+        Vllm(max_model_len=24)  # the proof of a sync asks for one token after 24
     with pytest.raises(UserError, match="neither float32 nor bfloat16"):
         Vllm(dtype="float16")
 
