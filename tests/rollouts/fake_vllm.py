@@ -248,6 +248,9 @@ if __name__ == "__main__":
             time.sleep(600)
         if path == "/health" and "FAKE_SEEN" in os.environ:
             pathlib.Path(os.environ["FAKE_SEEN"]).touch()
+        if "FAKE_CRASHES" in os.environ:
+            print("RuntimeError: no such head", flush=True)
+            threading.Timer(1.0, os._exit, (0,)).start()
 
     Fake(path=known.uds, key=os.environ["VLLM_API_KEY"], fault=answer)
     time.sleep(600)

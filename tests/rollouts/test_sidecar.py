@@ -185,13 +185,17 @@ def test_serve_has_its_logs_in_a_file_system(capsys, monkeypatch):
     assert "--out s3://bucket/logs: the servers' logs" in capsys.readouterr().err
 
 
-def test_a_server_that_cannot_start_is_given_up(root, python):
-    launch = Launch(python, root / "vllm.log", root / "s", environment={"FAKE_FAILS": "1"})
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("FAKE_FAILS", "no such model"), ("FAKE_CRASHES", "no such head")]
+)
+def test_a_server_that_cannot_start_is_given_up(root, python, fault, cause):
+    """Also one that is well until it is asked for something, and ends at each first request."""
+    launch = Launch(python, root / "vllm.log", root / "s", environment={fault: "1"})
     made = Sidecar(launch, root)
     made.serve(root / "weights")
-    until(lambda: given_up(made))
-    assert "ended 3 times before it answered" in given_up(made)
-    assert "RuntimeError: no such model" in given_up(made)
+    until(lambda: given_up(made), 60.0)
+    assert "ended 3 times soon after its start" in given_up(made)
+    assert f"RuntimeError: {cause}" in given_up(made)
     made.stop()
 
 

@@ -29,7 +29,8 @@ POLL = 0.5
 HEALTH_SECONDS = 5.0  # for an answer of /health
 SILENCE = 120.0  # seconds without one, after the first
 AGAIN = ".again"  # of the file by which the trainer has a server started again
-STARTS = 3  # that end without an answer, before the keeper gives up
+STARTS = 3  # that end soon, before the keeper gives up
+SOON = 60.0  # seconds after the first answer: its first requests may end it
 EXTENSION = "/weights/extension"
 BLOCK = 2**20  # numbers of a weight that are worked on at a time
 CACHED = 2**15  # the same on a CPU: they stay in its cache, and no threads wait for each other
@@ -46,8 +47,8 @@ def keep(parent, root, path, command):
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # may go to a whole job; the trainer decides
-    unanswered, asked = 0, pathlib.Path(path).with_suffix(AGAIN)
-    while unanswered < STARTS:
+    failed, asked = 0, pathlib.Path(path).with_suffix(AGAIN)
+    while failed < STARTS:
         for old in (pathlib.Path(path), asked):
             old.unlink(missing_ok=True)
         shell = ["/bin/sh", "-c", ENDING_WITH_KEEPER, "sh"]
@@ -57,7 +58,7 @@ def keep(parent, root, path, command):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        answered = None
+        first = answered = None
         while server.poll() is None:
             if os.getppid() != parent or select.select([sys.stdin], [], [], POLL)[0]:
                 end(server)
@@ -66,11 +67,14 @@ def keep(parent, root, path, command):
                 return
             if healthy(path):
                 answered = time.monotonic()
+                first = first or answered
             silent = answered is not None and time.monotonic() - answered > SILENCE
             if silent or asked.exists():
                 break
+        by_itself = server.poll() is not None
         end(server)
-        unanswered = unanswered + 1 if answered is None else 0
+        soon = first is None or (by_itself and time.monotonic() - first < SOON)
+        failed = failed + 1 if soon else 0
         with contextlib.suppress(OSError):  # the terminal may be closed
             print(f"vLLM at {path} ended (status {server.returncode})", file=sys.stderr, flush=True)
     sys.exit(1)

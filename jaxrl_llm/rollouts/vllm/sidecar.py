@@ -124,7 +124,7 @@ class Sidecar:
             return
         if status >= 0:
             raise UserError(
-                f"vLLM ended {serverside.STARTS} times before it answered; the end of {self.launch.log}: "
+                f"vLLM ended {serverside.STARTS} times soon after its start; the end of {self.launch.log}: "
                 f"{_last_error(self.launch.log)}"
             )
         self.stop()  # it was killed
