@@ -43,7 +43,7 @@ def keep(parent, root, path, command):
 
     (The parent is looked at too because its forks may hold the input open.) A server that ends, no
     longer answers at the socket `path`, or is asked to by the file AGAIN beside that, is started
-    again. It gives up after STARTS.
+    again. It gives up after STARTS that end within SOON.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # may go to a whole job; the trainer decides
