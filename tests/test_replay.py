@@ -101,7 +101,16 @@ def alike(episodes, others):
     )
 
 
-@pytest.mark.parametrize(("name", "static"), [*zip(ROUTED, (False, True, True), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "static"),
+    [
+        *zip(ROUTED, (False, True, True), strict=True),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in zip(ROUTED, (True, False, False), strict=True)
+        ),
+    ],
+)
 def test_a_noisy_router_is_followed_only_by_a_replay(name, static):
     """Sampler and trainer differ by noise in the router, as they do by rounding."""
     made = sampler(name, static=static).generate(prompts(12), n=2, sampling=SAMPLING)

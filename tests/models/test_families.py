@@ -137,6 +137,7 @@ def scores(folder, shape=None, mesh=(1, 1, 1), *, differentiate=True):
         *(tiny.tiered(name, (2, 2, 2)) for name in SHAPES),
         *(pytest.param(name, (1, 2, 2), marks=pytest.mark.slow) for name in SHAPES),
     ],
+    ids=str,
 )
 def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
     want = np.load(folders / name / "found.npz")
