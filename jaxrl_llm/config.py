@@ -22,7 +22,7 @@ from jaxrl_llm import userfile
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
-from jaxrl_llm.learning.programs import Programs, programs
+from jaxrl_llm.learning.programs import Programs, programs, teacher_score
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.tokenizer import EOS, PAD
@@ -339,6 +339,11 @@ class Config:
             temperature=self.sampling.temperature,
             order=self.order,
         )
+
+    def teacher_score(self, shape: qwen2.Shape, tokens: int) -> Any:
+        """The program of the scores of a teacher of this shape, for a policy with so many `tokens`."""
+        teacher = Policy(qwen2.graph(shape, self.compute)[0])
+        return teacher_score(teacher, self.sampling.temperature, self.loss, tokens)
 
     @property
     def warm_steps(self) -> int:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -26,6 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm import forks
+from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import StopRequested, UserError, causes, first_line
 
 T = TypeVar("T")
@@ -130,9 +132,7 @@ def _part(reason: str, done: threading.Event, lost: float) -> None:
         barrier()  # the store lives until all are here
         done.set()
         # now, with all others: at exit one may be late; one that stands still is not waited for
-        leaving = threading.Thread(target=_shut_down, daemon=True)
-        leaving.start()
-        leaving.join(lost)
+        wait([in_background(_shut_down)], lost)
         return
     done.set()
     with suppress(jax.errors.JaxRuntimeError):  # the others notice a lost store

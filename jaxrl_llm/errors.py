@@ -29,6 +29,13 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
+def flags_at_least(least: int, **counts: int) -> None:
+    """A UserError for the first of these flags of a command that is below `least`."""
+    for name, count in counts.items():
+        if count < least:
+            raise UserError(f"--{name.replace('_', '-')} {count} must be at least {least}")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters; its type if it has none."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:200])

@@ -7,7 +7,7 @@ import tyro
 
 from jaxrl_llm import storage
 from jaxrl_llm.cli.open_run import open_run
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import update
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA
@@ -54,10 +54,8 @@ def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Opti
     from jaxrl_llm.research import analysis, analysis_report
 
     prompts, batches, tokens = options.prompts, options.batches, options.tokens
-    if prompts < 0 or tokens < 1 or batches < 1:
-        raise UserError(
-            f"--prompts {prompts} --batches {batches} --tokens {tokens}: they are counts, the last two from 1 on"
-        )
+    flags_at_least(0, prompts=prompts)
+    flags_at_least(1, batches=batches, tokens=tokens)
     folder, console = RunFolder(run), terminal.plain()
     target = folder.path / "analysis" if options.out is None else storage.local(options.out)
     with open_run(run, options.data_folder, options.step) as (components, sampler, chosen):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.cli.open_run import DataFolder, open_run
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
@@ -47,8 +47,7 @@ def main(
     folder = RunFolder(run)
     if last and step is not None:
         raise UserError("eval: give either --step or --last")
-    if samples is not None and samples < 0:
-        raise UserError(f"--samples {samples}: at least 0")
+    flags_at_least(0, samples=samples or 0)
     sources = [(name, source) for name, _, source in (word.partition("=") for word in suite)]
     if len(dict(sources)) < len(sources):
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")

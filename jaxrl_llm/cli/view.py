@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.research import page
 from jaxrl_llm.training.folder import RunFolder
 
@@ -32,8 +32,7 @@ def main(
     """
     if not runs:
         raise UserError("view wants the folders of one or several runs")
-    if tokens < 1:
-        raise UserError(f"--tokens {tokens} must be at least 1")
+    flags_at_least(1, tokens=tokens)
     if serve:
         with server(runs, tokens, port) as made:
             print(f"{made.address}   (Ctrl-C ends it)", flush=True)

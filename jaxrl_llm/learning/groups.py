@@ -120,13 +120,14 @@ class TokenTask:
 
     def prompts(self, examples: Sequence[Any]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        return [self.tokenizer.prompt(self._ask(example)) for example in examples]
+        return [self.tokenizer.prompt(self.ask(example)) for example in examples]
 
-    def turn(self, example: Any, text: str) -> list[int]:
-        """The token ids of a turn of the policy after an example's prompt, and of what ends it."""
-        return [*self.tokenizer.encode(text), self.tokenizer.end(self._ask(example))]
+    def turn(self, prompt: Prompt, text: str) -> list[int]:
+        """The token ids of a turn of the policy in a conversation, and of what ends it."""
+        return [*self.tokenizer.encode(text), self.tokenizer.end(prompt)]
 
-    def _ask(self, example: Any) -> Prompt:
+    def ask(self, example: Any) -> Prompt:
+        """An example's prompt as the task writes it; its errors are UserErrors."""
         return userfile.user_code("a prompt cannot be made")(self.task.prompt)(example)
 
     def pending(
@@ -191,13 +192,14 @@ class TokenTask:
         """Episodes in which the policy says these turns, or this one, each with its end."""
         # limits are the collator's to enforce: a demonstration that is too long is counted there
         endless = Sampling(max_tokens=2**31, max_turns=2**31)
-        drafts = [Draft(endless, prompt) for prompt in self.prompts(examples)]
+        prompts = [*map(self.ask, examples)]
+        drafts = [Draft(endless, self.tokenizer.prompt(prompt)) for prompt in prompts]
         with self._episodes(examples) as reply:
             for i, several in enumerate(turns):
                 if isinstance(drafts[i].prompt, HiddenTokens):
                     drafts[i].goes_on(reply(i, None).result())
                 for turn in [several] if isinstance(several, str) else several:
-                    tokens = self.turn(examples[i], turn)
+                    tokens = self.turn(prompts[i], turn)
                     logps = [0.0] * len(tokens)
                     drafts[i].add(tokens, logps, stopped=True)
                     if not drafts[i].goes_on(reply(i, tokens, logps).result()):

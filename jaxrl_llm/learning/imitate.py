@@ -97,9 +97,11 @@ def demonstrations(
     if isinstance(task.task, Interactive):
         whole = [replace(one, finished=True) for one in task.replay(examples, list(said))]
     else:
-        texts = [*map(task.turn, examples, said)]
-        pairs = zip(task.prompts(examples), texts, strict=True)
-        whole = [Trajectory(prompt, text, [0.0] * len(text)) for prompt, text in pairs]
+        whole = []
+        for example, text in zip(examples, said, strict=True):
+            prompt = task.ask(example)
+            tokens = task.turn(prompt, text)
+            whole.append(Trajectory(task.tokenizer.prompt(prompt), tokens, [0.0] * len(tokens)))
     if all(len(one.tokens) > longest for one in whole):
         raise UserError(
             f"no demonstration of a batch of {len(whole)} fits into {longest} tokens: raise the "

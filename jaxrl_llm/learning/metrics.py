@@ -1,6 +1,7 @@
 """Metrics of a training step, as sums that add up over micro-batches, shards and stages."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.objectives import Objective, TokenData, kl
+from jaxrl_llm.objectives.token_data import batch_mean
 
 Tokens = Float[Array, "R C"]
 
@@ -85,7 +87,7 @@ def describe_policy(
 
     `rare_half` and `rare_quarter` are the shares of tokens with probability below 1/2 and 1/4.
     """
-    mean = lambda x: jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
+    mean = partial(batch_mean, mask=mask)
     described = {
         "entropy": mean(entropy),
         "logp": mean(old_logp),
@@ -101,8 +103,7 @@ def describe_teacher(
     sampler_logp: Float[Array, "B T"], teacher_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
 ) -> dict[str, Float[Array, ""]]:
     """The mean of log sampler - log teacher in nats a token: an estimate of KL(policy || teacher)."""
-    gap = jnp.where(mask, sampler_logp - teacher_logp, 0.0)
-    return {"kl_teacher": gap.sum() / jnp.maximum(mask.sum(), 1)}
+    return {"kl_teacher": batch_mean(sampler_logp - teacher_logp, mask)}
 
 
 def describe_mismatch(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.objectives import aggregation
 from jaxrl_llm.objectives import token_data as per_response
-from jaxrl_llm.objectives.token_data import Mask, TokenData, Tokens, ratio
+from jaxrl_llm.objectives.token_data import Mask, TokenData, Tokens, batch_mean, ratio
 
 Selection = Callable[[Tokens, TokenData], Mask]
 Factor = Callable[[Tokens, TokenData], Tokens]
@@ -109,8 +109,4 @@ def without(advantage: Tokens, data: TokenData, *, select: Selection) -> Tokens:
 def renormalised(advantage: Tokens, data: TokenData, *, select: Selection) -> Tokens:
     """`only` times tokens / selected tokens: a token mean is then over the selected tokens."""
     kept = only(advantage, data, select=select)
-    return kept / jnp.maximum(_mean(kept, data.mask), 1.0 / data.mask.size)
-
-
-def _mean(x, mask):
-    return jnp.sum(x, where=mask) / jnp.maximum(mask.sum(), 1)
+    return kept / jnp.maximum(batch_mean(kept, data.mask), 1.0 / data.mask.size)

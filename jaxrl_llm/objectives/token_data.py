@@ -73,6 +73,11 @@ def mean(x: Tokens, data: TokenData) -> Tokens:
     return total(x, data) / jnp.maximum(total(jnp.ones_like(x), data), 1.0)
 
 
+def batch_mean(x: Tokens | Mask, mask: Mask) -> Float[Array, ""]:
+    """The mean of x over all tokens of a batch; 0 if there is none."""
+    return jnp.sum(jnp.where(mask, x, 0.0)) / jnp.maximum(mask.sum(), 1)
+
+
 def ratio(logp: Tokens, anchor_logp: Tokens, bound: float = 20.0) -> Tokens:
     """exp(logp - anchor_logp), the difference clamped to +-bound."""
     return jnp.exp(jnp.clip(logp - anchor_logp, -bound, bound))

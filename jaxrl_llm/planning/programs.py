@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.learning import update
-from jaxrl_llm.learning.programs import Programs, teacher_score
+from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
 from jaxrl_llm.models.primitives import merge_params
@@ -298,10 +298,7 @@ class Step:
     def _teacher(self) -> Any:
         """The program of the teacher's scores."""
         assert self.teacher is not None
-        config, (shape, _) = self.config, self.teacher
-        scorer = Policy(qwen2.graph(shape, config.compute)[0])
-        temperature, tokens = config.sampling.temperature, self.shape.vocab_size
-        return teacher_score(scorer, temperature, config.loss, tokens)
+        return self.config.teacher_score(self.teacher[0], self.shape.vocab_size)
 
     def _bytes(self, *parts: str) -> int:
         return sum(self.on_device.get(part, 0) for part in parts)

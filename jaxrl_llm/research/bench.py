@@ -20,7 +20,7 @@ import rich.table
 import tyro
 from jax.typing import DTypeLike
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.learning import update as updates
 from jaxrl_llm.learning.batch import Collator
@@ -65,7 +65,7 @@ def update(
         devices: how many to split the rows over; a CPU is cut into as many virtual ones.
         bfloat16: compute in bfloat16 instead of float32.
     """
-    at_least_one(rows=rows, prompt_length=prompt_length, response_length=response_length,
+    flags_at_least(1, rows=rows, prompt_length=prompt_length, response_length=response_length,
                  microbatches=microbatches, repeats=repeats, devices=devices)  # fmt: skip
     if rows % microbatches:
         raise UserError(f"{rows} rows do not divide into {microbatches} micro-batches")
@@ -150,7 +150,7 @@ def rollout(
         repeats: timed rounds of each kind, after one that compiles; the median is shown.
         bfloat16: compute in bfloat16 instead of float32.
     """
-    at_least_one(sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens,
+    flags_at_least(1, sequences=sequences, prompt_length=prompt_length, new_tokens=new_tokens,
                  slots=slots, repeats=repeats)  # fmt: skip
     console = terminal.plain(soft_wrap=False)
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
@@ -187,7 +187,7 @@ def compilation(*, layers: tuple[int, ...] = (4, 28), repeats: int = 3) -> None:
     """
     if not layers:
         raise UserError("--layers wants at least one depth")
-    at_least_one(layers=min(layers), repeats=repeats)
+    flags_at_least(1, layers=min(layers), repeats=repeats)
     console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
     runs: dict[str, Callable[[], Any]] = {}
     with jax.set_mesh(mesh):
@@ -240,7 +240,7 @@ def growth(
         doublings: of each; exponents are fitted to the upper three sizes.
         repeats: timed rounds, after one that compiles; medians are shown.
     """
-    at_least_one(**vars(load), doublings=doublings, repeats=repeats)
+    flags_at_least(1, **vars(load), doublings=doublings, repeats=repeats)
     first: Any = (hf.load_shape(hf.resolve(model)) if model else FIRST, load)
     console, mesh = terminal.plain(soft_wrap=False), sharding.make_mesh(devices=jax.devices()[:1])
     heads = ("", "sizes", "update, s", "exponent", "rollout, s", "exponent", "of arithmetic")
@@ -353,13 +353,6 @@ def generating(
     with engines.Native(slots=slots).start(Policy(subject.definition), mesh) as sampler:
         sampler.push(subject.params, 0)
         yield lambda sampling: sampler.generate(prompts, n=n, sampling=sampling)
-
-
-def at_least_one(**counts: int) -> None:
-    """Raises a UserError for the first count that is less than one."""
-    for name, count in counts.items():
-        if count < 1:
-            raise UserError(f"--{name.replace('_', '-')} {count}: at least 1")
 
 
 def random_prompts(vocab: int, rows: int, length: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ import rich.console
 import jaxrl_llm
 from jaxrl_llm import accelerators, storage, userfile
 from jaxrl_llm import config as configs
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.research import pool, study_report
 from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
 from jaxrl_llm.training import journal, record, terminal
@@ -192,10 +192,8 @@ def run(
     data: str,
 ) -> None:
     """The command `jaxrl-llm study`; SystemExit(75) if stopped, a UserError if a run failed."""
-    if threads < 1 or jobs < 0:
-        raise UserError(
-            "--threads is at least 1, and --jobs too (0: as many as there are cores for, or one on a GPU)"
-        )
+    flags_at_least(1, threads=threads)
+    flags_at_least(0, jobs=jobs)
     if out is not None and storage.is_url(out):
         raise UserError(f"--out {out}: a study's folder lies in a file system")
     grid, console = load(file, None if out is None else Path(out), seeds), terminal.console()

@@ -18,7 +18,7 @@ import rich.console
 import tyro
 
 from jaxrl_llm import storage
-from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.errors import UserError, first_line, flags_at_least
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.policy import Policy
@@ -32,7 +32,6 @@ from jaxrl_llm.research.bench import (
     TWO_STAGES,
     Columns,
     Trainer,
-    at_least_one,
     generating,
     in_turn,
     load_subject,
@@ -70,7 +69,7 @@ class Sizes:
     """compute in bfloat16 instead of float32"""
 
     def __post_init__(self):
-        at_least_one(**{name: n for name, n in asdict(self).items() if name != "bfloat16"})
+        flags_at_least(1, **{name: n for name, n in asdict(self).items() if name != "bfloat16"})
 
 
 @dataclass
@@ -104,7 +103,7 @@ def against(
         repeats: timed rounds, after one that compiles; the median is shown.
         out: a folder for against.json and against.svg.
     """
-    at_least_one(repeats=repeats)
+    flags_at_least(1, repeats=repeats)
     interpreters = others.parse(names)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")

@@ -4,7 +4,6 @@ A corpus is indexed once (BM25), and searched by processes (this module) that ma
 their memory, so they share it and hold up no thread of the run: `pip install 'jaxrl_llm[search]'`.
 """
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import tables
 from jaxrl_llm.tasks.workers import Workers, serve
@@ -110,8 +110,7 @@ def _bm25s() -> Any:
 def _indexed(corpus: Path, indexes: Path) -> str:
     """The folder with the index of a corpus, made unless it is there; or why there is none."""
     try:
-        with corpus.open("rb") as file:
-            folder = indexes / hashlib.file_digest(file, "sha256").hexdigest()
+        folder = indexes / storage.sha256(corpus)
         if folder.exists():
             return str(folder)
         texts = [_contents(row, f"{corpus}, row {n}") for n, row in enumerate(tables.rows(corpus))]

@@ -17,7 +17,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import Group, TokenTask
-from jaxrl_llm.learning.programs import programs, teacher_score
+from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
 from jaxrl_llm.models.policy import Policy, pretrained
 from jaxrl_llm.models.policy import Pretrained as ModelFolder
@@ -149,9 +149,7 @@ class Components:
         # read when the step is made and not before: a plan and a dry run have no room for it
         folder, shape, _ = self.teacher
         params = hf.load(folder, shape, self.mesh, self.config.compute.dtype)
-        scorer = Policy(qwen2.graph(shape, self.config.compute)[0])
-        config, tokens = self.config, self.shape.vocab_size
-        program = teacher_score(scorer, config.sampling.temperature, config.loss, tokens)
+        program = self.config.teacher_score(shape, self.shape.vocab_size)
         return partial(program, self.placed(params))
 
     @property

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from jaxrl_llm import forks
-from jaxrl_llm.background import repeating
+from jaxrl_llm.background import in_background, repeating
 from jaxrl_llm.errors import StopRequested
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -62,10 +64,8 @@ class Stop:
         """Ends this process, which makes no progress, after writing the stacks of all threads."""
         where = self.stacks
         if where is not None:  # the folder may lie on what the run waits for: in a thread
-            writing = threading.Thread(target=_write_stacks, args=(where,), daemon=True)
-            writing.start()
-            writing.join(WRITING)
-            if writing.is_alive() or not where.exists():
+            late = wait([in_background(partial(_write_stacks, where))], WRITING).not_done
+            if late or not where.exists():
                 where = None
         if where is None:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrl_llm import distributed, userfile
+from jaxrl_llm import distributed
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.update import TrainState
@@ -193,8 +193,8 @@ class Reinforcement:
         The samples are the first responses to the first four prompts.
         """
         components, config = self._components, self._components.config
-        ask = userfile.user_code("a prompt cannot be made")(components.task.prompt)
-        text = lambda group: as_text(ask(group.example))
+        task = components.token_task()
+        text = lambda group: as_text(task.ask(group.example))
         # all processes run this program, and the first one writes what it gives
         if kept := groups[: config.keep_tokens]:
             numbers: dict[str, np.ndarray] = tokens(range(len(kept) * config.group_size))

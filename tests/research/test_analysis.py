@@ -105,7 +105,7 @@ def test_the_table_has_the_key_numbers_and_gaps_where_there_is_none(found, tmp_p
     ("arguments", "message"),
     [
         (["--step", "99"], "has no checkpoint of step 99"),
-        (["--batches", "0"], "they are counts"),
+        (["--batches", "0"], "--batches 0 must be at least 1"),
         (["--prompts", "1", "--batches", "999999"], "take fewer"),
     ],
 )

@@ -251,7 +251,7 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out
 
 def test_what_is_wrong_is_found_before_anything_starts(small, out, refused):
     assert "seed = -1 must be at least 0" in refused(small, "--out", out, "--seeds", "0", "-1")
-    assert "--threads is at least 1" in refused(small, "--out", out, "--threads", "0")
+    assert "--threads 0 must be at least 1" in refused(small, "--out", out, "--threads", "0")
     small.write_text(SMALL.replace('"eta": 0.5', '"etta": 0.5'))
     assert "etta" in refused(small, "--out", out)
     small.write_text(SMALL.replace('"steps": 2', '"steps": 0'))

@@ -192,7 +192,7 @@ def test_used_up_space_is_a_one_line_error():
         ({"people": (3, 9)}, "2 to 8"),
         ({"people": ()}, "2 to 8"),
         ({"depth": 0}, "at least 1"),
-        ({"test": 0}, "both splits"),
+        ({"test": 0}, "test = 0 must be at least 1"),
     ],
 )
 def test_bad_recipe_is_a_one_line_error(change, message):

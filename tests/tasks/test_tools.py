@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Literal
 
@@ -506,7 +507,17 @@ def test_a_demonstrated_turn_ends_as_the_template_ends_it(template, eos, ends, w
     [shown] = imitate.demonstrations(TokenTask(Sums(), made), lambda _: "3", 9, [(1, 2)])
     assert played.tokens == shown.tokens == [*made.encode("3"), want]
     plain = TokenTask(Sums(), tokenizer.Tokenizer(inner, made.stops))
-    assert plain.turn((1, 2), "3") == [*made.encode("3"), made.eos]
+    assert plain.turn(plain.ask((1, 2)), "3") == [*made.encode("3"), made.eos]
+
+
+@pytest.mark.parametrize(("task", "by_whom"), [(Sums(), 1), (TOOLS.for_task(Sums()), 2)])
+def test_a_demonstration_asks_for_its_prompt_once(task, by_whom, monkeypatch):
+    """And once more by the environment, where there is one."""
+    asked, prompt = [], Sums.prompt
+    monkeypatch.setattr(Sums, "prompt", lambda *args: asked.append(args[1]) or prompt(*args))
+    words = templates.of_bytes(templates.QWEN25)
+    imitate.demonstrations(TokenTask(task, words), lambda _: "3", 9, [(1, 2), (3, 4)])
+    assert Counter(asked) == {(1, 2): by_whom, (3, 4): by_whom}
 
 
 def test_a_real_tokenizer_without_tools_in_its_template():

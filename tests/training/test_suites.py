@@ -117,7 +117,7 @@ def test_a_problem_is_known_from_training_with_an_instruction_around_it():
         (("--suite", "orz"), "needs a file"),
         (("--suite", "amc=/nowhere.jsonl"), "cannot read /nowhere.jsonl"),
         (("--suite", "amc=a.jsonl", "amc=b.jsonl"), "a suite is named twice"),
-        (("--samples", "-1"), "--samples -1: at least 0"),
+        (("--samples", "-1"), "--samples -1 must be at least 0"),
         (("--last", "4"), "keeps the last 3"),
         (("--last", "-1"), "keeps the last 3"),
         (("--last", "2", "--step", "3"), "either --step or --last"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.tasks.knights_knaves import english
 from jaxrl_llm.tasks.knights_knaves.logic import (
     Compound,
@@ -39,10 +39,7 @@ class Recipe:
             raise UserError(
                 f"people={self.people}: a puzzle has 2 to 8 people, as in people=(3, 4)"
             )
-        if self.depth < 1:
-            raise UserError(f"depth={self.depth}: statements nest at least 1 deep")
-        if min(self.train, self.test) < 1:
-            raise UserError(f"train={self.train}, test={self.test}: both splits need examples")
+        at_least(1, "puzzles", self, "depth", "train", "test")
 
 
 def split_of(key: str) -> str:
