@@ -19,7 +19,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-@pytest.mark.parametrize("sizes", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [tiny.slow((1, 1, 1)), (2, 2, 2)])
 def test_an_optimizer_on_the_hosts_computes_the_same_to_the_bit(sizes):
     mesh = tiny.mesh_of(*sizes)
     optimizer, objective = optimizers.adamw(1e-2), tiny.objective()

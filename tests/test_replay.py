@@ -105,10 +105,7 @@ def alike(episodes, others):
     ("name", "static"),
     [
         *zip(ROUTED, (False, True, True), strict=True),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in zip(ROUTED, (True, False, False), strict=True)
-        ),
+        *(tiny.slow(*one) for one in zip(ROUTED, (True, False, False), strict=True)),
     ],
 )
 def test_a_noisy_router_is_followed_only_by_a_replay(name, static):
@@ -162,10 +159,7 @@ def test_experts_are_those_of_the_training_forward():
     ("devices", "pack"),
     [
         ((2, 2, 2), True),
-        *(
-            pytest.param((n,) * 3, pack, marks=pytest.mark.slow)
-            for n, pack in ((1, False), (1, True), (2, False))
-        ),
+        *(tiny.slow((n,) * 3, pack) for n, pack in ((1, False), (1, True), (2, False))),
     ],
 )
 def test_a_step_learns_with_the_sampler_s_experts(devices, pack):
@@ -196,7 +190,7 @@ def test_a_step_learns_with_the_sampler_s_experts(devices, pack):
     assert distance(ours, change(made, tiny.mesh_of())) < 1e-4
 
 
-@pytest.mark.parametrize("name", [ROUTED[0], pytest.param(ROUTED[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [ROUTED[0], tiny.slow(ROUTED[1])])
 def test_episodes_have_their_experts_a_context_each(name):
     """With replies, new contexts, late environments, and hidden prompts."""
     for make, asked in ((Random, prompts(10)), (Beginning, hidden(10))):

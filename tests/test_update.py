@@ -194,9 +194,7 @@ def test_the_schedule_counts_batches_not_optimizer_steps():
     assert not same(state.params, before)
 
 
-@pytest.mark.parametrize(
-    "surrogate", [losses.gspo, pytest.param(tiny.by_turn, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("surrogate", [losses.gspo, tiny.slow(tiny.by_turn)])
 def test_a_second_stage_by_hand_scores_whole_responses(surrogate):
     """Where a token's loss reads its whole response, tokens of the other stage count in it as they are now."""
     policy, params = tiny.policy()
@@ -281,7 +279,7 @@ def cut(family, sizes, micro, pack, surrogate, split, teacher="", room=14, **com
     ("family", "sizes", "micro", "pack", "surrogate", "split"),
     [
         ("qwen2", (1, 1, 1), 2, True, losses.clipped, first_rows),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW[:4]),
+        *(tiny.slow(*case) for case in SLOW[:4]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW[4:]),
         *(pytest.param(*case, marks=pytest.mark.long) for case in ELSE),
     ],
@@ -307,7 +305,7 @@ def alike(family, step, surrogate, split):
     ("family", "sizes", "pack"),
     [
         ("qwen2", (1, 1, 8), True),  # more devices than heads
-        pytest.param("qwen2", (2, 2, 2), True, marks=pytest.mark.slow),
+        tiny.slow("qwen2", (2, 2, 2), True),
         pytest.param("qwen2", (1, 2, 4), False, marks=pytest.mark.long),
         *(
             pytest.param(family, sizes, True, marks=pytest.mark.long)
@@ -348,7 +346,7 @@ TEACHERS = {
     ("teacher", "sizes", "micro", "pack"),
     [
         ("larger", (1, 1, 1), 2, True),
-        pytest.param("larger", (2, 2, 2), 2, True, marks=pytest.mark.slow),
+        tiny.slow("larger", (2, 2, 2), 2, True),
         pytest.param("larger", (1, 8, 1), 1, False, marks=pytest.mark.long),
         pytest.param("gemma3", (2, 2, 2), 1, True, marks=pytest.mark.long),
     ],
@@ -362,9 +360,7 @@ def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, mic
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "beta", [None, 0.3, *(pytest.param(beta, marks=pytest.mark.slow) for beta in (0.0, 1.0))]
-)
+@pytest.mark.parametrize("beta", [None, 0.3, tiny.slow(0.0), tiny.slow(1.0)])
 def test_a_step_with_a_teacher_is_that_of_torch(tmp_path, beta):
     """Of another size, with ids behind the policy's; by sampled tokens, reweighted, or by distributions."""
     _, params = tiny.policy()

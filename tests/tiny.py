@@ -108,12 +108,13 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
     ),
 }  # fmt: skip
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 VARIED = ("qwen2", "gemma3", "gemma4", "qwen3_moe", "qwen3_5")  # one of each kind of layers
 
 
 def tiered(family, *more):
     """Parameters of a test that is in the fast tier for VARIED, in the slow one for the other families."""
-    return pytest.param(family, *more, marks=() if family in VARIED else pytest.mark.slow)
+    return (pytest.param if family in VARIED else slow)(family, *more)
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):

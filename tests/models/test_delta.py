@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.models import delta
+from tests.tiny import slow
 
 
 def drawn(length, seed=0, rows=2, heads=2, size=8, values=12):
@@ -34,16 +35,7 @@ def close(ours, theirs, atol=2e-6):
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.parametrize(
-    "length",
-    [
-        *(1, 63, 64, 65, 300),
-        *(
-            pytest.param(length, marks=pytest.mark.slow)
-            for length in (2, 3, 17, 127, 130, 200, 257)
-        ),
-    ],
-)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, *map(slow, (2, 3, 17, 127, 130, 200, 257))])
 def test_chunks_are_the_recurrence(length):
     parts = drawn(length, seed=length)
     close(delta.chunked(*parts, None), one_by_one(*parts))

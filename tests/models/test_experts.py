@@ -40,11 +40,7 @@ def plain(weights, x, live):
 @pytest.mark.parametrize("block", [8, 512, "all experts on all tokens"])
 @pytest.mark.parametrize(
     "mesh",
-    [
-        (1, 1, 1),
-        (2, 2, 2),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 2, 2), (1, 4, 1))),
-    ],
+    [(1, 1, 1), (2, 2, 2), *map(tiny.slow, ((1, 2, 2), (1, 4, 1)))],
     ids=str,
 )
 def test_no_token_is_dropped_and_gradients_are_right(gate, block, mesh, monkeypatch):

@@ -135,7 +135,7 @@ def scores(folder, shape=None, mesh=(1, 1, 1), *, differentiate=True):
     [
         *((name, (1, 1, 1)) for name in SHAPES),
         *(tiny.tiered(name, (2, 2, 2)) for name in SHAPES),
-        *(pytest.param(name, (1, 2, 2), marks=pytest.mark.slow) for name in SHAPES),
+        *(tiny.slow(name, (1, 2, 2)) for name in SHAPES),
     ],
     ids=str,
 )

@@ -105,7 +105,7 @@ SHARED = {
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=() if family in {*SHARED, "qwen2"} else pytest.mark.slow)
+        (pytest.param if family in {*SHARED, "qwen2"} else tiny.slow)(family)
         for family in tiny.FAMILIES
     ],
 )

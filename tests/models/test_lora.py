@@ -23,7 +23,7 @@ LORA = jl.Lora(rank=4, alpha=6.0)
 SOME = jl.Lora(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
 ADAPTED = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "gemma3")
 WHOLE = jl.Lora(rank=4, alpha=6.0, targets=(*qwen2.LINEAR, *qwen2.OF_DELTA))
-MESHES = [(1, 1, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)]
+MESHES = [(1, 1, 1), tiny.slow((2, 2, 2))]
 
 
 def adapted(shape, one=LORA, **compute):
@@ -52,12 +52,12 @@ def without(params):
     [
         ("qwen2", SOME),
         *(
-            pytest.param(name, one, marks=pytest.mark.slow)
+            tiny.slow(name, one)
             for one in (LORA, SOME)
             for name in ("qwen2", "qwen3", "gemma3")
             if (name, one) != ("qwen2", SOME)
         ),
-        pytest.param("gemma4", LORA, marks=pytest.mark.slow),
+        tiny.slow("gemma4", LORA),
         ("qwen3_5", WHOLE),
     ],
 )

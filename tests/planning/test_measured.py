@@ -25,15 +25,14 @@ from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.planning.plan import peak_of
 from jaxrl_llm.planning.programs import Step
+from tests.tiny import slow
 from tests.training import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHAPE = qwen2.Shape(8192, 512, 1536, 4, 8, 2, tied=True)
 
 
-@pytest.mark.parametrize(
-    "devices", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), slow(2)])
 def test_a_step_uses_what_its_plan_says_within_a_tenth(devices):
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -52,7 +52,7 @@ def label_logps(params, one):
 
 @pytest.mark.parametrize(
     ("mesh", "pack"),
-    [((1, 1, 1), False), pytest.param((2, 2, 2), True, marks=pytest.mark.slow)],
+    [((1, 1, 1), False), tiny.slow((2, 2, 2), True)],
     ids=str,
 )
 def test_numbers_are_those_of_plain_forward_passes(mesh, pack):

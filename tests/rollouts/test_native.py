@@ -220,9 +220,7 @@ def test_sampling_out_of_range_is_an_error(bad):
         Sampling(**bad)
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("count", [tiny.slow(6), pytest.param(50, marks=pytest.mark.long)])
 def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
     """Prompts of different lengths, token for token."""
     folder = peer.real_model(tmp_path / "model")
@@ -256,7 +254,7 @@ def unrolled(devices, share):
     [
         pytest.param(1, 1, GREEDY, id="greedy on one"),
         pytest.param(8, 4, SAMPLING, id="sampled on eight"),
-        pytest.param(2, 1, SAMPLING, id="sampled on two", marks=pytest.mark.slow),
+        tiny.slow(2, 1, SAMPLING, id="sampled on two"),
     ],
 )
 def test_accelerators_give_the_tokens_of_a_cpu(devices, share, sampling):

@@ -262,7 +262,7 @@ def test_episodes_of_verifiers_with_tools(logs):
 
 @pytest.mark.parametrize(
     ("dtype", "family"),
-    [("float32", "qwen2"), pytest.param("bfloat16", "llama", marks=pytest.mark.slow)],
+    [("float32", "qwen2"), tiny.slow("bfloat16", "llama")],
 )
 def test_adapters_travel_alone(logs, dtype, family):
     """Through 50 versions: exact, without more memory, and read by the layers at once."""

@@ -11,6 +11,7 @@ from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
 from tests.chaos.scene import STALL, checkpoints, difference, recorded
 from tests.chaos.trial import Stage, trial
+from tests.tiny import slow
 from tests.training import s3
 
 pytestmark = pytest.mark.skipif(
@@ -47,9 +48,7 @@ def stage(tmp_path_factory):
     made.close()
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)]
-)
+@pytest.mark.parametrize("kind", [*KINDS, *map(slow, MORE)])
 def test_a_fault_changes_no_number(stage, kind):
     one = trial(stage, kind, 6)
     assert not one.finding, one.line()

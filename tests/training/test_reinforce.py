@@ -83,7 +83,7 @@ def test_unchecked_rewards_are_in_no_mean():
     assert not {"reward", "accuracy", "constant_groups"} & set(nothing)
 
 
-@pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pack", [True, tiny.slow(False)])
 def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     objective = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
     params = tiny.policy()[1]

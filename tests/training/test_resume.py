@@ -28,6 +28,7 @@ from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
 from tests.public import write_model
+from tests.tiny import slow
 from tests.training import quick
 from tests.training.conftest import forget
 from tests.training.process import QUICK, ROOT, contents, fails, finished, metrics, train
@@ -450,11 +451,7 @@ def test_other_commands_read_a_run_in_a_bucket(environment, url, tmp_path, capsy
     ("changes", "said"),
     [
         ({"AWS_SECRET_ACCESS_KEY": ""}, r"\(.*credentials.*\):"),
-        pytest.param(
-            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
-            r"\(.*127\.0\.0\.1:9.*\):",
-            marks=pytest.mark.slow,
-        ),
+        slow({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, r"\(.*127\.0\.0\.1:9.*\):"),
     ],
 )
 def test_what_is_wrong_with_the_way_there_is_one_line(environment, url, changes, said, tmp_path):

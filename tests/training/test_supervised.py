@@ -127,7 +127,7 @@ def in_batches(components, batch):
     [
         (True, 1),
         (False, 8),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((True, 8), (False, 1))),
+        *(tiny.slow(*x) for x in ((True, 8), (False, 1))),
     ],
 )
 def test_the_loss_is_that_of_transformers(folder, reference, pack, devices, monkeypatch):
@@ -190,7 +190,7 @@ def reinforced(folder, *more):
     return [*map(str, [*words, *more])]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, tiny.slow(2)])
 @pytest.mark.slow
 def test_reinforcement_begins_with_the_best_checkpoint(folder, whole, tmp_path, rank):
     """Of adapters with those, bit for bit; and they are no longer what the model began with."""
