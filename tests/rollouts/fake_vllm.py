@@ -38,18 +38,23 @@ class UnixServer(ThreadingHTTPServer):
 
 
 class Fake:
-    """`fault(path, body, number)` may answer (status, bytes) instead, or raise ConnectionError to hang up."""
+    """`fault(path, body, number)` runs before each route: it may sleep, answer (status, bytes) instead, change
+    the server's label to the string that it returns, or raise ConnectionError to hang up.
 
-    def __init__(self, *, port=0, path=None, key="key", fault=None, logp=LOGP, seconds=0.0):
+    `received(path, query, body)` answers in the place of a receiver of weights.
+    No response ends before `met` have been at work at once.
+    """
+
+    def __init__(
+        self, *, port=0, path=None, key="key", fault=None, received=None, logp=LOGP, seconds=0.0
+    ):
         self.key, self.fault, self.logp, self.seconds = key, fault, logp, seconds
+        if received is not None:
+            self.received = received
         self.label = "default"
         self.calls, self.bodies, self.loaded = Counter(), [], []
-        self.cache_cleared = True
-        self.pace, self.at_work, self.sampled = (
-            0.0,
-            0,
-            [],
-        )  # seconds a token; prompts and tokens of parts
+        self.pace, self.sampled = 0.0, []  # seconds a token; prompts and tokens of parts
+        self.at_work, self.most, self.met = 0, 0, 0  # responses; the most of them at once
         self._pausing, self._pauses, self._paused = threading.Condition(), 0, False
         self._open, self._lock, self._dead = set(), threading.Lock(), False
         fake = self
@@ -142,7 +147,10 @@ class Fake:
     def answer(self, path, body, authorization, query, number):
         if authorization != f"Bearer {self.key}" and path != "/health":
             return 401, b'{"error": "Unauthorized"}'
-        if self.fault is not None and (instead := self.fault(path, body, number)):
+        instead = self.fault and self.fault(path, body, number)
+        if isinstance(instead, str):
+            self.label = instead
+        elif instead:
             return instead
         if path.startswith("/weights/"):
             return self.received(path, query, body)
@@ -160,7 +168,7 @@ class Fake:
         if path == "/collective_rpc":
             self.loaded.append(body["kwargs"]["weights_path"])
         if path == "/reset_prefix_cache":
-            return {"success": self.cache_cleared}
+            return {"success": True}
         if path == "/v1/completions":
             self.bodies.append(body)
             time.sleep(self.seconds)
@@ -183,6 +191,9 @@ class Fake:
         with self._pausing:
             self._pausing.wait_for(lambda: not self._paused)
             self.at_work += 1
+            self.most = max(self.most, self.at_work)
+            self._pausing.notify_all()
+            self._pausing.wait_for(lambda: self.most >= self.met, 120)
             pauses, begun = self._pauses, time.monotonic()
             seconds = self.pace * len(choice["token_ids"])
             if seconds and self._pausing.wait_for(lambda: self._pauses > pauses, seconds):

@@ -147,6 +147,24 @@ def test_a_step_within_the_rounding_is_no_cause_for_alarm(fake, tmp_path):
     assert made.sync["sync/changed"] == 0.0
 
 
+class Scored(Server):
+    """Its log-probs are `logps`, in turn; it tells checksums, if it is given any."""
+
+    def __init__(self, checksums=None):
+        super().__init__("http://a")
+        self.logps, self.checksums = np.full(92, -1.5), checksums
+
+    async def score(self, tokens):
+        taken = self.logps[: len(tokens) - 1]
+        self.logps = np.roll(self.logps, -len(taken))
+        return taken
+
+    async def post(self, path, body=None, tokens=0):
+        if self.checksums is None:
+            raise NoRoute(path)
+        return {"results": [self.checksums]}
+
+
 @pytest.mark.parametrize(
     ("logp", "config", "says"),
     [
@@ -160,46 +178,22 @@ def test_a_step_within_the_rounding_is_no_cause_for_alarm(fake, tmp_path):
 )
 def test_the_likely_cause_is_named(logp, config, says):
     """The trainer says -2 now, both said -1.5 before; the server says `logp`."""
-
-    class Constant(Server):
-        logp = -1.5
-
-        async def score(self, tokens):
-            return [self.logp] * (len(tokens) - 1)
-
-        async def post(self, path, body=None, tokens=0):
-            raise NoRoute(path)
-
-    server, proof = Constant("http://a"), Proof(TOLERANCE["float32"])
+    server, proof = Scored(), Proof(TOLERANCE["float32"])
     config = CONFIG | {"vocab_size": 50, "dtype": "float32"} | config
     proof.expect([np.full(23, -1.5)] * 4, {}, config, 1.0)
     assert run(proof(server))[:2] == (0.0, False)
-    server.logp = logp
+    server.logps = np.full(92, logp)
     proof.expect([np.full(23, -2.0)] * 4, {}, config, 1.0)
     with pytest.raises(UserError, match=says):
         run(proof(server))
 
 
-class Exact(Server):
-    """Has the trainer's weights to the bit; its log-probs are `logps`."""
-
-    logps = np.full(92, -1.5)
-
-    async def score(self, tokens):
-        taken, self.logps = self.logps[: len(tokens) - 1], self.logps[len(tokens) - 1 :]
-        return taken
-
-    async def post(self, path, body=None, tokens=0):
-        return {"results": [{"head": [[0, 5]]}]}
-
-
 def test_weights_that_are_the_same_are_not_blamed():
     """An attention in TF32: answers that have not moved, 0.01 from the trainer's, with its very weights."""
-    server, proof = Exact("http://a"), Proof(TOLERANCE["float32"])
+    server, proof = Scored({"head": [[0, 5]]}), Proof(TOLERANCE["float32"])
     for logp in (-1.5, -1.51):
         proof.expect([np.full(23, logp)] * 4, {"head": 5}, CONFIG | {"dtype": "float32"}, 1.0)
         proof.started(server)
-        server.logps = np.full(92, -1.5)
         if logp == -1.5:
             assert run(proof(server))[:2] == (0.0, True)
     with pytest.raises(UserError, match="another precision") as found:
@@ -208,7 +202,7 @@ def test_weights_that_are_the_same_are_not_blamed():
 
 
 def test_an_odd_token_of_bfloat16_is_no_cause_for_alarm():
-    server, proof = Exact("http://a"), Proof(TOLERANCE["bfloat16"])
+    server, proof = Scored({"head": [[0, 5]]}), Proof(TOLERANCE["bfloat16"])
     proof.expect([np.full(23, -1.5)] * 4, {"head": 5}, CONFIG, 1.0)
     server.logps = np.where(np.arange(92) == 7, -5.6, -1.5)
     assert run(proof(server))[:2] == (pytest.approx(4.1 / 92), True)

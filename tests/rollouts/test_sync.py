@@ -10,6 +10,7 @@ import socket
 import threading
 import tracemalloc
 import zlib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,15 +41,21 @@ WEIGHTS = {"a": DRAW.normal(size=(40, 30)).astype("f4"), "b": DRAW.normal(size=7
 
 
 class Elsewhere(Fake):
-    """A server on another host, with our receiver before it: no folder of this one is there."""
+    """A server on another host, with our receiver before it: no folder of this one is there.
 
-    def __init__(self, folder, **how):
-        self.receiver = Receiver(str(folder))
+    The first `noise` parts of files arrive with a wrong bit.
+    """
+
+    def __init__(self, folder, noise=0, **how):
+        self.receiver, self.noise = Receiver(str(folder)), noise
         super().__init__(**how)
 
     def received(self, path, query, body):
         if path == "/weights/find":
             query = query.replace("path=", "path=/elsewhere")
+        if path == "/weights/file" and self.noise:
+            self.noise -= 1
+            body = bytes([body[0] ^ 1]) + body[1:]
         return asked(self.receiver, path, query, body)
 
 
@@ -182,11 +189,7 @@ def test_the_other_host_has_the_same_files_of_the_newest_only(root, there):
 
 
 def test_who_sees_the_folder_is_sent_nothing(root, there):
-    class Beside(Fake):
-        def received(self, path, query, body):
-            return asked(Receiver(str(there)), path, query, body)
-
-    with Beside() as beside, Fake() as plain:
+    with Fake(received=partial(asked, Receiver(str(there)))) as beside, Fake() as plain:
         made = carried(beside, plain, root=root)
         made.push(WEIGHTS, 1)
         assert beside.loaded == plain.loaded == [str(newest(root))]
@@ -216,16 +219,7 @@ def test_what_fails_is_sent_again(root, there, path, fault):
 
 
 def test_a_part_that_arrives_otherwise_is_sent_again(root, there):
-    class Noisy(Elsewhere):
-        noise = 3
-
-        def received(self, path, query, body):
-            if path == "/weights/file" and self.noise:
-                self.noise -= 1
-                body = bytes([body[0] ^ 1]) + body[1:]
-            return super().received(path, query, body)
-
-    with Noisy(there) as fake:
+    with Elsewhere(there, noise=3) as fake:
         made = carried(fake, root=root)
         made.push(WEIGHTS, 1)
         assert fake.noise == 0
@@ -263,11 +257,9 @@ def test_a_host_that_starts_anew_gets_them_again(root, there):
 
 @pytest.mark.parametrize("found", [{"path": 3, "files": []}, {"path": "/x", "files": None}])
 def test_a_host_that_says_nothing_of_its_weights_is_asked_again(root, found):
-    class Silent(Fake):
-        def received(self, path, query, body):
-            return 200, json.dumps(found).encode()
-
-    with Silent() as fake, pytest.raises(UserError, match="not say where it reads weights"):
+    fault = only("/weights/find", *[(200, json.dumps(found).encode())] * 1000)
+    said = "not say where it reads weights"
+    with Fake(fault=fault) as fake, pytest.raises(UserError, match=said):
         carried(fake, root=root, patience=0.2).push(WEIGHTS, 1)
     assert fake.calls["/weights/find"] > 1
 
@@ -343,37 +335,28 @@ def test_who_starts_elsewhere_is_not_given_the_model(root):
         assert not (root / "base").exists()
 
 
-@contextlib.contextmanager
-def relabelled(kind, root, label, *, times):
-    """A server and its sampler; so often it gets another label while it is asked for log-probs."""
-    left = [label] * times
+@pytest.fixture(params=[Fake, Adapted])
+def loaded_anew(request, root):
+    """Pushes to a server whose label becomes others while it is asked for log-probs; how often it loads."""
 
-    def fault(path, body, number):
-        del body, number
-        if path == "/v1/completions" and left:
-            fake.label = left.pop()
+    def loads(*labels):
+        with request.param(fault=only("/v1/completions", *labels)) as fake:
+            adapted = request.param is Adapted
+            made = adapting(fake, root)[0] if adapted else sampler_of(fake, root=root)
+            made.push(WEIGHTS, 1)
+            assert fake.label.endswith("-1")
+            return fake.calls["/v1/load_lora_adapter" if adapted else "/collective_rpc"]
 
-    with kind(fault=fault) as fake:
-        yield fake, adapting(fake, root)[0] if kind is Adapted else sampler_of(fake, root=root)
-
-
-@pytest.mark.parametrize("kind", [Fake, Adapted])
-def test_a_server_that_starts_again_while_it_loads_is_loaded_again(root, kind):
-    with relabelled(kind, root, "default", times=1) as (fake, made):
-        made.push(WEIGHTS, 1)
-        loads = "/collective_rpc" if kind is Fake else "/v1/load_lora_adapter"
-        assert fake.calls[loads] == 2
-        assert fake.label.endswith("-1")
+    return loads
 
 
-@pytest.mark.parametrize("kind", [Fake, Adapted])
-def test_a_server_that_another_trainer_loads_meanwhile_is_refused(root, kind):
-    said = "was given the weights theirs by somebody else"
-    with (
-        relabelled(kind, root, "theirs", times=99) as (_, made),
-        pytest.raises(UserError, match=said),
-    ):
-        made.push(WEIGHTS, 1)
+def test_a_server_that_starts_again_while_it_loads_is_loaded_again(loaded_anew):
+    assert loaded_anew("default") == 2
+
+
+def test_a_server_that_another_trainer_loads_meanwhile_is_refused(loaded_anew):
+    with pytest.raises(UserError, match="was given the weights theirs by somebody else"):
+        loaded_anew(*["theirs"] * 99)
 
 
 def test_no_room_on_the_other_host_is_one_line(root, there, monkeypatch):

@@ -71,11 +71,10 @@ def expected_responses(n, prompts=PROMPTS, sampling=SAMPLING):
 
 def only(path, *faults):
     """A fault for the first calls of one path, in order; None is none."""
-    left = list(faults)
 
     def fault(here, body, number):
-        del body, number
-        chosen = left.pop(0) if here == path and left else None
+        del body
+        chosen = faults[number - 1] if here == path and number <= len(faults) else None
         if isinstance(chosen, type):
             raise chosen
         return chosen
@@ -258,34 +257,35 @@ def test_the_weights_of_others_are_refused(tmp_path):
             theirs.generate(PROMPTS, n=1, sampling=SAMPLING)
 
 
-def test_a_response_that_others_weights_overtook_is_refused(tmp_path):
-    def fault(path, body, number):
-        del body
-        if path == "/v1/completions" and number == 6:
-            fake.label = "0123-7"
+@pytest.mark.parametrize(
+    ("fault", "settings", "says"),
+    [
+        (None, {"key": "other"}, "refused the key"),
+        (only("/reset_prefix_cache", "loading 0123-7"), {}, "given the weights loading 0123-7"),
+        (only("/reset_prefix_cache", *[(200, b'{"success": false}')] * 1000), {"patience": 0.5},
+         "for 0.5 s, last by: its prefix cache was not cleared"),
+    ],
+    ids=["wrong key", "another run loads meanwhile", "prefix cache stays"],
+)  # fmt: skip
+def test_a_push_that_is_refused(fault, settings, says, tmp_path):
+    with Fake(fault=fault) as fake, pytest.raises(UserError, match=says):
+        ready(fake, root=tmp_path, **settings)
 
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (after_the_probe(None, "0123-7"), "serves the weights 0123-7"),
+        (after_the_probe((400, b'{"error": {"message": "too long"}}')), "refused a request: .*too long"),
+        (only("/update_weight_version", None, *[(200, b"{}")] * 1000), "its weights became loading"),
+    ],
+    ids=["weights of others", "refused by vLLM", "label not taken"],
+)  # fmt: skip
+def test_responses_that_are_refused(fault, says, tmp_path):
     with Fake(fault=fault) as fake:
-        made = ready(fake, root=tmp_path)
-        with pytest.raises(UserError, match="serves the weights 0123-7"):
+        made = ready(fake, root=tmp_path, patience=0.5)
+        with pytest.raises(UserError, match=says):
             made.generate(PROMPTS, n=4, sampling=SAMPLING)
-
-
-def test_two_runs_that_load_at_the_same_time(tmp_path):
-    def fault(path, body, number):
-        del body, number
-        if path == "/reset_prefix_cache":
-            fake.label = "loading 0123-7"
-
-    with (
-        Fake(fault=fault) as fake,
-        pytest.raises(UserError, match="given the weights loading 0123-7"),
-    ):
-        ready(fake, root=tmp_path)
-
-
-def test_a_wrong_key(tmp_path):
-    with Fake() as fake, pytest.raises(UserError, match="refused the key"):
-        ready(fake, root=tmp_path, key="other")
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,6 @@ def test_requests_that_a_server_would_choke_on(tmp_path, prompts, sampling, says
         made = ready(fake, root=tmp_path, max_model_len=32)
         with pytest.raises(UserError, match=says):
             made.generate(prompts, n=1, sampling=sampling)
-
-
-def test_what_vllm_refuses_is_said(tmp_path):
-    with Fake(fault=after_the_probe((400, b'{"error": {"message": "too long"}}'))) as fake:
-        made = ready(fake, root=tmp_path)
-        with pytest.raises(UserError, match=r"refused a request: .*too long"):
-            made.generate(PROMPTS, n=1, sampling=SAMPLING)
 
 
 # Syncs.
@@ -358,22 +351,6 @@ def test_a_full_disk_leaves_the_old_weights(tmp_path, monkeypatch):
         assert made.generate(PROMPTS, n=1, sampling=SAMPLING)[0].versions == (7, 7)
 
 
-def test_a_prefix_cache_that_stays_is_an_error(tmp_path):
-    with Fake() as fake:
-        fake.cache_cleared = False
-        with pytest.raises(
-            UserError, match=r"for 0.5 s, last by: its prefix cache was not cleared"
-        ):
-            ready(fake, root=tmp_path, patience=0.5)
-
-
-def test_a_server_that_does_not_take_the_label_is_not_used(tmp_path):
-    with Fake(fault=only("/update_weight_version", None, *[(200, b"{}")] * 1000)) as fake:
-        made = ready(fake, root=tmp_path, patience=0.5)
-        with pytest.raises(UserError, match="its weights became loading"):
-            made.generate(PROMPTS, n=1, sampling=SAMPLING)
-
-
 @pytest.mark.parametrize("call", ["push", "generate"])
 def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call):
     asked, over = threading.Event(), threading.Event()
@@ -400,19 +377,17 @@ def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
     """Ctrl-C, or a run that is told to leave, in the main thread, while many are under way."""
     asked = threading.Event()
 
-    class Slow(Fake):
-        def route(self, path, body):
-            if path == "/v1/completions" and "prompt_logprobs" not in body:
-                asked.set()
-                time.sleep(1.0)
-            return super().route(path, body)
+    def slow(path, body, number):
+        if path == "/v1/completions" and number > 4:
+            asked.set()
+            time.sleep(1.0)
 
     def interrupt():
         asked.wait(120)
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
-    with Slow() as fake:
+    with Fake(fault=slow) as fake:
         made = ready(fake, root=tmp_path)
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
@@ -589,51 +564,29 @@ def test_preparing_a_server_that_hangs_keeps_no_other_waiting():
     answered_by(Hung("hung"), Stub("well"))
 
 
-class Batching(Fake):
-    """A server with our extension that batches `batch` requests; it counts those at work.
+def batching(*sizes):
+    """The fault of a server with our extension: it says how many requests each worker batches."""
 
-    It answers none before there have been `met` at once.
-    """
-
-    batch: Any = 3
-    met = 1
-
-    def __init__(self):
-        super().__init__()
-        self.at_work, self.most, self.counting = 0, 0, threading.Condition()
-
-    def received(self, path, query, body):
+    def fault(path, body, number):
         if path == EXTENSION and json.loads(body)["method"] == "jaxrl_batched":
-            return 200, json.dumps({"results": self.batch}).encode()
-        return super().received(path, query, body)
+            return 200, json.dumps({"results": sizes}).encode()
+        return None
 
-    def route(self, path, body):
-        if path != "/v1/completions" or "prompt_logprobs" in body:
-            return super().route(path, body)
-        with self.counting:
-            self.at_work += 1
-            self.most = max(self.most, self.at_work)
-            self.counting.notify_all()
-            self.counting.wait_for(lambda: self.most >= self.met, 120)
-        made = super().route(path, body)
-        with self.counting:
-            self.at_work -= 1
-        return made
+    return fault
 
 
 @pytest.mark.parametrize(("own", "batch", "most"), [(0, [3, 3], 3), (2, [3, 3], 2), (0, [1], 1)])
 def test_a_server_has_as_many_requests_as_it_batches(own, batch, most, tmp_path):
     """Unless the engine says how many."""
-    with Batching() as fake:
-        fake.batch, fake.met, fake.seconds = batch, most, 0.05
+    with Fake(fault=batching(*batch)) as fake:
+        fake.met, fake.pace = most, 0.0125
         made = ready(fake, root=tmp_path / "w", concurrency=own)
         made.generate(PROMPTS, n=6, sampling=SAMPLING)
         assert fake.most == most
 
 
 def test_a_server_that_tells_nonsense_of_its_batch_is_asked_again(tmp_path):
-    with Batching() as fake:
-        fake.batch = ["many"]
+    with Fake(fault=batching("many")) as fake:
         made = ready(fake, root=tmp_path / "w", concurrency=0, patience=0.2)
         with pytest.raises(UserError, match="how many requests it batches"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)
@@ -676,7 +629,15 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
         assert engine._beside_jax() == given
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
-def test_a_share_is_a_part_of_a_gpu(share):
-    with pytest.raises(UserError, match="share = "):
-        engines.Vllm(share=share)
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        # the proof of a sync asks for one token after 24
+        ("max_model_len", 24, "max_model_len = 24 must be at least 25"),
+        ("dtype", "float16", "neither float32 nor bfloat16"),
+        *(("share", share, "share = ") for share in (0.0, 1.0, -0.1, float("nan"))),
+    ],
+)
+def test_settings_that_no_server_could_keep(setting, value, says):
+    with pytest.raises(UserError, match=says):
+        engines.Vllm(**{setting: value})
