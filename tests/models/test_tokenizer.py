@@ -3,6 +3,7 @@
 import datetime
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Fast
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import jaxrl_llm as jl
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import families, hf
+from jaxrl_llm.models import families, hf, tokenizer
 from jaxrl_llm.models.tokenizer import EOS, PAD, Tokenizer, load, of_words
 from tests import tiny
 
@@ -91,6 +92,26 @@ def test_gemma_has_a_token_that_its_embedding_has_not(tmp_path):
             ask("a <image_soft_token> b")
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", {"model": {"type": "Nobody"}}])
+def test_a_folder_without_a_tokenizer_that_can_be_read_is_one_line(tmp_path, content):
+    if content is not None:
+        WORDS.save(tmp_path)
+        path = tmp_path / "tokenizer.json"
+        whole = json.loads(path.read_text())
+        path.write_text(json.dumps(whole | content) if isinstance(content, dict) else content)
+    with pytest.raises(UserError, match="holds no tokenizer that can be read") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_not_there_is_asked_for_nowhere(tmp_path, monkeypatch):
+    """Its path may be a name at the hub too."""
+    monkeypatch.setattr(tokenizer, "library", lambda: pytest.fail("the library is asked"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no folder kk/model"):
+        load(Path("kk/model"))
+
+
 @pytest.mark.parametrize(
     ("ids", "added"), [({EOS: 0, "a": 40}, ()), ({"a": 0, "b": 1}, (EOS,))], ids=["own", "end"]
 )
@@ -99,8 +120,9 @@ def test_a_tokenizer_of_another_model_is_refused_by_its_largest_id(tmp_path, ids
     shape = tiny.shape(vocab_size=max(ids.values()) + (1 if added else 0))
     fast(ids, *added).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(families.config_of(shape, "float32")))
-    with pytest.raises(UserError, match="they are not of one model"):
+    with pytest.raises(UserError, match="they are not of one model") as error:
         load(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("words", [("a", "b", "a", "c"), ("a", PAD), (EOS, "a")])

@@ -30,7 +30,9 @@ from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from tests.planning.records import SMALL, worse
 from tests.public import write_model
 from tests.reference.peer import needed
+from tests.tiny import slow
 from tests.training import quick
+from tests.training.process import fails
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = dict.fromkeys(plans.WAITS, 0.0)
@@ -97,10 +99,7 @@ QUICK = ("h100x4, fsdp 4, packed", "v5e-4, fsdp 4, packed")
 LONG = tuple({*SMALL} - {*QUICK})
 
 
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(QUICK, marks=pytest.mark.slow), pytest.param(LONG, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("names", [slow(QUICK), pytest.param(LONG, marks=pytest.mark.long)])
 def test_programs_for_accelerators_do_not_grow_and_keep_fused_attention(names):
     """By their compilers, in an environment of their own."""
     python = needed("JAXRL_PLAN_PYTHON", "an interpreter with the extras plan-gpu and plan-tpu")
@@ -156,10 +155,8 @@ def test_an_unknown_machine_is_refused_with_examples(name):
 @pytest.mark.parametrize(("name", "extra"), [("v5e-16", "plan-tpu"), ("h100x8", "plan-gpu")])
 def test_without_its_compiler_a_line_says_what_to_install(name, extra, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", quick.__file__, "--on", name])
-    assert stop.value.code == 2
-    assert f"pip install 'jaxrl-llm[{extra}]'" in capsys.readouterr().err
+    said = fails(capsys, "plan", quick.__file__, "--on", name)
+    assert f"pip install 'jaxrl-llm[{extra}]'" in said
 
 
 def test_published_models_are_known_by_name():

@@ -17,6 +17,7 @@ from jaxrl_llm.models import attention
 from jaxrl_llm.research import accelerator, checks
 from jaxrl_llm.research.accelerator import Check
 from jaxrl_llm.research.checks import Line
+from tests.training.process import fails
 
 
 def told(tmp_path, words):
@@ -103,14 +104,9 @@ def test_an_interrupted_check_leaves_its_lines(tmp_path, monkeypatch):
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):
-    out = tmp_path / "found.json"
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "accelerator", "--out", str(out)])
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
+    said = fails(capsys, "bench", "accelerator", "--out", tmp_path / "found.json")
     assert said.startswith("jaxrl-llm: JAX runs on 8 x cpu (JAX ")
     assert "--rehearse" in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

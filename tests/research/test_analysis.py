@@ -10,6 +10,7 @@ from jaxrl_llm.research import analysis, analysis_report, words
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.task import UNGRADED, Reward
 from tests import tiny
+from tests.training.process import fails
 
 CONFIG = """
 import dataclasses
@@ -110,12 +111,7 @@ def test_the_table_has_the_key_numbers_and_gaps_where_there_is_none(found, tmp_p
     ],
 )
 def test_what_is_wrong_is_one_line(run, arguments, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["analyze", str(run), *arguments, "--out", str(tmp_path / "out")])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in fails(capsys, "analyze", run, *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out" / analysis_report.NAME).exists()
 
 

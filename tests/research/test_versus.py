@@ -11,6 +11,7 @@ import pytest
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import peers, pool, versus
+from tests.training.process import fails
 
 SIZES = shlex.split(
     "--rows 4 --prompt-length 16 --response-length 16 --microbatches 2 --sequences 16 --new-tokens 8 "
@@ -97,10 +98,7 @@ def test_torch_computes_what_is_timed(bfloat16, tmp_path):
     ids=" ".join,
 )
 def test_what_is_asked_wrongly_is_one_line(flags, message, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "against", *flags])
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in fails(capsys, "bench", "against", *flags)
 
 
 def test_interpreters_are_found_from_where_one_is(tmp_path, monkeypatch):

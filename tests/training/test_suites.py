@@ -13,7 +13,6 @@ import pytest
 import rich.console
 
 from jaxrl_llm.cli import eval as suites
-from jaxrl_llm.cli.main import main
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.tasks.math import records
@@ -21,7 +20,7 @@ from jaxrl_llm.training import tables
 from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
 from tests.training import test_evaluate
-from tests.training.process import ROOT, finished
+from tests.training.process import ROOT, fails, finished
 
 CONFIG = """
 from dataclasses import replace
@@ -124,21 +123,13 @@ def test_a_problem_is_known_from_training_with_an_instruction_around_it():
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(run, words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["eval", str(run), *words])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in fails(capsys, "eval", run, *words)
 
 
 def test_a_run_on_another_task_is_asked_no_math(whole, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"problem": "q", "answer": 1}')
-    with pytest.raises(SystemExit):
-        main(["eval", str(whole), "--suite", f"amc={tmp_path / 'p.jsonl'}"])
-    assert (
-        "in the way of the run's task, and that is knights_knaves_tiny" in capsys.readouterr().err
-    )
+    said = fails(capsys, "eval", whole, "--suite", f"amc={tmp_path / 'p.jsonl'}")
+    assert "in the way of the run's task, and that is knights_knaves_tiny" in said
 
 
 def test_the_mean_is_that_of_the_checkpoints():
