@@ -175,14 +175,7 @@ class TokenTask:
         self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
     ) -> list[Group]:
         """`n` responses to each of this process's share of `examples`; episodes have their reward."""
-        return self._sample(sampler, self._of_one_seed(examples, sampling), n, sampling)
-
-    def _of_one_seed(self, examples: Sequence[Any], sampling: Sampling) -> list[Pending]:
-        return self.pending(examples, range(len(examples)), [sampling.seed] * len(examples))
-
-    def _sample(
-        self, sampler: Sampler, groups: Sequence[Pending], n: int, sampling: Sampling
-    ) -> list[Group]:
+        groups = self.pending(examples, range(len(examples)), [sampling.seed] * len(examples))
         self.submit(sampler, groups, n=n, sampling=sampling)
         return self.collect(sampler, groups)
 
@@ -244,9 +237,13 @@ class TokenTask:
         stop: distributed.Stop,
     ) -> list[Group]:
         """Graded responses to all examples, in all processes; StopRequested if one was asked to stop."""
-        groups = self._of_one_seed(examples, sampling)
+        groups = self.pending(examples, range(len(examples)), [sampling.seed] * len(examples))
+
         # in one function, so that a process that fails or is stopped in either is waited for by none
-        work = lambda: self.grade(self._sample(sampler, groups, n, sampling))
+        def work() -> list[Group]:
+            self.submit(sampler, groups, n=n, sampling=sampling)
+            return self.grade(self.collect(sampler, groups))
+
         return together(groups, work, stop)
 
 

@@ -1,7 +1,6 @@
 """Metrics of a training step, as sums that add up over micro-batches, shards and stages."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -87,7 +86,7 @@ def describe_policy(
 
     `rare_half` and `rare_quarter` are the shares of tokens with probability below 1/2 and 1/4.
     """
-    mean = partial(batch_mean, mask=mask)
+    mean = lambda x: batch_mean(x, mask)
     described = {
         "entropy": mean(entropy),
         "logp": mean(old_logp),
@@ -97,13 +96,6 @@ def describe_policy(
     if ref_logp is not None:
         described["kl_reference"] = mean(kl.k3(old_logp, TokenData(mask, old_logp, ref_logp)))
     return described
-
-
-def describe_teacher(
-    sampler_logp: Float[Array, "B T"], teacher_logp: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> dict[str, Float[Array, ""]]:
-    """The mean of log sampler - log teacher in nats a token: an estimate of KL(policy || teacher)."""
-    return {"kl_teacher": batch_mean(sampler_logp - teacher_logp, mask)}
 
 
 def describe_mismatch(

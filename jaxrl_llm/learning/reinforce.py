@@ -21,6 +21,7 @@ from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import sharding
 from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.objectives import Objective
+from jaxrl_llm.objectives.token_data import batch_mean
 from jaxrl_llm.tasks.task import names_of_tasks
 
 FIGURES = ("loss", "policy", "penalty", "kl", "clip", "clip_dual", "share", "grad_norm", "moved")
@@ -132,7 +133,8 @@ def _describe_scores(
     scores, sampler, ref, teacher = to_rows((scores, sampler, ref, teacher))
     described = metrics.describe_mismatch(scores.logp, sampler, batch.mask)
     if teacher is not None:
-        described |= metrics.describe_teacher(sampler, teacher, batch.mask)
+        # an estimate of KL(policy || teacher), in nats a token
+        described["kl_teacher"] = batch_mean(sampler - teacher, batch.mask)
     return metrics.describe_policy(scores.logp, scores.entropy, batch.mask, ref) | described
 
 

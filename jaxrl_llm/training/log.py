@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from statistics import fmean
 from typing import Any, Self
@@ -44,6 +44,7 @@ class RunLog:
 
     def __init__(self, journal: Journal, clock: Clock, max_ungraded: float = 1.0):
         self.journal, self.clock, self._most_ungraded = journal, clock, max_ungraded
+        self.phase = clock  # `with log.phase(name)` counts the time of the block
         self._pending: tuple[int, Figures] | None = None
         self._figures: Figures = dict
         self._at_end: list[Callable[[], None]] = []
@@ -89,10 +90,6 @@ class RunLog:
         phase, seconds = self.clock.since
         if seconds >= WAIT and not self._records:
             self.journal.say(f"  {phase}: {duration(seconds)} so far{self.progress()}")
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """For the block, counts the time for a part of the step, or for what comes between steps."""
-        return self.clock(name)
 
     def later(self, figures: Callable[..., Mapping[str, Any]], *args: Any) -> None:
         """Gives the step's metrics; `figures(*args)` may wait for the devices."""
