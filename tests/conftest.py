@@ -47,7 +47,8 @@ def pytest_xdist_auto_num_workers():
     return min(len(os.sched_getaffinity(0)) + 1, 4)
 
 
-LONG = ("test_golden_step.py", "test_update.py")
+LONG = ("test_golden_step.py", "test_update.py", "test_replay.py", "test_families.py",
+        "test_commands.py", "test_resume.py", "test_supervised.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

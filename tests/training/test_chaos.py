@@ -17,9 +17,10 @@ from tests.training import s3
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
 )
-KINDS = ("clock jumps", "killed while writing")
+KINDS = ("killed while writing",)
 # Tests of resuming, of checkpoints and of journals meet these in the fast tier.
 MORE = (
+    "clock jumps",
     "second trainer",
     "disk full",
     "disk error once",
