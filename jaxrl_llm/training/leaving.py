@@ -97,18 +97,20 @@ def stall_watchdog(
 
     Suspended time (SIGSTOP, a laptop's lid) does not count: looks are counted, not the clock.
     """
-    last, waited = progress.now, 0.0
 
-    def look() -> None:
-        nonlocal last, waited
-        now = progress.now
-        last, waited = now, waited + LOOK if now == last else 0.0
-        if waited > (limit := progress.limit(least, factor)):
-            stalled(
-                f"no progress in the phase {now[0]} for {waited:.0f} s, its limit is {limit:.0f} s"
-            )
+    def looks() -> Iterator[None]:
+        last, waited = progress.now, 0.0
+        while True:
+            yield  # until the next look
+            now = progress.now
+            last, waited = now, waited + LOOK if now == last else 0.0
+            if waited > (limit := progress.limit(least, factor)):
+                stalled(
+                    f"no progress in the phase {now[0]} for {waited:.0f} s, its limit is {limit:.0f} s"
+                )
 
-    with repeating(look, LOOK):
+    next(look := looks())
+    with repeating(partial(next, look), LOOK):
         yield
 
 

