@@ -10,7 +10,6 @@ and plan-tpu.
 import itertools
 import json
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +52,6 @@ def config_of(file: str, on: str, dtype: str, layout: str) -> Config:
 
 def compiled(config: Config, on: str) -> dict[str, Any]:
     """What is recorded of a case."""
-    start = time.perf_counter()
     try:
         sized, plan = fitted(config, machine(on), shape_of(config))
     except UserError as error:
@@ -64,7 +62,6 @@ def compiled(config: Config, on: str) -> dict[str, Any]:
         "KiB a device": plan.memory // 1024,
         "needed": plan.peak // 1024,
         "sizes": {**sized.sizes},
-        "seconds": round(time.perf_counter() - start),
     }
 
 
