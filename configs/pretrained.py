@@ -24,7 +24,8 @@ from jaxrl_llm.objectives import partition, recipes
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.tasks.task import Reward
 
-PROMPT, RESPONSE = 280, 48  # tokens; a prompt has 86: so three sequences share a bin
+# in tokens; a prompt has 86: a bin has room for one and its eight responses
+PROMPT, RESPONSE = 280, 48
 SHOWN = (("5 + 8 - 4", "5 + 8 = 13, 13 - 4 = 9"), ("2 - 6 + 7", "2 - 6 = -4, -4 + 7 = 3"))
 DIGITS, SIGNS = range(1, 7), "+-"
 STAGES = {"lopti": partition.lopti, "random_matched": partition.random_matched}
@@ -99,7 +100,14 @@ def config(
         model=Pretrained(model, lora=Lora(rank=lora, alpha=2.0 * lora) if lora else None),
         objective=objective,
         optimizer=optimizers.adamw(learning_rate),
-        collate=Collator(PROMPT, RESPONSE, minibatches=2, microbatches=prompts, pack=True),
+        collate=Collator(
+            PROMPT,
+            RESPONSE,
+            minibatches=2,
+            microbatches=4 * prompts,  # of a bin each
+            pack=True,
+            share_prompts=True,
+        ),
         steps=steps,
         prompts=prompts,
         group_size=8,

@@ -67,6 +67,45 @@ def test_packing_shares_rows():
     assert batch.inputs.scored.any((0, 2, 3)).tolist() == [True, False, False, False]
 
 
+SHARED = {"pack": True, "share_prompts": True}
+
+
+@pytest.mark.parametrize("how", [{}, {"minibatches": 2, "microbatches": 2, "shards": 2}])
+def test_responses_share_their_prompt_and_see_nothing_else(how):
+    """From the arrays alone: the tokens that a token sees are those before it in its own sequence."""
+    responses = tiny.sharing(rows=16)
+    batch = tiny.collator(**SHARED, **how)(responses)
+    inputs, slot = batch.inputs, batch.layout.in_bins
+    columns, length = inputs.index.shape[-1], inputs.tokens.shape[-1]
+    flat = lambda x: np.asarray(x).reshape(-1, length)
+    tokens, positions, segments, prompts = map(
+        flat, (inputs.tokens, inputs.positions, inputs.segments, inputs.prompts)
+    )
+    for b, one in enumerate(responses):
+        text = [*one.prompt, *one.tokens]
+        for t, token in enumerate(one.tokens):
+            row, column = divmod(slot[b, t], columns)
+            at = inputs.index.reshape(-1, columns)[row, column]
+            assert inputs.target.reshape(-1, columns)[row, column] == token
+            visible = (segments[row] == segments[row, at]) | (segments[row] == prompts[row, at])
+            seen = np.flatnonzero(visible[: at + 1])
+            assert positions[row, seen].tolist() == [*range(len(one.prompt) + t)]
+            assert tokens[row, seen].tolist() == text[: len(one.prompt) + t]
+    alone = tiny.collator(pack=True, **how)(responses)
+    assert np.count_nonzero(segments) < np.count_nonzero(alone.inputs.segments)
+
+
+def test_a_bin_has_a_shared_prompt_once():
+    responses = tiny.trajectories([[1, 2, 3, 4, 5]] * 6, [[6, 7]] * 6)
+    batch = tiny.collator(**SHARED)(responses)
+    assert np.count_nonzero(batch.inputs.segments) == 4 + 6 * 3  # just what a bin has room for
+    assert batch.inputs.segments.any((0, 1, 3)).tolist() == [True] + [False] * 5
+    batch = tiny.collator(**SHARED)([*responses, *tiny.trajectories([[1, 2, 3, 4, 5]], [[6]])])
+    assert np.count_nonzero(batch.inputs.segments) == 4 + 6 * 3 + 4 + 2
+    with pytest.raises(UserError, match="set pack = True"):
+        tiny.collator(share_prompts=True)
+
+
 def test_a_row_that_is_not_kept_has_no_tokens():
     responses, keep = tiny.responses(), [True, False] * 4
     for pack in (False, True):

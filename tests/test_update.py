@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import optimizers, update
 from jaxrl_llm.learning.programs import teacher_score
-from jaxrl_llm.models import hf, logprobs, qwen2
+from jaxrl_llm.models import attention, hf, logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.objectives import TokenData, advantages, kl, losses, partition, recipes
 from jaxrl_llm.objectives.token_data import sampler
@@ -251,17 +251,31 @@ def in_one_piece(family, surrogate, split, **how):
     return cut(family, (1, 1, 1), 1, False, surrogate, split, **how)
 
 
-def cut(family, sizes, micro, pack, surrogate, split, teacher="", room=14, **compute):
+def cut(
+    family,
+    sizes,
+    micro,
+    pack,
+    surrogate,
+    split,
+    teacher="",
+    room=14,
+    rows=tiny.responses,
+    **compute,
+):
     """`(parameters, metrics)` after a step with this batch on a mesh, in so many micro-batches.
 
     With a `teacher`, a family, the advantage is what its log-probs make of the tokens, and a penalty looks at
-    its likeliest ones. A response has `room` for so many tokens.
+    its likeliest ones. A response has `room` for so many tokens. Prompts of `sharing` rows are packed once.
     """
     mesh, shards = tiny.mesh_of(*sizes), sizes[0] * sizes[1]
     with jax.set_mesh(mesh):
         policy, params = tiny.policy(tiny.FAMILIES[family], mesh=mesh, **compute)
-        collate = tiny.collator(response_length=room, microbatches=micro, pack=pack, shards=shards)
-        batch = collate(tiny.responses(3))
+        share = pack and rows is tiny.sharing
+        collate = tiny.collator(
+            response_length=room, microbatches=micro, pack=pack, shards=shards, share_prompts=share
+        )
+        batch = collate(rows(3))
         parts = {"advantage": advantages.distilled, "penalties": ((0.5, kl.of_top),), "top": 8}
         parts = {"partition": split, "surrogate": surrogate} | (parts if teacher else {})
         how = {"objective": tiny.objective(**parts), "optimizer": optax.sgd(1.0)}
@@ -289,9 +303,9 @@ def test_a_step_is_the_same_however_it_is_cut(family, sizes, micro, pack, surrog
     alike(family, cut(family, sizes, micro, pack, surrogate, split), surrogate, split)
 
 
-def alike(family, step, surrogate, split):
+def alike(family, step, surrogate, split, **how):
     """Asserts that a step and its metrics are those of one device and one micro-batch."""
-    (before, one), (after, many) = in_one_piece(family, surrogate, split), step
+    (before, one), (after, many) = in_one_piece(family, surrogate, split, **how), step
     assert (one["share"] > 0).all()
     # noise of 6e-8 in the weights moves these by 2e-5 to 7e-5 in these two steps, the norm by 2e-4
     sensitive = family.startswith(("gemma", "qwen3_5"))
@@ -318,6 +332,21 @@ def test_a_step_is_the_same_where_positions_are_divided(family, sizes, pack):
     how = {"room": 16, "sequence_parallel": True}
     step = cut(family, sizes, 1, pack, losses.clipped, LOPTI, **how)
     alike(family, step, losses.clipped, LOPTI)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "compute"),
+    [
+        ("qwen2", (1, 1, 1), {"attend": attention.gpu}),  # which would not do
+        tiny.slow("qwen2", (2, 2, 2), {}),
+        tiny.slow("qwen2", (1, 1, 8), {"sequence_parallel": True}),
+        *(pytest.param(family, (1, 1, 1), {}, marks=pytest.mark.long) for family in tiny.SHARING),
+    ],
+)
+def test_a_step_is_the_same_where_responses_share_their_prompts(family, sizes, compute):
+    how = {"room": 16, "rows": tiny.sharing}
+    step = cut(family, sizes, 2, True, losses.clipped, LOPTI, **how, **compute)
+    alike(family, step, losses.clipped, LOPTI, **how)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])

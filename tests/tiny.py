@@ -108,6 +108,8 @@ FAMILIES = {  # a shape of each, which has all that sets it apart
     ),
 }  # fmt: skip
 
+# those that can have one prompt for several responses
+SHARING = [name for name, one in FAMILIES.items() if one.delta is None]
 slow = partial(pytest.param, marks=pytest.mark.slow)
 VARIED = ("qwen2", "gemma3", "gemma4", "qwen3_moe", "qwen3_5")  # one of each kind of layers
 
@@ -187,6 +189,14 @@ def responses(seed=0, rows=8, vocab=96, prompt=8, response=14):
         for _ in range(rows)
     ]
     return trajectories(texts[:rows], texts[rows:])
+
+
+def sharing(seed=0, rows=8, n=4, **sizes):
+    """The same, of which each `n` have one prompt."""
+    every = responses(seed, rows, **sizes)
+    return [
+        dataclasses.replace(one, prompt=every[i // n * n].prompt) for i, one in enumerate(every)
+    ]
 
 
 collator = partial(Collator, prompt_length=8, response_length=14, round_to=4)

@@ -76,6 +76,10 @@ class Collator:
     ones cost nothing. Choose `microbatches` for the case that every sequence has full length, or
     have a run choose what fits, by 0 (elsewhere that is 1).
 
+    With `share_prompts` too a bin has a prompt once for all its responses there, the numbers staying
+    what they are. That spares most of an update where responses are shorter than prompts; attention
+    goes by plain XLA then, whatever the device.
+
     >>> jl.Collator(prompt_length=400, response_length=1024, minibatches=2, pack=True).pack
     True
     """
@@ -87,8 +91,11 @@ class Collator:
     shards: int = 1
     pack: bool = False
     round_to: int = 64
+    share_prompts: bool = False
 
     def __post_init__(self):
+        if self.share_prompts and not self.pack:
+            raise UserError("collate: share_prompts is for packed rows: set pack = True")
         at_least(0, "collate", self, "microbatches")
         counts = (one.name for one in fields(self) if one.type is int)
         at_least(1, "collate", self, *(name for name in counts if name != "microbatches"))
@@ -109,9 +116,8 @@ class Collator:
             s for i in rows if keep is None or keep[i] for s in _of(trajectories[i], i)
         ]
         per_minibatch = rows // self.minibatches
-        fill = _pack if self.pack else _pad
         filled = [
-            fill(segments_of(range(i, i + per_minibatch)), self._capacity)
+            self._bins(segments_of(range(i, i + per_minibatch)))
             for i in range(0, rows, per_minibatch)
         ]
         shape = self._shape(filled, per_minibatch, width)
@@ -123,7 +129,7 @@ class Collator:
         for m, bins in enumerate(filled):
             for n, bin_ in enumerate(bins):
                 micro, r = divmod(n, shape[2])
-                _write_bin(arrays, in_bins, (m, micro, r), bin_, width)
+                _write_bin(arrays, in_bins, (m, micro, r), bin_, width, self.share_prompts)
         inputs = Inputs(
             tokens=arrays["tokens"],
             positions=arrays["positions"],
@@ -132,6 +138,7 @@ class Collator:
             target=arrays["target"],
             scored=arrays["in_rows"] >= 0,
             experts=arrays.get("experts"),
+            prompts=arrays["prompts"] if self.share_prompts else None,
         )
         logps = [np.asarray(x.logps)[at] for x, at in zip(trajectories, sampled, strict=True)]
         lengths = [[end - start for start, end in one.turns] for one in trajectories]
@@ -158,6 +165,12 @@ class Collator:
             turn_reward=turn_reward if any(lengths) else None,
             segment=segment if any(lengths) else None,
         )
+
+    def _bins(self, sequences):
+        units = [[one] for one in sequences]
+        if self.share_prompts:
+            units = _together(sequences, self._capacity)
+        return _pack(units, self._capacity) if self.pack else units
 
     @property
     def _capacity(self):
@@ -237,54 +250,81 @@ def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
-def _pad(sequences, capacity):
-    del capacity
-    return [[s] for s in sequences]
-
-
-def _pack(sequences, capacity):
-    """First-fit decreasing: the longest first, each into the first bin with room for it."""
-    bins, room = [], []
+def _together(sequences, capacity):
+    """Sequences of one prompt together, as many as a bin has room for."""
+    units, latest = [], dict[bytes, list]()
     for s in sorted(sequences, key=lambda s: -s.length):
-        fits = (i for i, free in enumerate(room) if free >= s.length)
+        unit = latest.get(s.prompt.tobytes(), [])
+        if not unit or _size([*unit, s]) > capacity:
+            units.append(unit := [])
+            latest[s.prompt.tobytes()] = unit
+        unit.append(s)
+    return units
+
+
+def _size(unit):
+    """Tokens of sequences of one prompt in a bin: all but its last one are there once."""
+    return sum(s.length for s in unit) - (len(unit) - 1) * (len(unit[0].prompt) - 1)
+
+
+def _pack(units, capacity):
+    """First-fit decreasing: the largest first, each into the first bin with room for it."""
+    bins, room = [], []
+    for unit in sorted(units, key=lambda unit: -_size(unit)):
+        fits = (i for i, free in enumerate(room) if free >= _size(unit))
         i = next(fits, len(bins))
         if i == len(bins):
             bins.append([])
             room.append(capacity)
-        bins[i].append(s)
-        room[i] -= s.length
+        bins[i].extend(unit)
+        room[i] -= _size(unit)
     return bins
 
 
 def _empty(shape) -> dict[str, Any]:
     *lead, length, columns = shape
     wide, narrow = (*lead, length), (*lead, columns)
-    arrays = {name: np.zeros(wide, np.int32) for name in ("tokens", "positions", "segments")}
+    arrays = {
+        name: np.zeros(wide, np.int32) for name in ("tokens", "positions", "segments", "prompts")
+    }
     arrays |= {name: np.zeros(narrow, np.int32) for name in ("index", "target", "response")}
     arrays["in_rows"] = np.full(narrow, -1, np.int32)
     return arrays
 
 
-def _write_bin(arrays, in_bins, index, sequences, width):
+def _write_bin(arrays, in_bins, index, sequences, width, share):
     """Writes the sequences of one bin, and the indices of both layouts."""
     start, column = 0, 0
     first = np.ravel_multi_index((*index, 0), arrays["in_rows"].shape)
+    prompts: dict[bytes, int] = {}  # numbers of those that are shared, after the responses' own
     for number, s in enumerate(sequences, 1):
         p, r = len(s.prompt), len(s.sampled)
-        here = slice(start, start + s.length)
+        apart, of = (p - 1, s.prompt.tobytes()) if share else (0, b"")
+        if share and of not in prompts:
+            prompts[of] = len(sequences) + 1 + len(prompts)
+            _write_part(arrays, index, start, s, slice(0, apart), prompts[of], prompts[of])
+            start += apart
+        _write_part(arrays, index, start, s, slice(apart, s.length), number, prompts.get(of, 0))
         scored = slice(column, column + r)
-        arrays["tokens"][(*index, here)] = np.concatenate([s.prompt, s.response])
-        arrays["positions"][(*index, here)] = np.arange(s.length)
-        arrays["segments"][(*index, here)] = number
-        if s.experts is not None:
-            arrays["experts"][(*index, slice(start, start + len(s.experts)))] = s.experts
         # the logits at a position predict the next token
-        arrays["index"][(*index, scored)] = start + p - 1 + s.sampled
+        arrays["index"][(*index, scored)] = start + p - 1 - apart + s.sampled
         arrays["target"][(*index, scored)] = s.response[s.sampled]
         arrays["response"][(*index, scored)] = number
         arrays["in_rows"][(*index, scored)] = s.row * width + s.column + np.arange(r)
         in_bins[s.row, s.column : s.column + r] = first + column + np.arange(r)
-        start, column = start + s.length, column + r
+        start, column = start + s.length - apart, column + r
+
+
+def _write_part(arrays, index, start, s, part, number, prompt):
+    """Writes these tokens of a sequence from column `start` on."""
+    here = slice(start, start + part.stop - part.start)
+    arrays["tokens"][(*index, here)] = np.concatenate([s.prompt, s.response])[part]
+    arrays["positions"][(*index, here)] = np.arange(part.start, part.stop)
+    arrays["segments"][(*index, here)] = number
+    arrays["prompts"][(*index, here)] = prompt
+    if s.experts is not None:
+        experts = s.experts[part]
+        arrays["experts"][(*index, slice(start, start + len(experts)))] = experts
 
 
 def _right_padded(rows, shape, dtype: Any = np.float32) -> Any:

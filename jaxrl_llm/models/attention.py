@@ -1,14 +1,15 @@
 """Causal grouped-query attention, one function per backend: `(q, k, v, segments) -> [R,L,H,D]`.
 
 A token sees itself and the earlier tokens of its segment, with `window` only the nearest of them:
-so many, itself included. With `segments` None each row is one right-padded sequence.
+so many, itself included. With `segments` None each row is one right-padded sequence. Responses that
+share a prompt are a segment each, and the prompt is another one, which they see too (`xla`).
 """
 
 import logging
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,13 @@ Segments = Int[Array, "R L"] | None
 WIDEST = 128  # head width of the kernels for GPUs
 OLDEST = 8.0  # compute capability that they need
 logger = logging.getLogger(__name__)
+
+
+class Shared(NamedTuple):
+    """The segment of each token's prompt, which it sees too, and the token's position after that."""
+
+    prompts: Int[Array, "R L"]
+    positions: Int[Array, "R L"]
 
 
 def for_platform(
@@ -45,7 +53,15 @@ def chosen() -> Callable[..., Queries]:
     return kernel
 
 
-def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None = None) -> Queries:
+def xla(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments,
+    *,
+    window: int | None = None,
+    shared: Shared | None = None,
+) -> Queries:
     """Plain XLA, for any platform: up to 8 blocks of queries, each against the keys up to its end.
 
     That is about half the work of full attention, and the scores of a block fit a CPU's cache. On a
@@ -59,7 +75,7 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None 
     least = 1024 if platform() == "gpu" and window is None else 64
     width = -(-length // min(8, max(1, length // least)))
     out = [
-        _attend_block(q[..., start : start + width, :], k, v, segments, start, window)
+        _attend_block(q[..., start : start + width, :], k, v, segments, start, window, shared)
         for start in range(0, length, width)
     ]
     return jnp.moveaxis(jnp.concatenate(out, 3), 3, 1).reshape(rows, length, heads, size)
@@ -193,17 +209,23 @@ def _splash_block(length: int) -> int:
     return min(range(1024, 511, -128), key=lambda block: -(-length // block) * block)
 
 
-def _attend_block(q, k, v, segments, start, window):
+def _attend_block(q, k, v, segments, start, window, shared):
     """Queries `[R,K,G,Q,D]` from column `start`, against keys `[R,K,L,D]` up to their end."""
     end, low = start + q.shape[3], 0 if window is None else max(0, start - window + 1)
+    positions = jnp.arange(k.shape[2])[None]
+    if shared is not None:  # what is near may be many columns before
+        low, positions = 0, shared.positions
     k, v = k[:, :, low:end], v[:, :, low:end]
-    behind = jnp.arange(start, end)[:, None] - jnp.arange(low, end)[None, :]
-    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    seen = seen[None, None, None]
+    behind = positions[:, start:end, None] - positions[:, None, low:end]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
     if segments is not None:
-        seen &= (segments[:, start:end, None] == segments[:, None, low:end])[:, None, None]
+        of_key = segments[:, None, low:end]
+        related = segments[:, start:end, None] == of_key
+        if shared is not None:
+            related |= shared.prompts[:, start:end, None] == of_key
+        visible &= related
     scores = einsum("rkgqd,rkld->rkgql", q, k)
-    scores = jnp.where(seen, scores, -1e30)
+    scores = jnp.where(visible[:, None, None], scores, -1e30)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # cancels out: no gradient
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)

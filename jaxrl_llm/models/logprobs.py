@@ -108,7 +108,13 @@ def scores(
 ) -> Scores:
     """`Scores` of the response tokens in `inputs`, with `proxy_logp` if `proxy` is above 0, and `top`."""
     model = nnx.merge(definition, params)
-    hidden = model(inputs.tokens, inputs.positions, inputs.segments, experts=inputs.experts)
+    hidden = model(
+        inputs.tokens,
+        inputs.positions,
+        inputs.segments,
+        experts=inputs.experts,
+        prompts=inputs.prompts,
+    )
     scored_first = jnp.argsort(~inputs.scored, axis=1)  # so that `chunked` can stop early
     index, target, scored, others = jax.tree.map(
         lambda x: _columns(x, scored_first),

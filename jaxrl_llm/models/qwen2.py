@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -222,6 +223,13 @@ class Shape:
         four = self.norms_before and self.norms_after
         if self.mixture and self.mixture.beside and (not four or self.mixture.shared):
             raise UserError("mixture: beside an MLP needs norms before and after, and no shared")
+
+    def refuse_shared_prompts(self) -> None:
+        """A UserError if a layer's memory of a prompt could not go on to several responses."""
+        if any(kind.delta for kind in self.distinct):
+            raise UserError(
+                "collate: share_prompts is for models that attend in all layers: leave it out"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -676,15 +684,19 @@ class Decoder(nnx.Module):
         *,
         offsets: Float[Array, "N L D"] | None = None,
         experts: Int[Array, "R L N K"] | None = None,
+        prompts: Int[Array, "R L"] | None = None,
     ) -> Hidden:
         """Hidden states after the last norm; multiply by `head` for logits.
 
         `offsets` are added to the input of each layer, for gradients with respect to it. Tokens are sent
-        to these `experts`, but where they are -1.
+        to these `experts`, but where they are -1, and see the segments that `prompts` names too.
         """
         x = self.embed(tokens)
         inputs, ropes = self.inputs(tokens, x, experts), self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
+        if prompts is not None:
+            self.shape.refuse_shared_prompts()
+        shared = None if prompts is None else attention.Shared(prompts, positions)
 
         def layer_of(definition, fixed):
             def apply(x, shared_kv, layer, offset, inputs, kind):
@@ -692,7 +704,7 @@ class Decoder(nnx.Module):
                     x = x + offset[None].astype(x.dtype)
                 weights = gathered(int8.dequantize(layer, self.compute.dtype), self.compute.dtype)
                 kind = kind if fixed is None else fixed
-                attend = lambda q, k, v: self.attend(q, k, v, segments, kind)
+                attend = lambda q, k, v: self.attend(q, k, v, segments, kind, shared)
                 x, kv = nnx.merge(definition, weights)(
                     x,
                     ropes[kind],
@@ -809,12 +821,13 @@ class Decoder(nnx.Module):
                 waves[i] = (kind.amplitude * waves[i][0], kind.amplitude * waves[i][1])
         return OfKind(waves)
 
-    def attend(self, q, k, v, segments, kind) -> Float[Array, "R L H D"]:
-        """Attention in a layer of this kind, within its window."""
+    def attend(self, q, k, v, segments, kind, shared=None) -> Float[Array, "R L H D"]:
+        """Attention in a layer of this kind, within its window; kernels know no `shared` prompts."""
+        kernel = partial(attention.xla, shared=shared) if shared else self.compute.attend
 
         def within(window):
             limit = {} if window is None or window >= q.shape[1] else {"window": window}
-            return lambda q, k, v: self.compute.attend(q, k, v, segments, **limit)
+            return lambda q, k, v: kernel(q, k, v, segments, **limit)
 
         windows = [one.window for one in self.shape.distinct]
         if len(set(windows)) == 1:

@@ -125,6 +125,7 @@ def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
         inner = mixture.width + (inner if mixture.beside else 0)
     attend = config.compute.attend
     attend = attention.chosen() if attend is attention.for_platform else attend
+    attend = attention.xla if config.collate.share_prompts else attend
     scores = 4 * 4 * shape.num_heads * length / 2 if attend is attention.xla else 0
     return 8 * shape.hidden_size * width + max((5 if shape.lora else 3) * inner * width, scores)
 

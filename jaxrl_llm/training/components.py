@@ -80,6 +80,8 @@ class Components:
             source, words, shape = None, tokenizer.of_words(config.model.words), config.model.shape
         mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         definition, _ = qwen2.graph(shape, config.compute)  # shapes alone: nothing is allocated
+        if any(phase.collate.share_prompts for phase in (config, config.warm_start) if phase):
+            shape.refuse_shared_prompts()
         folder = storage.local(data)  # a task may download into it, so it is pushed afterwards
         # code of the user's, which may raise anything: it is told as one line with their file and line
         with userfile.user_code("the task cannot be made"):

@@ -87,6 +87,18 @@ def test_packed_is_padded(family):
         np.testing.assert_allclose(padded[i, :n], packed[i, :n], atol=1e-5)
 
 
+@pytest.mark.parametrize("family", tiny.SHARING)
+def test_a_shared_prompt_changes_no_log_prob(family):
+    responses = tiny.sharing(5, rows=12)
+    padded, shared = (
+        scored(responses, family),
+        scored(responses, family, pack=True, share_prompts=True),
+    )
+    for i, one in enumerate(responses):
+        n = len(one.tokens)
+        np.testing.assert_allclose(padded[i, :n], shared[i, :n], atol=1e-5)
+
+
 def test_remat_changes_nothing():
     batch = tiny.collator()(tiny.responses(9))
     inputs = jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.inputs)

@@ -71,6 +71,10 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "a teacher is not trained: leave out its lora"),
         (REPLACE + "collate=Collator(40, 48, minibatches=3))", "8 responses a step do not divide into 3"),
         (REPLACE + "collate=Collator(40, 48, minibatches=0))", "collate: minibatches = 0 must be at least 1"),
+        (REPLACE + "collate=Collator(40, 48, share_prompts=True))", "share_prompts is for packed rows"),
+        ("from tests import tiny\n" + REPLACE + "collate=Collator(40, 48, pack=True, share_prompts=True), "
+         "model=dataclasses.replace(made.model, shape=tiny.FAMILIES['qwen3_5']))",
+         "share_prompts is for models that attend in all layers: leave it out"),
         (REPLACE + "collate=Collator(40, 48, microbatches=-1))", "collate: microbatches = -1 must be at least 0"),
         (REPLACE + "warm_start=WarmStart(1, Collator(40, 48, minibatches=3), made.optimizer, batch=8))",
          "warm_start: batch = 8 does not divide into 3 mini-batches"),
