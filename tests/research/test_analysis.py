@@ -6,10 +6,12 @@ import pytest
 import rich.console
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.research import analysis, analysis_report, words
+from jaxrl_llm.learning.groups import trajectories
+from jaxrl_llm.research import analysis, analysis_report, token_gradients, words
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.task import UNGRADED, Reward
 from tests import tiny
+from tests.reference import peer
 from tests.training.process import fails
 
 CONFIG = """
@@ -20,6 +22,7 @@ from jaxrl_llm.tasks.task import Reward
 class Uneven:
     def __init__(self, inner): self.inner = inner
     def __getattr__(self, name): return getattr(self.inner, name)
+    def demonstration(self, example): return self.inner.demonstration(example)
     def reward(self, example, response): return Reward(float(len(response) % 3), len(response) % 3 == 2)
 
 made = config(warm_steps=0, steps=1)
@@ -70,6 +73,72 @@ def test_it_measures_the_run_and_draws(run, found, tmp_path):
     analysis_report.write(found, tmp_path)
     same = lambda name: (tmp_path / name).read_bytes() == (there / name).read_bytes()
     assert all(map(same, FIGURES | {analysis_report.NAME}))
+
+
+def analyzed(run, folder, step, *arguments):
+    """What one batch of `analyze` gives before reinforcement; its sample goes to `folder`, for torch."""
+    drawn, places = [], []
+    draw, choose = analysis.draw, token_gradients.choose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            analysis, "draw", lambda *x: drawn.append(x[0]) or drawn.append(draw(*x)) or drawn[1]
+        )
+        patch.setattr(token_gradients, "choose", lambda *x: places.append(x[1]) or choose(*x))
+        main(
+            [
+                "analyze",
+                str(run),
+                "--fresh",
+                "--step",
+                str(step),
+                "--batches",
+                "1",
+                *arguments,
+                "--out",
+                str(folder),
+            ]
+        )
+    subject, [groups] = drawn[0], drawn[1]
+    responses = trajectories(groups)
+    sample = {
+        "prompts": [[*one.prompt] for one in responses],
+        "responses": [[*one.tokens] for one in responses],
+        "rewards": [one.reward.score for one in responses],
+        "group": subject.config.group_size,
+        "alpha": subject.alpha,
+        "single": places[0],
+    }
+    (folder / "sample.json").write_text(json.dumps(sample))
+    return json.loads((folder / analysis_report.NAME).read_text())
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_torch(tmp_path):
+    """After a warm start, so that no bin is empty."""
+    run, config = tmp_path / "run", tmp_path / "config.py"
+    config.write_text(CONFIG.replace("warm_steps=0, steps=1", "warm_steps=60, steps=0"))
+    main(["train", str(config), "--out", str(run)])
+    ours = analyzed(run, tmp_path, 60, "--prompts", "6", "--tokens", "6")
+    main(["export", str(run), str(tmp_path / "model"), "--step", "60"])
+    peer.transformers("figures", tmp_path, 1e-3)
+    compare(ours, json.loads((tmp_path / "figures.json").read_text()), 1e-4)
+
+
+def compare(ours, theirs, tolerance):
+    near = lambda x: pytest.approx(x, rel=tolerance, abs=1e-7)
+    assert ours["updates"]["gradient_norm"] == near(theirs["gradient_norm"])
+    found = ours["updates"]["probability"]
+    for mine, other in zip(found["bins"], theirs["bins"], strict=True):
+        assert (mine["name"], mine["tokens"]) == (other["name"], other["tokens"])
+        assert mine.get("gradient_norm", 0.0) == near(other["gradient_norm"])
+    assert theirs["one_minus_p"] == near(ours["single_tokens"]["one_minus_p"])
+    assert theirs["over_parameters"] == near(ours["single_tokens"]["over_parameters"])
+    for by, updates in found["updates"].items():
+        for on, moved in updates.items():
+            assert moved["logp_size"] == near(theirs["updates"][by][on]), (by, on)
+    for name, other in theirs["directions"].items():
+        mine = ours["directions"]["probability"]["variants"][name]
+        assert {way: mine[way] for way in other} == other, name
 
 
 @pytest.mark.long
