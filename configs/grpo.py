@@ -59,6 +59,7 @@ def config(
     vllm: str = "",
     slots: int = 0,
     microbatches: int = 0,
+    share_prompts: bool = False,
     sequence_parallel: int = 1,
     evaluate_every: int = 20,
     validation: int = 100,
@@ -101,6 +102,7 @@ def config(
         vllm: the Python of an environment with vLLM, which then samples; it shares one GPU with the trainer.
         slots: responses that the embedded engine samples at a time; 0 for as many as fit.
         microbatches: pieces of a batch, one after the other; 0 for as few as fit.
+        share_prompts: compute a question once for all its responses; pays where they are shorter.
         sequence_parallel: devices that share each response, for long ones; best a divisor of the model's heads.
         evaluate_every: steps between two looks at the validation questions.
         validation: how many questions of the data are set aside for that (a quarter of them at most).
@@ -132,7 +134,13 @@ def config(
         objective=recipes.with_ar_and_lopti(made, alpha=alpha, eta=eta),
         teacher=Pretrained(teacher, chat=chat) if teacher else None,
         optimizer=optimizers.adamw(learning_rate or (1e-5 if lora else 1e-6)),
-        collate=Collator(prompt_length, length, microbatches=microbatches, pack=True),
+        collate=Collator(
+            prompt_length,
+            length,
+            microbatches=microbatches,
+            pack=True,
+            share_prompts=share_prompts,
+        ),
         steps=steps,
         prompts=prompts,
         group_size=group,

@@ -158,7 +158,9 @@ def config(
         objective=objective,
         teacher=Pretrained(teacher) if teacher else None,
         optimizer=optimizers.adamw(learning_rate),
-        collate=Collator(**lengths, minibatches=minibatches, microbatches=32, pack=True),
+        collate=Collator(
+            **lengths, minibatches=minibatches, microbatches=32, pack=True, share_prompts=True
+        ),
         steps=steps,
         prompts=32,
         group_size=8,

@@ -1,5 +1,6 @@
 """Padding and packing lose nothing and invent nothing."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -73,13 +74,18 @@ SHARED = {"pack": True, "share_prompts": True}
 @pytest.mark.parametrize("how", [{}, {"minibatches": 2, "microbatches": 2, "shards": 2}])
 def test_responses_share_their_prompt_and_see_nothing_else(how):
     """From the arrays alone: the tokens that a token sees are those before it in its own sequence."""
-    responses = tiny.sharing(rows=16)
+    responses = [
+        dataclasses.replace(
+            one, experts=(np.asarray([*one.prompt, *one.tokens][:-1], np.int16)[:, None, None],)
+        )
+        for one in tiny.sharing(rows=16)
+    ]
     batch = tiny.collator(**SHARED, **how)(responses)
     inputs, slot = batch.inputs, batch.layout.in_bins
     columns, length = inputs.index.shape[-1], inputs.tokens.shape[-1]
     flat = lambda x: np.asarray(x).reshape(-1, length)
-    tokens, positions, segments, prompts = map(
-        flat, (inputs.tokens, inputs.positions, inputs.segments, inputs.prompts)
+    tokens, positions, segments, prompts, experts = map(
+        flat, (inputs.tokens, inputs.positions, inputs.segments, inputs.prompts, inputs.experts)
     )
     for b, one in enumerate(responses):
         text = [*one.prompt, *one.tokens]
@@ -91,6 +97,7 @@ def test_responses_share_their_prompt_and_see_nothing_else(how):
             seen = np.flatnonzero(visible[: at + 1])
             assert positions[row, seen].tolist() == [*range(len(one.prompt) + t)]
             assert tokens[row, seen].tolist() == text[: len(one.prompt) + t]
+            assert experts[row, seen].tolist() == text[: len(one.prompt) + t]
     alone = tiny.collator(pack=True, **how)(responses)
     assert np.count_nonzero(segments) < np.count_nonzero(alone.inputs.segments)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jaxrl_llm import storage
@@ -13,9 +14,10 @@ from jaxrl_llm.training import journal
 from jaxrl_llm.training.journal import REINFORCE, WARM_START
 
 PICTURE = "curves.png"
+TOGETHER = 5  # steps of which sampled accuracy is a mean: one step's has few prompts
 COLOURS = [f"C{number}" for number in range(10)]
 MEASURED = {  # what is drawn large: the first that is not 0 throughout
-    "eval/accuracy": "validation accuracy, greedy",
+    "eval/accuracy": "accuracy: validation, greedy (dots)\nand sampled in training (dashed)",
     "eval/score": "mean reward in validation, greedy",
     journal.LOSS: "validation loss",
 }
@@ -28,7 +30,7 @@ SMALL = {
 
 
 def draw(folders: Sequence[Path], target: Path) -> None:
-    """Draws validation accuracy with its 95% band (or reward, or loss) and metrics of each run's reinforcement.
+    """Draws validation accuracy with its 95% band (or reward, or loss) and what each run sampled as it learned.
 
     The suffix of `target` gives the format, PNG without one. Raises a UserError if a run has no
     evaluation yet, or the target cannot be written.
@@ -139,6 +141,11 @@ def _accuracy(
     )
     axis.plot(steps, [r[measured] for r in scored], "o-", ms=3, color=colour, label=name)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    sampled = series(records, "accuracy").get("accuracy", [])
+    if sampled and measured == "eval/accuracy":
+        pieces = [sampled[i : i + TOGETHER] for i in range(0, len(sampled), TOGETHER)]
+        means = [tuple(map(fmean, zip(*piece, strict=True))) for piece in pieces]
+        axis.plot(*zip(*means, strict=True), "--", color=colour, lw=1.2)
     begin = min((r["step"] for r in scored if r["phase"] == REINFORCE), default=None)
     if begin is not None and any(r["phase"] == WARM_START for r in records):
         axis.axvline(begin, color=colour, linestyle=":")

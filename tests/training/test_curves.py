@@ -33,6 +33,16 @@ def test_an_evaluation_without_its_interval_is_drawn(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+def test_what_is_sampled_is_drawn_beside_what_is_held_out():
+    """As means of five steps, the last ones of as many as there are."""
+    records = [{"step": 10, "phase": "reinforce", "eval/accuracy": 0.1}]
+    records += [{"step": 10 + n, "phase": "reinforce", "accuracy": n / 10} for n in range(1, 8)]
+    greedy, sampled, *_ = curves._runs({"a": records}).axes[0].lines
+    assert ([*greedy.get_xdata()], [*greedy.get_ydata()]) == ([10], [0.1])
+    assert [*sampled.get_xdata()] == [13.0, 16.5]
+    assert [*sampled.get_ydata()] == pytest.approx([0.3, 0.65])
+
+
 def test_a_run_named_twice_does_not_take_the_blame_for_another(tmp_path):
     measured = {f"eval/accuracy{end}": 0.5 for end in ("", "_low", "_high")}
     for name, values in (("a", measured), ("b", {})):
