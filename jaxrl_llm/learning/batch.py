@@ -76,9 +76,8 @@ class Collator:
     ones cost nothing. Choose `microbatches` for the case that every sequence has full length, or
     have a run choose what fits, by 0 (elsewhere that is 1).
 
-    With `share_prompts` too a bin has a prompt once for all its responses there, the numbers staying
-    what they are. That spares most of an update where responses are shorter than prompts; attention
-    goes by plain XLA then, whatever the device.
+    With `share_prompts` too a bin has a prompt once for all its responses, with the same results. It
+    pays where they are shorter than prompts; attention goes by plain XLA then, whatever the device.
 
     >>> jl.Collator(prompt_length=400, response_length=1024, minibatches=2, pack=True).pack
     True
@@ -254,10 +253,10 @@ def _together(sequences, capacity):
     """Sequences of one prompt together, as many as a bin has room for."""
     units, latest = [], dict[bytes, list]()
     for s in sorted(sequences, key=lambda s: -s.length):
-        unit = latest.get(s.prompt.tobytes(), [])
+        unit = latest.get(prompt := s.prompt.tobytes(), [])
         if not unit or _size([*unit, s]) > capacity:
             units.append(unit := [])
-            latest[s.prompt.tobytes()] = unit
+            latest[prompt] = unit
         unit.append(s)
     return units
 
@@ -270,14 +269,14 @@ def _size(unit):
 def _pack(units, capacity):
     """First-fit decreasing: the largest first, each into the first bin with room for it."""
     bins, room = [], []
-    for unit in sorted(units, key=lambda unit: -_size(unit)):
-        fits = (i for i, free in enumerate(room) if free >= _size(unit))
+    for size, unit in sorted(((_size(one), one) for one in units), key=lambda pair: -pair[0]):
+        fits = (i for i, free in enumerate(room) if free >= size)
         i = next(fits, len(bins))
         if i == len(bins):
             bins.append([])
             room.append(capacity)
         bins[i].extend(unit)
-        room[i] -= _size(unit)
+        room[i] -= size
     return bins
 
 

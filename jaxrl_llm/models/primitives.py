@@ -31,13 +31,13 @@ T = TypeVar("T")
 class Inputs(NamedTuple):
     """Tokens for a policy, and which of them are scored; mini- and micro-batch axes may lead.
 
-    The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is
-    exact then), else the number of each token's sequence, 0 on padding. Where responses share a prompt,
-    that is a sequence without its last token, with which each response begins, and `prompts` has its
-    number for all of them. `index[r,c]` is the column
-    whose hidden state predicts the c-th response token of bin r, `target` is that token, and
-    `scored` says whether it counts. `others` are further tokens whose log-probs there are wanted.
-    `experts` are those that a mixture's layers send each token to, -1 where they choose themselves.
+    The R rows are bins. `segments` is None where a bin is one right-padded sequence (causality is exact
+    then), else the number of each token's sequence, 0 on padding. Where responses share a prompt, that
+    is a sequence without its last token, with which each response begins, and `prompts` has its number
+    for all of them. `index[r,c]` is the column whose hidden state predicts the c-th response token of
+    bin r, `target` is that token, and `scored` says whether it counts. `others` are further tokens
+    whose log-probs there are wanted. `experts` are those that a mixture's layers send each token to, -1
+    where they choose themselves.
     """
 
     tokens: Int[Array, "*lead R L"]

@@ -694,9 +694,10 @@ class Decoder(nnx.Module):
         x = self.embed(tokens)
         inputs, ropes = self.inputs(tokens, x, experts), self.ropes(positions)
         live = None if self.shape.mixture is None else _live(positions, segments)
+        shared = None
         if prompts is not None:
             self.shape.refuse_shared_prompts()
-        shared = None if prompts is None else attention.Shared(prompts, positions)
+            shared = attention.Shared(prompts, positions)
 
         def layer_of(definition, fixed):
             def apply(x, shared_kv, layer, offset, inputs, kind):

@@ -79,26 +79,17 @@ def analyzed(run, folder, step, *arguments):
     """What one batch of `analyze` gives before reinforcement; its sample goes to `folder`, for torch."""
     drawn, places = [], []
     draw, choose = analysis.draw, token_gradients.choose
+
+    def keep(subject, *rest):
+        drawn.extend((subject, samples := draw(subject, *rest)))
+        return samples
+
+    command = ["analyze", str(run), "--fresh", "--step", str(step), "--batches", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            analysis, "draw", lambda *x: drawn.append(x[0]) or drawn.append(draw(*x)) or drawn[1]
-        )
+        patch.setattr(analysis, "draw", keep)
         patch.setattr(token_gradients, "choose", lambda *x: places.append(x[1]) or choose(*x))
-        main(
-            [
-                "analyze",
-                str(run),
-                "--fresh",
-                "--step",
-                str(step),
-                "--batches",
-                "1",
-                *arguments,
-                "--out",
-                str(folder),
-            ]
-        )
-    subject, [groups] = drawn[0], drawn[1]
+        main([*command, *arguments, "--out", str(folder)])
+    subject, [groups] = drawn
     responses = trajectories(groups)
     sample = {
         "prompts": [[*one.prompt] for one in responses],
