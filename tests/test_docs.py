@@ -476,6 +476,15 @@ def test_a_command_is_known(line, tmp_path, monkeypatch):
     assert called == [1]
 
 
+def test_a_command_named_in_a_sentence_is_one():
+    named = {
+        (name, word)
+        for name, text in PAGES.items()
+        for word in re.findall(r"`jaxrl-llm ([a-z]+)", text)
+    }
+    assert not [(name, word) for name, word in named if word not in COMMANDS]
+
+
 def _noted(command, called):
     return functools.wraps(command)(lambda *_, **__: called.append(1))
 

@@ -137,7 +137,8 @@ class Grid:
         """Outcomes in results.json of runs whose folders were deleted, by name.
 
         Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
-        is taken; with `whole` none either unless results.json has them all.
+        is taken; with `whole` none either unless results.json has them all. Without warm starts each
+        run counts by itself.
         """
         by_name, recorded = {}, self.recorded()
         for run in self.runs:
@@ -149,7 +150,8 @@ class Grid:
         left_out = {
             (run.panel, run.seed)
             for run in self.runs
-            if self.folder(run).exists() or (whole and run.name not in by_name)
+            if self.warm_starts[run.name]
+            and (self.folder(run).exists() or (whole and run.name not in by_name))
         }
         return {n: one for n, one in by_name.items() if (one["panel"], one["seed"]) not in left_out}
 

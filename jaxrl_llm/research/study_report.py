@@ -60,7 +60,8 @@ def markdown(results: Results) -> str:
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
     parts.append(reading(results))
     parts += [f"![{name[:-4]}]({name})" for name in PICTURES]
-    parts.append(f"To repeat one of the {len(results['runs'])} runs by hand, after its warm start:")
+    after = ", after its warm start" if "--from" in results["commands"][-1] else ""
+    parts.append(f"To repeat one of the {len(results['runs'])} runs by hand{after}:")
     parts.append("\n".join(f"    {command}" for command in results["commands"]))
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -351,6 +351,7 @@ def test_a_study_goes_on_elsewhere_from_its_results(small, out, planned):
         fake(out, name, [0.1, 0.2, 0.4])
     main(["study", str(small), "--out", str(out), "--report"])
     before = results(out)["runs"]
+    assert "one of the 3 runs by hand, after its warm start:" in (out / "results.md").read_text()
     shutil.rmtree(out / "runs")
     main(["study", str(small), "--out", str(out), "--report"])
     assert results(out)["runs"] == before
@@ -365,6 +366,20 @@ def test_a_study_goes_on_elsewhere_from_its_results(small, out, planned):
     main(["study", str(small), "--out", str(out), "--report"])
     assert results(out)["runs"] == before
     assert {run["name"] for run in results(out)["others"]} == {"plain-seed5"}
+
+
+def test_without_a_warm_start_a_study_goes_on_elsewhere_run_by_run(small, out, planned):
+    small.write_text(SMALL.replace('"warm_steps": 2', '"warm_steps": 0'))
+    for name in ("plain-seed0", "lopti-seed0", "plain-seed1"):
+        fake(out, name, [0.1, 0.2, 0.4], warm=0)
+    main(["study", str(small), "--out", str(out), "--report"])
+    before = results(out)["runs"]
+    assert "one of the 3 runs by hand:" in (out / "results.md").read_text()
+    shutil.rmtree(out / "runs")
+    assert [*planned(small, "--out", out)] == ["lopti-seed1"]
+    fake(out, "lopti-seed1", [0.1, 0.2, 0.3], warm=0)
+    assert [*planned(small, "--out", out)] == []
+    assert results(out)["runs"][:3] == before
 
 
 def test_results_of_other_settings_are_not_mixed_in(small, out, refused):
