@@ -146,7 +146,12 @@ def config(
         group_size=group,
         sampling=Sampling(temperature=temperature),
         reward_threads=16 if judge else 1,
-        engine=Vllm(python=vllm, share=0.4, max_model_len=prompt_length + length)
+        engine=Vllm(
+            python=vllm,
+            share=0.4,
+            max_model_len=prompt_length + length,
+            dtype="bfloat16" if bfloat16 else "float32",
+        )
         if vllm
         else Native(slots=slots),
         evaluation=Evaluation(every=evaluate_every, validation=validation),

@@ -1,6 +1,6 @@
 """Reinforcement of a pretrained model, which has rare tokens by itself: sums of three digits, worked out in steps.
 
-    python tests/reference/real_model.py smollm2         # SmolLM2-135M-Instruct; it says what it needs
+    python tests/reference/real_model.py smollm2         # SmolLM2-135M-Instruct; its first lines say what it needs
     jaxrl-llm train configs/pretrained.py --model smollm2
 
 Two examples in the prompt show how a sum is worked out, `5 + 8 = 13, 13 - 4 = 9`; only the last number of a

@@ -38,6 +38,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
 IOMMU = Path("/sys/kernel/iommu_groups")
 GOOGLE = "0x1ae0"  # its number as a maker of devices
+MIG = "mig.mode.current"  # "Enabled" where a GPU is divided
 FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
@@ -63,18 +64,22 @@ def gpu_memory() -> int:
 
 
 def ask_driver(*fields: str) -> list[list[float]]:
-    """The figures of each GPU that this process may use, by NVIDIA's program; empty where it says nothing."""
+    """The figures of each GPU that this process may use, by NVIDIA's program; empty where it says nothing.
+
+    Of one that is divided (MIG) none: they would be those of the whole, and of all who use it.
+    """
     if not present("nvidia"):
         return []
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu={','.join((*fields, MIG))}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["-i", visible]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.split(",") for line in done.stdout.splitlines()]
-    return [[*map(float, row)] for row in rows if all(x.strip().isdecimal() for x in row)]
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    whole = [row for *row, divided in rows if divided != "Enabled"]
+    return [[*map(float, row)] for row in whole if row and all(map(str.isdecimal, row))]
 
 
 def leave(share: float) -> None:

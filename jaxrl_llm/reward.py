@@ -10,7 +10,7 @@ LARGEST = 1e15  # of scores: sums of their squares over a batch are learned from
 class Reward:
     """The reward of one response; `fields` are further numbers for the metrics.
 
-    `checked` is False where nobody could decide whether the response is right: it is left out of
+    `graded` is False where nobody could decide whether the response is right: it is left out of
     the batch and its statistics.
 
     >>> jl.Reward(1.0, correct=True, fields={"format": 1.0}).graded

@@ -93,7 +93,7 @@ def test_this_jax_knows_its_flags():
 
 
 SMI = """#!/bin/sh
-[ "$1" = --query-gpu=memory.total ] && printf '%s\\n' {} N/A
+[ "$1" = --query-gpu=memory.total,mig.mode.current ] && printf '%s, [N/A]\\n' {} N/A
 """
 
 
@@ -121,14 +121,13 @@ def test_a_small_card_keeps_2_gib_for_the_driver(host, monkeypatch, driver, shar
 
 @pytest.fixture
 def smi(host, monkeypatch):
-    """Two GPUs of 80,000 MiB, the second with so many MiB in use; `-i` names those that are asked of."""
+    """Two GPUs of 80,000 MiB, the second with so many MiB in use, and divided or not; `-i` names those that are asked of."""
     for name in ("nvidia0", "nvidia1"):
         (host / name).touch()
 
-    def write(used):
-        query = (
-            "case $1 in *index*) a='0, 10, 80000'; b='1, %s, 80000';; *) a=80000; b=80000;; esac"
-        )
+    def write(used, mig="[N/A]"):
+        head = "case $1 in *index*) a='0, 10, 80000'; b='1, %s, 80000';; *) a=80000; b=80000;; esac"
+        query = f'{head}; case $1 in *mig*) a="$a, [N/A]"; b="$b, {mig}";; esac'
         said = 'case "$4" in 0) echo "$a";; 1) echo "$b";; *) echo "$a"; echo "$b";; esac'
         (host / "nvidia-smi").write_text(f"#!/bin/sh\n{query % used}\n{said}\n")
         (host / "nvidia-smi").chmod(0o755)
@@ -171,6 +170,16 @@ def test_a_gpu_that_others_use_is_refused(smi, monkeypatch, used, variables, ref
     says = rf"others hold {used / 1024:.1f} of the 78.1 GiB of GPU 1, .*nvidia-smi names them"
     with pytest.raises(UserError, match=says) if refused else nullcontext():
         accelerators.require_room()
+
+
+def test_of_a_gpu_that_is_divided_nothing_is_known(smi, monkeypatch):
+    """The driver tells of the whole one, and of all who use it; an instance (MIG) has its own memory."""
+    smi(75_000, "Enabled")
+    accelerators.prepare()
+    accelerators.require_room()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    accelerators.gpu_memory.cache_clear()
+    assert accelerators.gpu_memory() == 0
 
 
 def test_one_that_has_just_ended_gives_its_memory_back(smi, monkeypatch):

@@ -29,7 +29,7 @@ def transformers(script: str, *arguments) -> None:
 
 def real_model(folder: pathlib.Path) -> pathlib.Path:
     """A pretrained model in Qwen2 format, linked into a folder that may be written to."""
-    source = pathlib.Path(needed("JAXRL_REAL_MODEL", "a Qwen2 folder"))
+    source = pathlib.Path(needed("JAXRL_REAL_MODEL", "a folder of SmolLM2"))
     folder.mkdir()
     for path in source.iterdir():
         try:

@@ -126,7 +126,7 @@ def test_what_is_said_of_a_gpu(plugins, driver, used, wrong, tmp_path, monkeypat
     device = SimpleNamespace(**gpu, memory_stats=lambda: stats)
     packages = [SimpleNamespace(name=x, version="0.10.2") for x in [*plugins, "jaxlib"]]
     (tmp_path / "version").write_text(f"NVRM version: NVIDIA x86_64 Kernel Module  {driver}  Sun\n")
-    (smi := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{used}, 81559'\n")
+    (smi := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{used}, 81559, Disabled'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "nvidia0").touch()

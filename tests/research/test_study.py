@@ -51,7 +51,7 @@ def test_every_study_builds_every_config(path):
 def test_the_example_of_the_page_is_a_study(tmp_path):
     _, example, _ = re.split(r"```(?:python)?\n", (ROOT / "docs" / "studies.md").read_text())
     path = tmp_path / "example.py"
-    path.write_text(example.replace("../kk_tiny.py", str(ROOT / "configs" / "kk_tiny.py")))
+    path.write_text(example.replace("configs/kk_tiny.py", str(ROOT / "configs" / "kk_tiny.py")))
     made = runner.load(path, None, (0,))
     assert len(made.runs) == 4
     assert made.text == "Does Lopti help, with both algorithms?"

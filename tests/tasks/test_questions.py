@@ -683,6 +683,10 @@ def test_what_the_config_leaves_open():
     served = jl.grpo("a/model", "a/set", ("math", "exact"), vllm="python", lora=8, length=100)
     assert isinstance(served.engine, jl.Vllm)
     assert served.engine.max_model_len == 612
+    assert served.engine.dtype == "bfloat16"
+    exact = jl.grpo("a/model", "a/set", vllm="python", bfloat16=False)
+    assert isinstance(exact.engine, jl.Vllm)
+    assert exact.engine.dtype == "float32"
     with pytest.raises(jl.UserError, match="unexpected keyword argument 'lengths'"):
         jl.grpo("a/model", "a/set", lengths=3)
 
