@@ -70,7 +70,11 @@ def ask_driver(*fields: str) -> list[list[float]]:
     """
     if not present("nvidia"):
         return []
-    command = ["nvidia-smi", f"--query-gpu={','.join((*fields, MIG))}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join((*fields, MIG))}",
+        "--format=csv,noheader,nounits",
+    ]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["-i", visible]
     try:
