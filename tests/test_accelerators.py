@@ -121,7 +121,7 @@ def test_a_small_card_keeps_2_gib_for_the_driver(host, monkeypatch, driver, shar
 
 @pytest.fixture
 def smi(host, monkeypatch):
-    """Two GPUs of 80,000 MiB, of the second so many in use; it may be divided. `-i` names those that are asked of."""
+    """Two GPUs of 80,000 MiB, of the second so many in use; `-i` names those that are asked of."""
     for name in ("nvidia0", "nvidia1"):
         (host / name).touch()
 

@@ -1,6 +1,7 @@
 """Padding and packing lose nothing and invent nothing."""
 
 import dataclasses
+import random
 import re
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.batch import Collator
 from tests import tiny
 
 HOW = [
@@ -111,6 +113,24 @@ def test_a_bin_has_a_shared_prompt_once():
     assert np.count_nonzero(batch.inputs.segments) == 4 + 6 * 3 + 4 + 2
     with pytest.raises(UserError, match="set pack = True"):
         tiny.collator(share_prompts=True)
+
+
+def test_a_shared_prompt_takes_no_more_bins_than_each_its_own():
+    """Even where responses of other prompts would fill the bins better than its own."""
+    rng = random.Random(0)
+    lengths = [
+        [60, 60, 60, 38, 38, 38],
+        *([rng.randint(20, 90) for _ in range(6)] for _ in range(20)),
+    ]
+    for each in lengths:
+        prompts = [[1, 2]] * 6 if each is lengths[0] else [[1, n % 2] for n in range(6)]
+        responses = tiny.trajectories(prompts, [[3] * n for n in each])
+        plain, shared = (
+            Collator(2, 100, pack=True, share_prompts=share, microbatches=6)(responses)
+            for share in (False, True)
+        )
+        bins = [int(x.inputs.segments.any(-1).sum()) for x in (plain, shared)]
+        assert bins[1] <= bins[0]
 
 
 def test_a_row_that_is_not_kept_has_no_tokens():

@@ -15,5 +15,5 @@ study = Study(
     },
     baseline="plain",
     flags={"model": "smollm2", "learning_rate": 1e-5, "steps": 24},
-    seeds=range(2, 5),
+    seeds=range(2, 7),
 )

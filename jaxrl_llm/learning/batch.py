@@ -166,10 +166,11 @@ class Collator:
         )
 
     def _bins(self, sequences):
-        units = [[one] for one in sequences]
-        if self.share_prompts:
-            units = _together(sequences, self._capacity)
-        return _pack(units, self._capacity) if self.pack else units
+        apart = [[one] for one in sequences]
+        if not self.pack:
+            return apart
+        ways = [apart] + [_together(sequences, self._capacity)] * self.share_prompts
+        return min((_pack(units, self._capacity) for units in reversed(ways)), key=len)
 
     @property
     def _capacity(self):
@@ -251,14 +252,15 @@ def _round_up(n, multiple):
 
 def _together(sequences, capacity):
     """Sequences of one prompt together, as many as a bin has room for."""
-    units, latest = [], dict[bytes, list]()
+    units: dict[bytes, list] = {}
     for s in sorted(sequences, key=lambda s: -s.length):
-        unit = latest.get(prompt := s.prompt.tobytes(), [])
-        if not unit or _size([*unit, s]) > capacity:
-            units.append(unit := [])
-            latest[prompt] = unit
-        unit.append(s)
-    return units
+        those = units.setdefault(s.prompt.tobytes(), [])
+        fits = (unit for unit in those if _size([*unit, s]) <= capacity)
+        if unit := next(fits, None):
+            unit.append(s)
+        else:
+            those.append([s])
+    return [unit for those in units.values() for unit in those]
 
 
 def _size(unit):

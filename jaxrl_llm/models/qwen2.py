@@ -224,11 +224,15 @@ class Shape:
         if self.mixture and self.mixture.beside and (not four or self.mixture.shared):
             raise UserError("mixture: beside an MLP needs norms before and after, and no shared")
 
-    def refuse_shared_prompts(self) -> None:
-        """A UserError if a layer's memory of a prompt could not go on to several responses."""
+    def refuse_shared_prompts(self, name: str = "this one") -> None:
+        """A UserError if a layer's memory of a prompt could not go on to several responses.
+
+        The model has this name in it.
+        """
         if any(kind.delta for kind in self.distinct):
             raise UserError(
-                "collate: share_prompts is for models that attend in all layers: leave it out"
+                "collate: share_prompts is for models that attend in all layers, which "
+                f"{name} does not: leave it out"
             )
 
     @property

@@ -41,11 +41,17 @@ def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     return 3 * forward(shape, tokens=tokens, scored=scored, length=length)
 
 
+def read(config: Config, tokens: int) -> float:
+    """Tokens that are read for a response of `tokens`: with its prompt, or its part of a shared one."""
+    together = config.group_size if config.collate.share_prompts else 1
+    return config.collate.prompt_length / together + tokens
+
+
 def scoring(config: Config, shape: Shape, tokens: int) -> int:
     """FLOPs of scoring a step's responses of `tokens` by a model of this shape, on all devices."""
-    prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
-    each = prompt + tokens
-    return forward(shape, tokens=rows * each, scored=rows * tokens, length=each)
+    rows, length = config.prompts * config.group_size, config.collate.prompt_length + tokens
+    there = round(rows * read(config, tokens))
+    return forward(shape, tokens=there, scored=rows * tokens, length=length)
 
 
 def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:

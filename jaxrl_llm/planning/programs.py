@@ -252,7 +252,7 @@ class Step:
         params, state = local_bytes(self.params), local_bytes(self.state[:2])
         frozen, moving = local_bytes(self.frozen), local_bytes(self.state.params)
         others, waiting = self._bytes(*BESIDE), self.on_hosts.get("reference", 0)
-        filled = (limit.prompt_length + tokens) / (limit.prompt_length + limit.response_length)
+        filled = flops.read(config, tokens) / (limit.prompt_length + limit.response_length)
         share = filled if limit.pack else 1.0  # with packing, empty micro-batches are skipped
         steps = limit.minibatches * config.loss.stages
         slices = self.batch.inputs.tokens.shape[1]

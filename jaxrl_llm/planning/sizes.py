@@ -86,21 +86,24 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     with machines.compiling_for(step.mesh):
         if isinstance(config.engine, Native):
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
-            prompts = -(-step.engine.prefill_prompts // devices) * together
+            most = config.prompts * config.group_size
+            prompts = -(-min(config.engine.prefill_prompts, most) // devices) * together
             length = padded(limit.prompt_length)
             layer = _within_a_layer(config, shape, length) / together
             passing = prompts * length * (cache / columns + layer)
             weights = step.on_device.get("sampler's copy", step.on_device["parameters"])
             held = step.beside_sampler + weights
-            most = -(-config.prompts * config.group_size // devices)
             # while a cache grows one of its layers is there twice
             each = cache * (1 + 1 / shape.num_layers)
-            sizes["slots"] = devices * _most("sampling", step, held, passing, each, most)
+            sizes["slots"] = devices * _most(
+                "sampling", step, held, passing, each, -(-most // devices)
+            )
         names = ("parameters", "frozen", *BESIDE, "gradients")
         held = sum(step.on_device.get(name, 0) for name in names)
         held += step.on_hosts.get("optimizer", 0)  # which comes over
         remat, layers = config.compute.remat, shape.num_layers
-        layer = columns * _within_a_layer(config, shape, columns) / tensor
+        plainly = limit.share_prompts
+        layer = columns * _within_a_layer(config, shape, columns, plainly=plainly) / tensor
         inputs = columns * shape.hidden_size * width / step.sharing_positions
         kept = layers * (inputs if remat else layer)
         again = layer if remat else 0.0  # one at a time
@@ -114,10 +117,13 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     return sizes | {"microbatches": -(-rows // (shards * most))}
 
 
-def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
+def _within_a_layer(
+    config: Config, shape: qwen2.Shape, length: int, *, plainly: bool = False
+) -> float:
     """Bytes a token at the worst moment: states, and what is between products or plain attention's.
 
-    Between products is more with adapters; plain attention has four numbers for each token before.
+    Between products is more with adapters; plain attention, which the config has or `plainly` asks
+    for, has four numbers for each token before.
     """
     width = jnp.dtype(config.compute.dtype).itemsize
     inner, mixture = shape.intermediate_size, shape.mixture
@@ -125,8 +131,8 @@ def _within_a_layer(config: Config, shape: qwen2.Shape, length: int) -> float:
         inner = mixture.width + (inner if mixture.beside else 0)
     attend = config.compute.attend
     attend = attention.chosen() if attend is attention.for_platform else attend
-    attend = attention.xla if config.collate.share_prompts else attend
-    scores = 4 * 4 * shape.num_heads * length / 2 if attend is attention.xla else 0
+    plainly |= attend is attention.xla
+    scores = 4 * 4 * shape.num_heads * length / 2 if plainly else 0
     return 8 * shape.hidden_size * width + max((5 if shape.lora else 3) * inner * width, scores)
 
 

@@ -129,11 +129,12 @@ def measure(
     are 0, as they are if each group's rewards are equal.
     """
     samples = draw(of, sampler, prompts, batches, seed)
+    learned = [of.components.as_learned(groups) for groups in samples]
     trial, credit = compiled(of, max(len(trajectories(groups)) for groups in samples))
     each, each_data = [], []
     for number, sample in enumerate(samples, 1):
         tell = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
-        credited, there = credit(sample)
+        credited, there = credit(learned[number - 1])
         if not np.any(there.advantage):
             if not all(group.is_constant for group in sample):
                 raise UserError(
@@ -165,7 +166,7 @@ def measure(
         },
         **over_batches(each, fmean),
         "single_tokens": _single_tokens(
-            of, trajectories(samples[0]), each_data[0], tokens, seed, say
+            of, trajectories(learned[0]), each_data[0], tokens, seed, say
         ),
         "words": words.frequencies(texts, scores, patterns),
         **{name: over_batches(each, pick) for name, pick in spread.items()},

@@ -146,7 +146,7 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
 def _summary(records: Sequence[Record]) -> Element:
     """How far the run is, what reinforcement did to accuracy, and what alarmed."""
     ours = [r for r in records if r["phase"] == REINFORCE]
-    measured = [r for r in ours if "eval/accuracy" in r]
+    measured = journal.evaluations(ours)
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
     ended = tested and tested[-1]["step"] >= max((r["step"] for r in steps), default=0)
     state = "finished" if ended else "not finished"
@@ -185,7 +185,7 @@ def _measured(r: Record, of: str, name: str = "accuracy") -> str:
 
 def _curves(records: Sequence[Record]) -> Sequence[Part]:
     drawn = []
-    measured = [r for r in records if "eval/accuracy" in r]
+    measured = journal.evaluations(records)
     if measured:
         begin = min((r["step"] for r in records if r["phase"] == REINFORCE), default=None)
         warm = any(r["phase"] == WARM_START for r in records)

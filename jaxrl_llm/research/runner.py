@@ -136,9 +136,8 @@ class Grid:
     def outcomes(self, *, whole: bool) -> dict[str, Outcome]:
         """Outcomes in results.json of runs whose folders were deleted, by name.
 
-        Compared runs must share a warm start, so if any run of a panel and seed has a folder, none
-        is taken; with `whole` none either unless results.json has them all. Without warm starts each
-        run counts by itself.
+        Compared runs must share a warm start, so if any run of a panel and seed that has one has a
+        folder, none is taken; with `whole` none either unless results.json has them all.
         """
         by_name, recorded = {}, self.recorded()
         for run in self.runs:
@@ -147,13 +146,18 @@ class Grid:
                 source = f"{run.name} of {self.out / 'results.json'}"
                 _require_equal(source, one["made"].get("flags", {}), self.settings(run))
                 by_name[run.name] = one
+        there = {run.name for run in self.runs if self.folder(run).exists()}
         left_out = {
             (run.panel, run.seed)
             for run in self.runs
             if self.warm_starts[run.name]
-            and (self.folder(run).exists() or (whole and run.name not in by_name))
+            and (run.name in there or (whole and run.name not in by_name))
         }
-        return {n: one for n, one in by_name.items() if (one["panel"], one["seed"]) not in left_out}
+        return {
+            name: one
+            for name, one in by_name.items()
+            if name not in there and (one["panel"], one["seed"]) not in left_out
+        }
 
 
 def as_words(make: Callable[..., configs.Config], flags: Mapping[str, Any]) -> list[str]:
@@ -233,7 +237,7 @@ def _make(
         grid.require_same(run)
 
     def say(name: str, code: int | None) -> None:
-        scores = [r for r in journal.read(grid.out / "runs" / name) if "eval/accuracy" in r]
+        scores = journal.evaluations(journal.read(grid.out / "runs" / name))
         last = scores[-1:] if code is not None else []
         score = "".join(f", {100 * r['eval/accuracy']:.1f}% at step {r['step']}" for r in last)
         state = {None: "running", 0: "done"}.get(

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 FEW = 4  # with fewer values an interval says less than the values themselves
 Curve = Sequence[tuple[float, float]]
@@ -50,6 +50,21 @@ def p_value(values: Sequence[float]) -> float | None:
         return None if same.pop() else 1.0
     test: Any = stats.ttest_1samp(values, 0.0)
     return float(test.pvalue)
+
+
+def detectable(values: Sequence[float], power: float = 0.8) -> float | None:
+    """The true mean that so many values of this spread would show, in a share `power` of all cases.
+
+    To show it is to have a p-value below 5%. None of a single value, or of values without a spread.
+    """
+    n = len(values)
+    if n == 1 or not (spread := float(stats.sem(np.round(values, 12)))):
+        return None
+    bound, parts = stats.t.ppf(0.975, n - 1), 2000
+    # sample deviations over the true one, equally likely ones: scipy's noncentral t fails here
+    spreads = np.sqrt(stats.chi2.ppf((np.arange(parts) + 0.5) / parts, n - 1) / (n - 1))
+    sides = lambda x: stats.norm.cdf(x - bound * spreads) + stats.norm.cdf(-x - bound * spreads)
+    return float(optimize.brentq(lambda x: np.mean(sides(x)) - power, 0.0, 50.0)) * spread
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

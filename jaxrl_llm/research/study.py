@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import statistics
-from jaxrl_llm.training.journal import REINFORCE
+from jaxrl_llm.training import journal
 
 Flags = Mapping[str, Any]
 Outcome = dict[str, Any]
@@ -98,10 +98,10 @@ class Study:
 
 def outcome(run: Run, records: Sequence[Mapping[str, Any]], flags: Flags) -> Outcome:
     """The outcome of a finished run, from its records in metrics.jsonl."""
-    ours = [r for r in records if r["phase"] == REINFORCE]
+    ours = [r for r in records if r["phase"] == journal.REINFORCE]
     steps = [r for r in ours if "reward" in r]
     sampled = [r["accuracy"] for r in steps if "accuracy" in r]
-    begin, scores = ours[0]["step"], [r for r in ours if "eval/accuracy" in r]
+    begin, scores = ours[0]["step"], journal.evaluations(ours)
     curves = {
         "sampled": statistics.in_parts(sampled, PARTS),
         "greedy": [(r["step"] - begin, r["eval/accuracy"]) for r in scores],
@@ -109,12 +109,13 @@ def outcome(run: Run, records: Sequence[Mapping[str, Any]], flags: Flags) -> Out
     figures = {
         "sampled": statistics.plateau(curves["sampled"]),
         "sampled_mean": fmean(sampled),
-        "greedy": statistics.plateau(curves["greedy"][1:]),
-        "greedy_mean": statistics.area(curves["greedy"]),
         **{n: fmean(r[n] for r in steps[-LAST_STEPS:]) for n in AT_THE_END if n in steps[-1]},
         "rare_half_first": steps[0]["rare_half"],
         "seconds": sum(r.get("time/step", r.get("time/evaluation", 0.0)) for r in ours),
     }
+    if after := [point for point in curves["greedy"] if point[0]]:
+        figures["greedy"] = statistics.plateau(after)
+        figures["greedy_mean"] = statistics.area(curves["greedy"])
     return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": flags}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import storage
-from jaxrl_llm.research.statistics import FEW, estimate
+from jaxrl_llm.research.statistics import FEW, detectable, estimate
 from jaxrl_llm.training.curves import COLOURS, save, sheet
 
 Results = Mapping[str, Any]
@@ -31,6 +31,9 @@ three eighths of its steps; the mean of the curve is that of all steps. Greedy: 
 three evaluations. Steps to the level: until {level:.0%} of what the same seed's **{baseline}** gains in sampled
 accuracy is made; a run that never gets there counts with all its steps, and a seed whose **{baseline}** gains
 nothing has no such number. The others are means over the last ten steps."""
+POWER = """\
+By the spread of its seeds, four of five such studies would show (p below 5%, for itself) a difference in the mean
+of the curve of so many points: {}."""
 NAME, PICTURES = "results.json", ("curves.png", "differences.png")
 CURVES = {"sampled": "sampled accuracy, %", "greedy": "held-out accuracy, greedy, %"}
 DIFFERENCES = {
@@ -58,9 +61,10 @@ def markdown(results: Results) -> str:
         lines = [titles, ["---"] * len(titles), *rows]
         cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
+        parts.append(_power(results, panel))
     parts.append(reading(results))
     parts += [f"![{name[:-4]}]({name})" for name in PICTURES]
-    after = ", after its warm start" if "--from" in results["commands"][-1] else ""
+    after = ", after its warm start" if " --from " in results["commands"][-1] else ""
     parts.append(f"To repeat one of the {len(results['runs'])} runs by hand{after}:")
     parts.append("\n".join(f"    {command}" for command in results["commands"]))
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -88,6 +92,16 @@ def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]
                 cells.append(_cell(entry and entry["difference"], scale, f"+.{digits}f", seeds))
             rows.append(cells)
         yield panel, ["variant", "seeds", *titles], rows
+
+
+def _power(results: Results, panel: str) -> str:
+    """The differences in the mean of the curve that so many seeds would have shown; empty of few."""
+    entries, least = _entries(results), list[str]()
+    for variant in results["study"]["variants"]:
+        apart = entries.get((panel, variant, "sampled_mean"), {}).get("difference")
+        if apart and apart["n"] >= FEW and (shown := detectable(apart["seeds"])):
+            least.append(f"{variant} {100 * shown:.1f}")
+    return POWER.format(", ".join(least)) if least else ""
 
 
 def _cell(estimate: Mapping[str, Any] | None, scale: float, form: str, seeds: int) -> str:

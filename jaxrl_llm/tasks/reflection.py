@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
@@ -116,8 +118,10 @@ class WithReflection:
         logps = [0.0] * (len(one.prompt) + size - start)
         for a, b in again:  # nobody has sampled them after this prompt
             logps[a - size : b - size] = [math.nan] * (b - a)
+        unknown = [np.full_like(chosen[:0], -1) for chosen in one.experts[:1]]
         return replace(
             one,
+            experts=(*one.experts, *unknown),  # layers choose for themselves there
             tokens=[*one.tokens, *one.prompt, *one.tokens[start:]],
             logps=[*one.logps, *logps],
             turns=[*one.turns, *again],

@@ -45,9 +45,8 @@ def write(folder: RunFolder, step: int, there: Path, *, adapters: bool) -> None:
 
 def _evaluations(records: list[journal.Record], step: int) -> list[str]:
     """A table of accuracies: before reinforcement, at the step, and on the test set."""
-    scored = {
-        r["step"]: r for r in records if "eval/accuracy" in r and r["phase"] == journal.REINFORCE
-    }
+    ours = [r for r in records if r["phase"] == journal.REINFORCE]
+    scored = {r["step"]: r for r in journal.evaluations(ours)}
     tests = [r for r in records if r.get("test/step") == step and "test/accuracy" in r]
     rows = [
         (f"validation, {name}", "eval", scored[at])

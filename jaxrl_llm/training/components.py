@@ -135,6 +135,8 @@ class Components:
                 f"teacher: token {number} is {text!r} in {ours} and {theirs!r} in {model.name}: the vocabularies "
                 "have to be the same, so take another teacher"
             )
+        if self.config.collate.share_prompts:
+            teacher.shape.refuse_shared_prompts(f"the teacher {model.name}")
         limit = self.config.collate.prompt_length + self.config.collate.response_length
         if teacher.shape.max_length < min(limit, self.shape.max_length):
             raise UserError(

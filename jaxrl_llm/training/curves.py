@@ -134,7 +134,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 def _accuracy(
     axis: Any, records: list[dict[str, Any]], name: str, colour: str, measured: str
 ) -> None:
-    scored = [r for r in records if measured in r]
+    scored = journal.evaluations(records, measured)
     steps = [r["step"] for r in scored]
     low, high = (
         [r.get(f"{measured}_{side}", math.nan) for r in scored] for side in ("low", "high")

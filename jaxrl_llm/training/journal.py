@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,6 +50,11 @@ def _part(folder: Path, before: int) -> Path:
     """The file of a record after `before` others."""
     part = 0 if storage.shared(folder) else before // PART
     return folder / (f"metrics-{part}.jsonl" if part else METRICS)
+
+
+def evaluations(records: Iterable[Record], figure: str = "eval/accuracy") -> list[Record]:
+    """Those with this figure of an evaluation; one whose responses are all ungraded has none."""
+    return [r for r in records if figure in r and r.get("eval/examples", 1)]
 
 
 def scores(records: list[Record]) -> dict[int, Score]:

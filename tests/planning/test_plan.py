@@ -20,7 +20,7 @@ from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.planning import machines, report, search
+from jaxrl_llm.planning import flops, machines, report, search
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
 from jaxrl_llm.planning.programs import Step
@@ -43,6 +43,19 @@ TOY = machines.Machine(
 
 def first_device(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_a_shared_prompt_is_computed_once_a_group():
+    config = quick.config(warm_steps=0)
+    shape, prompt = config.model.shape, config.collate.prompt_length
+    apart, shared = (
+        flops.scoring(
+            replace(config, collate=replace(config.collate, pack=True, share_prompts=x)), shape, 20
+        )
+        for x in (False, True)
+    )
+    again = config.prompts * (config.group_size - 1) * prompt
+    assert apart - shared == flops.forward(shape, tokens=again, scored=0, length=prompt + 20) > 0
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [((1, 8, 1), "bfloat16"), ((2, 2, 2), "float32")])

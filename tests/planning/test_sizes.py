@@ -92,7 +92,7 @@ def test_a_size_that_is_given_stays(name):
 
 def test_slots_fill_what_the_arrays_of_a_step_leave():
     """The plan's arrays with this many slots fit, with a tenth more they do not."""
-    config, memory = opened(), 4 * MIB
+    config, memory = opened(), 6 * MIB
     slots = sizes.estimated(config, machine(memory), SHAPE)["slots"]
 
     def held(number):
@@ -126,6 +126,17 @@ def test_plain_attention_takes_room_that_a_kernel_does_not(monkeypatch):
 
     plain, fused = chosen(attention.xla), chosen(attention.gpu)
     assert chosen(attention.for_platform) == plain > 4 * fused > 4
+
+
+def test_prompts_that_are_read_at_a_time_take_room_from_slots():
+    def chosen(prefill, **collate):
+        made = opened(compute=qwen2.Compute(attend=attention.gpu))
+        made = replace(made, engine=Native(slots=0, prefill_prompts=prefill, block=32))
+        made = replace(made, collate=replace(made.collate, prompt_length=600, **collate))
+        return sizes.estimated(made, machine(64 * MIB), SHAPE)["slots"]
+
+    assert chosen(1) > chosen(16) > 1
+    assert chosen(16, share_prompts=True) == chosen(16)  # which changes the update alone
 
 
 def test_an_estimate_is_confirmed_by_one_plan_of_the_update(monkeypatch):

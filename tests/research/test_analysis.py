@@ -1,12 +1,14 @@
 """`analyze` on a run, words of reasoning, and what is wrong in a line."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import rich.console
 
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.learning.groups import trajectories
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.groups import Group, trajectories
 from jaxrl_llm.research import analysis, analysis_report, token_gradients, words
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from jaxrl_llm.tasks.task import UNGRADED, Reward
@@ -139,6 +141,25 @@ def test_an_optimizer_may_begin_anew(run, found, tmp_path):
     assert anew["sample"]["optimizer_steps_before"] == 0
     moved = [x["updates"]["probability"]["updates"]["optimizer"]["all"] for x in (found, anew)]
     assert moved[0] != moved[1]  # the same batches
+
+
+def test_what_is_measured_is_what_is_learned(monkeypatch):
+    """A task may add to its responses before they are learned from, as reflection does."""
+    drawn = [[Group(i, ())] for i in range(2)]
+    components = SimpleNamespace(as_learned=lambda groups: [("learned", *groups)])
+    monkeypatch.setattr(analysis, "draw", lambda *_: drawn)
+    monkeypatch.setattr(analysis, "trajectories", list)
+    met = []
+
+    def credit(sample):
+        met.extend(sample)
+        raise UserError("enough")
+
+    monkeypatch.setattr(analysis, "compiled", lambda of, responses: (None, credit))
+    sizes = {"prompts": 1, "batches": 2, "tokens": 1, "seed": 0}
+    with pytest.raises(UserError, match="enough"):
+        analysis.measure(SimpleNamespace(components=components), None, say=lambda _: None, **sizes)
+    assert met == [("learned", *drawn[0])]
 
 
 def test_what_is_unchecked_counts_for_nothing():

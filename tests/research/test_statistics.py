@@ -2,12 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from jaxrl_llm.research.statistics import (
     Estimate,
     area,
     correlation,
+    detectable,
     differences,
     estimate,
     holm,
@@ -74,6 +77,22 @@ def test_the_more_one_looks_at_the_less_a_small_chance_says():
     found = holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.5})
     assert found == pytest.approx({"b": 0.04, "c": 0.09, "a": 0.09, "d": 0.5})
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_what_so_many_values_would_show_is_what_drawn_ones_do(n):
+    """Of 20,000 draws around the mean that is named, four in five have a p-value below 5%."""
+    values = np.arange(n) - (n - 1) / 2
+    shown = detectable(values.tolist())
+    drawn = np.random.default_rng(0).normal(shown, values.std(ddof=1), (20_000, n))
+    assert (stats.ttest_1samp(drawn, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(
+        0.8, abs=0.01
+    )
+    half = detectable(values.tolist(), power=0.5)
+    assert (
+        stats.ttest_1samp(drawn - shown + half, 0.0, axis=1).pvalue < 0.05
+    ).mean() == pytest.approx(0.5, abs=0.015)
+    assert detectable([1.0]) is detectable([2.0] * n) is None
 
 
 def test_figures_of_a_curve():

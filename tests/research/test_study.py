@@ -15,7 +15,7 @@ from jaxrl_llm import accelerators, config, storage, userfile
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import pool, runner, study_report
-from jaxrl_llm.research.study import Study
+from jaxrl_llm.research.study import Study, outcome
 from jaxrl_llm.training import journal, record
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -234,8 +234,13 @@ def test_runs_of_other_flags_or_cores_are_not_mixed_in(small, out, refused, plan
         assert "was made with eta = 0.3, the study says 0.0" in said
 
 
-def test_runs_of_another_version_of_a_file_are_not_mixed_in(small, tmp_path, out, planned, refused):
-    loaded, where = tmp_path / "loaded.py", fake(out, "plain-seed0", [0.1, 0.2, 0.3])
+@pytest.mark.parametrize("warm", [2, 0])
+def test_runs_of_another_version_of_a_file_are_not_mixed_in(
+    small, warm, tmp_path, out, planned, refused
+):
+    """Nor where the numbers of finished runs are in results.json already."""
+    small.write_text(SMALL.replace('"warm_steps": 2', f'"warm_steps": {warm}'))
+    loaded, where = tmp_path / "loaded.py", fake(out, "plain-seed0", [0.1, 0.2, 0.3], warm=warm)
     loaded.write_text("RATE = 1")
     copies = {"config.py": QUICK, "files/0-loaded.py": loaded}
     sums = {name: storage.sha256(file) for name, file in copies.items()}
@@ -397,6 +402,17 @@ def test_results_of_other_settings_are_not_mixed_in(small, out, refused):
         said = refused(small, "--out", out, "--seeds", "0", *flags)
         assert "was made with hidden = 64, the study says 32" in said
     assert path.read_bytes() == before
+
+
+def test_an_evaluation_of_which_nothing_is_graded_says_nothing():
+    records = [
+        {"step": step, "phase": "reinforce", "reward": 0.0, "accuracy": 0.5, "rare_half": 0.1}
+        | {"eval/accuracy": accuracy, "eval/examples": examples}
+        for step, accuracy, examples in ((1, 0.5, 8), (2, 0.0, 0), (3, 0.7, 8))
+    ]
+    one = outcome(Study("c.py", {"a": {}}, "a", seeds=(0,)).runs()[0], records, {})
+    assert one["curves"]["greedy"] == [(0, 0.5), (2, 0.7)]
+    assert one["figures"]["greedy"] == 0.7
 
 
 def test_flags_may_be_paths_and_several_words(small, tmp_path, out, planned):

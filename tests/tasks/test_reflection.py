@@ -99,6 +99,16 @@ def test_an_episode_by_hand():
     assert task.learned(one, limit=again.length) == again
     assert task.learned(one, limit=again.length - 1) == one  # it has no room
     assert again.segments[3] == (ids("loud say what"), end + 3, end + 6)
+    # experts that the sampler chose are those of its own contexts: after another prompt nobody has chosen any
+    routed = replace(one, experts=tuple(np.full((n, 2, 1), n, np.int16) for n in (4, 9, 6)))
+    batch = Collator(3, 48)([task.learned(routed, limit=20)])
+    chosen = batch.inputs.experts[0, 0, :, :, 0, 0]
+    assert [[n for n in row if n >= 0] for row in chosen.tolist()] == [
+        [4] * 4,
+        [9] * 9,
+        [6] * 6,
+        [],
+    ]
 
 
 def test_what_is_right_at_once_or_ungraded_or_alone_has_no_reflection():

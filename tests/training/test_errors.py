@@ -74,7 +74,7 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "collate=Collator(40, 48, share_prompts=True))", "share_prompts is for packed rows"),
         ("from tests import tiny\n" + REPLACE + "collate=Collator(40, 48, pack=True, share_prompts=True), "
          "model=dataclasses.replace(made.model, shape=tiny.FAMILIES['qwen3_5']))",
-         "share_prompts is for models that attend in all layers: leave it out"),
+         "share_prompts is for models that attend in all layers, which this one does not: leave it out"),
         (REPLACE + "collate=Collator(40, 48, microbatches=-1))", "collate: microbatches = -1 must be at least 0"),
         (REPLACE + "warm_start=WarmStart(1, Collator(40, 48, minibatches=3), made.optimizer, batch=8))",
          "warm_start: batch = 8 does not divide into 3 mini-batches"),

@@ -21,12 +21,14 @@ from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning import optimizers
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
+from jaxrl_llm.training import components as parts
 from jaxrl_llm.training import journal, run, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.leaving import UNFINISHED
+from tests import tiny
 from tests.public import write_model
 from tests.tiny import slow
 from tests.training import quick
@@ -108,6 +110,15 @@ def test_a_run_with_a_teacher_goes_on_bit_for_bit_with_that_one_alone(teacher, t
     write_model(teacher, words=kk_tiny.vocabulary(), seed=1)
     with pytest.raises(UserError, match=r"the teacher is not as it was when .* was started"):
         go(make(steps=3, offload=offload), resume=True)
+
+
+def test_a_teacher_with_another_memory_shares_no_prompts(teacher, monkeypatch):
+    config = quick.config(warm_steps=0, teacher=str(teacher))
+    config = replace(config, collate=replace(config.collate, pack=True, share_prompts=True))
+    read, shape = parts._read, tiny.FAMILIES["qwen3_5"]
+    monkeypatch.setattr(parts, "_read", lambda model: read(model)._replace(shape=shape))
+    with pytest.raises(UserError, match="attend in all layers, which the teacher .* does not"):
+        Components.make(config).teacher  # noqa: B018
 
 
 def test_a_teacher_of_other_tokens_is_refused_by_the_first_of_them(tmp_path):
