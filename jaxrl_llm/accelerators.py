@@ -66,15 +66,12 @@ def gpu_memory() -> int:
 def ask_driver(*fields: str) -> list[list[float]]:
     """The figures of each GPU that this process may use, by NVIDIA's program; empty where it says nothing.
 
-    Of one that is divided (MIG) none: they would be those of the whole, and of all who use it.
+    It knows the whole GPU alone, so of one that is divided (MIG) there are none.
     """
     if not present("nvidia"):
         return []
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join((*fields, MIG))}",
-        "--format=csv,noheader,nounits",
-    ]
+    query = f"--query-gpu={','.join((*fields, MIG))}"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["-i", visible]
     try:

@@ -225,10 +225,7 @@ class Shape:
             raise UserError("mixture: beside an MLP needs norms before and after, and no shared")
 
     def refuse_shared_prompts(self, name: str = "this one") -> None:
-        """A UserError if a layer's memory of a prompt could not go on to several responses.
-
-        The model has this name in it.
-        """
+        """A UserError if a layer of this model cannot go on from one prompt to several responses."""
         if any(kind.delta for kind in self.distinct):
             raise UserError(
                 "collate: share_prompts is for models that attend in all layers, which "

@@ -117,7 +117,7 @@ def test_a_teacher_with_another_memory_shares_no_prompts(teacher, monkeypatch):
     config = replace(config, collate=replace(config.collate, pack=True, share_prompts=True))
     read, shape = parts._read, tiny.FAMILIES["qwen3_5"]
     monkeypatch.setattr(parts, "_read", lambda model: read(model)._replace(shape=shape))
-    with pytest.raises(UserError, match="attend in all layers, which the teacher .* does not"):
+    with pytest.raises(UserError, match=r"attend in all layers, which the teacher .* does not"):
         Components.make(config).teacher  # noqa: B018
 
 
