@@ -64,7 +64,8 @@ def detectable(values: Sequence[float], power: float = 0.8) -> float | None:
     # sample deviations over the true one, equally likely ones: scipy's noncentral t fails here
     spreads = np.sqrt(stats.chi2.ppf((np.arange(parts) + 0.5) / parts, n - 1) / (n - 1))
     sides = lambda x: stats.norm.cdf(x - bound * spreads) + stats.norm.cdf(-x - bound * spreads)
-    return float(optimize.brentq(lambda x: np.mean(sides(x)) - power, 0.0, 50.0)) * spread
+    at: Any = optimize.brentq(lambda x: np.mean(sides(x)) - power, 0.0, 50.0)
+    return spread * float(at)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

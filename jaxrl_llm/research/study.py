@@ -96,7 +96,7 @@ class Study:
         return Run("", label, run.seed, {**known, "steps": 0, "seed": run.seed})
 
 
-def outcome(run: Run, records: Sequence[Mapping[str, Any]], flags: Flags) -> Outcome:
+def outcome(run: Run, records: Sequence[journal.Record], flags: Flags) -> Outcome:
     """The outcome of a finished run, from its records in metrics.jsonl."""
     ours = [r for r in records if r["phase"] == journal.REINFORCE]
     steps = [r for r in ours if "reward" in r]
