@@ -27,6 +27,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.research import pool, study_report
 from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import journal, record, terminal
 from jaxrl_llm.training.leaving import UNFINISHED, Stop, stoppable
 
@@ -50,17 +51,29 @@ class Grid:
         return configs.load(self.config)
 
     @cached_property
-    def warm_starts(self) -> dict[str, Run | None]:
-        """The warm start of each run, by the run's name; None where the config has none.
+    def built(self) -> dict[str, configs.Config]:
+        """Every run's config, by its name, so that wrong flags are found before anything starts."""
+        by_run = {r.name: configs.build(self.make, self.config, **r.flags) for r in self.runs}
+        for name, built in by_run.items():
+            if not built.steps:
+                raise UserError(f"{self.name}: {name}: steps = 0 leaves nothing to compare")
+        return by_run
 
-        Builds every config, so that wrong flags are found before anything starts.
-        """
+    def require_gpus_alone(self) -> None:
+        """A UserError where runs at the same time would have servers on the GPUs that they share."""
+        for name, config in self.built.items():
+            if isinstance(config.engine, Vllm) and config.engine.share:
+                raise UserError(
+                    f"{self.name}: {name} shares its GPU with a server of its own: --jobs 1"
+                )
+
+    @cached_property
+    def warm_starts(self) -> dict[str, Run | None]:
+        """The warm start of each run, by the run's name; None where the config has none."""
         by_run: dict[str, Run | None] = {}
         for run in self.runs:
-            made = configs.build(self.make, self.config, **run.flags)
-            if not made.steps:
-                raise UserError(f"{self.name}: {run.name}: steps = 0 leaves nothing to compare")
-            by_run[run.name] = self.study.warm_start(run) if made.warm_start else None
+            warm = self.built[run.name].warm_start
+            by_run[run.name] = self.study.warm_start(run) if warm else None
         shared = {warm.name: warm for warm in by_run.values() if warm}
         for warm in shared.values():
             configs.build(self.make, self.config, **warm.flags)
@@ -207,6 +220,8 @@ def run(
     if not report:
         cores = max(1, len(pool.available()) // threads)
         workers = jobs or (1 if accelerators.in_use() else cores)
+        if workers > 1 and accelerators.in_use():
+            grid.require_gpus_alone()
         with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
             codes = _make(grid, outcomes, workers, threads, data, stop, console)
     done = {run.name: grid.outcome(run) for run in grid.runs if grid.finished(run)}

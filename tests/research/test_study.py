@@ -194,6 +194,31 @@ def test_runs_share_a_gpu_only_where_that_is_asked_for(
     assert planned.how["environment"].get("XLA_CLIENT_MEM_FRACTION") == fraction
 
 
+@pytest.mark.parametrize(
+    ("devices", "jobs", "fine"), [(True, 2, False), (True, 0, True), (False, 2, True)]
+)
+def test_runs_with_servers_of_their_own_share_no_gpu(
+    small, tmp_path, out, planned, refused, monkeypatch, devices, jobs, fine
+):
+    """Each server would take its part of the whole GPU."""
+    (tmp_path / "served.py").write_text(
+        "from tests.training.quick import *\nfrom jaxrl_llm.rollouts.engines import Vllm\nmade = config\n"
+        "def config(eta: float = 0.5, steps: int = 2, seed: int = 0):\n"
+        "    one = made(eta=eta, steps=steps, seed=seed, warm_steps=0)\n"
+        "    return replace(one, engine=Vllm(python='python', share=0.4, max_model_len=88))\n"
+    )
+    changed = SMALL.replace(str(QUICK), str(tmp_path / "served.py"))
+    small.write_text(changed.replace(', "warm_steps": 2', "").replace('warm=("warm_steps",),', ""))
+    monkeypatch.setattr(accelerators, "in_use", lambda: devices)
+    arguments = small, "--out", out, "--jobs", str(jobs)
+    if fine:
+        assert len(planned(*arguments)) == 4
+    else:
+        assert "plain-seed0 shares its GPU with a server of its own: --jobs 1" in refused(
+            *arguments
+        )
+
+
 def test_a_study_goes_on_with_what_is_left(small, out, planned):
     fake(out, WARM[0], [0.1])
     fake(out, "plain-seed0", [0.1, 0.2, 0.3])
