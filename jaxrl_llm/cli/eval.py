@@ -69,7 +69,7 @@ def main(
                         sampler,
                         components.token_task(evaluates=True),
                         examples,
-                        components.sampling(temperature=temperature, seed=config.seed),
+                        components.sampling(examples, temperature=temperature, seed=config.seed),
                         samples=k,
                         by=config.evaluation.by,
                         stop=Stop(),

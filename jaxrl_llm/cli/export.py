@@ -53,7 +53,7 @@ def main(
         whole = lora.merge(whole, shape.lora, params)
         hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
     else:
-        lora.export(params, there, source=model, dtype=kind)
+        lora.export(params, there, source=folder.path / MODEL, dtype=kind)
     card.write(folder, chosen, there, adapters=shape.lora is not None and not merge)
     storage.push(there)
     print(f"step {chosen} of {run} written to {target}")

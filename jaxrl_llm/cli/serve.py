@@ -64,6 +64,11 @@ def main(options: Options, config: Config) -> None:
 
 def _first_weights(options: Options, components: Components, dtype: str, target: Path) -> Path:
     """Writes the weights that the servers start with; the folder."""
+    if options.run is not None and components.shape.lora is not None:
+        raise UserError(
+            f"--run {options.run}: its policy is adapters, and servers start with a whole model: write one by "
+            "jaxrl-llm export --merge, and serve a config with that model and no lora"
+        )
     with jax.set_mesh(components.mesh):
         if options.run is None:
             params = components.merged(components.initial_params())

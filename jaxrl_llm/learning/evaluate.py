@@ -69,6 +69,8 @@ class Result:
         measured = [one for one in self.lines if one.name in self.tasks and one.examples]
         chosen = [line for line in measured if task in ("", line.name)]
         chosen = chosen if self.tasks else [self.total]
+        if not chosen:  # all of it is ungraded
+            return -math.inf, 0.0
         return _mean([line.greedy for line in chosen]), _mean([line.score for line in chosen])
 
     def metrics(self) -> dict[str, float]:

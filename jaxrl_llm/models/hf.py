@@ -65,7 +65,7 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
     try:
         folder = folder.expanduser()
         if folder.is_dir():
-            if revision is not None:
+            if revision not in (None, folder.name):  # that of a commit in the hub's cache
                 raise UserError(f"{folder} is a folder, which has no revision {revision}")
             return folder
     except (OSError, RuntimeError) as error:  # the name is too long, or there is no home of ~user

@@ -1,6 +1,7 @@
 """A search for the fastest layout of a config that fits into a machine's memory."""
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Mesh, Offload
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import qwen2
+from jaxrl_llm.models import lora, qwen2
 from jaxrl_llm.planning import flops
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
@@ -103,7 +104,7 @@ def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
     work = flops.of_step(layout, shape, limit.response_length)["update"]
     out = work / len(machine.devices) / chip.flops + stages * waited
     if layout.offload != "none":
-        kept = MOMENTS * parameters / (mesh.fsdp * mesh.tensor)
+        kept = MOMENTS * _trained(shape) / (mesh.fsdp * mesh.tensor)
         out += limit.minibatches * stages * 2 * kept / chip.host
     return out
 
@@ -111,8 +112,18 @@ def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
 def _may_fit(layout: Config, shape: qwen2.Shape, machine: Machine) -> bool:
     """True if a device has memory for its shards of parameters, moments and gradients."""
     each = STATE if layout.offload == "none" else STATE - MOMENTS
-    shards = layout.mesh.fsdp * layout.mesh.tensor
-    return each * qwen2.parameter_count(shape) / shards < machine.chip.memory
+    shards, frozen = (
+        layout.mesh.fsdp * layout.mesh.tensor,
+        qwen2.parameter_count(shape) - _trained(shape),
+    )
+    width = (
+        1 if shape.lora and shape.lora.base == "int8" else jnp.dtype(layout.compute.dtype).itemsize
+    )
+    return (each * _trained(shape) + width * frozen) / shards < machine.chip.memory
+
+
+def _trained(shape: qwen2.Shape) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(lora.trained(shape)))
 
 
 def _describe(layout: Config) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 import jaxrl_llm
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
+from jaxrl_llm.models import hf
 from jaxrl_llm.training import curves, journal, record
+from jaxrl_llm.training.components import PRETRAINED
 from jaxrl_llm.training.folder import RunFolder
 
 CARD = "README.md"
@@ -19,7 +21,8 @@ def write(folder: RunFolder, step: int, there: Path, *, adapters: bool) -> None:
     """Writes the card, and the run's curve if there is one, beside an exported policy of a run."""
     run, picture = record.read(folder.path), folder.path / curves.PICTURE
     base = str(run["flags"].get("model") or "")
-    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) is not None
+    version = str(run["given"].get(PRETRAINED, ""))  # of a folder it is a checksum
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base) and version.startswith(hf.COMMIT)
     head = {
         "library_name": "peft" if adapters else "transformers",
         "pipeline_tag": "text-generation",

@@ -200,9 +200,7 @@ class Components:
     def splits(self) -> "Splits":
         """The examples of a run; a UserError for the first whose prompt cannot be used."""
         learned = readable(self, _read_once(self.task.train), "training")
-        source = _read_once(self.task.test)
-        supervised = isinstance(self.task, Supervised)
-        test = readable(self, source, "test") if supervised else askable(self, source)
+        test = askable(self, _read_once(self.task.test))
         # by prompt and not by example: two examples may ask the same
         train, validation, parts = self._divided(learned)
         # a run that goes on has to have the same data, wherever it comes from
@@ -248,10 +246,16 @@ class Components:
         parts = [(len(places), shares[name]) for name, places in trained.items()]
         return [i for places in trained.values() for i in places], validation, parts
 
-    def sampling(self, **changes: Any) -> Sampling:
+    def sampling(self, asked: Source[Any] = (), **changes: Any) -> Sampling:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
         # responses are as long as rows have room for: one number says both
         limit = self.config.collate.response_length
+        if isinstance(
+            self.task, Supervised
+        ):  # whose prompts may fill nearly all that a model reads
+            prompts = (self.task.prompt(asked[i]) for i in range(len(asked)))
+            longest = max((len(self.tokenizer.prompt(x)) for x in prompts), default=0)
+            limit = min(limit, self.shape.max_length - longest)
         return replace(self.config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
     def token_task(
@@ -477,7 +481,12 @@ def _messages(prompt: Any) -> bool:
 
 
 def askable(components: Components, source: Source[E]) -> Prompted[E]:
-    """The test examples: only answered, so the model's context alone limits their prompts."""
+    """The test examples: only answered, so the model's context alone limits their prompts.
+
+    Of rows to imitate it is all of them that has to fit.
+    """
+    if isinstance(components.task, Supervised):
+        return readable(components, source, "test")
     config = components.config
     whole, engine = components.shape.max_length, config.engine
     more = ""

@@ -412,7 +412,9 @@ class Run:
                     self.log.clock.heartbeat, lambda: self.stop.requested, evaluates=True
                 ),
                 examples,
-                self.components.sampling(temperature=settings.temperature, seed=config.seed),
+                self.components.sampling(
+                    examples, temperature=settings.temperature, seed=config.seed
+                ),
                 samples=settings.samples,
                 by=settings.by,
                 stop=self.stop,

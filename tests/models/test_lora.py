@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import jaxrl_llm as jl
+from jaxrl_llm.cli import export
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, int8, logprobs, lora, qwen2, sharding, tokenizer
@@ -229,6 +231,21 @@ def plain(tmp_path, **changes):
     }  # fmt: skip
     (tmp_path / "adapter_config.json").write_text(json.dumps(peft | changes))
     return tmp_path
+
+
+def test_adapters_are_exported_where_a_base_is_named(tmp_path, monkeypatch):
+    """`--base` says where parts for images are, of which adapters have none."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    plain(tmp_path / "run" / "model")
+    tokenizer.of_words(["a"]).save(tmp_path / "run" / "model")
+    shape = dataclasses.replace(tiny.SHAPE, lora=LORA)
+    added = lora.adapters(tiny.policy(shape)[1])
+    there = SimpleNamespace(path=tmp_path / "run", weights=lambda step: (1, shape, added))
+    monkeypatch.setattr(export, "RunFolder", lambda run: there)
+    monkeypatch.setattr(export.card, "write", lambda *_, **how: None)
+    (tmp_path / "base").mkdir()
+    export.main("run", str(tmp_path / "out"), base=str(tmp_path / "base"))
+    assert lora.read_config(tmp_path / "out")[0].rank == 4
 
 
 @pytest.mark.parametrize(

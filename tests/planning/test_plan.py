@@ -219,6 +219,22 @@ def test_layouts_divide_evenly_where_any_does(devices):
         assert devices != 8 or rows % (micro * mesh.fsdp * mesh.data) == 0
 
 
+def test_of_frozen_weights_a_search_counts_no_moments():
+    """Else adapters would have no layout where they fit."""
+    config = quick.config()
+    shape = replace(config.model.shape, lora=qwen2.Lora(rank=2, alpha=4.0))
+    size = 4 * qwen2.parameter_count(shape)
+    tight = replace(TOY, devices=(0,), chip=replace(TOY.chip, memory=2 * size))
+    fits = [search._may_fit(one, shape, tight) for one in search.candidates(config, shape, tight)]
+    assert any(fits)
+    whole = replace(shape, lora=None)
+    assert not any(
+        search._may_fit(x, whole, tight) for x in search.candidates(config, whole, tight)
+    )
+    over = replace(config, offload="both", mesh=Mesh(1, 1, 1))
+    assert search.estimate(over, shape, TOY) < search.estimate(over, whole, TOY)
+
+
 def test_weights_that_are_gathered_over_the_network_take_longer():
     config = quick.config()
     within = replace(config, mesh=Mesh(2, 4, 1))

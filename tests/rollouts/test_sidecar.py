@@ -1,6 +1,7 @@
 """Supervision, with a stand-in for vLLM in the place of its Python."""
 
 import asyncio
+import dataclasses
 import os
 import re
 import shlex
@@ -14,10 +15,12 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from jaxrl_llm.cli import serve
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2
 from jaxrl_llm.models.policy import Policy
@@ -28,6 +31,7 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Server, read_key,
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
 from tests.processes import kill
+from tests.training import quick
 from tests.training.process import QUICK, fails
 
 HERE = Path(__file__).parent
@@ -170,6 +174,15 @@ def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, t
 
 def test_serve_wants_servers_to_start(capsys):
     assert "engine=Vllm" in fails(capsys, "serve", QUICK)
+
+
+def test_serve_refuses_a_policy_that_is_adapters(tmp_path):
+    """Its servers would have the model without them."""
+    adapted = SimpleNamespace(
+        shape=dataclasses.replace(quick.config().model.shape, lora=qwen2.Lora(2, 4.0)), mesh=None
+    )
+    with pytest.raises(UserError, match=r"--run runs/x: its policy is adapters, .* export --merge"):
+        serve._first_weights(serve.Options(run="runs/x"), adapted, "float32", tmp_path)
 
 
 def test_serve_has_its_logs_in_a_file_system(capsys, monkeypatch):

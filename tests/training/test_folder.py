@@ -23,9 +23,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.qwen2 import Lora
-from jaxrl_llm.training import record, tokens
+from jaxrl_llm.training import card, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.components import DAY, Components
+from jaxrl_llm.training.components import DAY, PRETRAINED, Components
 from jaxrl_llm.training.folder import CHECKPOINTS, INITIAL, RunFolder
 from jaxrl_llm.training.record import Source
 from tests.training import quick, s3
@@ -743,6 +743,42 @@ def test_adapters_are_merged_into_the_commit_that_the_run_began_with(
         monkeypatch.chdir(ROOT)
         assert RunFolder(run).base() == tmp_path
         assert asked[-1] == (found, "abc")
+
+
+def test_adapters_of_a_model_of_the_hub_go_on_at_its_commit(opening, based, tmp_path, monkeypatch):
+    """A resumed run, `eval` and others ask the hub for the commit that the run began with."""
+    monkeypatch.setattr(hf, "version", lambda _: "commit abc")
+    began = replace(based(Lora(2, 4.0)), base=("Qwen/x", None))
+    run = opening(tmp_path / "hub", resume=False, components=began)
+    opening(run, components=replace(began, base=("Qwen/x", "abc")))
+    with pytest.raises(UserError, match="base_model_name_or_path is Qwen/x there and Qwen/y in"):
+        RunFolder(run).require_model(replace(began, base=("Qwen/y", "abc")))
+
+
+def test_a_run_on_a_snapshot_in_the_hubs_cache_goes_on(opening, made, tmp_path):
+    """Its folder is called like its commit, which is asked of that folder again."""
+    snapshot = tmp_path / "snapshots" / ("a1" * 20)
+    hf.export(made.initial_params(), made.shape, snapshot)
+    run = opening(
+        resume=False, components=replace(made, source=snapshot, base=(str(snapshot), None))
+    )
+    model = (
+        RunFolder(run).pinned(replace(quick.config(), model=config.Pretrained(str(snapshot)))).model
+    )
+    assert hf.resolve(model.name, model.revision) == snapshot
+    with pytest.raises(UserError, match="is a folder, which has no revision main"):
+        hf.resolve(str(snapshot), "main")
+
+
+def test_a_card_names_the_model_that_it_is_of_if_that_is_the_hubs(opening, tmp_path):
+    """A folder may be called like one."""
+    run = opening(resume=False)
+    (tmp_path / "there").mkdir()
+    for version, named in (("sha256 0", False), ("commit abc", True)):
+        known = {"flags": {"model": "exports/kk"}, "given": {PRETRAINED: version}}
+        record.write(run, record.read(run) | known)
+        card.write(RunFolder(run), 1, tmp_path / "there", adapters=False)
+        assert ('base_model: "exports/kk"' in (tmp_path / "there" / card.CARD).read_text()) == named
 
 
 def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tmp_path):

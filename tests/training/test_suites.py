@@ -16,7 +16,7 @@ from jaxrl_llm.cli import eval as suites
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.tasks.math import records
-from jaxrl_llm.training import tables
+from jaxrl_llm.training import journal, tables
 from jaxrl_llm.training.leaving import Stop
 from tests.rollouts.fake import Scripted
 from tests.training import test_evaluate
@@ -150,6 +150,15 @@ def test_the_mean_is_that_of_the_checkpoints():
     one, two, mean = map(percent, table["digits avg@4"][1:])
     assert (one, two, mean) == (28.6, 0.0, 14.3)
     assert [percent(cell) for cell in table["digits pass@4"][1:]] == [57.1, 0.0, 28.6]
+
+
+def test_a_task_of_which_nothing_is_graded_is_no_better_than_any():
+    """Where it chooses the best checkpoint, negative rewards would be worse than none."""
+    nothing = evaluate.Line("a", 0, 0.0, evaluate.wilson(0, 0), 0.0, 0.0, 0.0)
+    other = replace(nothing, name="b", examples=5, score=-1.0)
+    result = evaluate.Result((nothing, other, replace(other, name="all")), 3, tasks=("a", "b"))
+    assert result.score("a") == journal.LOWEST
+    assert result.score() == result.score("b") == (0.0, -1.0)
 
 
 def test_the_mean_leaves_out_checkpoints_of_which_nothing_is_known():

@@ -102,6 +102,28 @@ def whole(folder):
     return trained(folder, folder / "whole", epochs=1.5, evaluate_every=3)
 
 
+def test_rows_as_long_as_the_model_reads_can_be_shown_and_asked(folder, capsys):
+    """A prompt to answer leaves less than a whole row to its answer."""
+    length = tiny.shape().max_length
+    words = ("--model", folder / "model", "--data", folder / "questions.jsonl", "--length", length)
+    words = (
+        *words,
+        "--reward",
+        "exact",
+        "--prompt-column",
+        "question",
+        "--answer-column",
+        "answer",
+    )
+    main(["data", "sft", *map(str, words)])
+    assert "examples" in capsys.readouterr().out
+    components = Components.make(config(folder, length=length), folder)
+    asked = components.splits.test
+    longest = max(len(components.tokenizer.prompt(components.task.prompt(x))) for x in asked)
+    assert components.config.collate.response_length == length - 1
+    assert components.sampling(asked).max_tokens == length - longest < length - 1
+
+
 @pytest.fixture(scope="module")
 def reference(folder):
     """Rows in tokens, labels by the pieces of their texts, and transformers' loss."""
