@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-T = TypeVar("T")
+T, P = TypeVar("T"), ParamSpec("P")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
@@ -43,7 +43,18 @@ def repeating(work: Callable[[], object], every: float) -> Iterator[None]:
         thread.join()
 
 
-@cache
+def once(make: Callable[P, T]) -> Callable[P, T]:
+    """`make`, called once for equal arguments, whichever threads ask at a time."""
+    lock, made = threading.Lock(), cache(make)
+
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return made(*args, **kwargs)
+
+    return ask
+
+
+@once
 def loop(name: str) -> asyncio.AbstractEventLoop:
     """The event loop of that name: the main thread may run one already, as in a notebook."""
     made = asyncio.new_event_loop()

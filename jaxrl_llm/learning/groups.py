@@ -149,14 +149,19 @@ class TokenTask:
             replies = self._episodes([one.example for one in mine for _ in range(n)])
         # numbers of responses to equal prompts go over a call: one seed, one call
         first = 0
-        for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
-            asked, how = [*some], replace(sampling, seed=seed)
-            # a sampler numbers the responses of a call from 0, the environments those of all calls
-            reply = replies and partial(_reply, replies, first)
-            made = sampler.submit([one.prompt for one in asked], n=n, sampling=how, reply=reply)
-            for i, one in enumerate(asked):
-                one.responses, one.replies = made[i * n : (i + 1) * n], replies
-                one.first, first = first, first + n
+        try:
+            for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
+                asked, how = [*some], replace(sampling, seed=seed)
+                # a sampler numbers the responses of a call from 0, the environments those of all calls
+                reply = replies and partial(_reply, replies, first)
+                made = sampler.submit([one.prompt for one in asked], n=n, sampling=how, reply=reply)
+                for i, one in enumerate(asked):
+                    one.responses, one.replies = made[i * n : (i + 1) * n], replies
+                    one.first, first = first, first + n
+        except BaseException:  # the embedded engine samples now, and a stop may come
+            if replies is not None:
+                replies.end(n * len(mine))
+            raise
 
     def collect(self, sampler: Sampler, groups: Sequence[Pending]) -> list[Group]:
         """This process's of these groups, once they are there; episodes have their reward."""

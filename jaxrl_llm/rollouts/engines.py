@@ -146,6 +146,11 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.client import is_private
         from jaxrl_llm.rollouts.vllm.proof import PROBES, TOLERANCE
 
+        for name in ("servers", "devices", "arguments"):
+            if isinstance(value := getattr(self, name), str):
+                raise UserError(f"engine: {name} = {value!r} is one text: write ({value!r},)")
+        if not (self.servers or self.devices):
+            raise UserError("engine: devices = () leaves nothing to serve on: name a device each")
         if self.dtype not in TOLERANCE:
             raise UserError(f"engine: dtype = {self.dtype!r} is neither float32 nor bfloat16")
         if self.share is not None and not 0 < self.share < OF_A_GPU:

@@ -53,6 +53,10 @@ class Agent:
     variables: Sequence[str] = ()
     form: Form | None = None
 
+    def __post_init__(self):
+        if isinstance(self.run, str):
+            raise UserError(f"agent: run = {self.run!r} is one text: write its words, as in a list")
+
     def for_task(self, task: Task[Any]) -> "WithAgent":
         """The task, with episodes in which the agent asks the policy.
 

@@ -261,7 +261,10 @@ class Threads:
     def _work(self) -> None:
         while item := self._waiting.get():
             call, future = item
-            outcome = in_thread(call, call.every, call.look)
+            try:
+                outcome = in_thread(call, call.every, call.look)
+            except RuntimeError as error:  # there are no more threads
+                outcome = None, error
             if inspect.isawaitable(outcome[0]):
                 rest = self._await(outcome[0], call, future)
                 asyncio.run_coroutine_threadsafe(rest, loop("environments"))

@@ -7,11 +7,10 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
-from functools import cache
 from http import HTTPStatus
 from typing import Any
 
-from jaxrl_llm.background import loop
+from jaxrl_llm.background import loop, once
 
 LONGEST = 8 << 20  # bytes of a request's body
 _HEAD = 1 << 16  # bytes of what comes before it
@@ -106,7 +105,7 @@ async def _request(reader: asyncio.StreamReader) -> tuple[str, str, str, bytes]:
     return method, target.partition("?")[0], key, body
 
 
-@cache
+@once
 def endpoint() -> Endpoint:
     """The endpoint of this process, made when it is first asked for."""
     return Endpoint()

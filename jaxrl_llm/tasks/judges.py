@@ -38,7 +38,8 @@ Say in a few sentences what is right and what is wrong.
 _MARKED = 'End with a line "Score: N", N being a number from 0 to 10.'
 _RANKED = """Compare the responses with one another. End with a line "Ranking: N, N, ...", the numbers of
 all responses, each once, the best first."""
-_SCORE = re.compile(r"score\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
+_TAG = re.compile(r"<(?=/?\s*(?:response|reference|question)\b)", re.IGNORECASE)
+_SCORE = re.compile(r"score(?:\s*\([^)]*\))?\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _RANKING = re.compile(r"ranking\W{0,6}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
 _LATER = (408, 409, 425, 429, 500, 502, 503, 504)  # answers after which it is asked again
 
@@ -62,7 +63,7 @@ class Judge:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--judge {url}: a URL is wanted, as http://localhost:8000/v1")
-        if parts.username or parts.query:
+        if "@" in parts.netloc or parts.query:
             raise UserError(f"--judge: a key in a URL would be kept by the run: put it into {KEY}")
         if not model:
             raise UserError("--judge-model: name the model that judges, as its server does")
@@ -148,8 +149,8 @@ class Judge:
 
 
 def _shown(response: str) -> str:
-    """A response without its thoughts, which cannot end what stands around it."""
-    return final_part(response).replace("</response>", "")
+    """A response without its thoughts, which can neither end what stands around it nor begin such."""
+    return _TAG.sub("< ", final_part(response))
 
 
 def _digest(text: str) -> str:

@@ -149,6 +149,8 @@ def split(
     source: str, test: str, held_out: int, seed: int, read: Callable[[Sequence[Path]], list[Q]]
 ) -> tuple[list[Q], list[Q]]:
     """The rows of a source that `read` has read of its files, and those to test on, or held out for that."""
+    if held_out < 0:
+        raise UserError(f"held_out = {held_out} must be at least 0")
     trained, tested = _files(source, test)
     train = read(trained)
     if tested:
@@ -244,10 +246,10 @@ def _question(
         if needs:
             raise
         answer = None
-    choices = tables.choices_of(row)
-    if choice and choices:
+    if choice and (choices := tables.choices_of(row)):
         listed = "\n".join(
-            f"{letter}. {text}" for letter, text in zip(tables.LETTERS, choices, strict=False)
+            f"{letter}. {text}"
+            for letter, text in zip(tables.LETTERS, choices.values(), strict=False)
         )
         if not isinstance(content, str):
             raise UserError(

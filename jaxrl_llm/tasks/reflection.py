@@ -22,6 +22,7 @@ from jaxrl_llm.tasks.task import (
     Task,
     as_text,
 )
+from jaxrl_llm.tasks.tools import Asked
 
 REFLECTION = """\
 Somebody attempted a task under these instructions:
@@ -59,6 +60,8 @@ def under(instructions: str, prompt: Prompt) -> Prompt:
     """A prompt under instructions: text before it, or a system message before the others."""
     if not instructions:
         return prompt
+    if isinstance(prompt, Asked):
+        return Asked.of(under(instructions, prompt.prompt), prompt.tools)
     if isinstance(prompt, str):
         return f"{instructions}\n\n{prompt}"
     messages = [*prompt]

@@ -67,7 +67,8 @@ def searching(
 def _of_server(url: str, seconds: float) -> Callable[[str, int], list[str]]:
     if not url.startswith(("http://", "https://")):
         raise UserError(f"search: {url} is no URL, as http://localhost:8000/retrieve")
-    if urlsplit(url).username:
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
         raise UserError("search: a key in a URL would be kept by the run, and searching needs none")
     client = httpx.Client(timeout=seconds, transport=httpx.HTTPTransport(retries=4))
 

@@ -7,11 +7,13 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import userfile
+from jaxrl_llm.background import once
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
@@ -57,8 +59,8 @@ def reward(spec: str) -> Scored:
 
 
 def final_part(response: str) -> str:
-    """The part of a response after its thoughts."""
-    return response.rpartition("</think>")[2].strip()
+    """The part of a response after its thoughts; empty where they do not end."""
+    return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def _judged(question: Question, answer: str | None, **fields: float) -> Reward:
@@ -100,7 +102,12 @@ def by_words(question: Question, response: str, *, field: str) -> Reward:
     before, closed, _ = final_part(response).rpartition("</answer>")
     _, there, answer = before.rpartition("<answer>")
     formed = bool(there and closed)
-    pairs = [(normalised(answer), normalised(truth)) for truth in question.truths if formed]
+    plain = [(answer.strip().lower(), truth.strip().lower()) for truth in question.truths if formed]
+    # a truth that is an article, as the vitamin A, is itself
+    pairs = [
+        (normalised(ours), normalised(truth)) if normalised(truth) else (ours, truth)
+        for ours, truth in plain
+    ]
     em = any(answer == truth for answer, truth in pairs)
     f1 = max((_overlap(*pair) for pair in pairs), default=0.0)
     fields = {"em": float(em), "f1": f1, "format": float(formed)}
@@ -124,7 +131,7 @@ def math() -> Scored:
     r"""1 for an answer in `\boxed{}`, or behind `####`, that equals the truth as mathematics."""
     from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict, equals_any
 
-    checker = cache(AnswerChecker)  # its workers start when there is something to check
+    checker = once(AnswerChecker)  # its workers start when there is something to check
 
     def checked(question: Question, response: str) -> Reward:
         text = final_part(response)
@@ -213,6 +220,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
     def each(question: Question, responses: Any, count: int) -> list[Reward | None]:
         result = call(question, responses)
         result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        result = result.tolist() if hasattr(result, "tolist") else result  # of NumPy, torch
         listed = [*result] if isinstance(result, list | tuple) else [result]
         if len(listed) != count:
             raise ValueError(f"{name} returned {len(listed)} for {count} responses")
@@ -229,7 +237,7 @@ def as_reward(result: Any, name: str) -> Reward:
         return result
     fields: dict[str, float] = {}
     if isinstance(result, Mapping):
-        numbers = {n: float(x) for n, x in result.items() if isinstance(x, int | float)}
+        numbers = {n: float(x) for n, x in result.items() if isinstance(x, Real)}
         fields = {n: x for n, x in numbers.items() if n != "score"}
         result = numbers.get("score")
     try:

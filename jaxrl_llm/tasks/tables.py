@@ -288,17 +288,25 @@ def answer_of(row: Row, wanted: str = "") -> Any:
         raise
 
 
-def choices_of(row: Row) -> list[str]:
-    """The texts that a row gives to choose from; none if it is no such question."""
+def choices_of(row: Row) -> dict[str, str]:
+    """The texts that a row gives to choose from, by its own names for them; none if it gives none."""
     given = next((row[name] for name in CHOICES if row.get(name) is not None), [])
-    if isinstance(given, Mapping):  # {"label": ["A", ...], "text": [...]}, or {"A": text, ...}
-        given = given.get("text") or list(given.values())
-    return [str(one) for one in given][: len(LETTERS)]
+    given = _printed_list(given) if isinstance(given, str) else given
+    if isinstance(given, str):
+        raise UserError(f"its choices are one text, {given!r:.60}: give a list of them")
+    if not isinstance(given, Mapping):
+        given = dict(zip(LETTERS, given, strict=False))
+    elif isinstance(given.get("text"), list | tuple):  # {"label": ["A", ...], "text": [...]}
+        given = dict(zip(given.get("label") or LETTERS, given["text"], strict=False))
+    there = {str(name): str(one) for name, one in given.items() if one is not None}
+    return dict([*there.items()][: len(LETTERS)])
 
 
-def letter_of(answer: Any, choices: Sequence[str]) -> str:
-    """The letter of a right choice, given as a number from 0, as its text, or as the letter."""
+def letter_of(answer: Any, named: Mapping[str, str]) -> str:
+    """The letter of a right choice, given by the row's name for it, a number from 0, or its text."""
+    text, choices = str(answer).strip(), [*named.values()]
+    if text in named and text not in LETTERS:  # as 1 to 4 in some rows of ARC
+        return LETTERS[[*named].index(text)]
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return LETTERS[answer]
-    text = str(answer).strip()
     return LETTERS[choices.index(text)] if text in choices else text.upper()

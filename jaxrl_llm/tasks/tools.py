@@ -261,7 +261,7 @@ def following(
     return after[ends[ended - 1] :]
 
 
-class _Asked(tuple[Mapping[str, str], ...]):
+class Asked(tuple[Mapping[str, str], ...]):
     """A prompt as messages, whose tokens name the tools too if it goes by the chat template."""
 
     prompt: Prompt
@@ -270,6 +270,13 @@ class _Asked(tuple[Mapping[str, str], ...]):
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         plain = isinstance(self.prompt, str) and not tokenizer.chats
         return tokenizer.prompt(self.prompt) if plain else self.tools.prompt_ids(tokenizer, self)
+
+    @classmethod
+    def of(cls, prompt: Prompt, tools: Toolbox) -> "Asked":
+        """A prompt, with these tools."""
+        one = cls([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        one.prompt, one.tools = prompt, tools
+        return one
 
 
 class WithTools:
@@ -289,17 +296,12 @@ class WithTools:
             self._teacher_prompt = task.teacher_prompt
             self.teacher_prompt = self._for_teacher
 
-    def prompt(self, example: Any) -> _Asked:
-        return self._naming_tools(self.task.prompt(example))
+    def prompt(self, example: Any) -> Asked:
+        return Asked.of(self.task.prompt(example), self.tools)
 
-    def _for_teacher(self, example: Any) -> _Asked | None:
+    def _for_teacher(self, example: Any) -> Asked | None:
         prompt = self._teacher_prompt(example)
-        return None if prompt is None else self._naming_tools(prompt)
-
-    def _naming_tools(self, prompt: Prompt) -> _Asked:
-        asked = _Asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        asked.prompt, asked.tools = prompt, self.tools
-        return asked
+        return None if prompt is None else Asked.of(prompt, self.tools)
 
     def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
         join = "\n".join if self.whole else lambda said: said[-1]

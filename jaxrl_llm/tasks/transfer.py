@@ -64,19 +64,20 @@ class Transfer:
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
                 begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(text))
-        whole = receiver.go_on(receiver.tokenizer.prompt(prompt), [*begun.values()])
-        passed = {
-            i: self.task.reward(example, text).correct for i, text in zip(begun, whole, strict=True)
-        }
-        right = [passed.get(i, False) for i in range(len(responses))]
-        return [
-            replace(
-                reward,
-                score=reward.score + self.weight * got,
-                fields={**reward.fields, "transfer": float(got)},
-            )
-            for reward, got in zip(graded, right, strict=True)
-        ]
+        asked = receiver.tokenizer.prompt(prompt)
+        whole = receiver.go_on(asked, [*begun.values()]) if begun else []
+        passed = {i: self.task.reward(example, x) for i, x in zip(begun, whole, strict=True)}
+        nothing = Reward(0.0, False)
+        return [self._together(one, passed.get(i, nothing)) for i, one in enumerate(graded)]
+
+    def _together(self, reward: Reward, passed: Reward) -> Reward:
+        """The reward of a response, and of what the receiver made of its beginning."""
+        return replace(
+            reward,
+            score=reward.score + self.weight * passed.correct,
+            fields={**reward.fields, "transfer": float(passed.correct)},
+            graded=reward.graded and passed.graded,
+        )
 
     def begun(self, prompt: Prompt, number: int, tokens: Sequence[int]) -> Sequence[int]:
         """The part of a response, of this number, that the receiver is given."""

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import pathlib
 import re
 import resource
 import socket
@@ -277,6 +278,26 @@ def test_who_has_taken_the_place_of_a_socket_gets_no_key():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         taken(f"{folder}/s")
+
+
+def test_a_socket_that_goes_while_it_is_looked_at_is_nobodys(tmp_path, monkeypatch):
+    """As where its server starts again: the request is told so, and sent once more."""
+    monkeypatch.setattr(pathlib.Path, "is_socket", lambda path: True)
+    Server(f"unix://{tmp_path / 'gone'}", "secret")._refuse_strangers()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"devices": "0,1"}, r"devices = '0,1' is one text: write \('0,1',\)"),
+        ({"arguments": "--x=2"}, "arguments = '--x=2' is one text"),
+        ({"servers": "http://localhost:1"}, "servers = .* is one text"),
+        ({"devices": ()}, "leaves nothing to serve on"),
+    ],
+)
+def test_lists_of_an_engine_are_lists(settings, said):
+    with pytest.raises(UserError, match=said):
+        Vllm(**{"python": "python"} | settings)
 
 
 def taken(path):

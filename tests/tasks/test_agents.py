@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.background import loop
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import TokenTask, trajectories
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.policy import Policy
@@ -500,3 +501,8 @@ def test_eight_agents_are_answered_by_an_engine_and_learned_from():
             for t in (t for t in one.sampled if start <= t < end):
                 assert abs(theirs[len(prompt) + t - start - 1] - one.logps[t]) < 1e-4
     assert called > 2
+
+
+def test_a_command_is_a_list_of_words():
+    with pytest.raises(UserError, match=r"run = 'python agent.py' is one text: write its words"):
+        Agent("python agent.py")

@@ -4,11 +4,16 @@ import asyncio
 import gc
 import re
 import time
+import weakref
+from functools import partial
 
 import pytest
 
 from jaxrl_llm.errors import StopRequested, UserError
+from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.tasks import deadline
 from jaxrl_llm.tasks import task as tasks
 from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, RewardSettings, check_members
 from tests.tasks.test_task import said
@@ -183,6 +188,42 @@ def test_errors_of_the_task_and_a_stop_are_for_the_caller():
         pytest.raises(StopRequested),
     ):
         episodes(0, [1]).result()
+
+
+def test_episodes_end_where_sampling_is_stopped():
+    """The embedded engine samples while it is asked, before anybody waits for the responses."""
+    ended = []
+
+    class Stopped:
+        def submit(self, prompts, **how):
+            how["reply"](0, [1], [0.0]).result()
+            raise StopRequested
+
+    class Turns:
+        def step(self, tokens):
+            weakref.finalize(self, ended.append, 1)
+            return [1, 2], False
+
+    of = Of(echo)
+    of.environment = lambda example, tokenizer: Turns()
+    task = TokenTask(of, WORDS)
+    groups = task.pending([1, 2], range(2), [0, 0])
+    with pytest.raises(StopRequested) as error:
+        task.submit(Stopped(), groups, n=1, sampling=Sampling())
+    assert ended == [1], error
+
+
+def test_a_call_for_which_there_is_no_thread_has_that_as_its_outcome(monkeypatch):
+    def none(work):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(deadline, "in_background", none)
+    threads = deadline.Threads(1)
+    call = deadline.Call(partial(int), lambda x: x, None, "a call", RewardSettings())
+    for _ in range(2):  # whoever works goes on
+        result, error = threads.submit(call).result(timeout=5)
+        assert (result, str(error)) == (None, "can't start new thread")
+    threads.close()
 
 
 def test_an_interactive_task_needs_no_reward():

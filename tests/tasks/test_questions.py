@@ -70,6 +70,12 @@ def written(folder, rows, name="mine.jsonl"):
         (LETTERS | {"answer": "B"}, "choice", PICK, "B"),
         (LETTERS | {"answer": "42"}, "choice", PICK, "B"),
         ({"question": "6 * 7?", "choices": ARC, "answerKey": "B"}, "choice", PICK, "B"),
+        ({"question": "6 * 7?", "choices": ARC | {"label": [*"1234"]}, "answerKey": "2"}, "choice", PICK, "B"),
+        ({"question": "6 * 7?", "choices": {"text": [*"4123"], "label": [*"1234"]}, "answerKey": "2"}, "choice",
+         "6 * 7?\nA. 4\nB. 1\nC. 2\nD. 3", "B"),  # by its label, and not C by its text
+        (LETTERS | {"choices": "['41', '42', '43', '44']", "answer": "B"}, "choice", PICK, "B"),  # of a CSV file
+        ({"question": "6 * 7?", "options": dict(zip("ABCDE", ["41", "42", "43", "44", None], strict=True)),
+          "answer": "B"}, "choice", PICK, "B"),  # as Parquet fills up what some rows lack
         ({"query": "6 * 7?", "target": 42}, "exact", "6 * 7?", "42"),
     ],
 )  # fmt: skip
@@ -271,6 +277,8 @@ def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, cont
         ({"question": "q", "answer": " "}, {}, "row 0: the answer is empty"),
         (["q", "1"], {}, "row 0: a list, not a row with columns"),
         ({"prompt": USER, "choices": ["a"], "answer": 0}, {"specs": ["choice"]}, "choices into the prompt"),
+        ({"question": "q", "choices": "a, b", "answer": "A"}, {"specs": ["choice"]}, "its choices are one text"),
+        ({"question": "q", "answer": "1"}, {"held_out": -1}, "held_out = -1 must be at least 0"),
         (None, {}, "holds no rows"),
         ({"question": "q", "answer": "1"}, {"weights": (1, 2)}, "2 for 1 rewards"),
         ({"question": "q", "answer": "1"}, {"specs": ["exact", "exact"]}, "one name"),
@@ -514,10 +522,33 @@ def test_a_reward_that_is_none_is_refused(spec, said):
         rewards.reward(spec)
 
 
+def test_a_thought_that_does_not_end_is_no_answer():
+    """Else a response that is cut while it thinks would be graded by what it tried last."""
+    for response, answer in (
+        ("<think>a</think> b ", "b"),
+        ("b", "b"),
+        ("<think>\\boxed{72} hm", ""),
+        ("<think>a</think>so <think>b", "so"),
+    ):
+        assert rewards.final_part(response) == answer
+    asked = Question("q", ("B",), {})
+    assert not rewards.reward("choice")(asked, "<think>maybe the answer is B, or").correct
+
+
+def test_an_article_may_be_the_answer():
+    """SQuAD takes articles out of both, which would make everything empty right."""
+    vitamin = Question("q", ("A",), {})
+    right = [
+        rewards.reward("em")(vitamin, f"<answer>{x}</answer>").correct for x in ("a", "", "the")
+    ]
+    assert right == [True, False, False]
+
+
 # Functions that were written for this package, for TRL and for verl.
 
 FUNCTIONS = '''
 import re
+import numpy
 from jaxrl_llm.tasks.task import Reward
 
 def ours(example, response):
@@ -570,6 +601,12 @@ def odd(a, b, c):
 
 def text(example, response):
     return "good"
+
+def verl_numpy(solution_str):
+    return {"score": numpy.float32(0.5), "acc": numpy.int64(1)}
+
+def trl_array(completions, **kwargs):
+    return numpy.asarray([0.5] * len(completions), numpy.float32)
 '''  # fmt: skip
 
 
@@ -592,6 +629,8 @@ def test_functions_are_taken_as_they_are_written(functions):
         ("trl_column", plain, "42", Reward(1.0, True)),
         ("trl_waits", plain, "", Reward(0.25, False)),
         ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
+        ("verl_numpy", chat, "", Reward(0.5, True, {"acc": 1.0})),
+        ("trl_array", plain, "", Reward(0.5, False)),
     ]:
         assert functions(name)(question, response) == reward
     assert functions("verl_more")(plain, "") == Reward(1.0, True)  # verl's extra_info is a dict

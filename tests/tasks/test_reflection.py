@@ -16,8 +16,10 @@ from jaxrl_llm.objectives.token_data import TokenData
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.reflection import WithReflection, reflection_prompt, under, wrong
 from jaxrl_llm.tasks.task import NewContext
+from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import folder, journal, run, terminal
 from tests import tiny
+from tests.tasks import templates
 from tests.training import quick
 
 WORDS = tokenizer.of_words(["say", "what", "loud", "known", "said", "no", "yes", "a", "b", "c"])
@@ -177,6 +179,27 @@ def test_reflections_see_the_last_instructions_that_led_to_a_right_attempt():
     alone = task.evaluated
     assert [*replayed(alone, "b", "a", "say b", "b").tokens] == ids("a", True)
     assert alone.prompt("b") == task.prompt("b")
+
+
+def test_attempts_have_the_tools_that_the_first_prompt_names():
+    """In chat templates that tell of them, and for prompts that are texts or messages."""
+
+    def population(city: str) -> str:
+        """How many live there.
+
+        Args:
+            city: Its name.
+        """
+        return city
+
+    made, tools = templates.of_bytes(templates.QWEN25), Toolbox([population])
+    task = WithReflection(tools.for_task(Say()), "Think twice.")
+    text = made.decode(made.prompt(task.prompt("a")))
+    assert "population" in text
+    assert text.index("Think twice.") < text.index("say what")
+    assert text == made.decode(
+        made.prompt(under("Think twice.", tools.for_task(Say()).prompt("a")))
+    )
 
 
 def test_prompts():

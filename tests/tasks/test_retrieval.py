@@ -121,6 +121,8 @@ def test_a_corpus_that_cannot_be_indexed_is_refused_in_a_line(tmp_path, indexes,
         ({"corpus": "nowhere.jsonl"}, "No such file .* 'nowhere.jsonl'"),
         ({"server": "localhost:8000"}, "localhost:8000 is no URL"),
         ({"server": "http://me:sk@host"}, "a key in a URL would be kept by the run"),
+        ({"server": "http://:sk@host"}, "a key in a URL would be kept by the run"),
+        ({"server": "http://host/retrieve?key=sk"}, "a key in a URL would be kept by the run"),
     ],
 )
 def test_what_is_no_place_to_search_is_refused(settings, said):

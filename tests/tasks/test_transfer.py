@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,24 @@ def test_what_the_receiver_has_no_tokens_for_is_worth_nothing_to_it():
     assert [one.score for one in group] == pytest.approx([1.0, 7 / 3])
     [(_, begun)] = asked
     assert len(begun) == 1
+
+
+def test_what_nobody_could_judge_of_the_receiver_is_ungraded():
+    class Unsure(Last):
+        def reward(self, example, response):
+            return replace(super().reward(example, response), graded="wrong" not in response)
+
+    task = Transfer(Unsure(), receiving(["1", "wrong"], []))
+    [group] = score_groups(task, [1], [["so 1", "so so 1"]], RewardSettings())
+    assert [one.graded for one in group] == [True, False]
+
+
+def test_a_receiver_is_not_asked_for_nothing():
+    asked = []
+    task = Transfer(Last(), receiving([], asked))
+    [group] = score_groups(task, [1], [["\ufffd 1", "\ufffd 1"]], RewardSettings())
+    assert [one.score for one in group] == [1.0, 1.0]
+    assert not asked
 
 
 def test_the_receiver_is_made_once(monkeypatch):

@@ -215,12 +215,16 @@ class Server:
 
     def _refuse_strangers(self) -> None:
         """A UserError, before the key is sent, if another user owns the socket."""
-        if self._socket is not None and self._socket.is_socket():
-            owner = self._socket.stat().st_uid
-            if owner not in (0, os.geteuid()):
-                raise UserError(
-                    f"user {owner} listens on {self._socket}, and not you: its place was taken"
-                )
+        if self._socket is None:
+            return
+        try:
+            there = self._socket.stat()
+        except FileNotFoundError:  # its server starts again
+            return
+        if stat.S_ISSOCK(there.st_mode) and there.st_uid not in (0, os.geteuid()):
+            raise UserError(
+                f"user {there.st_uid} listens on {self._socket}, and not you: its place was taken"
+            )
 
     def _read(self, path: str, status: int, content: bytes) -> bytes:
         if status in (401, 403):
