@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import ParamSpec, TypeVar
 
-T, P = TypeVar("T"), ParamSpec("P")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
