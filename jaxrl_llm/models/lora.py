@@ -96,7 +96,12 @@ def trained(shape: qwen2.Shape):
 
 
 def shape_with_adapters(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
-    """The shape with these adapters; a UserError if they are of experts, which have none, or of nothing."""
+    """The shape with these adapters; a UserError if they are of experts, which have none, or of nothing.
+
+    Those of a model with experts are by default the ones of its attention.
+    """
+    if lora and shape.mixture and lora.targets == qwen2.LINEAR:
+        lora = replace(lora, targets=qwen2.LINEAR[:4])
     of_delta = [name for name in lora.targets if name in qwen2.OF_DELTA] if lora else []
     if of_delta and shape.delta is None:
         raise UserError(f"lora: this model has no {', '.join(of_delta)}: leave them out of targets")

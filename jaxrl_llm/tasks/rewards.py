@@ -102,12 +102,7 @@ def by_words(question: Question, response: str, *, field: str) -> Reward:
     before, closed, _ = final_part(response).rpartition("</answer>")
     _, there, answer = before.rpartition("<answer>")
     formed = bool(there and closed)
-    plain = [(answer.strip().lower(), truth.strip().lower()) for truth in question.truths if formed]
-    # a truth that is an article, as the vitamin A, is itself
-    pairs = [
-        (normalised(ours), normalised(truth)) if normalised(truth) else (ours, truth)
-        for ours, truth in plain
-    ]
+    pairs = [(normalised(answer), normalised(truth)) for truth in question.truths if formed]
     em = any(answer == truth for answer, truth in pairs)
     f1 = max((_overlap(*pair) for pair in pairs), default=0.0)
     fields = {"em": float(em), "f1": f1, "format": float(formed)}

@@ -290,15 +290,15 @@ def answer_of(row: Row, wanted: str = "") -> Any:
 
 def choices_of(row: Row) -> dict[str, str]:
     """The texts that a row gives to choose from, by its own names for them; none if it gives none."""
-    given = next((row[name] for name in CHOICES if row.get(name) is not None), [])
-    given = _printed_list(given) if isinstance(given, str) else given
-    if isinstance(given, str):
-        raise UserError(f"its choices are one text, {given!r:.60}: give a list of them")
-    if not isinstance(given, Mapping):
-        given = dict(zip(LETTERS, given, strict=False))
-    elif isinstance(given.get("text"), list | tuple):  # {"label": ["A", ...], "text": [...]}
-        given = dict(zip(given.get("label") or LETTERS, given["text"], strict=False))
-    there = {str(name): str(one) for name, one in given.items() if one is not None}
+    choices = next((row[name] for name in CHOICES if row.get(name) is not None), [])
+    choices = _printed_list(choices) if isinstance(choices, str) else choices
+    if isinstance(choices, str):
+        raise UserError(f"its choices are one text, {choices!r:.60}: give a list of them")
+    if not isinstance(choices, Mapping):
+        choices = dict(zip(LETTERS, choices, strict=False))
+    elif isinstance(choices.get("text"), list | tuple):  # {"label": ["A", ...], "text": [...]}
+        choices = dict(zip(choices.get("label") or LETTERS, choices["text"], strict=False))
+    there = {str(name): str(one) for name, one in choices.items() if one is not None}
     return dict([*there.items()][: len(LETTERS)])
 
 

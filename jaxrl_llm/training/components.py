@@ -246,14 +246,14 @@ class Components:
         parts = [(len(places), shares[name]) for name, places in trained.items()]
         return [i for places in trained.values() for i in places], validation, parts
 
-    def sampling(self, asked: Source[Any] = (), **changes: Any) -> Sampling:
+    def sampling(self, examples: Source[Any] = (), **changes: Any) -> Sampling:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
         # responses are as long as rows have room for: one number says both
         limit = self.config.collate.response_length
         if isinstance(
             self.task, Supervised
         ):  # whose prompts may fill nearly all that a model reads
-            prompts = (self.task.prompt(asked[i]) for i in range(len(asked)))
+            prompts = (self.task.prompt(examples[i]) for i in range(len(examples)))
             longest = max((len(self.tokenizer.prompt(x)) for x in prompts), default=0)
             limit = min(limit, self.shape.max_length - longest)
         return replace(self.config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
