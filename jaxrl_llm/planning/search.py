@@ -112,14 +112,11 @@ def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
 def _may_fit(layout: Config, shape: qwen2.Shape, machine: Machine) -> bool:
     """True if a device has memory for its shards of parameters, moments and gradients."""
     each = STATE if layout.offload == "none" else STATE - MOMENTS
-    shards, frozen = (
-        layout.mesh.fsdp * layout.mesh.tensor,
-        qwen2.parameter_count(shape) - _trained(shape),
-    )
-    width = (
-        1 if shape.lora and shape.lora.base == "int8" else jnp.dtype(layout.compute.dtype).itemsize
-    )
-    return (each * _trained(shape) + width * frozen) / shards < machine.chip.memory
+    trained, shards = _trained(shape), layout.mesh.fsdp * layout.mesh.tensor
+    in_8_bits = shape.lora is not None and shape.lora.base == "int8"
+    width = 1 if in_8_bits else jnp.dtype(layout.compute.dtype).itemsize
+    held = each * trained + width * (qwen2.parameter_count(shape) - trained)
+    return held / shards < machine.chip.memory
 
 
 def _trained(shape: qwen2.Shape) -> int:

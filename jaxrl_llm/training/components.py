@@ -250,9 +250,8 @@ class Components:
         """The config's sampling, with its limit of tokens and the tokenizer's stop tokens."""
         # responses are as long as rows have room for: one number says both
         limit = self.config.collate.response_length
-        if isinstance(
-            self.task, Supervised
-        ):  # whose prompts may fill nearly all that a model reads
+        # rows to imitate may be as long as the model reads, and so may their prompts, nearly
+        if isinstance(self.task, Supervised):
             prompts = (self.task.prompt(examples[i]) for i in range(len(examples)))
             longest = max((len(self.tokenizer.prompt(x)) for x in prompts), default=0)
             limit = min(limit, self.shape.max_length - longest)
