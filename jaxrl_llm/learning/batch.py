@@ -169,8 +169,8 @@ class Collator:
         apart = [[one] for one in sequences]
         if not self.pack:
             return apart
-        ways = [apart] + [_together(sequences, self._capacity)] * self.share_prompts
-        return min((_pack(units, self._capacity) for units in reversed(ways)), key=len)
+        ways = [_together(sequences, self._capacity)] if self.share_prompts else []
+        return min((_pack(units, self._capacity) for units in [*ways, apart]), key=len)
 
     @property
     def _capacity(self):

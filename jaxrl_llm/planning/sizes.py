@@ -86,8 +86,8 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     with machines.compiling_for(step.mesh):
         if isinstance(config.engine, Native):
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
-            most = config.prompts * config.group_size
-            prompts = -(-min(config.engine.prefill_prompts, most) // devices) * together
+            responses = config.prompts * config.group_size
+            prompts = -(-min(config.engine.prefill_prompts, responses) // devices) * together
             length = padded(limit.prompt_length)
             layer = _within_a_layer(config, shape, length) / together
             passing = prompts * length * (cache / columns + layer)
@@ -95,9 +95,8 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
             held = step.beside_sampler + weights
             # while a cache grows one of its layers is there twice
             each = cache * (1 + 1 / shape.num_layers)
-            sizes["slots"] = devices * _most(
-                "sampling", step, held, passing, each, -(-most // devices)
-            )
+            most = -(-responses // devices)
+            sizes["slots"] = devices * _most("sampling", step, held, passing, each, most)
         names = ("parameters", "frozen", *BESIDE, "gradients")
         held = sum(step.on_device.get(name, 0) for name in names)
         held += step.on_hosts.get("optimizer", 0)  # which comes over

@@ -132,9 +132,9 @@ def measure(
     learned = [of.components.as_learned(groups) for groups in samples]
     trial, credit = compiled(of, max(len(trajectories(groups)) for groups in samples))
     each, each_data = [], []
-    for number, sample in enumerate(samples, 1):
+    for number, (sample, changed) in enumerate(zip(samples, learned, strict=True), 1):
         tell = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
-        credited, there = credit(learned[number - 1])
+        credited, there = credit(changed)
         if not np.any(there.advantage):
             if not all(group.is_constant for group in sample):
                 raise UserError(

@@ -4,13 +4,12 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from random import Random
-from threading import Lock
 from typing import Any, NamedTuple
 
 import httpx
 
+from jaxrl_llm.background import once
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
@@ -44,12 +43,12 @@ class Transfer:
     ):
         check_single(task, "transfer")
         self.name, self.train, self.test = task.name, task.train, task.test
-        self.task, self.weight, self._make, self._seed = task, weight, receiver, seed
+        self.task, self.weight, self._seed = task, weight, seed
+        self._receiver = once(receiver)  # whatever thread is first
         if isinstance(task, Demonstrator):
             self.demonstration = task.demonstration
         if isinstance(task, TeacherPrompter):
             self.teacher_prompt = task.teacher_prompt
-        self._lock = Lock()
 
     def prompt(self, example: Any) -> Prompt:
         return self.task.prompt(example)
@@ -58,8 +57,7 @@ class Transfer:
         graded = [self.task.reward(example, response) for response in responses]
         if len(graded) == 1:
             return graded
-        with self._lock:  # it is made once, whatever thread is first
-            receiver = self._receiver
+        receiver = self._receiver()
         prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
@@ -83,10 +81,6 @@ class Transfer:
         """The part of a response, of this number, that the receiver is given."""
         drawn = Random(f"{self._seed} {number} {as_text(prompt)}").random()  # noqa: S311
         return tokens[: int((1.0 - drawn) * len(tokens))]
-
-    @cached_property
-    def _receiver(self) -> Receiver:
-        return self._make()
 
 
 def served(
