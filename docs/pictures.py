@@ -17,9 +17,10 @@ os.environ["SOURCE_DATE_EPOCH"] = "0"  # the same numbers give the same bytes
 
 
 def commands(page: str) -> dict[str, list[str]]:
-    """The words of each command of the page with a folder, after `jaxrl-llm`, by that folder."""
-    found = map(shlex.split, re.findall(r"^    jaxrl-llm (train .*)$", page, re.MULTILINE))
-    return {words[words.index("--out") + 1]: words for words in found if "--out" in words}
+    """The words of each command of the page that has a picture, after `jaxrl-llm`, by its folder."""
+    drawn = re.findall(r"^    jaxrl-llm (train .* --out runs/gallery/.*)$", page, re.MULTILINE)
+    found = map(shlex.split, drawn)
+    return {words[words.index("--out") + 1]: words for words in found}
 
 
 def curve(folder: str) -> list[tuple[int, float]]:

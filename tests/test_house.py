@@ -110,7 +110,7 @@ def test_how_much_there_is_to_read(program, modules, lines):
 
 
 def test_words_are_those_of_the_field():
-    """In names and docstrings; the glossary of docs/design.md says what to call things."""
+    """In names and docstrings; docs/glossary.md says what to call things."""
     found = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

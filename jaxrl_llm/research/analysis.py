@@ -292,6 +292,8 @@ def updates(plain: Credited, tokens: Tokens, trial: Trial, say: Say) -> dict[str
     }
     say("update on all tokens")
     whole = trial.by_optimizer(plain)
+    if not np.isfinite(whole.grad_norm):
+        raise UserError(f"the gradient of a batch is {whole.grad_norm}: no update can be tried")
     rate = whole.distance / max(whole.grad_norm, 1e-30)
     tried: dict[str, Any] = {}
     for by, step in (

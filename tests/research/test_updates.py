@@ -1,11 +1,14 @@
 """Laws of what an analysis measures: updates tried on a batch, gradients of single tokens."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import logprobs, qwen2
 from jaxrl_llm.models.primitives import Inputs
@@ -161,6 +164,14 @@ def test_a_gradient_is_what_a_step_goes_along(params, credited):
     assert found.grad_norm > 1e-3
     assert found.distance == pytest.approx(expected.distance, rel=1e-4)
     np.testing.assert_allclose(found.logp, expected.logp, atol=1e-6)
+
+
+def test_a_gradient_that_is_no_number_is_a_line():
+    """A step with it changes nothing, and would be reported as one that moves no token."""
+    tokens = tokens_of(np.zeros((1, 3), int), logp=np.zeros((1, 3)), advantage=np.ones((1, 3)))
+    stuck = SimpleNamespace(by_optimizer=lambda _: analysis.Moved(np.nan, 0.0, tokens.logp))
+    with pytest.raises(UserError, match="the gradient of a batch is nan"):
+        analysis.updates(None, tokens, stuck, lambda _: None)
 
 
 def test_the_cosine_of_nothing_is_none():
