@@ -203,6 +203,7 @@ def test_chatter_adds_rare_words_and_changes_no_score():
     assert guessed / hasty == pytest.approx(0.35, abs=0.08)
 
 
+@pytest.mark.slow
 def test_the_people_of_calculator_are_what_the_config_says():
     """One in ten calls the calculator, half of those wrongly; all products are right."""
     calculator = load("calculator")

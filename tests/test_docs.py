@@ -160,6 +160,7 @@ def test_the_names_beside_those_of_others_exist():
     assert eval(re.search(r"`(Objective\(.*?\))`,", text)[1], names).stages == 1
 
 
+@pytest.mark.slow
 def test_what_is_run_in_three_ways_has_one_file_of_rewards(tmp_path, monkeypatch, capsys):
     """Our command of the page as it stands but for the sizes; the file's two functions say the same."""
     monkeypatch.chdir(tmp_path)

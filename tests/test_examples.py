@@ -80,6 +80,7 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
     assert int(after.step) == 1
 
 
+@pytest.mark.slow
 def test_the_example_learns(grpo, folder, monkeypatch):
     """That responses begin with a seven, which a model of random weights can find in seconds."""
     monkeypatch.setattr(grpo, "LEARNING_RATE", 1e-2)

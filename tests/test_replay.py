@@ -105,7 +105,7 @@ def alike(episodes, others):
     ("name", "static"),
     [
         (ROUTED[0], False),
-        (ROUTED[1], True),
+        tiny.slow(ROUTED[1], True),
         tiny.slow(ROUTED[0], True),
         tiny.slow(ROUTED[1], False),
         tiny.slow(ROUTED[2], False),
@@ -230,6 +230,7 @@ def test_keeping_experts_changes_no_bit():
         assert not any(one.experts for one in made[1])
 
 
+@pytest.mark.slow
 def test_eight_devices_keep_the_same_experts():
     made = [
         sampler("qwen3_moe", devices).generate(prompts(9), n=2, sampling=SAMPLING)
@@ -238,6 +239,7 @@ def test_eight_devices_keep_the_same_experts():
     assert alike(*made)
 
 
+@pytest.mark.slow
 def test_a_reference_and_a_teacher_choose_for_themselves():
     name = "qwen3_moe"
     made = sampler(name).generate(prompts(4), n=2, sampling=SAMPLING)
@@ -367,6 +369,7 @@ def test_experts_that_are_none_are_asked_for_again(experts, tmp_path):
         assert made.counters["retries"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_replays_and_its_page_of_tokens_knows(tmp_path):
     """In turns. Before the first update experts are the same without, as sampler and trainer are alike."""
     shape = qwen2.Shape(16, 32, 64, 2, 2, 1, tied=False, mixture=qwen2.MoE(4, 2, 16), **ROUTER)

@@ -134,7 +134,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
 @pytest.mark.parametrize(
     "surrogate",
     [
-        lambda logp, advantage, data: -advantage * jnp.log(1 - jnp.exp(logp)),
+        tiny.slow(lambda logp, advantage, data: -advantage * jnp.log(1 - jnp.exp(logp))),
         lambda logp, advantage, data: -advantage * (logp - jnp.log(1 - jnp.exp(logp))),
     ],
     ids=["log(1 - p)", "logit"],
@@ -374,7 +374,7 @@ TEACHERS = {
 @pytest.mark.parametrize(
     ("teacher", "sizes", "micro", "pack"),
     [
-        ("larger", (1, 1, 1), 2, True),
+        tiny.slow("larger", (1, 1, 1), 2, True),
         tiny.slow("larger", (2, 2, 2), 2, True),
         pytest.param("larger", (1, 8, 1), 1, False, marks=pytest.mark.long),
         pytest.param("gemma3", (2, 2, 2), 1, True, marks=pytest.mark.long),
@@ -389,7 +389,7 @@ def test_a_step_with_a_teacher_is_the_same_however_it_is_cut(teacher, sizes, mic
         np.testing.assert_allclose(value, many[name], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("beta", [None, 0.3, tiny.slow(0.0), tiny.slow(1.0)])
+@pytest.mark.parametrize("beta", [None, *map(tiny.slow, (0.3, 0.0, 1.0))])
 def test_a_step_with_a_teacher_is_that_of_torch(tmp_path, beta):
     """Of another size, with ids behind the policy's; by sampled tokens, reweighted, or by distributions."""
     _, params = tiny.policy()
@@ -429,7 +429,7 @@ def test_a_step_with_a_teacher_is_that_of_torch(tmp_path, beta):
     assert max(np.abs(x).max() for x in want.values()) > 5e-3
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [tiny.slow(False), True])
 def test_a_teacher_with_prompts_of_its_own_scores_the_same_tokens_after_them(pack):
     """Turns of an environment too; without a prompt of its own it reads the policy's."""
     sampled, rng = tiny.responses(3), np.random.default_rng(4)
@@ -466,8 +466,15 @@ def test_a_teacher_with_prompts_of_its_own_scores_the_same_tokens_after_them(pac
         np.testing.assert_allclose(partly, same, atol=1e-5)
 
 
-@pytest.mark.parametrize("ratios", ["trainer", "sampler"])
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize(
+    ("pack", "ratios"),
+    [
+        (True, "trainer"),
+        (False, "sampler"),
+        tiny.slow(True, "sampler"),
+        tiny.slow(False, "trainer"),
+    ],
+)
 def test_tokens_that_nobody_sampled_after_their_prompt_have_the_trainers_log_probs(pack, ratios):
     """A second attempt once more, after the first prompt: its ratio is 1, and no mismatch is seen."""
     rows, task = tiny.responses(3), reflection.WithReflection(tiny.NAMELESS)
@@ -641,7 +648,7 @@ def test_the_parts_of_the_data_axis_meet_once_a_mini_batch():
     )  # the number of pieces of logits, the same for all
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen2", *map(tiny.slow, ("gemma3", "gemma4"))])
 def test_a_reference_in_the_precision_of_the_model_gives_the_same_numbers(name):
     shape = tiny.FAMILIES[name]
     _, params = tiny.policy(shape)

@@ -35,7 +35,7 @@ def close(ours, theirs, atol=2e-6):
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, *map(slow, (2, 3, 17, 127, 130, 200, 257))])
+@pytest.mark.parametrize("length", [63, 64, 300, *map(slow, (1, 2, 3, 17, 65, 127, 130, 200, 257))])
 def test_chunks_are_the_recurrence(length):
     parts = drawn(length, seed=length)
     close(delta.chunked(*parts, None), one_by_one(*parts))

@@ -105,7 +105,7 @@ SHARED = {
 @pytest.mark.parametrize(
     "family",
     [
-        (pytest.param if family in {*SHARED, "qwen2"} else tiny.slow)(family)
+        (pytest.param if family in ("gemma4", "qwen2") else tiny.slow)(family)
         for family in tiny.FAMILIES
     ],
 )

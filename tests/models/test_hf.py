@@ -99,7 +99,7 @@ def with_images(folder, shape):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tensors, config
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5 of three layers", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_5", tiny.slow("qwen3_5 of three layers"), "gemma4"])
 def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name, caplog):
     shape = tiny.FAMILIES[name]
     (tmp_path / "m").mkdir()
@@ -459,6 +459,7 @@ def logits(definition, params, tokens, positions):
     return jnp.einsum("rld,vd->rlv", model(tokens, positions), model.head)
 
 
+@pytest.mark.slow
 def test_a_real_model(tmp_path):
     """A pretrained 135M Llama: log-probs to rounding, and load then export gives back every tensor.
 

@@ -60,7 +60,7 @@ def without(params):
             if (name, one) != ("qwen2", SOME)
         ),
         tiny.slow("gemma4", LORA),
-        ("qwen3_5", WHOLE),
+        tiny.slow("qwen3_5", WHOLE),
     ],
 )
 def test_gradients_are_those_of_the_merged_model_projected(name, one, mesh):
@@ -186,7 +186,7 @@ def folders(tmp_path_factory):
     return there
 
 
-@pytest.mark.parametrize("whose", ["ours", "theirs"])
+@pytest.mark.parametrize("whose", ["ours", tiny.slow("theirs")])
 @pytest.mark.parametrize(
     "name", [ADAPTED[0], *(pytest.param(one, marks=pytest.mark.long) for one in ADAPTED[1:])]
 )

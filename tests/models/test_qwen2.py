@@ -78,7 +78,7 @@ def test_future_tokens_do_not_matter(how, family):
         assert near(changed[others], base[others])
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*map(tiny.tiered, tiny.FAMILIES)])
 def test_packed_is_padded(family):
     responses = tiny.responses(5)
     padded, packed = scored(responses, family), scored(responses, family, pack=True)
@@ -87,7 +87,7 @@ def test_packed_is_padded(family):
         np.testing.assert_allclose(padded[i, :n], packed[i, :n], atol=1e-5)
 
 
-@pytest.mark.parametrize("family", tiny.SHARING)
+@pytest.mark.parametrize("family", [*map(tiny.tiered, tiny.SHARING)])
 def test_a_shared_prompt_changes_no_log_prob(family):
     responses = tiny.sharing(5, rows=12)
     padded, shared = (
@@ -112,7 +112,7 @@ def test_remat_changes_nothing():
         np.testing.assert_allclose(a, c, atol=1e-4)
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [tiny.slow(False), True])
 def test_a_token_scores_the_same_whoever_else_is_scored(pack):
     policy, params = tiny.policy()
     batch = tiny.collator(pack=pack)(tiny.responses(12))

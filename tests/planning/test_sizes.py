@@ -63,8 +63,9 @@ def planned(monkeypatch, needs):
     return asked
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize(
+    ("devices", "pack"), [(1, True), (8, False), *(tiny.slow(*x) for x in ((1, False), (8, True)))]
+)
 def test_more_memory_never_means_fewer_slots_or_more_micro_batches(devices, pack):
     """Up to a step's responses, and to one micro-batch, or where rows are packed sixteen."""
     config = opened()

@@ -48,6 +48,7 @@ def dies(settings):
     yield Line("never")
 
 
+@pytest.mark.slow
 def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
     """A check that raises, one that hangs and one that dies are WRONG, and the next is made."""
     after = Check(4, "kernels", checks.kernels, 600)
@@ -83,6 +84,7 @@ def test_what_fails_costs_only_itself(tmp_path, monkeypatch, capfd):
     assert "WRONG: not done in 0.5 s" in said.out
 
 
+@pytest.mark.slow
 def test_an_interrupted_check_leaves_its_lines(tmp_path, monkeypatch):
     """And a finished one its seconds."""
     first = Check(0, "environment", checks.environment, 600)

@@ -191,6 +191,7 @@ def test_the_table_has_the_key_numbers_and_gaps_where_there_is_none(found, tmp_p
         (["--prompts", "1", "--batches", "999999"], "take fewer"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_wrong_is_one_line(run, arguments, message, tmp_path, capsys):
     assert message in fails(capsys, "analyze", run, *arguments, "--out", tmp_path / "out")
     assert not (tmp_path / "out" / analysis_report.NAME).exists()

@@ -193,7 +193,8 @@ def test_serve_has_its_logs_in_a_file_system(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"), [("FAKE_FAILS", "no such model"), ("FAKE_CRASHES", "no such head")]
+    ("fault", "cause"),
+    [tiny.slow("FAKE_FAILS", "no such model"), ("FAKE_CRASHES", "no such head")],
 )
 def test_a_server_that_cannot_start_is_given_up(root, python, fault, cause):
     """Also one that is well until it is asked for something, and ends at each first request."""

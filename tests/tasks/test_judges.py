@@ -193,6 +193,7 @@ def test_flags_of_a_judge_that_is_none_are_refused(tmp_path, flags, said):
     assert "sk" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_judge_is_the_reward_of_a_run(server, tmp_path, monkeypatch, capsys):
     """Alone without --reward; its marks outlive the run, and its key is in nothing that the run writes."""
     monkeypatch.setenv(judges.KEY, "sk-secret")

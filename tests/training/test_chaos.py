@@ -11,15 +11,14 @@ from tests.chaos import proxy, several
 from tests.chaos.faults import FOREVER, NATIVE, SERVED
 from tests.chaos.scene import STALL, checkpoints, difference, recorded
 from tests.chaos.trial import Stage, trial
-from tests.tiny import slow
 from tests.training import s3
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
 )
-KINDS = ("killed while writing",)
-# Tests of resuming, of checkpoints and of journals meet these in the fast tier.
-MORE = (
+# Tests of resuming, of checkpoints and of journals meet these in the fast tier, and `.ci/run` draws some.
+KINDS = (
+    "killed while writing",
     "clock jumps",
     "second trainer",
     "disk full",
@@ -49,7 +48,8 @@ def stage(tmp_path_factory):
     made.close()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *map(slow, MORE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_changes_no_number(stage, kind):
     one = trial(stage, kind, 6)
     assert not one.finding, one.line()

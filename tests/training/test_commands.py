@@ -168,6 +168,7 @@ task = Sums()
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_graded_with_the_task_that_it_was_started_with(tmp_path, capsys):
     (tmp_path / "sums.py").write_text(TASK)
     mine = tmp_path / "mine.py"
@@ -198,6 +199,7 @@ def config(): return dataclasses.replace(made, task=lambda data: Raises())
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_raises_is_said_before_anything_takes_long(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(RAISES)
     main(["train", str(tmp_path / "mine.py"), "--out", str(tmp_path / "run")])

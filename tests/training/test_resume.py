@@ -61,6 +61,7 @@ def test_a_killed_run_goes_on_bit_for_bit(environment, whole, tmp_path):
     assert "mean of the last 2:" in done.stdout  # those before the kill count too
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_an_earlier_step_and_keeps_the_later_ones(
     environment, whole, tmp_path, capsys
 ):
@@ -154,6 +155,7 @@ def test_a_teacher_of_other_tokens_is_refused_by_the_first_of_them(tmp_path):
         Components.make(longer).teacher  # noqa: B018
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     """Gradients are finite, the optimizer's steps are not from the fourth on."""
     rate = lambda step: jnp.where(step < 3, 1e-3, jnp.nan)
@@ -285,6 +287,7 @@ def test_a_run_whose_terminal_closes_saves_what_it_has(start, environment, tmp_p
 # Longer, shorter, and with another's warm start.
 
 
+@pytest.mark.slow
 def test_a_shared_warm_start_changes_nothing(environment, whole, tmp_path, capsys):
     run = finished(environment, tmp_path / "run", "--from", str(whole))
     assert metrics(run) == [r for r in metrics(whole) if r["phase"] == REINFORCE]
@@ -292,6 +295,7 @@ def test_a_shared_warm_start_changes_nothing(environment, whole, tmp_path, capsy
     assert f"was started with --from {whole}: resume it so" in said
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_and_does_not_get_shorter(whole, tmp_path, capsys):
     run = shutil.copytree(whole, tmp_path / "run")
     main(["train", QUICK, "--out", str(run), "--resume", "auto"])
@@ -474,6 +478,7 @@ def test_what_is_wrong_with_the_way_there_is_one_line(environment, url, changes,
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_the_policy_before_reinforcement_is_kept_as_a_save(tmp_path, monkeypatch):
     """Whose answers of a bucket are signs of life, and whose limit is that of other saves."""
     clocks, phases = [], []

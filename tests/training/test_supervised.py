@@ -148,8 +148,7 @@ def in_batches(components, batch):
     ("pack", "devices"),
     [
         (True, 1),
-        (False, 8),
-        *(tiny.slow(*x) for x in ((True, 8), (False, 1))),
+        *(tiny.slow(*x) for x in ((False, 8), (True, 8), (False, 1))),
     ],
 )
 def test_the_loss_is_that_of_transformers(folder, reference, pack, devices, monkeypatch):
@@ -197,6 +196,7 @@ def test_a_run_learns_and_says_what_it_left_out(whole):
     assert (whole / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(folder, whole, tmp_path):
     how = {"epochs": 1.5, "evaluate_every": 3}
     with pytest.raises(StopRequested):
@@ -226,6 +226,7 @@ def test_reinforcement_begins_with_the_best_checkpoint(folder, whole, tmp_path, 
     assert not same(got, Components.make(config(folder, lora=rank), folder).initial_params())
 
 
+@pytest.mark.slow
 def test_a_stop_is_heard_while_the_test_rows_are_read(folder, whole, tmp_path):
     """And the test is made when the run goes on."""
     out = tmp_path / "run"
