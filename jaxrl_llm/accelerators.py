@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 DEV = Path("/dev")
 IOMMU = Path("/sys/kernel/iommu_groups")
+ACCEL = Path("/sys/class/accel")
 GOOGLE = "0x1ae0"  # its number as a maker of devices
 MIG = "mig.mode.current"  # "Enabled" where a GPU is divided
 FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
@@ -181,14 +183,23 @@ def flags() -> list[str]:
 
 def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
-    files = (*DEV.glob("*"), *DEV.glob("accel/*"))
-    devices = [path for path in files if re.fullmatch(rf"({kind})\d+", path.name)]
-    if "accel" in kind:  # newer TPUs are groups of vfio, as devices of other makers may be
-        maker = lambda group: {x.read_text() for x in IOMMU.glob(f"{group}/devices/*/vendor")}
-        devices += [x for x in DEV.glob("vfio/[0-9]*") if f"{GOOGLE}\n" in maker(x.name)]
+    devices = [path for path in DEV.glob("*") if re.fullmatch(rf"({kind})\d+", path.name)]
+    if (
+        "accel" in kind
+    ):  # or where other makers' devices may be too: in groups of vfio, in Linux's own folder
+        makers = {
+            "vfio/[0-9]*": (IOMMU, "devices/*/vendor"),
+            "accel/accel*": (ACCEL, "device/vendor"),
+        }
+        for names, (about, vendor) in makers.items():
+            maker = lambda path, about=about, vendor=vendor: {
+                x.read_text().strip() for x in about.glob(f"{path.name}/{vendor}")
+            }
+            devices += [path for path in DEV.glob(names) if GOOGLE in maker(path)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if kind == "nvidia" and visible is not None:
-        return min(len(devices), len([name for name in visible.split(",") if name.strip()]))
+    if kind == "nvidia" and visible is not None:  # up to the first that is none, as CUDA reads it
+        named = takewhile(lambda name: re.match(r"[^-\s]", name.strip()), visible.split(","))
+        return min(len(devices), len([*named]))
     return len(devices)
 
 

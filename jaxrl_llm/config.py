@@ -116,7 +116,9 @@ class WarmStart:
     epochs: float = 0.0
 
     def __post_init__(self):
-        at_least(0, "warm_start", self, "steps", "evaluate_every", "epochs")
+        at_least(0, "warm_start", self, "steps", "evaluate_every")
+        if not 0 <= self.epochs < math.inf:
+            raise UserError(f"warm_start: epochs = {self.epochs} must be a number from 0 on")
         at_least(1, "warm_start", self, "batch")
         at_least(1, "warm_start: collate", self.collate, "microbatches")
         if self.batch % self.collate.minibatches:
@@ -418,7 +420,12 @@ def _check_types(config: Config) -> None:
 def shipped() -> Path:
     """The folder of the configs that come with the package: in it, or beside it in a checkout."""
     package = Path(__file__).parent
-    return next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+    for path in (package / "configs", package.parent / "configs"):
+        if path.is_dir():
+            return path
+    raise UserError(
+        f"{package} was installed without its configs: they lie beside it, in configs/, when it is built"
+    )
 
 
 def load(path: Path) -> Callable[..., Config]:

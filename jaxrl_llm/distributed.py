@@ -35,6 +35,7 @@ AUTO = "auto"
 BEAT = 1.0  # seconds between heartbeats
 LOST = 60.0  # seconds without a heartbeat after which a process counts as gone
 MEETING = 300  # seconds within which all processes must have started
+NAMED = 60  # seconds within which the name of process 0's host must be known
 LEAVE = 10.0  # seconds in which the others may end by themselves after one has failed
 STALLED = "stalled"  # how the reason of a process that makes no progress begins
 LEAST = 2**16  # bytes of the smallest buffer of `gather`: few sizes, few programs
@@ -289,13 +290,25 @@ def _require_room(process: str, address: str) -> None:
     """A UserError if the first process cannot listen: JAX ends without a line then."""
     host, _, port = address.rpartition(":")
     try:
-        family, *_, (where, *_) = socket.getaddrinfo(host.strip("[]"), None)[0]
+        family, *_, (where, *_) = _looked_up(host.strip("[]"))
         socket.create_server((where, int(port)), family=family).close()
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--process {process}: process 0 cannot listen at {address} ({first_line(error)}): give an "
             "address of its host, and a free port"
         ) from error
+
+
+def _looked_up(host: str) -> Any:
+    """The host's first address. A cluster may publish the name of a pod only after the pod has started."""
+    end = time.monotonic() + NAMED
+    while True:
+        try:
+            return socket.getaddrinfo(host, None)[0]
+        except socket.gaierror:
+            if time.monotonic() > end:
+                raise
+            time.sleep(1)
 
 
 def require_joined() -> None:

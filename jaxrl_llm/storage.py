@@ -268,6 +268,8 @@ def heard() -> float:
 def upload_after(out: str) -> Iterator[Path]:
     """The local path of a file, by path or URL, that the block writes; it is then uploaded."""
     where, slash, name = out.rpartition("/")
+    if re.fullmatch(rf"({'|'.join(EXTRAS)}):/", where.rpartition("/")[0]):
+        raise UserError(f"{out}: a file needs a folder in its bucket: {where}/FOLDER/{name}")
     path = local(where or slash or ".", bring=False) / name
     yield path
     push(path)

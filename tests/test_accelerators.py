@@ -37,6 +37,7 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(accelerators, "CGROUP", tmp_path / "memory.max")
     monkeypatch.setattr(accelerators, "IOMMU", tmp_path / "iommu")
+    monkeypatch.setattr(accelerators, "ACCEL", tmp_path / "class")
     accelerators.gpu_memory.cache_clear()
     yield tmp_path
     accelerators.gpu_memory.cache_clear()
@@ -266,6 +267,26 @@ def test_a_tpu_may_be_given_to_programs_by_vfio(host, vendor, count):
         (host / "vfio" / name).touch()
     assert accelerators.present() == count
     assert accelerators.present("nvidia") == 0
+
+
+@pytest.mark.parametrize(("vendor", "count"), [("0x1ae0", 1), ("0x8086", 0)])
+def test_a_tpu_may_lie_beside_other_makers_accelerators(host, vendor, count):
+    """Linux has one folder for all of them, such as the neural processors of laptops."""
+    (host / "accel").mkdir()
+    (host / "accel" / "accel0").touch()
+    (device := host / "class" / "accel0" / "device").mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
+    assert accelerators.present() == count
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("-1", 0), ("0,-1,1", 1), ("0, 1", 2), ("GPU-8932f937", 1), (",", 0)]
+)
+def test_gpus_are_visible_up_to_the_first_that_is_none(host, monkeypatch, visible, count):
+    for name in ("nvidia0", "nvidia1"):
+        (host / name).touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert accelerators.present("nvidia") == count
 
 
 def test_a_host_without_a_limit_of_the_container(host):

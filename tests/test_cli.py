@@ -14,6 +14,7 @@ import jaxrl_llm as jl
 from jaxrl_llm import config as configs
 from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.main import main
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import bench
 from tests.training.process import fails
 
@@ -83,6 +84,21 @@ def test_bench_compile_prints_the_table(capsys):
 )
 def test_what_is_wrong_is_one_line(arguments, message, capsys):
     assert message in fails(capsys, *arguments)
+
+
+def test_a_folder_called_like_a_config_does_not_hide_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kk_tiny").mkdir()
+    main(["configs", "show", "kk_tiny"])
+    assert "def config(" in capsys.readouterr().out
+    (tmp_path / "mine.py").write_bytes(b"# \xff")
+    assert "cannot read config file 'mine.py'" in fails(capsys, "configs", "show", "mine.py")
+
+
+def test_a_package_without_its_configs_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "__file__", str(tmp_path / "jaxrl_llm" / "config.py"))
+    with pytest.raises(UserError, match="installed without its configs"):
+        configs.shipped()
 
 
 class Stream(io.StringIO):

@@ -92,6 +92,9 @@ def test_the_container_is_made_of_what_is_here():
     assert ignored[:1] + ignored[-1:] == ["*", "**/__pycache__"]
     assert set(ignored[1:-1]) == {f"!{source}" for source in sources}
     assert path.read_text().endswith("\nUSER 1000\n")
+    assert path.read_text().index("COPY configs") < path.read_text().index(
+        "--no-deps ."
+    )  # they are in the wheel
 
 
 # Kubernetes.

@@ -3,6 +3,7 @@
 import ast
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import userfile
 from jaxrl_llm.cli import parse
 
 
@@ -27,4 +28,4 @@ def show(name: str, /) -> None:
     Args:
         name: one that `jaxrl-llm configs` lists.
     """
-    print(parse.named(name).read_text(), end="")
+    print(userfile.read(parse.named(name), "config"), end="")

@@ -77,7 +77,7 @@ def with_config(
 def named(word: str) -> Path:
     """The config file of a path, or of the name of one that comes with the package; a UserError for neither."""
     path, ours = Path(word), configs.shipped() / f"{word}.py"
-    if path.suffix or path.exists():
+    if path.suffix or path.is_file():
         return path
     if not ours.is_file():
         hint = userfile.nearest(word, [one.stem for one in configs.shipped().glob("*.py")])

@@ -3,8 +3,10 @@
 import http.server
 import json
 import secrets
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, flags_at_least
@@ -52,6 +54,10 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     address: str
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # else a tab was closed
+            super().handle_error(request, client_address)
+
 
 def server(runs: tuple[str, ...], tokens: int, port: int) -> Server:
     """A server of the page of runs; raises a UserError if that cannot be made, or the port is taken."""
@@ -65,15 +71,14 @@ def server(runs: tuple[str, ...], tokens: int, port: int) -> Server:
             try:
                 with alone:  # two threads must not pull the same file from a bucket
                     data = page.gathered(_folders(runs), tokens) | {"live": True}
-            except UserError as error:
+            except (UserError, OSError) as error:
                 self.send_error(503, explain=str(error))  # the status line holds Latin-1 alone
                 return
             whole = self.path == key
             body = (page.page(data) if whole else json.dumps(data)).encode()
+            kind = "text/html" if whole else "application/json"
             self.send_response(200)
-            self.send_header(
-                "Content-Type", f"{'text/html' if whole else 'application/json'}; charset=utf-8"
-            )
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Cache-Control", "no-store")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

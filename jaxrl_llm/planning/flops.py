@@ -8,7 +8,7 @@ def forward(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
     """FLOPs of a forward pass over `tokens` in sequences of `length`, with `scored` tokens' logits.
 
     A multiply-add is 2. Attention a token and layer is the causal half of 2 (scores, values) x 2 x
-    length x width.
+    length x width; within a window of what a token sees on average.
     """
     layers = sum(_layer(shape, layer, length) for layer in range(shape.num_layers))
     if size := shape.per_layer:
@@ -33,7 +33,9 @@ def _layer(shape: Shape, layer: int, length: int) -> int:
         return rest + 2 * (products + rule)
     keys_and_values = 0 if shared else (2 - kind.keys_as_values) * kv_heads * size
     products = shape.hidden_size * ((2 + shape.gated) * heads + keys_and_values)
-    return rest + 2 * (products + length * heads)
+    window = min(kind.window or length, length)
+    seen = window * (2 - window / length)  # twice the mean: all of the length without a window
+    return rest + round(2 * (products + seen * heads))
 
 
 def update(shape: Shape, *, tokens: int, scored: int, length: int) -> int:
@@ -57,14 +59,14 @@ def scoring(config: Config, shape: Shape, tokens: int) -> int:
 def of_step(config: Config, shape: Shape, tokens: int) -> dict[str, int]:
     """FLOPs of a step by program, on all devices, recomputation included; responses of `tokens`."""
     prompt, rows = config.collate.prompt_length, config.prompts * config.group_size
-    size, whole = (
-        {"scored": rows * tokens, "length": prompt + tokens},
-        scoring(config, shape, tokens),
-    )
+    whole = scoring(config, shape, tokens)
     passes = 2 if shape.lora else 3  # forward, back to the inputs, and to the weights if trained
     return {
         "prefill": forward(shape, tokens=config.prompts * prompt, scored=0, length=prompt),
-        "decode": forward(shape, tokens=rows * tokens, **size),
+        # a token sees the whole prompt, and half of the response
+        "decode": forward(
+            shape, tokens=rows * tokens, scored=rows * tokens, length=2 * prompt + tokens
+        ),
         "score": (1 + config.keeps_reference) * whole,
         "update": config.loss.stages * (passes + bool(config.compute.remat)) * whole,
         "update, nothing twice": config.loss.stages * passes * whole,

@@ -55,9 +55,9 @@ def _gpu(kind: str, capability: float, cores: int, cache: int, memory: float, fl
 
 
 CHIPS = {
-    "v5e": Chip("tpu", 16 * GIB, 197e12, 0.82e12, 100e9, 6e9, 16e9, "TPU v5 lite"),
+    "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 0.82e12, 100e9, 6e9, 16e9, "TPU v5 lite"),
     "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9, 16e9, "TPU v5"),
-    "v6e": Chip("tpu", 32 * GIB, 918e12, 1.64e12, 200e9, 12e9, 16e9, "TPU v6 lite"),
+    "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1.64e12, 200e9, 12e9, 16e9, "TPU v6 lite"),
     "t4": _gpu("Tesla T4", 7.5, 40, 4, 14.6, 65, 320, 16, 16),
     "a10": _gpu("NVIDIA A10", 8.6, 72, 6, 22.0, 125, 600, 32, 32),
     "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 8.0, 108, 40, 39.4, 312, 1555, 300, 32, 25e9),
@@ -131,8 +131,8 @@ def machine(name: str) -> Machine:
         for layout in SLICES.get(kind, "").split():
             if count == math.prod(map(int, layout.split("x"))) * CORES.get(kind, 1):
                 return _slice(name, kind, layout)
-    elif match := re.fullmatch(r"(v\d\w):(\d+x\d+(?:x\d+)?)", name):
-        if match[1] in SLICES:
+    elif match := re.fullmatch(r"(v\d\w):([1-9]\d*x[1-9]\d*(?:x[1-9]\d*)?)", name):
+        if match[2].count("x") == SLICES.get(match[1], "").partition(" ")[0].count("x"):
             return _slice(name, match[1], match[2])
     elif match := re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(CHIPS)})x([1-9]\d*)", name):
         return _nodes(name, match[2], int(match[1] or 1), int(match[3]))

@@ -4,13 +4,17 @@ Bytes, collectives and shapes are the compiler's. Seconds are estimates: counted
 bytes, at the rates of a data sheet.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jaxrl_llm.accelerators import share_of_a_gpu
 from jaxrl_llm.config import Config, Pretrained
+from jaxrl_llm.errors import out_of_memory
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
@@ -134,7 +138,16 @@ def step_of(config: Config, machine: Machine, shape: qwen2.Shape) -> Step:
 
 def _compiled(program: Program, machine: Machine) -> Compiled:
     start = time.perf_counter()
-    compiled: Any = program.compile()
+    try:
+        compiled: Any = program.compile()
+    except jax.errors.JaxRuntimeError as error:  # the compiler of TPUs refuses what is too large
+        if not out_of_memory(error):
+            raise
+        used = re.search(r"([\d.]+)([KMGT])\)? (?:of|exceeds)", str(error))
+        said = float(used[1]) * 2 ** (10 * (1 + "KMGT".index(used[2]))) if used else 0
+        peak = max(int(said), machine.chip.memory + 1)
+        seconds, took = _seconds(program, machine, []), time.perf_counter() - start
+        return Compiled(program.name, peak, peak, 0, [], {}, 0, took, seconds, program.recomputed)
     took = time.perf_counter() - start
     module, memory = hlo.Module(compiled.as_text()), compiled.memory_analysis()
     collectives = module.collectives()

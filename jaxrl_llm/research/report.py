@@ -148,9 +148,22 @@ def _summary(records: Sequence[Record]) -> Element:
     ours = [r for r in records if r["phase"] == REINFORCE]
     measured = journal.evaluations(ours)
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
-    ended = tested and tested[-1]["step"] >= max((r["step"] for r in steps), default=0)
-    state = "finished" if ended else "not finished"
-    sentences = [f"{len(steps)} steps of reinforcement, {state}."]
+    ended = max((r["step"] for r in ours if "test/step" in r), default=-1)
+    state = "finished" if ended >= max((r["step"] for r in steps), default=0) else "not finished"
+    imitated = sum("loss" in r for r in records if r["phase"] == WARM_START)
+    of = f"{len(steps)} steps of reinforcement" if steps else f"{imitated} supervised steps"
+    sentences = [f"{of}, {state}."]
+    if losses := [r for r in records if journal.LOSS in r]:
+        least = min(losses, key=lambda r: r[journal.LOSS])
+        sentences += [
+            f"Validation loss: {losses[0][journal.LOSS]:.4f} at step {losses[0]['step']}, at best "
+            f"{least[journal.LOSS]:.4f} at step {least['step']}."
+        ]
+    sentences += [
+        f"Test loss: {r['test/loss']:.4f} at step {r['test/step']}."
+        for r in ours
+        if "test/loss" in r
+    ]
     if measured:
         scores = journal.scores(ours)
         best = max(measured[1:], key=lambda r: (scores[r["step"]], r["step"]), default=None)
@@ -194,6 +207,8 @@ def _curves(records: Sequence[Record]) -> Sequence[Part]:
         band = [(r["step"], *(r[end] for end in ends)) for r in measured if {*ends} <= {*r}]
         title = "validation accuracy, greedy, with 95% intervals"
         drawn.append(chart(title, {"": line}, band, begin if warm else None))
+    if losses := [(r["step"], r[journal.LOSS]) for r in records if journal.LOSS in r]:
+        drawn.append(chart(curves.MEASURED[journal.LOSS], {"": losses}))
     for name, title in CHARTS.items():
         if lines := curves.series(records, name):
             drawn.append(chart(title, {k[len(name) + 1 :]: x for k, x in lines.items()}))
@@ -207,8 +222,17 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
     """A row an evaluation, and the groups of the last one."""
     known = lambda r, of: {f"{of}/{x}" for x in ("accuracy", "examples", *FIGURES)} <= r.keys()
     evaluations = [(r, of) for r in records for of in ("eval", "test") if known(r, of)]
+    losses = [(r, of) for r in records for of in ("eval", "test") if f"{of}/loss" in r]
+    parts: list[Part] = [tag("h2", "Evaluations")]
+    if losses:
+        named = {"eval": "validation", "test": "test"}
+        rows = [
+            [f"{r.get(f'{of}/step', r['step'])}", named[of], f"{r[f'{of}/loss']:.4f}"]
+            for r, of in losses
+        ]
+        parts += [table("Loss on rows not learned from", ["step", "rows of", "loss"], rows)]
     if not evaluations:
-        return [tag("h2", "Evaluations"), tag("p", "There was none yet.")]
+        return parts if losses else [*parts, tag("p", "There was none yet.")]
     names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in evaluations]))
     extra = list(dict.fromkeys(names))
     cell = lambda x: "" if x is None else f"{100 * x:.1f}"
@@ -225,7 +249,7 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
         rows.append(row)
     head = ["step", "examples of", "graded", "greedy, % (95% interval)"]
     head += [*(f"{name}, % (95% interval)" for name in extra), "length", "truncated, %", "ungraded"]
-    parts = [tag("h2", "Evaluations"), table("Accuracy on examples not learned from", head, rows)]
+    parts += [table("Accuracy on examples not learned from", head, rows)]
     last, of = evaluations[-1]
     groups = [k.split("/", 2)[2] for k in last if k.startswith(f"{of}/accuracy/")]
     names = ["accuracy", *extra]

@@ -139,7 +139,9 @@ def _accuracy(
     low, high = (
         [r.get(f"{measured}_{side}", math.nan) for r in scored] for side in ("low", "high")
     )
-    axis.plot(steps, [r[measured] for r in scored], "o-", ms=3, color=colour, label=name)
+    # a legend leaves out what begins with _, and reads what stands between $ as mathematics
+    label = (" " * name.startswith("_") + name).replace("$", r"\$")
+    axis.plot(steps, [r[measured] for r in scored], "o-", ms=3, color=colour, label=label)
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     sampled = series(records, "accuracy").get("accuracy", [])
     if sampled and measured == "eval/accuracy":

@@ -264,6 +264,25 @@ def test_a_served_page_wants_its_key_and_shows_new_steps(run, capsys):
         server.shutdown()
 
 
+def test_what_a_server_of_the_page_meets_is_no_traceback(run, monkeypatch, capfd):
+    """A tab that was closed, a file system that is away."""
+    server = view.server((str(run),), 1000, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server:
+        for error in (ConnectionResetError("gone"), BrokenPipeError("gone")):
+            try:
+                raise error
+            except ConnectionError:
+                server.handle_error(None, ("127.0.0.1", 1))
+        assert capfd.readouterr() == ("", "")
+        away = OSError(5, "Input/output error")
+        monkeypatch.setattr(page, "gathered", lambda *_: (_ for _ in ()).throw(away))
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(server.address, timeout=300)
+        server.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_one_request_at_a_time_reads_the_runs(run, monkeypatch):
     server, gathered = view.server((str(run),), 1000, 0), page.gathered
     inside, most = [], []

@@ -248,6 +248,28 @@ def test_a_run_that_goes_on_after_its_test_is_not_finished(whole, lines, tmp_pat
     assert "11 steps of reinforcement, not finished." in made(whole, tmp_path)[0]
 
 
+def test_a_run_on_conversations_has_its_losses(whole, tmp_path):
+    lines = [
+        {"step": n, "phase": "warm_start", "loss": 1 / n, "time/step": 1.0} for n in range(1, 5)
+    ]
+    lines += [{"step": n, "phase": "warm_start", "eval/loss": 2 / n} for n in (2, 4)]
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    assert "4 supervised steps, not finished." in made(whole, tmp_path)[0]
+    lines += [{"step": 4, "phase": "reinforce", "test/step": 4, "test/loss": 0.25}]
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    text, read = made(whole, tmp_path)
+    assert (
+        "4 supervised steps, finished. Validation loss: 1.0000 at step 2, at best 0.5000 at step 4."
+        in text
+    )
+    assert "Test loss: 0.2500 at step 4." in text
+    assert read.tables["Loss on rows not learned from"][1:] == [
+        ["2", "validation", "1.0000"], ["4", "validation", "0.5000"], ["4", "test", "0.2500"],
+    ]  # fmt: skip
+    assert "validation loss" in read.charts
+    assert "none yet" not in text
+
+
 @pytest.mark.parametrize("of", ["eval", "test"])
 def test_an_evaluation_without_all_its_figures_is_left_out(whole, lines, of, tmp_path):
     odd = {"step": 9, "phase": "reinforce", f"{of}/accuracy": 0.5}

@@ -33,6 +33,15 @@ def test_an_evaluation_without_its_interval_is_drawn(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["_x", r"cost$\alpha{$", "plain"])
+def test_a_run_is_in_the_legend_whatever_it_is_called(name, tmp_path):
+    records = [{"step": 1, "phase": "reinforce", "eval/accuracy": 0.1}]
+    made = curves._runs({name: records})
+    [text] = made.axes[0].get_legend().get_texts()
+    assert text.get_text().strip().replace(r"\$", "$") == name
+    curves.save(lambda: made, tmp_path / "picture.png")
+
+
 def test_what_is_sampled_is_drawn_beside_what_is_held_out():
     """As means of five steps, the last ones of as many as there are."""
     records = [{"step": 10, "phase": "reinforce", "eval/accuracy": 0.1}]

@@ -250,6 +250,26 @@ def test_a_first_process_that_cannot_listen_says_so(address, said, monkeypatch):
             distributed._join(process)
 
 
+def test_the_name_of_the_first_host_may_come_late(monkeypatch):
+    """A cluster publishes the name of a pod once it has an address; one that never comes is named."""
+    asked, known = [], socket.getaddrinfo
+
+    def late(host, port, **settings):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1", port, **settings)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds: None)
+    distributed._require_room("0/2@pod:0", "pod:0")
+    assert asked == ["pod"] * 3
+    monkeypatch.setattr(distributed, "NAMED", -1)
+    asked.clear()
+    with pytest.raises(UserError, match=r"cannot listen at pod:0 .*Name or service not known"):
+        distributed._require_room("0/2@pod:0", "pod:0")
+
+
 @pytest.mark.slow
 def test_a_process_that_is_started_twice_harms_none(environment, pair, tmp_path):
     job = Job(environment, tmp_path / "run", 2, 2)

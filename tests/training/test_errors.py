@@ -94,6 +94,8 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         (REPLACE + "engine=Native(slots=-1))", "engine: slots = -1 must be at least 0"),
         (REPLACE + "warm_start=WarmStart(1, Collator(40, 48, microbatches=0), made.optimizer))",
          "warm_start: collate: microbatches = 0 must be at least 1"),
+        *((REPLACE + f"warm_start=dataclasses.replace(made.warm_start, epochs=float('{epochs}')))",
+           f"warm_start: epochs = {epochs} must be a number from 0 on") for epochs in ("nan", "inf", "-1.0")),
         (REPLACE + "warm_start=dataclasses.replace(made.warm_start, collate=Collator(20, 48)))",
          "prompts of up to 40 tokens are kept, and warm_start.collate has room for 20"),
         (REPLACE + "engine=Vllm(max_model_len=87))", "prompt and response may have 88 tokens, max_model_len = 87"),

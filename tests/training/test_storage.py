@@ -637,6 +637,16 @@ def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
             assert path == Path(name)
 
 
+def test_a_file_in_no_folder_of_a_bucket_is_refused():
+    with (
+        pytest.raises(
+            UserError, match=r"s3://runs/a.png: a file needs a folder .*: s3://runs/FOLDER/a.png"
+        ),
+        storage.upload_after("s3://runs/a.png"),
+    ):
+        pass
+
+
 def test_a_file_is_sent_to_a_bucket_once_it_is_written(url):
     """Nothing of what lies beside it is brought for that."""
     for name in ("a/picture.png", "a/another.png"):
