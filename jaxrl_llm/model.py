@@ -211,14 +211,17 @@ def _rows(
 
     if isinstance(tokens, jax.Array):
         tokens = np.asarray(tokens)  # one transfer instead of one a row
+    need(np.iterable(tokens), "tokens are rows of token ids: give [model.tokenizer.encode(text)]")
     rows = [np.asarray(row) for row in tokens]
     for i, row in enumerate(rows):
         need(row.ndim > 0, f"row {i} is no list of token ids: give [model.tokenizer.encode(text)]")
     width = max(map(len, rows), default=0)
     if lengths is not None:
         sizes = np.asarray(lengths)
-        fine = sizes.shape == (len(rows),) and all(
-            0 <= n <= len(row) for n, row in zip(sizes, rows, strict=True)
+        fine = (
+            sizes.shape == (len(rows),)
+            and sizes.dtype.kind in "iu"
+            and all(0 <= n <= len(row) for n, row in zip(sizes, rows, strict=True))
         )
         need(fine, "lengths are one for each row, none longer than its row")
         rows = [row[:n] for row, n in zip(rows, sizes, strict=True)]

@@ -166,6 +166,12 @@ def test_bad_responses_are_refused(responses, message):
         tiny.collator(minibatches=2)(tiny.trajectories(*responses))
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_without_responses_there_is_no_batch(pack):
+    with pytest.raises(UserError, match="there are no responses to learn from"):
+        Collator(2, 3, pack=pack)([])
+
+
 def test_responses_of_a_bin_are_numbered_apart():
     batch = tiny.collator(pack=True)(tiny.trajectories([[1, 2]] * 8, [[3, 4, 5]] * 8))
     layout, width = batch.layout, batch.layout.in_bins.shape[1]

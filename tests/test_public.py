@@ -170,6 +170,8 @@ def test_a_few_programs_serve_all_shapes(model):
         (lambda m: jl.token_logps(m, ["text"]), "row 0 is no list of token ids: give [model.tok"),
         (lambda m: jl.token_logps(m, [1, 2]), "row 0 is no list of token ids"),
         (lambda m: jl.token_logps(m, [[0.5, 1.0]]), "row 0 is no list of token ids"),
+        (lambda m: jl.token_logps(m, 3), "tokens are rows of token ids"),
+        (lambda m: jl.token_logps(m, [[1, 2]], [1.5]), "lengths are one for each row"),
         (lambda m: jl.token_logps(m, [[1, 2]], [3]), "none longer than its row"),
         (lambda m: jl.token_logps(m, [[1, 2]], [1, 1]), "one for each row"),
         (lambda m: jl.token_logps(m, [[1] * 257]), "room for 256"),

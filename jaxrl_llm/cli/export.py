@@ -53,6 +53,11 @@ def main(
         whole = lora.merge(whole, shape.lora, params)
         hf.export(whole, replace(shape, lora=None), there, source=model, dtype=kind)
     else:
+        if shape.family == "gemma4_text" and "text_config" in hf.read_config(folder.base()):
+            raise UserError(
+                "PEFT knows the layers of a Gemma 4 that has parts for images by other names: write the model "
+                "with its adapters, by --merge --base"
+            )
         lora.export(params, there, source=folder.path / MODEL, dtype=kind)
     card.write(folder, chosen, there, adapters=shape.lora is not None and not merge)
     storage.push(there)

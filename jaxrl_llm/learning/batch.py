@@ -106,6 +106,8 @@ class Collator:
 
         A row where `keep` is False gets no tokens: it is not computed and counts in no mean.
         """
+        if not trajectories:
+            raise UserError("collate: there are no responses to learn from")
         self._check(trajectories)
         rows = len(trajectories)
         sampled: list[Any] = [np.asarray(one.sampled) for one in trajectories]

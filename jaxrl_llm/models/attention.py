@@ -85,9 +85,11 @@ def gpu(q: Queries, k: Keys, v: Keys, segments: Segments, *, window: int | None 
     """NVIDIA: cuDNN for padded rows, Triton for packed ones; other dtypes are cast to bfloat16.
 
     cuDNN would take segments as a bias `[R,1,L,L]` and compute the gradient of it. What the kernels
-    lack goes by XLA: packed rows within a window, and heads wider than WIDEST.
+    lack goes by XLA: packed rows within a window, heads wider than WIDEST, and in padded rows those
+    whose width is no multiple of 8.
     """
-    if q.shape[3] > WIDEST or (segments is not None and window is not None):
+    lacking = q.shape[3] % 8 if segments is None else window is not None
+    if lacking or q.shape[3] > WIDEST:
         return xla(q, k, v, segments, window=window)
     dtype = q.dtype
     half = dtype if dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16

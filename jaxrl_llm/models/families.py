@@ -31,6 +31,8 @@ DELTA = {  # fields of a Delta, by their names in config.json, and what they are
     "value_size": ("linear_value_head_dim", 128),
     "width": ("linear_conv_kernel_dim", 4),
 }
+LARGEST = 2.0**53  # of what a config may say
+LENGTH = 32_768  # tokens, where a config does not say it
 REFUSED = (  # fields that have to be absent, null or false
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -43,6 +45,11 @@ GEMMA4_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 GEMMAS = ("gemma3_text", "gemma4_text")
+GEMMA_SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
 
 
 class Family(NamedTuple):
@@ -63,30 +70,49 @@ class Family(NamedTuple):
     whole: str = ""  # the type of its models with parts for images; they have a `text_config`
     beside: tuple[str, ...] = ()  # what tensors begin with that are not of the language model
     bears: Mapping[str, Any] = {}  # values of REFUSED that it has, None for any
+    sizes: Mapping[str, int] = {}  # what absent ones are, where configs leave them out
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", biases=QKV),
+    "qwen2": Family("Qwen2ForCausalLM", biases=QKV, sizes={"num_key_value_heads": 32}),
     "qwen3": Family(
-        "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
+        "Qwen3ForCausalLM",
+        {"norms_of_heads": True},
+        flags=("attention_bias",),
+        head_dim=128,
+        sizes={"num_key_value_heads": 32},
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), window=0
+        "Qwen3MoeForCausalLM",
+        {"norms_of_heads": True},
+        flags=("attention_bias",),
+        window=0,
+        sizes={"num_key_value_heads": 4},
     ),
-    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias"), window=0),
-    "mistral": Family("MistralForCausalLM"),
+    "llama": Family(
+        "LlamaForCausalLM",
+        flags=("attention_bias", "mlp_bias"),
+        window=0,
+        sizes={"max_position_embeddings": 2048},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        sizes={"num_key_value_heads": 8, "max_position_embeddings": 131_072},
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         flags=("attention_bias", "mlp_bias"),
         tied=True,
         theta=2e6,
         window=None,
+        sizes={"num_key_value_heads": 4},
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         {"norms_of_heads": True, "norms_before": False, "norms_after": True},
         eps=1e-5,
         pattern=4,
+        sizes={"num_key_value_heads": 32, "max_position_embeddings": 2048},
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -102,6 +128,7 @@ FAMILIES = {
         theta=1e6,
         scalar=256,
         pattern=6,
+        sizes=GEMMA_SIZES | {"vocab_size": 262_208},
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
@@ -132,6 +159,7 @@ FAMILIES = {
             "use_bidirectional_attention": "vision",
             "enable_moe_block": None,
         },
+        sizes=GEMMA_SIZES | {"vocab_size": 262_144},
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
@@ -143,10 +171,11 @@ FAMILIES = {
         types=(FULL, LINEAR),
         whole="qwen3_5",
         beside=("model.visual.", "mtp."),
+        sizes={"num_key_value_heads": 4},
     ),
 }
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
-    architecture="Qwen3_5MoeForCausalLM", whole="qwen3_5_moe"
+    architecture="Qwen3_5MoeForCausalLM", whole="qwen3_5_moe", sizes={"num_key_value_heads": 2}
 )
 MIXED = {  # families with experts: what absent fields of a config mean
     "qwen3_moe": MoE(128, 8, 768, rescaled=False),
@@ -170,7 +199,10 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         read.require(fine or not config.get(key), f"{key} is not supported: only without it")
     mixture = _mixture(name, read) if name in MIXED else None
     narrow = {"intermediate_size": mixture.size} if mixture and mixture.shared else {}
-    sizes = {field: read.number(key, narrow.get(key)) for field, key in SIZES.items()}
+    usual = {"max_position_embeddings": LENGTH, **family.sizes, **narrow}
+    if name == "llama" or "num_key_value_heads" in config:  # null: each head has its own
+        usual["num_key_value_heads"] = config.get("num_attention_heads")
+    sizes = {field: read.number(key, usual.get(key)) for field, key in SIZES.items()}
     hidden, heads, kv_heads = (sizes[k] for k in ("hidden_size", "num_heads", "num_kv_heads"))
     given = config.get("head_dim") or family.head_dim
     read.require(given or hidden % heads == 0, "num_attention_heads does not divide hidden_size")
@@ -183,7 +215,8 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
     key = _activation_key(name)
     act = config.get(key, "gelu_pytorch_tanh" if name in GEMMAS else "silu")
     read.require(
-        act in ACTIVATIONS, f"{key} {act!r} is not supported, only {', '.join(ACTIVATIONS)}"
+        isinstance(act, str) and act in ACTIVATIONS,
+        f"{key} {act!r} is not supported, only {', '.join(ACTIVATIONS)}",
     )
     flagged = [FLAGS[flag] for flag in family.flags if read.truth(flag, False)]
     scalar = read.number("query_pre_attn_scalar", family.scalar) if family.scalar else width
@@ -198,7 +231,7 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         tied=read.truth("tie_word_embeddings", family.tied),
         head_size=None if width * heads == hidden else width,
         rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
-        max_length=read.number("max_position_embeddings", 32_768),
+        max_length=read.number("max_position_embeddings", usual["max_position_embeddings"]),
         kinds=kinds,
         biases=(*family.biases, *(one for some in flagged for one in some)),
         **scalar,
@@ -285,7 +318,7 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
             **({"enable_moe_block": True} if mixture.beside else {}),
         }
     if delta := shape.delta:
-        turned = (shape.rotary_size or shape.head_dim) / shape.head_dim
+        turned = _share(shape.rotary_size or shape.head_dim, shape.head_dim)
         out |= {key: getattr(delta, field) for field, (key, _) in DELTA.items()}
         out |= {"layer_types": types}
         out["rope_parameters"] |= {"partial_rotary_factor": turned}
@@ -392,13 +425,14 @@ def _gemma4(sizes: dict[str, int], kinds: tuple[LayerKind, ...], read: "_Reader"
 
 def _whole_heads(width: int, read: "_Reader") -> dict[str, Any]:
     """Fields of Gemma 4's whole layers, whose heads have sizes of their own."""
-    alike, kv_heads = read.truth("attention_k_eq_v", False), read.number("num_key_value_heads")
+    alike = read.truth("attention_k_eq_v", False)
+    kv_heads = read.number("num_key_value_heads", GEMMA_SIZES["num_key_value_heads"])
     size = read.number("global_head_dim", 512)
     heads = read.number("num_global_key_value_heads", kv_heads) if alike else kv_heads
     if "per_layer_config" in read.config:  # as transformers 5 writes it: what differs, by layer
         each = [*read.record("per_layer_config").config.values()] or [{}]
         read.require(
-            all(one == each[0] for one in each)
+            all(isinstance(one, dict) and one == each[0] for one in each)
             and {*each[0]} <= {"head_dim", "num_key_value_heads"},
             "per_layer_config is not supported: only heads that are alike in whole layers",
         )
@@ -414,7 +448,8 @@ def _whole_heads(width: int, read: "_Reader") -> dict[str, Any]:
 def _rotary_size(read: "_Reader", width: int) -> int:
     """How many numbers of a head are turned."""
     share = read.number("partial_rotary_factor", 0.25, float)
-    size = int(width * read.record("rope_parameters").number("partial_rotary_factor", share, float))
+    within = read.record("rope_scaling" if read.config.get("rope_scaling") else "rope_parameters")
+    size = int(width * within.number("partial_rotary_factor", share, float))
     read.require(
         0 < size <= width and size % 2 == 0,
         f"partial_rotary_factor turns {size} numbers of a head's {width}, not an even part",
@@ -443,7 +478,7 @@ def _kinds(
     if name == "smollm3":
         every = read.number("no_rope_layer_interval", 4)
         absent = [(i + 1) % every != 0 for i in range(layers)]
-        rotated = [bool(x) for x in config.get("no_rope_layers") or absent]
+        rotated = config.get("no_rope_layers") or absent
     for what, given in (("layer_types", types), ("no_rope_layers", rotated)):
         fine = isinstance(given, list) and len(given) >= layers
         read.require(fine, f"{what} is not a list of the {layers} layers")
@@ -458,7 +493,7 @@ def _kinds(
             kinds.append(LayerKind(None, delta=True))
             continue
         within = window if kind == SLIDING else None
-        turns = turns and not (windows_turn and within is None)
+        turns = bool(turns) and not (windows_turn and within is None)
         heads = _whole_heads(width, read) if name == "gemma4_text" and kind == FULL else {}
         kinds.append(LayerKind(None, within, **heads))
         if turns:
@@ -507,7 +542,8 @@ def _rotary(
         if layers == SLIDING:
             default, key = 1e4, "rope_local_base_freq"
     elif name == "gemma4_text":
-        scaling, default = (inner.config or GEMMA4_ROPES).get(layers) or {}, 1e4
+        ropes = _Reader(inner.config or GEMMA4_ROPES, read.where)
+        scaling, default = ropes.record(layers).config, 1e4
     else:
         scaling = outer or inner.record(layers).config or inner.config
     scaling = _Reader(scaling, read.where)
@@ -526,7 +562,9 @@ def _rotary(
     if how == "linear":
         return kind
     key = "original_max_position_embeddings"  # beside the record it goes before what is in it
-    longest = read.number("max_position_embeddings", 32_768)
+    longest = read.number(
+        "max_position_embeddings", family.sizes.get("max_position_embeddings", LENGTH)
+    )
     length = read.number(key, scaling.number(key, longest))
     if how == "llama3":
         low, high = (scaling.number(f"{side}_freq_factor", kind=float) for side in ("low", "high"))
@@ -535,8 +573,9 @@ def _rotary(
     fast, slow = scaling.number("beta_fast", 32.0, float), scaling.number("beta_slow", 1.0, float)
     read.require(fast > slow, f"yarn's beta_fast {fast} is not above its beta_slow {slow}")
     grown = lambda scale: 1.0 + 0.1 * scale * math.log(max(kind.factor, 1.0))
-    scales = [scaling.config.get(one) for one in ("mscale", "mscale_all_dim")]
-    amplitude = grown(scales[0]) / grown(scales[1]) if all(scales) else grown(1.0)
+    named = [one for one in ("mscale", "mscale_all_dim") if scaling.config.get(one)]
+    scales = [scaling.number(one, kind=float) for one in named]
+    amplitude = grown(scales[0]) / grown(scales[1]) if len(scales) == 2 else grown(1.0)
     amplitude = scaling.number("attention_factor", amplitude, float)
     return replace(kind, ramp=(fast, slow, length), amplitude=amplitude)
 
@@ -553,11 +592,17 @@ def _rope(kind: LayerKind, width: int) -> dict[str, Any]:
         out |= {"rope_type": "yarn", "beta_fast": fast, "beta_slow": slow}
         out |= {"original_max_position_embeddings": length, "attention_factor": kind.amplitude}
     elif kind.turned is not None:
-        share = 2 * kind.turned / (kind.head_size or width)
+        share = _share(2 * kind.turned, kind.head_size or width)
         out |= {"rope_type": "proportional", "partial_rotary_factor": share}
     elif kind.factor != 1.0:
         out["rope_type"] = "linear"
     return out if out["rope_type"] == "default" else out | {"factor": kind.factor}
+
+
+def _share(part: int, whole: int) -> float:
+    """A part of a whole that is this number again once it is multiplied and cut to a whole number."""
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, math.inf)
 
 
 class _Reader:
@@ -581,7 +626,7 @@ class _Reader:
         self.require(value is not None, f"{key} is missing: is this a folder of a model?")
         fine = isinstance(value, (int, kind)) and not isinstance(value, bool)
         wanted = "whole number from 1 on" if kind is int else "number above 0"
-        self.require(fine and 0 < value < math.inf, f"{key} is {value!r}, not a {wanted}")
+        self.require(fine and 0 < value < LARGEST, f"{key} is {value!r}, not a {wanted}")
         return kind(value)
 
     def count(self, key: str, default: int) -> int:

@@ -77,9 +77,12 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
     import huggingface_hub
 
     try:
-        patterns = ["*.safetensors", INDEX, "config.json", "*processor_config.json", *TOKENIZER]
+        configs = ("config.json", "adapter_config.json", "*processor_config.json")
         found = huggingface_hub.snapshot_download(
-            str(model), revision=revision, allow_patterns=patterns
+            str(model),
+            revision=revision,
+            allow_patterns=["*.safetensors", INDEX, *configs, *TOKENIZER],
+            ignore_patterns=["consolidated*", "original/*"],  # the same weights once more
         )
         return pathlib.Path(found)
     except Exception as error:  # from the name, the hub, the disk or the HTTP library
@@ -124,8 +127,12 @@ def read_config(folder: pathlib.Path) -> dict:
 def stop_tokens(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a response, by generation_config.json or else config.json: often several."""
     paths = [folder / "generation_config.json", folder / "config.json"]
-    read = lambda path: families.text_of(read_json(path), path)
-    named = [(path, read(path).get("eos_token_id")) for path in paths if path.exists()]
+    said = {path: read_json(path) for path in paths if path.exists()}
+    named = [
+        (path, config.get("eos_token_id"))
+        for path, whole in said.items()
+        for config in (whole, families.text_of(whole, path))
+    ]
     path, found = next((pair for pair in named if pair[1] is not None), (folder, None))
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     for token in tokens:

@@ -110,7 +110,10 @@ def shape_with_adapters(shape: qwen2.Shape, lora: Lora | None) -> qwen2.Shape:
         raise UserError(
             f"lora: a model with experts has no adapters of {', '.join(of_mlp)}: leave them out of targets"
         )
-    return replace(shape, lora=lora)
+    adapted = replace(shape, lora=lora)
+    if lora and not trained(adapted):
+        raise UserError(f"lora: no layer of this model has {', '.join(lora.targets)}")
+    return adapted
 
 
 def config_of(lora: Lora, base: str = "", revision: str | None = None) -> dict[str, Any]:
@@ -143,6 +146,10 @@ def read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(targets, list)):
         raise UserError(
             f"{path}: r, lora_alpha and target_modules must be a number, a number and a list of names"
+        )
+    if not (0 < rank < 2**31 and 0 < alpha < 2**31):
+        raise UserError(
+            f"{path}: r = {rank} and lora_alpha = {alpha} must be above 0 and below 2^31"
         )
     scaled = alpha * rank**0.5 if config.get("use_rslora") else alpha
     targets = {str(name).rpartition(".")[2] for name in targets}  # PEFT may write whole paths

@@ -1,5 +1,6 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
+import json
 import os
 import re
 import sys
@@ -183,8 +184,13 @@ class Tokenizer:
         return out
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `load` reads."""
+        """Writes the files that `load` reads, under a name of their class that older transformers know."""
         self._inner.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text())
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 class Missing(Tokenizer):

@@ -218,7 +218,8 @@ def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
 
 
 @pytest.mark.parametrize(
-    ("size", "window", "packed"), [(256, None, False), (256, 9, True), (16, 9, True)]
+    ("size", "window", "packed"),
+    [(256, None, False), (36, None, False), (256, 9, True), (16, 9, True)],
 )
 def test_what_the_kernels_of_gpus_lack_goes_by_xla(size, window, packed):
     rng = np.random.default_rng(0)

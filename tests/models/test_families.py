@@ -318,6 +318,10 @@ SPARSE = [  # what a config says beside its sizes
     {"model_type": "qwen3_5_text", "full_attention_interval": 2, "partial_rotary_factor": 0.5},
     {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention"] * 2,
      "linear_conv_kernel_dim": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}},
+    {"model_type": "qwen3_5_text", "rope_scaling": {**LINEAR, "partial_rotary_factor": 0.5}},
+    {"model_type": "qwen3_5_text", "rope_scaling": LINEAR,
+     "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    *({"model_type": name, "num_key_value_heads": None} for name in ("qwen2", "qwen3", "llama", "smollm3")),
     *({"model_type": name, "rope_scaling": PUBLISHED_YARN} for name in ("qwen2", "qwen3")),
     {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}},
     {"model_type": "qwen2", "rope_scaling": PUBLISHED_YARN, "original_max_position_embeddings": 64},
@@ -341,7 +345,8 @@ SPARSE = [  # what a config says beside its sizes
 @pytest.mark.parametrize("says", SPARSE, ids=str)
 def test_absent_fields_mean_what_they_mean_for_transformers(says):
     """Which writes all fields out."""
-    written = transformers.AutoConfig.for_model(**SIZES, **json.loads(json.dumps(says))).to_dict()
+    said = SIZES | json.loads(json.dumps(says))
+    written = transformers.AutoConfig.for_model(**said).to_dict()
     ours, theirs = (families.shape_of(config) for config in (SIZES | says, written))
     wide = lambda shape: families._written_out(dataclasses.replace(shape, kinds=shape.distinct))
     assert wide(ours) == wide(theirs)
@@ -353,6 +358,46 @@ FOREIGN = [  # fields that a family has not
     ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}),
     ("qwen3_5", {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1}),
 ]
+
+
+@pytest.mark.parametrize("name", [x for x in families.FAMILIES if x not in families.WHOLE])
+def test_absent_sizes_mean_what_they_mean_for_transformers(name):
+    """Of as many key-value heads as others, and of the length; those of larger Gemma 3 have neither, nor heads."""
+    says = {"model_type": name} | (SMALL if name == "gemma4_text" else {})
+    left_out = ["num_key_value_heads", "max_position_embeddings"]
+    left_out += ["num_attention_heads"] * (name in families.GEMMAS) + ["vocab_size"] * (
+        name == "gemma3_text"
+    )
+    sizes = {key: value for key, value in SIZES.items() if key not in left_out}
+    sizes |= {} if name in families.GEMMAS else {"num_attention_heads": 32, "head_dim": 16}
+    written = transformers.AutoConfig.for_model(**sizes, **says).to_dict()
+    ours, theirs = (families.shape_of(config) for config in (sizes | says, written))
+    for field in ("num_heads", "num_kv_heads", "max_length", "vocab_size"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("qwen2", {"hidden_act": []}),
+        ("qwen2", {"rope_scaling": {**PUBLISHED_YARN, "mscale": "x", "mscale_all_dim": 1.0}}),
+        ("smollm3", {"no_rope_layers": -1}),
+        ("gemma4", {"rope_parameters": {"full_attention": 3}}),
+        ("gemma4", {"per_layer_config": {"full_attention": 3}}),
+        ("llama", {"num_hidden_layers": 10**30}),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_damaged_is_one_line(name, says):
+    config = families.config_of(SHAPES[name], "float32") | says
+    with pytest.raises(UserError, match=r"^config.json: "):
+        families.shape_of(config)
+
+
+@pytest.mark.parametrize("width", [88, 100, 74, 128])
+def test_a_part_of_a_head_is_itself_again(width):
+    for turned in range(2, width + 1, 2):
+        assert int(width * families._share(turned, width)) == turned
 
 
 @pytest.mark.parametrize(("name", "says"), FOREIGN)

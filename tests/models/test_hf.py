@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from huggingface_hub.utils import filter_repo_objects
 
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Pretrained
@@ -106,6 +107,9 @@ def test_parts_for_images_are_left_out_and_exported_as_they_were(tmp_path, name,
     params, tensors, config = with_images(tmp_path / "m", shape)
     assert hf.load_shape(tmp_path / "m") == shape
     assert hf.stop_tokens(tmp_path / "m", 96) == (7, 9)
+    (tmp_path / "above").mkdir()  # which goes first, as for transformers
+    (tmp_path / "above" / "config.json").write_text(json.dumps(config | {"eos_token_id": [3]}))
+    assert hf.stop_tokens(tmp_path / "above", 96) == (3,)
     for _ in range(2):
         assert equal(loaded(tmp_path / "m"), params)
     assert [one.getMessage() for one in caplog.records] == [
@@ -402,8 +406,14 @@ def test_a_model_is_known_by_its_commit_or_by_what_it_is(tmp_path, monkeypatch):
     assert hf.version(tmp_path / "b") != first
     asked, commit = [], "0" * 39 + "f"
 
-    def download(name, *, revision, allow_patterns):
+    def download(name, *, revision, allow_patterns, ignore_patterns):
         asked.append((name, revision))
+        files = ["adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors",
+                 "original/x.safetensors", "consolidated.safetensors", "x.bin"]  # fmt: skip
+        kept = filter_repo_objects(
+            files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert [*kept] == files[:3]
         return str(tmp_path / "snapshots" / commit)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

@@ -246,6 +246,11 @@ def test_adapters_are_exported_where_a_base_is_named(tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     export.main("run", str(tmp_path / "out"), base=str(tmp_path / "base"))
     assert lora.read_config(tmp_path / "out")[0].rank == 4
+    shape, there.base = dataclasses.replace(shape, family="gemma4_text"), lambda: tmp_path / "base"
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "gemma4", "text_config": {}}')
+    with pytest.raises(UserError, match=r"by other names: .*--merge --base"):
+        export.main("run", str(tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +286,10 @@ def test_adapters_that_change_the_numbers_otherwise_are_refused_by_name(tmp_path
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": "q.*"}, "must be a number, a number and a list of names"),
         ({"target_modules": ["q_proj", "lm_head"]}, "not q_proj, lm_head"),
-        ({"r": 0}, "rank = 0"),
+        ({"r": 0}, "r = 0 and lora_alpha"),
+        ({"r": -1, "use_rslora": True}, "r = -1 and lora_alpha"),
+        ({"r": 10**400, "use_rslora": True}, "must be above 0 and below 2"),
+        ({"lora_alpha": float("inf")}, "lora_alpha = inf must be"),
         ({"r": 5}, "config"),
     ],
 )
@@ -298,6 +306,9 @@ def test_products_that_a_model_has_not_have_no_adapters():
     with pytest.raises(UserError, match=r"this model has no in_proj_qkv, .*: leave them out"):
         lora.shape_with_adapters(tiny.SHAPE, WHOLE)
     assert lora.shape_with_adapters(tiny.FAMILIES["qwen3_5"], WHOLE).lora == WHOLE
+    keys_alone = tiny.shape(kinds=(qwen2.LayerKind(1e4, keys_as_values=True),))
+    with pytest.raises(UserError, match="no layer of this model has v_proj"):
+        lora.shape_with_adapters(keys_alone, lora.Lora(targets=("v_proj",)))
 
 
 def test_experts_have_no_adapters():
