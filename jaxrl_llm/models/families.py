@@ -45,11 +45,12 @@ GEMMA4_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 GEMMAS = ("gemma3_text", "gemma4_text")
-GEMMA_SIZES = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131_072,
+KV_HEADS = {  # where a config leaves them out
+    **dict.fromkeys(("qwen2", "qwen3", "exaone4"), 32),
+    **dict.fromkeys(("qwen3_moe", "smollm3", *GEMMAS, "qwen3_5_text"), 4),
+    **{"mistral": 8, "qwen3_5_moe_text": 2},
 }
+LENGTHS = {"llama": 2048, "exaone4": 2048, **dict.fromkeys(("mistral", *GEMMAS), 131_072)}
 
 
 class Family(NamedTuple):
@@ -70,49 +71,30 @@ class Family(NamedTuple):
     whole: str = ""  # the type of its models with parts for images; they have a `text_config`
     beside: tuple[str, ...] = ()  # what tensors begin with that are not of the language model
     bears: Mapping[str, Any] = {}  # values of REFUSED that it has, None for any
-    sizes: Mapping[str, int] = {}  # what absent ones are, where configs leave them out
 
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", biases=QKV, sizes={"num_key_value_heads": 32}),
+    "qwen2": Family("Qwen2ForCausalLM", biases=QKV),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        {"norms_of_heads": True},
-        flags=("attention_bias",),
-        head_dim=128,
-        sizes={"num_key_value_heads": 32},
+        "Qwen3ForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), head_dim=128
     ),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        {"norms_of_heads": True},
-        flags=("attention_bias",),
-        window=0,
-        sizes={"num_key_value_heads": 4},
+        "Qwen3MoeForCausalLM", {"norms_of_heads": True}, flags=("attention_bias",), window=0
     ),
-    "llama": Family(
-        "LlamaForCausalLM",
-        flags=("attention_bias", "mlp_bias"),
-        window=0,
-        sizes={"max_position_embeddings": 2048},
-    ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        sizes={"num_key_value_heads": 8, "max_position_embeddings": 131_072},
-    ),
+    "llama": Family("LlamaForCausalLM", flags=("attention_bias", "mlp_bias"), window=0),
+    "mistral": Family("MistralForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         flags=("attention_bias", "mlp_bias"),
         tied=True,
         theta=2e6,
         window=None,
-        sizes={"num_key_value_heads": 4},
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
         {"norms_of_heads": True, "norms_before": False, "norms_after": True},
         eps=1e-5,
         pattern=4,
-        sizes={"num_key_value_heads": 32, "max_position_embeddings": 2048},
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -128,7 +110,6 @@ FAMILIES = {
         theta=1e6,
         scalar=256,
         pattern=6,
-        sizes=GEMMA_SIZES | {"vocab_size": 262_208},
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
@@ -159,7 +140,6 @@ FAMILIES = {
             "use_bidirectional_attention": "vision",
             "enable_moe_block": None,
         },
-        sizes=GEMMA_SIZES | {"vocab_size": 262_144},
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
@@ -171,11 +151,10 @@ FAMILIES = {
         types=(FULL, LINEAR),
         whole="qwen3_5",
         beside=("model.visual.", "mtp."),
-        sizes={"num_key_value_heads": 4},
     ),
 }
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
-    architecture="Qwen3_5MoeForCausalLM", whole="qwen3_5_moe", sizes={"num_key_value_heads": 2}
+    architecture="Qwen3_5MoeForCausalLM", whole="qwen3_5_moe"
 )
 MIXED = {  # families with experts: what absent fields of a config mean
     "qwen3_moe": MoE(128, 8, 768, rescaled=False),
@@ -199,7 +178,10 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         read.require(fine or not config.get(key), f"{key} is not supported: only without it")
     mixture = _mixture(name, read) if name in MIXED else None
     narrow = {"intermediate_size": mixture.size} if mixture and mixture.shared else {}
-    usual = {"max_position_embeddings": LENGTH, **family.sizes, **narrow}
+    longest = read.number("max_position_embeddings", LENGTHS.get(name, LENGTH))
+    usual = {"num_key_value_heads": KV_HEADS.get(name), **narrow}
+    if name in GEMMAS:
+        usual |= {"num_attention_heads": 8, "vocab_size": 262_208 if name == GEMMAS[0] else 262_144}
     if name == "llama" or "num_key_value_heads" in config:  # null: each head has its own
         usual["num_key_value_heads"] = config.get("num_attention_heads")
     sizes = {field: read.number(key, usual.get(key)) for field, key in SIZES.items()}
@@ -231,7 +213,7 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         tied=read.truth("tie_word_embeddings", family.tied),
         head_size=None if width * heads == hidden else width,
         rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
-        max_length=read.number("max_position_embeddings", usual["max_position_embeddings"]),
+        max_length=longest,
         kinds=kinds,
         biases=(*family.biases, *(one for some in flagged for one in some)),
         **scalar,
@@ -426,7 +408,7 @@ def _gemma4(sizes: dict[str, int], kinds: tuple[LayerKind, ...], read: "_Reader"
 def _whole_heads(width: int, read: "_Reader") -> dict[str, Any]:
     """Fields of Gemma 4's whole layers, whose heads have sizes of their own."""
     alike = read.truth("attention_k_eq_v", False)
-    kv_heads = read.number("num_key_value_heads", GEMMA_SIZES["num_key_value_heads"])
+    kv_heads = read.number("num_key_value_heads", KV_HEADS["gemma4_text"])
     size = read.number("global_head_dim", 512)
     heads = read.number("num_global_key_value_heads", kv_heads) if alike else kv_heads
     if "per_layer_config" in read.config:  # as transformers 5 writes it: what differs, by layer
@@ -562,9 +544,7 @@ def _rotary(
     if how == "linear":
         return kind
     key = "original_max_position_embeddings"  # beside the record it goes before what is in it
-    longest = read.number(
-        "max_position_embeddings", family.sizes.get("max_position_embeddings", LENGTH)
-    )
+    longest = read.number("max_position_embeddings", LENGTHS.get(name, LENGTH))
     length = read.number(key, scaling.number(key, longest))
     if how == "llama3":
         low, high = (scaling.number(f"{side}_freq_factor", kind=float) for side in ("low", "high"))

@@ -78,13 +78,13 @@ def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.P
 
     try:
         configs = ("config.json", "adapter_config.json", "*processor_config.json")
-        found = huggingface_hub.snapshot_download(
+        there = huggingface_hub.snapshot_download(
             str(model),
             revision=revision,
             allow_patterns=["*.safetensors", INDEX, *configs, *TOKENIZER],
             ignore_patterns=["consolidated*", "original/*"],  # the same weights once more
         )
-        return pathlib.Path(found)
+        return pathlib.Path(there)
     except Exception as error:  # from the name, the hub, the disk or the HTTP library
         reason = first_line(error)
         raise UserError(
