@@ -184,23 +184,19 @@ def flags() -> list[str]:
 def present(kind: str = "nvidia|accel") -> int:
     """How many GPUs of NVIDIA's (`nvidia`) or TPUs (`accel`) this process may use, by its files."""
     devices = [path for path in DEV.glob("*") if re.fullmatch(rf"({kind})\d+", path.name)]
-    if (
-        "accel" in kind
-    ):  # or where other makers' devices may be too: in groups of vfio, in Linux's own folder
-        makers = {
-            "vfio/[0-9]*": (IOMMU, "devices/*/vendor"),
-            "accel/accel*": (ACCEL, "device/vendor"),
-        }
-        for names, (about, vendor) in makers.items():
-            maker = lambda path, about=about, vendor=vendor: {
-                x.read_text().strip() for x in about.glob(f"{path.name}/{vendor}")
-            }
-            devices += [path for path in DEV.glob(names) if GOOGLE in maker(path)]
+    if "accel" in kind:  # newer TPUs are where devices of other makers may be too
+        devices += [x for x in DEV.glob("vfio/[0-9]*") if _of_google(IOMMU / x.name, "devices/*")]
+        devices += [x for x in DEV.glob("accel/accel*") if _of_google(ACCEL / x.name, "device")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if kind == "nvidia" and visible is not None:  # up to the first that is none, as CUDA reads it
         named = takewhile(lambda name: re.match(r"[^-\s]", name.strip()), visible.split(","))
         return min(len(devices), len([*named]))
     return len(devices)
+
+
+def _of_google(about: Path, devices: str) -> bool:
+    """True if the files about a device, or a group of them, name that maker."""
+    return GOOGLE in {path.read_text().strip() for path in about.glob(f"{devices}/vendor")}
 
 
 def host_memory() -> int:

@@ -148,7 +148,7 @@ def _summary(records: Sequence[Record]) -> Element:
     ours = [r for r in records if r["phase"] == REINFORCE]
     measured = journal.evaluations(ours)
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
-    ended = max((r["step"] for r in ours if "test/step" in r), default=-1)
+    ended = max((r["step"] for r in ours if {"test/step", "test/accuracy"} & {*r}), default=-1)
     state = "finished" if ended >= max((r["step"] for r in steps), default=0) else "not finished"
     imitated = sum("loss" in r for r in records if r["phase"] == WARM_START)
     of = f"{len(steps)} steps of reinforcement" if steps else f"{imitated} supervised steps"
