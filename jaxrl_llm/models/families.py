@@ -32,7 +32,6 @@ DELTA = {  # fields of a Delta, by their names in config.json, and what they are
     "width": ("linear_conv_kernel_dim", 4),
 }
 LARGEST = 2.0**53  # of what a config may say
-LENGTH = 32_768  # tokens, where a config does not say it
 REFUSED = (  # fields that have to be absent, null or false
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -178,7 +177,6 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         read.require(fine or not config.get(key), f"{key} is not supported: only without it")
     mixture = _mixture(name, read) if name in MIXED else None
     narrow = {"intermediate_size": mixture.size} if mixture and mixture.shared else {}
-    longest = read.number("max_position_embeddings", LENGTHS.get(name, LENGTH))
     usual = {"num_key_value_heads": KV_HEADS.get(name), **narrow}
     if name in GEMMAS:
         usual |= {"num_attention_heads": 8, "vocab_size": 262_208 if name == GEMMAS[0] else 262_144}
@@ -213,7 +211,7 @@ def shape_of(config: dict[str, Any], where: pathlib.Path | str = "config.json") 
         tied=read.truth("tie_word_embeddings", family.tied),
         head_size=None if width * heads == hidden else width,
         rms_norm_eps=read.number("rms_norm_eps", family.eps, float),
-        max_length=longest,
+        max_length=_longest(name, read),
         kinds=kinds,
         biases=(*family.biases, *(one for some in flagged for one in some)),
         **scalar,
@@ -486,6 +484,11 @@ def _kinds(
     return tuple(kinds[:period])
 
 
+def _longest(name: str, read: "_Reader") -> int:
+    """The longest sequence in tokens; families differ where a config does not say it."""
+    return read.number("max_position_embeddings", LENGTHS.get(name, 32_768))
+
+
 def _window(name: str, family: Family, read: "_Reader") -> int | None:
     """The window of the layers that have one."""
     if family.window == 0 or read.config.get("sliding_window", family.window) is None:
@@ -544,8 +547,7 @@ def _rotary(
     if how == "linear":
         return kind
     key = "original_max_position_embeddings"  # beside the record it goes before what is in it
-    longest = read.number("max_position_embeddings", LENGTHS.get(name, LENGTH))
-    length = read.number(key, scaling.number(key, longest))
+    length = read.number(key, scaling.number(key, _longest(name, read)))
     if how == "llama3":
         low, high = (scaling.number(f"{side}_freq_factor", kind=float) for side in ("low", "high"))
         return replace(kind, bands=(low, high, length))

@@ -31,15 +31,15 @@ def fastest(config: Config, machine: Machine, tokens: int, say: Callable[[str], 
             f"--search reckons with a data sheet, and there is none of the devices of {machine.name}: name the "
             "machine with --on, like h100x8 or v5e-16"
         )
-    shape, possible = shape_of(config), list[tuple[float, int, Config]]()
-    for number, layout in enumerate(candidates(config, shape, machine)):
+    shape, possible = shape_of(config), list[tuple[float, Config]]()
+    for layout in candidates(config, shape, machine):
         try:
             sized = layout.sized(estimated(layout, machine, shape))
         except UserError:  # its arrays alone do not fit
             continue
-        possible.append((estimate(sized, shape, machine), number, layout))
-    tried = sorted(possible)[:TRIALS]
-    for *_, layout in tried:
+        possible.append((estimate(sized, shape, machine), layout))
+    tried = sorted(possible, key=lambda one: one[0])[:TRIALS]
+    for _, layout in tried:
         try:
             sized, _ = fitted(layout, machine, shape, only=("update",))
         except UserError as error:
