@@ -41,6 +41,7 @@ all responses, each once, the best first."""
 _TAG = re.compile(r"<(?=/?\s*(?:response|reference|question)\b)", re.IGNORECASE)
 _SCORE = re.compile(r"score(?:\s*\([^)]*\))?\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _RANKING = re.compile(r"ranking\W{0,6}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
+_HERE = ("localhost", "127.0.0.1", "::1")
 _LATER = (408, 409, 425, 429, 500, 502, 503, 504)  # answers after which it is asked again
 
 
@@ -70,7 +71,10 @@ class Judge:
         self._url = url.rstrip("/") + "/v1" * (not parts.path.strip("/"))
         self._model, self._rubric, self._cache, self._seconds = model, rubric, cache, seconds
         key = os.environ.get(KEY)
-        self._client = httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            trust_env=parts.hostname not in _HERE,  # no proxy leads to this host
+        )
         self._lock = threading.Lock()
         self._answers = _read(cache) if cache and cache.exists() else {}
 

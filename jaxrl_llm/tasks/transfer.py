@@ -89,7 +89,7 @@ def served(
     """A model at a server that completes token ids, as vLLM's `/v1/completions`; it decodes greedily."""
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    client = httpx.Client(headers=headers, timeout=seconds)
+    client = httpx.Client(headers=headers, timeout=seconds, trust_env=False)
 
     def go_on(prompt: Sequence[int], begun: Sequence[Sequence[int]]) -> list[str]:
         body = {

@@ -255,7 +255,8 @@ def test_a_run_on_conversations_has_its_losses(whole, tmp_path):
     lines += [{"step": n, "phase": "warm_start", "eval/loss": 2 / n} for n in (2, 4)]
     (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     assert "4 supervised steps, not finished." in made(whole, tmp_path)[0]
-    lines += [{"step": 4, "phase": "reinforce", "test/step": 4, "test/loss": 0.25}]
+    again = {"step": 4, "phase": "reinforce", "eval/loss": 0.5}  # the next phase begins with it
+    lines += [again, {"step": 4, "phase": "reinforce", "test/step": 4, "test/loss": 0.25}]
     (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     text, read = made(whole, tmp_path)
     assert (

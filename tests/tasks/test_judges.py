@@ -175,6 +175,13 @@ def test_a_mark_is_asked_for_once(server, tmp_path):
     assert "6 * 7" not in cache.read_text()
 
 
+def test_a_judge_on_this_host_is_asked_past_a_proxy(server, monkeypatch):
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    judge = judges.Judge(server.url, "m", seconds=1.0)
+    assert judge(ASKED, "42") == Reward(1.0, True)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
