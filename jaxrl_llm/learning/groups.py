@@ -210,8 +210,9 @@ class TokenTask:
             [reward] = [one.reward for one in self.replay([example], [response])]
             assert reward is not None
             return reward
-        said = [response] if isinstance(response, str) else response
-        [reward] = score_responses(self.task, [example], said, self.settings)
+        [said] = [response] if isinstance(response, str) else response
+        said = self.tokenizer.opened(self.ask(example)) + said
+        [reward] = score_responses(self.task, [example], [said], self.settings)
         return reward
 
     def _episodes(self, examples: Sequence[Any]) -> Episodes:
@@ -223,8 +224,12 @@ class TokenTask:
         # episodes were graded as they went, and groups of a checkpoint before it
         if all(one.reward is not None for one in trajectories(groups)):
             return [*groups]
-        texts = [[self.tokenizer.decode(x.tokens) for x in group.trajectories] for group in groups]
         examples = [group.example for group in groups]
+        # a thought that the prompt has begun is one of the response: its tries are no answers
+        texts = [
+            [self.tokenizer.opened(prompt) + self.tokenizer.decode(x.tokens) for x in group.trajectories]
+            for group, prompt in zip(groups, map(self.ask, examples), strict=True)
+        ]
         scored = score_groups(self.task, examples, texts, self.settings)
         with_reward = lambda one, reward: replace(one, reward=reward)
         return [

@@ -153,7 +153,8 @@ class _Graded:
         self._task, self._example, self._tokenizer = task, example, tokenizer
 
     def step(self, tokens: Sequence[int]) -> Step:
-        return None, self._task.reward(self._example, self._tokenizer.decode(tokens))
+        opened = self._tokenizer.opened(self._task.prompt(self._example))
+        return None, self._task.reward(self._example, opened + self._tokenizer.decode(tokens))
 
 
 class _Episode:

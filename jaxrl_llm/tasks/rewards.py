@@ -77,7 +77,8 @@ def tagged(question: Question, response: str) -> Reward:
     """1 for an answer between <answer> and </answer>, after thoughts between <think> and </think>."""
     before, there, rest = response.rpartition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
-    formed = bool(there and closed and "</think>" in before)
+    _, ended, since = before.rpartition("</think>")
+    formed = bool(there and closed and ended and "<think>" not in since)
     return _judged(question, answer if formed else None, format=float(formed))
 
 

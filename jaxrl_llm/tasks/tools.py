@@ -306,7 +306,8 @@ class WithTools:
     def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
         join = "\n".join if self.whole else lambda said: said[-1]
         reward, asked = lambda said: self.task.reward(example, join(said)), self.prompt(example)
-        return _Turns(self.tools, tokenizer, reward, asked, tokenizer.prompt(asked))
+        opened = tokenizer.opened(asked.prompt)
+        return _Turns(self.tools, tokenizer, reward, asked, tokenizer.prompt(asked), opened)
 
 
 @dataclass
@@ -318,14 +319,16 @@ class _Turns:
     reward: Callable[[list[str]], Reward]
     prompt: Said
     context: Sequence[int]  # what the turn follows
+    opened: str  # what the template has begun of each turn
     turns: list[str] = field(default_factory=list)
     calls: int = 0
     wrong: int = 0
 
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
-        self.turns.append(self.tokenizer.decode(tokens))
+        turn = self.tokenizer.decode(tokens)
+        self.turns.append(self.opened + turn)
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
-        calls = self.tools.read(self.tokenizer, self.turns[-1], self.context) if ended else []
+        calls = self.tools.read(self.tokenizer, turn, self.context) if ended else []
         made = calls[: self.tools.calls]
         if self.tools.awaits:
             return self._later(calls, made)

@@ -61,7 +61,8 @@ class Transfer:
         prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
-                begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(text))
+                said = text.removeprefix(receiver.tokenizer.opened(prompt))
+                begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(said))
         asked = receiver.tokenizer.prompt(prompt)
         whole = receiver.go_on(asked, [*begun.values()]) if begun else []
         passed = {i: self.task.reward(example, x) for i, x in zip(begun, whole, strict=True)}

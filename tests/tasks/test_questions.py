@@ -17,12 +17,17 @@ import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import load, shipped
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import questions, rewards
+from jaxrl_llm.tasks.reflection import WithReflection
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import UNGRADED, GradesGroups, Reward, score_groups
+from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal
 from tests import public
+from tests.tasks import templates
 
 ROOT = pathlib.Path(__file__).parents[2]
 USER = [{"role": "user", "content": "6 * 7?"}]
@@ -533,6 +538,35 @@ def test_a_thought_that_does_not_end_is_no_answer():
         assert rewards.final_part(response) == answer
     asked = Question("q", ("B",), {})
     assert not rewards.reward("choice")(asked, "<think>maybe the answer is B, or").correct
+    again = "<think>a</think><think><answer>B</answer>"
+    assert not rewards.reward("tagged")(asked, again).correct
+
+
+def look(what: str) -> str:
+    """Looks it up.
+
+    Args:
+        what: What to look for.
+    """
+    return what
+
+
+@pytest.mark.parametrize("wrapped", [None, Toolbox([look]).for_task, WithReflection])
+def test_a_thought_that_the_template_has_begun_is_one(wrapped):
+    """Such templates end in `<think>`, so the response has only the end of it."""
+    words = templates.of_bytes(templates.THINKING)
+    told = [{"role": "user", "content": "?"}]
+    for prompt, chat, begun in (("?", False, ""), (told, False, "<think>"), ("?", True, "<think>")):
+        words.chats = chat
+        asked = Question(prompt, ("B",), {})
+        task = questions.Questions([], [], {"exact": (rewards.exact, 1.0)})
+        graded = TokenTask(wrapped(task) if wrapped else task, words)
+        for text, right in (("B", not begun), ("B</think>A", False), ("A</think>B", True)):
+            assert graded.try_reward(asked, text).correct == right
+            if wrapped is None:
+                said = Trajectory(prompt=[], tokens=words.encode(text), logps=[])
+                [[one]] = (group.rewards for group in graded.grade([Group(asked, (said,))]))
+                assert one.correct == right
 
 
 # Functions that were written for this package, for TRL and for verl.
