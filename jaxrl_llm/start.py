@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Config
+from jaxrl_llm.errors import UserError
 
 
 def grpo(model: str, data: str, reward: str | Sequence[str] = (), **settings: Any) -> Config:
@@ -17,5 +18,10 @@ def grpo(model: str, data: str, reward: str | Sequence[str] = (), **settings: An
     256
     """
     path = configs.shipped() / "grpo.py"
-    rewards = (reward,) if isinstance(reward, str) else tuple(reward)
-    return configs.build(configs.load(path), path, model, data, rewards, **settings)
+    rewards = (reward,) if isinstance(reward, str) else reward
+    if not isinstance(rewards, Sequence) or not all(isinstance(one, str) for one in rewards):
+        raise UserError(
+            f"grpo: a reward is a name, several names, or FILE.py:FUNCTION, not {reward!r:.60}: "
+            "a run keeps a copy of the file"
+        )
+    return configs.build(configs.load(path), path, model, data, tuple(rewards), **settings)

@@ -77,6 +77,8 @@ class Result:
         """The results by flat names, such as `accuracy/GROUP`."""
         out: dict[str, float] = {"examples": self.total.examples, "ungraded": self.ungraded}
         for line in self.lines:
+            if line.name != ALL and not line.examples:  # all of it is ungraded
+                continue
             measured = {"accuracy": (line.greedy, line.interval)}
             if line.k:
                 measured[f"avg@{line.k}"] = line.mean_k, line.mean_interval

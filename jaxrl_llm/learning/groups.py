@@ -227,7 +227,10 @@ class TokenTask:
         examples = [group.example for group in groups]
         # a thought that the prompt has begun is one of the response: its tries are no answers
         texts = [
-            [self.tokenizer.opened(prompt) + self.tokenizer.decode(x.tokens) for x in group.trajectories]
+            [
+                self.tokenizer.opened(prompt) + self.tokenizer.decode(x.tokens)
+                for x in group.trajectories
+            ]
             for group, prompt in zip(groups, map(self.ask, examples), strict=True)
         ]
         scored = score_groups(self.task, examples, texts, self.settings)

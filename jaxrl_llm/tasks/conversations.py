@@ -167,7 +167,15 @@ def _conversation(
     prompt: Any = (_WithTools if tools else tuple)(messages[: spoken[-1]])
     if tools:
         prompt.tools = tools
-    truths = tables.truths(tables.answer_of(row, answer_column)) if needs else ()
+    truths = ()
+    if needs:
+        try:
+            answer = tables.answer_of(row, answer_column)
+        except UserError:
+            if answer_column:
+                raise
+            answer = messages[spoken[-1]]["content"]
+        truths = tables.truths(answer)
     if needs and not truths:
         raise UserError("the answer is empty, and a reward needs one")
     prompt = messages[0]["content"] if text else prompt

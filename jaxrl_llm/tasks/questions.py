@@ -1,6 +1,7 @@
 """A table of questions as a task: prompts for a chat model, a weighted sum of rewards."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -74,9 +75,14 @@ class Questions:
         if not parts:
             return UNGRADED
         score = sum(self.terms[name][1] * part.score for name, part in parts.items())
-        fields = {key: x for part in parts.values() for key, x in part.fields.items()}
         if len(scored) > 1:
-            fields |= {name: part.score for name, part in parts.items()}
+            fields = {name: part.score for name, part in parts.items()}
+            often = Counter(key for part in parts.values() for key in part.fields)
+            for name, part in parts.items():
+                named = {key: f"{name}_{key}" if often[key] > 1 else key for key in part.fields}
+                fields |= {named[key]: x for key, x in part.fields.items() if key not in self.terms}
+        else:
+            fields = next(iter(parts.values())).fields
         checked = all(part.graded for part in parts.values())
         return Reward(score, next(iter(parts.values())).correct, fields, checked)
 
@@ -119,7 +125,7 @@ def task(
     that `seed` chooses. A `judge` is one more reward, the last.
     """
     calls = terms(specs, weights, judge)
-    by_name = [spec for spec in specs if spec.partition(":")[0] in rewards.NEEDS_TRUTH]
+    by_name = [name for spec in specs if (name := spec.partition(":")[0]) in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
     columns |= {"hint_column": hint_column, "needs": by_name[:1], "choice": "choice" in specs}
     train, held = split(source, test, held_out, seed, partial(questions, **columns))
@@ -227,7 +233,9 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
     else:
         data, split = at_hub(source)
         trained = data.require(split or "train")
-        held = [] if test else data.find("test", "dev", "validation")
+        kinds = ("test", "dev", "validation")
+        like = [split.replace("train", kind) for kind in kinds] if "train" in split else kinds
+        held = [] if test else data.find(*like)  # test_sft beside train_sft
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:
@@ -256,7 +264,13 @@ def _question(
                 "a prompt of messages and a column of choices: write the choices into the prompt"
             )
         return Question(f"{content}\n{listed}", (tables.letter_of(answer, choices),), row)
-    truths = () if answer is None else tables.truths(answer)
+    as_written = {*needs} & {*rewards.AS_WRITTEN}
+    try:
+        truths = () if answer is None else tables.truths(answer, printed=not as_written)
+    except TypeError:  # of what no reward here reads, a function may
+        if needs:
+            raise
+        truths = ()
     if needs and not truths:
         raise UserError(f"the answer is empty, and --reward {needs[0]} needs one")
     return Question(content, truths, row)

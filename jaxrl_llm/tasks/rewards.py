@@ -6,6 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -16,7 +17,7 @@ from jaxrl_llm import userfile
 from jaxrl_llm.background import once
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.tables import LETTERS, Question, boxed, final
+from jaxrl_llm.tasks.tables import LETTERS, Question, answer_of, boxed, final
 
 Scored = Callable[[Question, str], Reward | None]  # None: it says nothing of that question
 
@@ -34,7 +35,10 @@ class OfGroup:
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_LETTER = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
+_STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+_ALONE = re.compile(rf"[\s().:*]*([{LETTERS}])[\s().:*]*", re.IGNORECASE)
+_LABEL = re.compile(rf"[\s(]*([{LETTERS}])[.:)]+\s.*", re.IGNORECASE | re.DOTALL)  # of `B. Lima`
+_BEHIND = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
 
 
 def reward(spec: str) -> Scored:
@@ -84,12 +88,12 @@ def tagged(question: Question, response: str) -> Reward:
 
 def choice(question: Question, response: str) -> Reward:
     """1 for the letter of the right choice: in a box, behind "answer", or alone."""
-    text = final_part(response)
-    inside = boxed(text)
-    behind = _LETTER.findall(text)
-    letter = (inside or "".join(behind[-1:]) or text).strip().strip("().:*").upper()
-    there = letter in (*LETTERS,)
-    return _judged(question, letter if there else None, format=float(there))
+    text = _STYLED.sub(r"\1", final_part(response))
+    inside, behind = boxed(text) or "", _BEHIND.findall(text)
+    chosen = _LABEL.fullmatch(inside)
+    chosen = chosen or _ALONE.fullmatch(inside or "".join(behind[-1:]) or text)
+    letter = chosen[1].upper() if chosen else None
+    return _judged(question, letter, format=float(chosen is not None))
 
 
 def by_pattern(question: Question, response: str, *, pattern: re.Pattern[str]) -> Reward:
@@ -152,6 +156,7 @@ BY_NAME: dict[str, Callable[[], Scored]] = {
     "em": lambda: partial(by_words, field="em"),
     "f1": lambda: partial(by_words, field="f1"),
 }
+AS_WRITTEN = ("exact", "tagged", "regex")  # by these a truth is its text, if that shows a list too
 NEEDS_TRUTH = (*BY_NAME, "regex")
 
 
@@ -188,6 +193,9 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
 
     def for_verl(question: Question, response: str) -> Any:
         row, truth = question.row, next(iter(question.truths), None)
+        if truth is None:  # none that a reward by name could read
+            with suppress(UserError):
+                truth = answer_of(row)
         parts = {
             "data_source": row.get("data_source", ""),
             "solution_str": response,

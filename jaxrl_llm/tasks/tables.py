@@ -21,8 +21,9 @@ Asked = str | tuple[Mapping[str, str], ...]
 
 # In the order in which they are looked for. A prompt may hold an instruction of its own, a question does not.
 PROMPTS = ("problem", "question", "prompt", "messages", "query", "instruction")
+_LISTS = ("golden_answers", "possible_answers")
 ANSWERS = (
-    *("answer", "golden_answers", "possible_answers"),  # the latter are lists
+    *("answer", *_LISTS),
     *("final_answer", "expected_answer", "ground_truth", "target", "solution"),
     *("answerKey", "label"),
 )
@@ -31,6 +32,10 @@ LETTERS = "ABCDEFGHIJ"
 _UTF8 = "utf-8-sig"  # with the mark that some programs put first, or without
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error, pyarrow.ArrowException)
 _EITHER = re.compile(r"(.+) or (.+) \(both were accepted\)")
+_NUMBERED = re.compile(
+    r"(?:[-_.](?:part|shard)?[-_]?\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?"
+    r"(?:\.(?:parquet|jsonl|jsonl\.gz|json|csv|tsv))?$"
+)
 _BOX = "\\boxed{"
 
 
@@ -67,11 +72,28 @@ def _json(text: str, where: str) -> Any:
 
 def _csv(path: Path) -> list[Any]:
     with path.open(encoding=_UTF8, newline="") as file:
-        head = file.readline()
-        file.seek(0)
-        between = max(",;\t", key=head.count)  # some spreadsheets write semicolons
-        rows = csv.DictReader(file, delimiter=between)
-        return [{name: x or None for name, x in row.items() if name} for row in rows]
+        between = max(",;\t", key=file.readline().count)  # some spreadsheets write semicolons
+    return _cells(path, between)
+
+
+def _tsv(path: Path) -> list[Any]:
+    try:
+        return _cells(path, "\t")
+    except csv.Error:  # written without quotes, so one is a character
+        return _cells(path, "\t", quoting=csv.QUOTE_NONE)
+
+
+def _cells(path: Path, between: str, **settings: Any) -> list[Any]:
+    found = []
+    with path.open(encoding=_UTF8, newline="") as file:
+        rows = csv.DictReader(file, delimiter=between, strict=True, **settings)
+        for row in rows:
+            if any(row.get(cast(Any, None)) or ()):
+                raise UserError(
+                    f"{path}, line {rows.line_num}: more cells than columns: put texts with {between!r} in quotes"
+                )
+            found.append({name: x or None for name, x in row.items() if name})
+    return found
 
 
 def _published(path: Path) -> list[Any]:
@@ -87,7 +109,7 @@ READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".gz": _json_lines,
     ".json": _json_list,
     ".csv": _csv,
-    ".tsv": _csv,
+    ".tsv": _tsv,
     ".tfds": _published,
 }
 
@@ -107,12 +129,19 @@ class HubData:
 
     def find(self, *splits: str) -> list[Path]:
         """The files of the first of `splits` that there is; empty without one."""
-        words = {path: _words(text) for path, text in self.files.items()}
-        known = [path for path in words if {*_words(self.config)} <= {*words[path]}]
-        split = next((one for one in splits if any(one in words[path] for path in known)), None)
-        chosen = [path for path in known if split in words[path]]
-        parents = [self.files[path].split("/")[:-1] for path in chosen]
-        places = {"/".join(part for part in parent if part != split) for parent in parents}
+        known = self._called(self.config, [*self.files])
+        found = ((split, self._called(split, known)) for split in splits)
+        split, chosen = next((one for one in found if one[1]), ("", []))
+        names = {path: _names(self.files[path]) for path in chosen}
+        longer = sorted({parts[-1] for parts in names.values() if split not in parts})
+        if len(longer) > 1:
+            published = all(path.suffix == ".tfds" for path in chosen)
+            start = f"tfds:{self.name}" if published else f"{self.name}:{self.config}"
+            raise UserError(
+                f"the data set {self.name!r} has several splits with {split!r} in their names "
+                f"({', '.join(longer)}): name one, as {start}:{longer[0]} (--test: those to test on)"
+            )
+        places = {"/".join(x for x in parts[:-1] if x != split) for parts in names.values()}
         if len(places) > 1:
             several = ", ".join(filter(None, sorted(places)))
             raise UserError(
@@ -120,6 +149,12 @@ class HubData:
                 f"name one, as {self.name}:CONFIG"
             )
         return chosen
+
+    def _called(self, wanted: str, paths: Sequence[Path]) -> list[Path]:
+        """Of these files those of this name, or in a folder of it; else those with its words in theirs."""
+        exact = [path for path in paths if wanted in _names(self.files[path])]
+        words = {*_words(wanted)}
+        return exact or [path for path in paths if words <= {*_words(self.files[path])}]
 
     def require(self, *splits: str) -> list[Path]:
         """The same; a UserError without one."""
@@ -159,15 +194,24 @@ def of_published(name: str) -> HubData:
     return HubData(name, "", {Path(name, f"{split}.tfds"): split for split in splits})
 
 
+def _names(text: str) -> list[str]:
+    """A path's folders, and its name but for numbers: `train_sft` of train_sft-00000-of-00003.parquet."""
+    *folders, name = text.split("/")
+    return [*folders, _NUMBERED.sub("", name)]
+
+
 def _words(text: str) -> list[str]:
     return re.findall(r"[A-Za-z0-9]+", text)
 
 
-def truths(stored: Any) -> tuple[str, ...]:
-    r"""The accepted answers in a cell: a text (`72` of `#### 72`, `\boxed{72}`), number or list."""
+def truths(stored: Any, printed: bool = True) -> tuple[str, ...]:
+    r"""The accepted answers in a cell: a text (`72` of `#### 72`, `\boxed{72}`), number or list.
+
+    A text that shows a list, `['72', '73']`, is one, unless `printed` is False.
+    """
     if isinstance(stored, str):
         both = _EITHER.fullmatch(stored.strip())
-        stored = both.groups() if both else _printed_list(stored)
+        stored = both.groups() if both else _printed_list(stored) if printed else stored
     if isinstance(stored, Mapping):  # TriviaQA's, and the truth of Search-R1's rows
         stored = stored.get("target", [stored.get("value"), *stored.get("aliases", [])])
     items = stored if isinstance(stored, list | tuple) else [stored]
@@ -213,9 +257,9 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-def _printed_list(text: str) -> list[str] | str:
-    """The list that a text like `['9.6\\n']` shows; else the text, as for an interval `[-2,4]`."""
-    if not text.strip().startswith("["):
+def _printed_list(text: Any) -> Any:
+    """The list that a text like `['9.6\\n']` shows; else the same, as for an interval `[-2,4]`."""
+    if not (isinstance(text, str) and text.strip().startswith("[")):
         return text
     try:
         listed = literal_eval(text.strip())
@@ -279,11 +323,13 @@ def answer_of(row: Row, wanted: str = "") -> Any:
         return row["reward_model"].get("ground_truth")
     messages = row.get("messages")
     try:
-        answer = row[column(row, wanted, ANSWERS, "--answer-column")]
+        name = column(row, wanted, ANSWERS, "--answer-column")
+        answer = _printed_list(row[name]) if name in _LISTS else row[name]
         aliases = None if wanted else row.get("answer_aliases")  # MuSiQue's
         return [answer, *truths(aliases)] if aliases else answer
     except UserError:
-        if not wanted and messages and messages[-1]["role"] == "assistant":
+        listed = not wanted and isinstance(messages, list | tuple) and messages
+        if listed and messages[-1]["role"] == "assistant":
             return messages[-1]["content"]
         raise
 
@@ -291,7 +337,7 @@ def answer_of(row: Row, wanted: str = "") -> Any:
 def choices_of(row: Row) -> dict[str, str]:
     """The texts that a row gives to choose from, by its own names for them; none if it gives none."""
     choices = next((row[name] for name in CHOICES if row.get(name) is not None), [])
-    choices = _printed_list(choices) if isinstance(choices, str) else choices
+    choices = _printed_list(choices)
     if isinstance(choices, str):
         raise UserError(f"its choices are one text, {choices!r:.60}: give a list of them")
     if not isinstance(choices, Mapping):
@@ -303,10 +349,13 @@ def choices_of(row: Row) -> dict[str, str]:
 
 
 def letter_of(answer: Any, named: Mapping[str, str]) -> str:
-    """The letter of a right choice, given by the row's name for it, a number from 0, or its text."""
-    text, choices = str(answer).strip(), [*named.values()]
-    if text in named and text not in LETTERS:  # as 1 to 4 in some rows of ARC
-        return LETTERS[[*named].index(text)]
+    """The letter that a right choice has here, given by the row's name for it, a number from 0, or its text."""
+    text, names, choices = str(answer).strip(), [*named], [*named.values()]
+    if text in names:  # 1 to 4 in some rows of ARC; letters may be others where a choice is absent
+        return LETTERS[names.index(text)]
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return LETTERS[answer]
-    return LETTERS[choices.index(text)] if text in choices else text.upper()
+    if text in choices:
+        return LETTERS[choices.index(text)]
+    upper = text.upper()
+    return LETTERS[names.index(upper)] if upper in names else f"none of the choices: {text}"

@@ -1,5 +1,6 @@
 """Warnings and reasons to stop, found in the metrics of a run's steps."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -7,6 +8,7 @@ Records = Sequence[Mapping[str, float]]
 
 WINDOW = 3  # steps that a mean is taken over
 FLAT = 5  # steps without a difference between rewards
+_FORMAT = re.compile(r"reward/(\w+_)?(format|boxed|answered|formatted)")
 BEGIN = 2  # steps at the begin of a run after which a reward that never differs is told
 FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
@@ -70,7 +72,7 @@ def _same_reward(records: Records) -> str:
         reason = "all are right, so the examples are too easy for this model"
     elif truncated > 0.5:
         reason = f"{truncated:.0%} are cut at response_length, likely before their answer: raise it"
-    elif any(record.get("reward/format") == 0.0 for record in records):
+    elif any(x == 0.0 and _FORMAT.fullmatch(name) for r in records for name, x in r.items()):
         reason = "none has the format that the reward looks for: show it in the prompt"
     else:
         reason = (

@@ -336,7 +336,9 @@ class Run:
         text += f", mean reward {total.score:.3g}" * total.by_reward
         text += f", mean length {total.length:.0f}"
         for line in result.lines[: len(result.tasks)]:
-            text += f", {line.name} {100 * line.greedy:.1f}%"
+            text += f", {line.name} " + (
+                f"{100 * line.greedy:.1f}%" if line.examples else "unknown"
+            )
         if result.ungraded:
             text = f"{text}, {result.ungraded} ungraded"
         if not total.examples:

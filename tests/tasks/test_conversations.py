@@ -167,6 +167,16 @@ def test_a_response_to_the_last_prompt_is_graded_where_there_is_a_reward(tmp_pat
     task, example = read(tmp_path, {"messages": [ASKED, boxed]}, specs=["math"])
     assert task.graded
     assert [task.reward(example, f"\\boxed{{{x}}}").correct for x in (42, 41)] == [True, False]
+    for row in (
+        {"prompt": "6 * 7?", "completion": "It is #### 42"},
+        {"prompt": [ASKED], "completion": [boxed]},
+        {"instruction": "Multiply.", "input": "6, 7", "output": "It is #### 42"},
+        {"messages": json.dumps([ASKED, boxed])},
+    ):
+        task, example = read(tmp_path, row, specs=["math"])
+        assert task.reward(example, "\\boxed{42}").correct
+        with pytest.raises(UserError, match="no truth among"):
+            read(tmp_path, row, specs=["math"], answer_column="truth")
     task, example = read(tmp_path, {"messages": [ASKED, YES], "answer": "42"}, specs=["exact"])
     assert task.reward(example, "42").correct
 

@@ -175,6 +175,16 @@ def test_a_mark_is_asked_for_once(server, tmp_path):
     assert "6 * 7" not in cache.read_text()
 
 
+def test_any_of_several_answers_is_shown_to_the_judge(server):
+    several = Question("q?", ("72", "73", *map(str, range(100, 120))), {})
+    assert judges.Judge(server.url, "m")(several, "73").correct
+    [(_, _, body)] = server.asked
+    shown = body["messages"][1]["content"]
+    assert "<reference>\n72\n</reference>\n<reference>\n73\n</reference>" in shown
+    assert shown.count("<reference>") == 10
+    assert "none of them" in body["messages"][0]["content"]
+
+
 def test_a_judge_on_this_host_is_asked_past_a_proxy(server, monkeypatch):
     for name in ("http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens

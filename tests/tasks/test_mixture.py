@@ -236,6 +236,23 @@ def test_metrics_and_the_table_tell_the_tasks_apart():
     assert tables.accuracies("", result, "").columns[0].header == "task"
 
 
+def test_a_task_that_nobody_could_grade_has_no_figures():
+    class Unknown(Numbers):
+        def reward(self, example, response):
+            return replace(super().reward(example, response), graded=False)
+
+    mixture = Mixture({"small": (SMALL, 1), "lost": (Unknown([1], [6, 7, 8, 9]), 1)})
+    sampler, how = (
+        Scripted(lambda prompt, _: [prompt[0], WORDS.eos]),
+        Sampling(max_tokens=4, stop=(WORDS.eos,)),
+    )
+    task, samples = TokenTask(mixture, WORDS), 2
+    result = evaluate.evaluate(sampler, task, mixture.test, how, samples=samples, stop=Stop())
+    figures = result.metrics()
+    assert figures["accuracy/small"] == figures["pass@2/small"] == 1.0
+    assert not [name for name in figures if name.endswith("/lost")]
+
+
 def test_the_metrics_of_a_step_tell_the_tasks_apart():
     right, wrong = Reward(2.0, True), Reward(0.0, False)
     made = tiny.groups(tiny.responses(rows=6), [right, wrong, wrong, wrong, right, right])

@@ -81,6 +81,12 @@ def written(folder, rows, name="mine.jsonl"):
         (LETTERS | {"choices": "['41', '42', '43', '44']", "answer": "B"}, "choice", PICK, "B"),  # of a CSV file
         ({"question": "6 * 7?", "options": dict(zip("ABCDE", ["41", "42", "43", "44", None], strict=True)),
           "answer": "B"}, "choice", PICK, "B"),  # as Parquet fills up what some rows lack
+        *(({"question": "6 * 7?", "options": {"A": "41", "B": None, "C": "42"}, "answer": said}, "choice",
+           "6 * 7?\nA. 41\nB. 42", "B") for said in ("C", "c", "42")),
+        ({"question": "6 * 7?", "choices": {"label": ["B", "A"], "text": ["41", "42"]}, "answerKey": "A"},
+         "choice", "6 * 7?\nA. 41\nB. 42", "B"),
+        ({"question": "Which vitamin?", "choices": [*"CDAK"], "answer": "C"}, "choice",
+         "Which vitamin?\nA. C\nB. D\nC. A\nD. K", "C"),  # the letter: most sets have that
         ({"query": "6 * 7?", "target": 42}, "exact", "6 * 7?", "42"),
     ],
 )  # fmt: skip
@@ -98,6 +104,16 @@ def test_a_spreadsheet_is_read(tmp_path):
     [first, second] = questions.questions([path], needs=["math"])
     assert (first.prompt, first.truths) == ("6 * 7,\nby head?", ("42",))
     assert second.row == {"question": "1 + 1?", "answer": "2", "note": "easy"}
+
+
+def test_tabs_need_no_quotes(tmp_path):
+    """Where texts are not written in them, one that begins with one would swallow the rows after it."""
+    path = tmp_path / "mine.tsv"
+    path.write_text('question\tanswer\n"To be\tHamlet\nWho, 1, 2?\tB\nlast "one"\tC\n')
+    found = [(one.prompt, *one.truths) for one in questions.questions([path])]
+    assert found == [('"To be', "Hamlet"), ("Who, 1, 2?", "B"), ('last "one"', "C")]
+    path.write_text('question\tanswer\n"a ""b""\tc"\tC\n')
+    assert [one.prompt for one in questions.questions([path])] == ['a "b"\tc']
 
 
 def test_a_teacher_is_told_what_a_column_says(tmp_path):
@@ -253,6 +269,10 @@ def test_a_table_may_be_packed(tmp_path):
         ("mine.json", '{"data": []}', "mine.json holds a dict, not a list of rows"),
         ("mine.parquet", "PAR1", "cannot read .*mine.parquet: "),
         ("mine.txt", "6 * 7?", r"cannot read .*mine.txt: its name ends in none of \.parquet, \.jsonl"),
+        ("mine.csv", "question,answer\nq,1\nSum of 3,4 and 5?,12\n",
+         "mine.csv, line 3: more cells than columns: put texts with ',' in quotes"),
+        ("mine.csv", 'question,answer\n"Weird" who?,1\n', "cannot read .*mine.csv: ',' expected after '\"'"),
+        ("mine.csv", 'question,answer\n"To be,1\nq,1\n', "cannot read .*mine.csv: unexpected end of data"),
         ("mine.csv", "6 * 7?,42\n1 + 1?,2\n", "row 0: no problem or .* among 6 \\* 7\\?, 42: .*--prompt-column"),
         ("mine.jsonl", lines({"conversations": [{"from": "human", "value": "6 * 7?"}]}),
          "row 0: no problem or .* among conversations: name the column by --prompt-column"),
@@ -299,7 +319,8 @@ def test_what_cannot_be_learned_from_is_refused_with_its_row(tmp_path, row, sett
 @pytest.mark.parametrize(
     ("lost", "spec"),
     [({"question": "q", "answer": "She has 48/2 = 24 clips, so many."}, "math"),
-     (LETTERS | {"answer": "Z"}, "choice")],
+     (LETTERS | {"answer": "Z"}, "choice"), (LETTERS | {"answer": "E"}, "choice"),
+     ({"question": "6 * 7?", "options": {"A": "41", "B": None, "C": "42"}, "answer": "B"}, "choice")],
 )  # fmt: skip
 def test_a_truth_that_nothing_can_match_is_a_warning_with_its_row(tmp_path, caplog, lost, spec):
     fine = LETTERS | {"answer": "B"}
@@ -334,6 +355,13 @@ def hub(monkeypatch, folder, files):
          "us/set:2wikimultihopqa", [3, 3]),
         (["main/train.jsonl", "socratic/train.jsonl"], "us/set:main", [2, 1]),
         (["main/train.jsonl", "main/hard.jsonl"], "us/set:main:hard", [2, 1]),
+        (["rc/train-0.jsonl", "rc.nocontext/train-0.jsonl", "rc/test.jsonl"], "us/set:rc", [3, 3]),
+        (["algebra/train.jsonl", "intermediate_algebra/train.jsonl"], "us/set:algebra", [2, 1]),
+        ([*(f"data/{one}_{part}-00000-of-00001.parquet" for one in ("train", "test") for part in ("sft", "gen")),
+          "data/train_sft-00001-of-00002-0f0f0f0f0f0f0f0f.parquet"], "us/set::train_sft", [6, 3]),
+        (["auxiliary_train.jsonl", "train.jsonl"], "us/set", [2, 1]),
+        (["gsm8k_train.jsonl"], "us/set", [2, 1]),
+        (["gsm_train_part1.jsonl", "gsm_train_part2.jsonl"], "us/set", [5, 1]),
     ],
 )  # fmt: skip
 def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
@@ -390,6 +418,10 @@ def test_of_a_set_at_the_hub_the_files_of_one_config_are_fetched(monkeypatch, tm
         (["main/train.jsonl"], "us/set:other", "no files of the split 'train' and the config 'other': main/train"),
         (["main/test.jsonl"], "us/set", "no files of the split 'train': main/test"),
         (["train.jsonl", "a/test.jsonl", "b/test.jsonl"], "us/set", r"'test' for several configs \(a, b\)"),
+        (["data/train_sft-0.jsonl", "data/train_gen-0.jsonl"], "us/set",
+         r"several splits with 'train' in their names \(train_gen, train_sft\): name one, as us/set::train_gen"),
+        (["train.jsonl", "c/test_a.jsonl", "c/test_b.jsonl"], "us/set",
+         r"'test' in their names \(test_a, test_b\)"),
     ],
 )  # fmt: skip
 def test_a_set_at_the_hub_that_is_not_clear_is_asked_about(
@@ -443,6 +475,15 @@ def asked(*truths, **row):
         ("choice", "B", "Answer: **B**", 1, {"format": 1}),
         ("choice", "B", "b", 1, {"format": 1}),
         ("choice", "B", "\\boxed{(C)}", 0, {"format": 1}),
+        ("choice", "B", "\\boxed{\\text{B}}", 1, {"format": 1}),
+        ("choice", "B", "\\boxed{\\textbf{(B)}}", 1, {"format": 1}),
+        ("choice", "B", "\\boxed{\\mathrm{B}. 42}", 1, {"format": 1}),
+        ("choice", "B", "\\boxed{(B) 42}", 1, {"format": 1}),
+        ("choice", "B", "\\boxed{B: A or C}", 1, {"format": 1}),
+        ("choice", "B", "answer: \\text{B}", 1, {"format": 1}),
+        ("choice", "A", "The answer is A, a bird", 1, {"format": 1}),
+        ("choice", "A", "A. 41 is wrong", 0, {"format": 0}),
+        ("choice", "A", "\\boxed{A bird}", 0, {"format": 0}),
         ("choice", "B", "I do not know", 0, {"format": 0}),
         ("regex:x = (\\d+)", "42", "x = 41, no, x = 42", 1, {"format": 1}),
         ("regex:x = (\\d+)", "42", "42", 0, {"format": 0}),
@@ -615,6 +656,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "openai/gsm8k" and extra_info == {"index": 0}
     return {"score": 0.75, "acc": solution_str == ground_truth, "pred": "x"}
 
+def verl_nested(solution_str, ground_truth):
+    return float(solution_str in ground_truth["names"])
+
 def verl_more(solution_str, extra_info):
     return extra_info.get("index", 1)
 
@@ -639,6 +683,33 @@ def trl_array(completions, **kwargs):
 def functions(tmp_path):
     (tmp_path / "my.py").write_text(FUNCTIONS)
     return lambda name: rewards.reward(f"{tmp_path / 'my.py'}:{name}")
+
+
+def test_truths_that_no_reward_reads_are_a_functions(tmp_path, functions):
+    """As Logic-RL's rows have them, or SQuAD's."""
+    truth = {"names": ["A"], "solution_text_format": "A is a knight"}
+    for row in (
+        {"prompt": USER, "reward_model": {"ground_truth": truth}},
+        {"question": "q", "answer": truth},
+    ):
+        source = written(tmp_path, [row] * 2)
+        [one] = questions.task(source, [f"{tmp_path / 'my.py'}:verl_nested"]).train
+        assert functions("verl_nested")(one, "A").correct
+        with pytest.raises(UserError, match="row 0: an answer is a text or a number"):
+            questions.task(source, ["math"])
+
+
+def test_a_list_that_a_text_shows_is_one_for_what_reads_answers(tmp_path):
+    """What a program prints is as it is."""
+    source = written(tmp_path, [{"question": "What does it print?", "answer": "['a', 'b']"}] * 2)
+    for spec, truths in (
+        ("exact", ("['a', 'b']",)),
+        ("regex:(.*)", ("['a', 'b']",)),
+        ("em", ("a", "b")),
+    ):
+        assert questions.task(source, [spec]).train[0].truths == truths
+    listed = written(tmp_path, [{"question": "q", "golden_answers": "['a', 'b']"}] * 2)
+    assert questions.task(listed, ["exact"]).train[0].truths == ("a", "b")
 
 
 def test_functions_are_taken_as_they_are_written(functions):
@@ -688,6 +759,24 @@ def test_a_function_may_see_the_group(functions, tmp_path, name):
     few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"])
     assert score_groups(few, [few.train[0]], [["a", "b"]]) == [[UNGRADED] * 2]
     assert not isinstance(questions.task(source, ["exact"]), GradesGroups)
+
+
+@pytest.mark.parametrize("reward", [lambda example, response: 1.0, [len], 7])
+def test_in_python_a_reward_is_named(reward):
+    with pytest.raises(UserError, match=r"a reward is a name, .* or FILE\.py:FUNCTION, not "):
+        jl.grpo("m", "mine.jsonl", reward=reward)
+
+
+def test_fields_of_one_name_are_told_apart(tmp_path):
+    source = written(tmp_path, [{"question": "q", "answer": "B"}] * 2)
+    made = questions.task(source, ["exact", "choice", "tagged"])
+    [one] = made.train
+    assert made.reward(one, "B").fields == {
+        "exact": 1.0, "choice": 1.0, "choice_format": 1.0, "tagged": 0.0, "tagged_format": 0.0,
+    }  # fmt: skip
+    made = questions.task(source, ["em", "f1"])
+    both = made.reward(one, "<answer>B or C</answer>").fields
+    assert both == {"em": 0.0, "f1": pytest.approx(0.5), "em_format": 1.0, "f1_format": 1.0}
 
 
 def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):

@@ -69,7 +69,10 @@ def test_no_false_alarm(records):
         ({}, "has the reward 0: likely true answers have another form"),
         ({"reward": 1.0, "accuracy": 1.0, "truncated": 0.6}, "has the reward 1: all are right"),
         ({"truncated": 0.6}, "60% are cut at response_length"),
-        ({"reward/format": 0.0}, "none has the format"),
+        *(
+            ({f"reward/{x}": 0.0}, "none has the format")
+            for x in ("format", "math_format", "boxed", "answered")
+        ),
         ({"reward/format": 1.0}, "likely true answers"),
     ],
 )
