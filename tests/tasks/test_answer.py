@@ -23,6 +23,27 @@ def test_what_the_question_gives_is_no_answer(checker, question, truth, answer, 
     assert checker.check(truth, answer, question) is expected
 
 
+@pytest.mark.parametrize(
+    ("truth", "answer", "right"),
+    [
+        (r"\frac{12!}{2^6}", "7484400", True),
+        (r"\frac{12!}{2^6}", "7484401", False),
+        ("10!", "3628800", True),
+        (r"\binom{20}{10}", "184756", True),
+        (r"3\sqrt{4}", "6", True),
+        (r"\log_2 8", "3", True),
+        (r"\sin 30^\circ", r"\frac12", True),
+        ("120", "5!", False),
+        ("6", r"3\sqrt{4}", False),
+        (r"\sqrt{2}", "1.4142135623", False),
+        (r"\pi", "3.141593", False),
+        ("x+1", "6", False),
+    ],
+)
+def test_a_number_may_be_worked_out_further_than_the_truth(checker, truth, answer, right):
+    assert checker.check(truth, answer) is (Verdict.EQUAL if right else Verdict.DIFFERENT)
+
+
 def test_no_trick_is_taken_for_an_answer(checker):
     assert adversary.wrongly_accepted(600, 1, checker) == ([], 0)
 
