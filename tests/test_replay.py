@@ -348,8 +348,10 @@ def telling(experts, answers):
     return fault
 
 
-def test_a_server_without_experts_is_one_line(tmp_path):
-    with Fake(fault=telling(None, math.inf)) as fake:
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_server_without_experts_is_one_line(routed, tmp_path):
+    missing = lambda path, *_: (404, b"{}") if path == "/inference/v1/generate" else None
+    with Fake(fault=telling(None, math.inf) if routed else missing) as fake:
         made = replaying(fake, tmp_path)
         with pytest.raises(UserError, match="start it with --enable-return-routed-experts"):
             made.generate(PROMPTS, n=1, sampling=SAMPLING)

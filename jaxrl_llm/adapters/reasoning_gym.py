@@ -1,13 +1,18 @@
 """The puzzles of reasoning-gym, with its verifiers: `pip install 'jaxrl_llm[gym]'`.
 
-They are made and judged in workers (this module): some verifiers evaluate what a model wrote, and
-some generators follow the order of a set, which is one process's own.
+They are made and judged in workers (this module), since some generators follow the order of a set,
+which is one process's own. Some verifiers evaluate what a model wrote as Python: each answer is
+judged in a process of its own, with the limits of the tool `python`.
 """
 
 import importlib.util
 import json
+import secrets
+import shutil
 import sys
+import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,10 +20,13 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.reward import UNGRADED, Reward
+from jaxrl_llm.tasks.python import confined
 from jaxrl_llm.tasks.task import Mapped, Prompt
 from jaxrl_llm.tasks.workers import Workers, serve
 
 _MAKING = 60.0  # seconds a puzzle may take to be made
+_SLOWER = 100  # wall-clock seconds for one of CPU time: the load of the machine decides nothing
+_MEMORY = 4 << 30  # bytes of address space that a verifier may use
 _TRIES = 20  # seeds tried for a puzzle to train on that is none of the test's
 
 
@@ -70,7 +78,9 @@ class ReasoningGym:
             raise UserError("these puzzles need reasoning-gym: pip install 'jaxrl_llm[gym]'")
         self.name, self._frame, self._read, self._seconds = name, frame, read, seconds
         module = "jaxrl_llm.adapters.reasoning_gym"
-        self._workers = Workers(workers, module, name, json.dumps(settings))
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._workers = Workers(workers, module, name, json.dumps(settings), folder)
         self._stride = train + test
         self.train = Mapped(range(seed, seed + train), self._new)
         self.test = Mapped(range(seed + train, seed + train + test), self._puzzle)
@@ -87,8 +97,9 @@ class ReasoningGym:
         answer = self._read(response)
         if answer is None:
             return Reward(0.0, False, {"answered": 0.0})
-        reply = self._workers.ask([example.seed, answer], self._seconds)
-        if not reply:
+        # the worker only waits
+        reply = self._workers.ask([example.seed, answer, self._seconds], 10 * self._seconds)
+        if reply in ("", "late"):
             return UNGRADED
         score = 0.0 if reply == "failed" else float(reply)
         return Reward(score, score == 1.0, {"answered": 1.0})
@@ -110,7 +121,7 @@ class ReasoningGym:
         return self._puzzle(seed)
 
     def _puzzle(self, seed: int) -> Puzzle:
-        reply = self._workers.ask([seed, None], _MAKING)
+        reply = self._workers.ask([seed, None, _MAKING], _MAKING)
         if not reply.startswith("{"):
             raise UserError(f"reasoning-gym: {reply or f'no puzzle in {_MAKING:.0f} s'}")
         return Puzzle(seed=seed, **json.loads(reply))
@@ -130,12 +141,16 @@ def _entry(name: str, settings: str, seed: int) -> tuple[Any, dict[str, Any]]:
     return made, made[0]
 
 
-def _answer(seed: int, answer: str | None) -> str:
+def _answer(seed: int, answer: str | None, seconds: float) -> str:
     """The score of an answer; without one the puzzle in JSON, or what its generator says."""
-    name, settings = sys.argv[1:]
+    name, settings, folder = sys.argv[1:]
     if answer is not None:
         made, entry = _entry(name, settings, seed)
-        return repr(float(made.score_answer(answer, entry)))
+        mark = secrets.token_hex()  # what evaluates the answer prints too, and does not know it
+        judge = lambda: print(f"\n{mark}{float(made.score_answer(answer, entry))!r}")
+        said, why = confined(judge, folder, seconds, _SLOWER * seconds, _MEMORY)
+        _, judged, score = said.rpartition(mark)
+        return "late" if "took more" in why else score.strip() if judged else "failed"
     try:
         entry = _entry(name, settings, seed)[1]
     except Exception as error:  # what generators raise, and the package for a wrong name

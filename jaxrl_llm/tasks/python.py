@@ -67,6 +67,7 @@ _COMMANDS = {  # what the second argument may be: no owner of a file to send sig
     "ioctl": (0x5401, 0x5421, 0x5450, 0x5451),
     "socketpair": (0x1, 0x801, 0x80001, 0x80801),  # two ends that reach nothing but one another
 }
+_OPENS = {"open": 24, "openat": 32}  # where the kernel's filters find the flags
 _MACHINES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}
 _MACHINE = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
 _SITES = (*site.getsitepackages(), site.getusersitepackages())  # where modules are installed
@@ -127,13 +128,29 @@ def _delete(folder: str) -> None:
 
 def _answer(code: str, seconds: float, memory: int) -> str:
     """The output of a program, in JSON, and why it was ended if it was."""
+
+    def program() -> None:
+        exec(compile(code, "program.py", "exec"), vars(sys.modules["__main__"]))  # noqa: S102 (what this is for)
+
+    text, why = confined(program, sys.argv[1], seconds, _SLOWER * seconds, memory)
+    text = "\n".join([text.strip(), *([f"(ended: {why})"] if why else [])])
+    return json.dumps(text.strip() or "(nothing was printed)")
+
+
+def confined(
+    work: Callable[[], object], where: str, seconds: float, clock: float, memory: int
+) -> tuple[str, str]:
+    """What `work` prints in a process of its own, within the limits, and why it was ended if it was.
+
+    It has `seconds` of CPU time and `clock` in all; its folder is in `where` meanwhile.
+    """
     output, left = b"", lambda: max(0.0, end - time.monotonic())
-    folder = tempfile.mkdtemp(dir=sys.argv[1])
+    folder = tempfile.mkdtemp(dir=where)
     try:
         reader, writer = os.pipe()
-        end, worker = time.monotonic() + _SLOWER * seconds, os.getpid()
+        end, worker = time.monotonic() + clock, os.getpid()
         if not (pid := os.fork()):
-            _run(code, seconds, memory, folder, writer, worker)
+            _run(work, seconds, memory, folder, writer, worker)
         os.close(writer)
         while len(output) <= 4 * _OUTPUT and wait([reader], left()):  # in UTF-8
             if not (piece := os.read(reader, 1 << 16)):
@@ -153,13 +170,14 @@ def _answer(code: str, seconds: float, memory: int) -> str:
     elif late or number == signal.SIGXCPU:
         why = f"it took more than {seconds:g} s"
     elif number not in (0, signal.SIGKILL):
-        why = signal.strsignal(number)
-    text = "\n".join([text[:_OUTPUT].strip(), *([f"(ended: {why})"] if why else [])])
-    return json.dumps(text.strip() or "(nothing was printed)")
+        why = signal.strsignal(number) or f"signal {number}"
+    return text[:_OUTPUT], why
 
 
-def _run(code: str, seconds: float, memory: int, folder: str, writer: int, worker: int) -> NoReturn:
-    """Becomes the program; what it prints goes to `writer`."""
+def _run(
+    work: Callable[[], object], seconds: float, memory: int, folder: str, writer: int, worker: int
+) -> NoReturn:
+    """Becomes the program that does this; what it prints goes to `writer`."""
     try:
         os.setsid()
         os.chdir(folder)
@@ -172,15 +190,17 @@ def _run(code: str, seconds: float, memory: int, folder: str, writer: int, worke
         if (beside := os.environ["PYTHONPATH"]) not in _SITES:  # of this package
             sys.path.remove(beside)
         tempfile.tempdir, sys.argv = folder, ["program.py"]
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        sys.modules["__main__"] = types.ModuleType("__main__")
         _limit(seconds, memory, folder)
         if os.getppid() != worker:  # it ended before that would have ended this one
             os._exit(0)
-        exec(compile(code, "program.py", "exec"), vars(main))  # noqa: S102 (what this is for)
+        work()
     except SystemExit:
         pass
     except BaseException as error:
-        shown = error.__traceback__.tb_next if error.__traceback__ else None
+        shown = error.__traceback__
+        for _ in ("this function", "work"):
+            shown = shown.tb_next if shown else None
         traceback.print_exception(error.with_traceback(shown), limit=-3)
     finally:
         with suppress(BaseException):
@@ -227,13 +247,17 @@ def _refuse_files(folder: str) -> None:
 
 def _refuse_calls(architecture: int, column: int) -> None:
     """All but the allowed system calls fail from now on, as do those of another architecture."""
-    load, equal, give = 0x20, 0x15, 0x06  # of the kernel's filters
+    load, equal, mask, give = 0x20, 0x15, 0x54, 0x06  # of the kernel's filters
     allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x0005000D)  # EACCES
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0)]
     words = iter(_CALLS.split())
     for call in zip(words, words, words, strict=True):
         then = [allow]
-        if commands := _COMMANDS.get(call[0]):
+        if place := _OPENS.get(call[0]):  # Landlock sees no emptying before its third version
+            empties = os.O_TRUNC | os.O_RDONLY
+            then = [(load, 0, 0, place), (mask, 0, 0, os.O_TRUNC | os.O_ACCMODE)]
+            then += [(equal, 0, 1, empties), refuse, allow]
+        elif commands := _COMMANDS.get(call[0]):
             known = [line for one in commands for line in ((equal, 0, 1, one), allow)]
             then = [(load, 0, 0, 24), *known, refuse]
         if call[column] != "-":

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.adapters.reasoning_gym import ReasoningGym, framed, library, tagged
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.tasks.python import confined
 
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 LENIENT = {"game_of_life_halting"}  # takes any text but one of the two answers for the other one
@@ -66,6 +67,40 @@ def test_what_ends_its_worker_is_unchecked_and_the_next_answer_is_judged(sums):
     assert sums.reward(example, right).correct
 
 
+# what a model may write where a verifier evaluates it, in Python
+HOSTILE = [
+    "[__import__('os').write(i, b'1.0\\n') for i in range(1, 9)]",
+    "__import__('os').system('echo 1.0 >&2; touch OUTSIDE')",
+    "open('OUTSIDE', 'w')",
+    "__import__('os').kill(__import__('os').getppid(), 9)",
+    "__import__('os')._exit(0)",
+    "input()",
+    "exit()",
+]
+
+
+@pytest.mark.parametrize("name", ["binary_matrix", "countdown"])
+def test_an_answer_that_is_evaluated_harms_nothing(name, tmp_path):
+    """It is wrong, and says nothing of other answers; it is not judged where it ends its judge."""
+    outside = tmp_path / "outside"
+    with closing(ReasoningGym(name, train=3, test=1, workers=1)) as task:
+        one, two, _ = task.train
+        for text in HOSTILE:
+            reward = task.reward(one, f"<answer>{text.replace('OUTSIDE', str(outside))}</answer>")
+            assert (reward.score < 1, reward.correct) == (True, False), text
+            assert task.reward(two, f"<answer>{two.answer}</answer>").correct
+            assert task.reward(two, "<answer>no</answer>").score < 1
+        assert task._puzzle(one.seed) == one
+    assert not outside.exists()
+
+
+def test_an_answer_that_takes_too_long_is_not_judged():
+    with closing(ReasoningGym("countdown", train=2, test=1, workers=1, seconds=0.5)) as task:
+        [one, _] = task.train
+        assert not task.reward(one, "<answer>9**9**9**9</answer>").graded
+        assert task.reward(one, f"<answer>{one.answer}</answer>").correct
+
+
 def test_puzzles_do_not_depend_on_the_process():
     """Its generator puts variables into a set."""
     with closing(ReasoningGym("polynomial_multiplication", workers=1, train=5)) as task:
@@ -85,23 +120,25 @@ def test_a_wrong_name_or_setting_is_refused(name, settings, words):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what the package needs leaves files open
 @pytest.mark.parametrize("quarter", range(4))
-def test_every_generator(quarter):
+def test_every_generator(quarter, tmp_path):
     """All but one that needs others: 100 know an answer, which is right by their verifier."""
     names = sorted(set(library().factory.DATASETS) - {"composite"})
     assert len(names) > 100
     for name in names[quarter::4]:
         made = library().create_dataset(name, size=3, seed=0)
         for entry in made:
-            wrong, right = _scores(made, entry)
+            wrong, right = _scores(made, entry, tmp_path)
             assert wrong < 1 or name in LENIENT, name
             assert (entry["answer"] is None) == (name in WITHOUT_ANSWER), name
             assert right == 1 or name in WITHOUT_ANSWER, name
 
 
-def _scores(made, entry):
-    """Of no answer, and of the answer, as the task would have them."""
-    wrong, right = "no such answer", tagged(f"<answer>{entry['answer']}</answer>")
-    try:
-        return made.score_answer(wrong, entry), made.score_answer(right, entry)
-    except Exception:  # a verifier that cannot read the wrong one: no score of 1
-        return 0.0, made.score_answer(right, entry)
+def _scores(made, entry, folder):
+    """Of no answer, and of the answer, as the task would have them, and within its limits."""
+    scores = []
+    for text in ("no such answer", tagged(f"<answer>{entry['answer']}</answer>")):
+        judge = lambda text=text: print(f"\nscore {float(made.score_answer(text, entry))}")
+        said, _ = confined(judge, str(folder), 5.0, 500.0, 4 << 30)
+        # a verifier that cannot read the wrong one says nothing: no score of 1
+        scores.append(float(said.rpartition("score ")[2]) if "score " in said else 0.0)
+    return scores

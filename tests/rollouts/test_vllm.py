@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -373,6 +374,20 @@ def test_who_waits_for_a_server_that_hangs_may_be_asked_to_leave(tmp_path, call)
         over.set()
 
 
+@pytest.mark.parametrize("error", [StopRequested("stop"), UserError("wrong")])
+def test_who_waits_for_long_responses_learns_of_an_error_at_once(tmp_path, error):
+    """One of a later response, while an earlier one is still sampled."""
+    made = sampler_of(root=tmp_path)
+    slow, failed = futures.Future(), futures.Future()
+    failed.set_exception(error)
+    threading.Timer(20.0, lambda: slow.cancelled() or slow.set_result(None)).start()
+    start = time.monotonic()
+    with pytest.raises(type(error)):
+        made.wait([slow, failed])
+    assert time.monotonic() - start < 10
+    assert slow.cancelled()
+
+
 def test_a_call_that_is_interrupted_calls_its_requests_off(tmp_path):
     """Ctrl-C, or a run that is told to leave, in the main thread, while many are under way."""
     asked = threading.Event()
@@ -488,6 +503,71 @@ def answered_by(*servers, count=200, width=16, patience=120.0):
 
 def sick(number, prompt):
     raise NoAnswer("sick")
+
+
+def test_after_a_failure_nothing_is_asked_for_that_is_over():
+    """Turns that are called off as the call fails end after it."""
+
+    class Refused(Stub):
+        async def prepare(self):
+            await asyncio.sleep(0.05)
+            if not self.prepared:
+                self.prepared = 1
+                raise UserError("refused")
+            return self.width
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl_llm.rollouts.vllm.service.READY", 0.0)
+        servers = [Stub("well", seconds=0.3), Refused("refused")]
+        for server in servers:
+            server.width = 16
+        sent = Counter()
+
+        async def leaving(server, turn):
+            try:
+                await Stub.ask(server, turn)
+            finally:
+                await asyncio.sleep(0.05)  # as a connection is closed
+
+        def ask(server, turn):
+            sent[turn.prompt] += 1
+            return leaving(server, turn)
+
+        service = Service(servers, 120.0, ask, lambda server: server.prepare())  # pyright: ignore
+        begin = lambda numbers: [
+            Turn((i,), i, Draft(Sampling(max_tokens=1), (i,)), None) for i in numbers
+        ]
+        lost, later = begin(range(4)), begin(range(100, 103))
+        service.submit(lost)
+        for turn in lost:
+            with pytest.raises(UserError, match="refused"):
+                turn.response.result(60)
+        service.submit(later)
+        assert [turn.response.result(60).tokens for turn in later] == [[100], [101], [102]]
+    assert sent == Counter((i,) for i in (*range(4), *range(100, 103)))
+
+
+def test_what_was_asked_again_is_counted_over_pushes():
+    well = Stub("well", lambda number, prompt: sick(number, prompt) if number == 2 else None)
+    service = Service([well], 120.0, Stub.ask, lambda server: server.prepare())  # pyright: ignore
+    well.width = 4
+
+    def answer(first):
+        turns = [
+            Turn((i,), i, Draft(Sampling(max_tokens=1), (i,)), None)
+            for i in range(first, first + 3)
+        ]
+        service.submit(turns)
+        assert all(turn.response.result(60).tokens for turn in turns)
+
+    async def push():
+        async with service.interrupted(lambda server: asyncio.sleep(0)):
+            pass
+
+    answer(0)
+    client.run(push())
+    answer(3)
+    assert (service.retries(), service.retries()) == (1, 0)
 
 
 def test_the_server_with_the_most_room_is_given_the_next():

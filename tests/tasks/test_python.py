@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -266,6 +267,23 @@ def test_what_the_kernel_refuses(tool, program, tmp_path, nothing_stays_behind):
     assert not said.endswith("done")
     assert (outside.read_text(), outside.stat().st_mode) == ("kept", mode)
     assert [*tmp_path.iterdir()] == [outside]
+
+
+@kernel
+@pytest.mark.parametrize("tool", ["python", "oldest"], indirect=True)
+def test_what_may_be_read_cannot_be_emptied(tool):
+    """Before its third version Landlock does not see that a file is emptied as it is opened to be read."""
+    with tempfile.NamedTemporaryFile(
+        "w+", dir=sysconfig.get_path("purelib"), suffix=".txt"
+    ) as file:
+        file.write("kept")
+        file.flush()
+        opened = f"os.open({file.name!r}, os.O_RDONLY"
+        assert tool(f"import os\nprint(os.read({opened}), 9))") == "b'kept'"
+        for flags in ("O_TRUNC", "O_TRUNC | os.O_CREAT", "O_TRUNC | os.O_CLOEXEC"):
+            assert "Error" in tool(f"import os\n{opened} | os.{flags})")
+        file.seek(0)
+        assert file.read() == "kept"
 
 
 @kernel

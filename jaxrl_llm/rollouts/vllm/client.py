@@ -107,7 +107,10 @@ class Server:
             answer = await self.post("/v1/completions", body, tokens=longest)
             return read_response(answer, sampling, vocabulary)
         body = {"model": self.model, "token_ids": [*map(int, prompt)], "sampling_params": how}
-        answer = await self.post("/inference/v1/generate", body, tokens=longest)
+        try:
+            answer = await self.post("/inference/v1/generate", body, tokens=longest)
+        except NoRoute as error:
+            raise self._tells_no_experts() from error
         response = read_response(as_completion(answer), sampling, vocabulary)
         return response._replace(experts=self._sent_to(answer, len(prompt), response))
 
@@ -126,16 +129,19 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise NoAnswer(f"scored a prompt without its log-probs ({error!r:.200})") from error
 
+    def _tells_no_experts(self) -> UserError:
+        return UserError(
+            f"{self.url} does not say to which experts it sends tokens: start it with "
+            "--enable-return-routed-experts --enable-scale-out, or set replay=False in the engine"
+        )
+
     def _sent_to(self, answer: dict[str, Any], prompt: int, response: Response) -> Any:
         """The experts in the answer to a prompt of so many tokens; None with a response that has none yet."""
         encoded = answer["choices"][0].get("routed_experts")
         if encoded is None and not response.tokens:
             return None
         if encoded is None:
-            raise UserError(
-                f"{self.url} does not say to which experts it sends tokens: start it with "
-                "--enable-return-routed-experts --enable-scale-out, or set replay=False in the engine"
-            )
+            raise self._tells_no_experts()
         try:
             content = base64.b64decode(encoded, validate=True)
             array = np.load(io.BytesIO(content), allow_pickle=False)

@@ -150,8 +150,8 @@ class VllmSampler(Sampler):
         """The responses, once all are there; an error calls them off. Sets `counters`."""
         try:
             while (left := futures.wait(responses, CHECK_SECONDS, FIRST_EXCEPTION)).not_done:
-                if any(one.exception() for one in left.done):
-                    break
+                for one in left.done:
+                    one.result()  # an error is out at once, whatever is still sampled
                 self._look()
             trajectories = [one.result() for one in responses]
         except BaseException:

@@ -174,7 +174,8 @@ class Service:
 
     async def _serve(self) -> None:
         """Keeps all servers until no response is unfinished."""
-        self._patience = Patience([*self._under_way], self._seconds)
+        before, self._patience = self._patience, Patience([*self._under_way], self._seconds)
+        self._patience.retries = before.retries
         now = asyncio.get_running_loop()
         # a server that hangs may not hold up the others for longer
         self._begins = now.time() + READY
@@ -217,6 +218,7 @@ class Service:
             order, turn = heapq.heappop(self._waiting)
             if turn.response.cancelled():
                 self._end(turn)
+            if turn not in self._unfinished:  # it came back after all had failed
                 continue
             task = asyncio.ensure_future(self._ask(server, turn))
             self._under_way[server].add(task)
@@ -265,6 +267,8 @@ class Service:
             self._end(turn, error)
 
     def _end(self, turn: Turn, error: BaseException | None = None) -> None:
+        if turn not in self._unfinished:
+            return
         self._unfinished.discard(turn)
         if turn.response.set_running_or_notify_cancel():
             if error is None:
