@@ -23,7 +23,7 @@ gpu) set -- 'vllm==0.32.0' ;; # the one that the tests use
     ;;
 esac
 if uv=$(command -v uv); then
-    "$uv" venv --python "${SIDECAR_PYTHON:-3.11}" "$folder"
+    "$uv" venv --allow-existing --python "${SIDECAR_PYTHON:-3.11}" "$folder"
 else
     "${SIDECAR_PYTHON:-python3}" -m venv "$folder"
     "$folder/bin/python" -m pip install -q uv

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
@@ -20,6 +21,9 @@ from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA, Components
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop, stoppable
+
+# what a trainer has to have as the servers have it
+_TRAINERS = ("dtype", "max_model_len", "concurrency", "replay", "timeout", "patience", "tolerance")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,12 @@ def main(options: Options, config: Config) -> None:
     with (
         stoppable(stop),
         storage.temporary_folder(engine.memory or storage.memory()) as root,
-        engine.sidecars(root, Path(options.out), components.policy.served(1).adapter) as sidecars,
+        engine.sidecars(
+            root,
+            Path(options.out),
+            components.policy.served(1).adapter,
+            components.policy.experts,
+        ) as sidecars,
     ):
         weights = _first_weights(options, components, engine.dtype, root / "first")
         for sidecar in sidecars:
@@ -79,6 +88,17 @@ def _first_weights(options: Options, components: Components, dtype: str, target:
     return target
 
 
+def engine_of(engine: Vllm, urls: Sequence[str], key: Path) -> str:
+    """The engine of a trainer with these servers, in Python: it has to agree in what they compute."""
+    told = {"servers": (*urls,), "key_file": str(key)}
+    told |= {
+        one.name: value
+        for one in fields(engine)
+        if one.name in _TRAINERS and (value := getattr(engine, one.name)) != one.default
+    }
+    return f"Vllm({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+
+
 def _watch(engine: Vllm, sidecars: list[Sidecar], logs: Path, stop: Stop) -> None:
     """Prints the config of a trainer once all servers answer; a UserError if one cannot be kept."""
 
@@ -93,11 +113,10 @@ def _watch(engine: Vllm, sidecars: list[Sidecar], logs: Path, stop: Stop) -> Non
             await patience.persist(sidecar.server, lambda x: x.request("GET", "/health"))
 
     client.run(ready(), check)
-    urls = ", ".join(repr(sidecar.launch.url) for sidecar in sidecars)
-    servers = f"servers=({urls},), key_file={str(sidecars[0].root / KEY_FILE)!r}"
+    urls = [sidecar.launch.url for sidecar in sidecars]
     console = terminal.plain()
     console.print(f"ready; logs in {logs}. In the config of the trainer:")
-    console.print(f"  engine=Vllm({servers})")
+    console.print(f"  engine={engine_of(engine, urls, sidecars[0].root / KEY_FILE)}")
     while True:
         time.sleep(0.5)
         check()

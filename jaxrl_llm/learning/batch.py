@@ -191,11 +191,9 @@ class Collator:
                     f"prompt {i} has {len(prompt)} tokens, the limit is 1 to {self.prompt_length}: "
                     "raise prompt_length or drop the prompt"
                 )
-            longest = max(len(p) + end - start for p, start, end in one.segments)
-            size = max(longest - len(prompt), one.length)
-            if not response or size > self.response_length:
+            if not response or one.size > self.response_length:
                 raise UserError(
-                    f"response {i} has {size} tokens, the limit is 1 to "
+                    f"response {i} has {one.size} tokens, the limit is 1 to "
                     f"{self.response_length}: raise response_length"
                 )
             if len(one.logps) != len(response):

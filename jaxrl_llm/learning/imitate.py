@@ -70,15 +70,11 @@ class Step:
 
 def of_row(task: Supervised[Any], tokenizer: Tokenizer, example: Any) -> Trajectory:
     """A row of a task as if it had been sampled after its first token, so one limit is of all of it."""
-    tokens, *spans = task.row(example, tokenizer)
+    with userfile.user_code("a row cannot be made"):
+        tokens, *spans = task.row(example, tokenizer)
     turns, restarts = ([(start - 1, end - 1) for start, end in some] for some in spans)
     logps = [0.0] * (len(tokens) - 1)
     return Trajectory(tokens[:1], tokens[1:], logps, turns=turns, restarts=restarts)
-
-
-def size(one: Trajectory) -> int:
-    """The tokens that a trajectory needs room for: of its longest context, or all that were sampled."""
-    return max(1 + one.length, *(len(p) + end - start for p, start, end in one.segments))
 
 
 def demonstrations(
@@ -102,12 +98,12 @@ def demonstrations(
             prompt = task.ask(example)
             tokens = task.turn(prompt, text)
             whole.append(Trajectory(task.tokenizer.prompt(prompt), tokens, [0.0] * len(tokens)))
-    if all(len(one.tokens) > longest for one in whole):
+    if all(one.size > longest for one in whole):
         raise UserError(
             f"no demonstration of a batch of {len(whole)} fits into {longest} tokens: raise the "
             "response_length of the warm start"
         )
-    return [one if len(one.tokens) <= longest else _cut(one, longest) for one in whole]
+    return [one if one.size <= longest else _cut(one, longest) for one in whole]
 
 
 def _cut(one: Trajectory, longest: int) -> Trajectory:
@@ -131,9 +127,11 @@ def describe(
     `left_out` rows of the data were too long from the start.
     """
     visits = jax.device_get(visits)
+    done = metrics.updates(visits)
+    mean = lambda name: float(visits[name][done].mean()) if done.any() else 0.0
     return {
-        "loss": visits["loss"].mean(),
-        "grad_norm": visits["grad_norm"].mean(),
+        "loss": mean("loss"),
+        "grad_norm": mean("grad_norm"),
         "too_long": left_out + sum(not one.finished for one in demonstrations),
         **metrics.count_updates(visits),
     }

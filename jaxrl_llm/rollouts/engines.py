@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import forks, storage
-from jaxrl_llm.accelerators import OF_A_GPU, share_of_a_gpu
+from jaxrl_llm.accelerators import OF_A_GPU, present, share_of_a_gpu
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.sampler import Sampler
@@ -184,12 +184,12 @@ class Vllm:
             root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             experts = model.experts if self.replay else None
-            own = replace(self, arguments=(*EXPERTS, *self.arguments)) if experts else self
             sidecars = []
             if self.servers:
                 stack.enter_context(_removed_at_the_end(root))  # of our own ones the keepers do it
             else:
-                sidecars = stack.enter_context(own.sidecars(root, folder, served.adapter))
+                own = self.sidecars(root, folder, served.adapter, experts)
+                sidecars = stack.enter_context(own)
 
             def publish(weights: Path) -> None:
                 for sidecar in sidecars:
@@ -218,14 +218,20 @@ class Vllm:
 
     @contextmanager
     def sidecars(
-        self, root: Path, folder: Path, adapter: "ServedAdapter | None" = None
+        self,
+        root: Path,
+        folder: Path,
+        adapter: "ServedAdapter | None" = None,
+        experts: Sequence[int] | None = None,
     ) -> Iterator["list[Sidecar]"]:
-        """A supervised server per device, weights under `root`, logs in `folder`."""
+        """A supervised server per device, weights under `root`, logs in `folder`; with a mixture its `experts`."""
         from jaxrl_llm.rollouts.vllm.client import write_key
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
             arguments = (*_for_adapters(adapter), *self._beside_jax(), *self.arguments)
+            if self.replay and experts:
+                arguments = (*EXPERTS, *arguments)
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
             own = replace(self, arguments=arguments)
@@ -249,7 +255,8 @@ class Vllm:
                     f"JAX has {taken:.0%}: let them share it (share=0.4), or give vLLM others (devices) and name "
                     "the trainer's own in CUDA_VISIBLE_DEVICES"
                 )
-        return ("--gpu-memory-utilization", str(self.share)) if gpus and self.share else ()
+        there = gpus or present("nvidia")  # who only serves computes on the CPU
+        return ("--gpu-memory-utilization", str(self.share)) if there and self.share else ()
 
     def _utilization(self) -> float:
         """The part of a GPU's memory that a server takes: by vLLM's argument, `share`, or its default."""

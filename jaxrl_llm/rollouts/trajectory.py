@@ -48,6 +48,12 @@ class Trajectory:
         return sum(end - start for start, end in self.turns or [(0, len(self.tokens))])
 
     @property
+    def size(self) -> int:
+        """The tokens that it needs room for behind a prompt: of its longest context, or all that were sampled."""
+        longest = max(len(prompt) + end - start for prompt, start, end in self.segments)
+        return max(longest - len(self.prompt), self.length)
+
+    @property
     def segments(self) -> list[tuple[Sequence[int], int, int]]:
         """The prompt of each context, and where in the response what follows it starts and ends."""
         hidden = bool(self.restarts) and self.restarts[0][0] == 0  # nothing follows the prompt

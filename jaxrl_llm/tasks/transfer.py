@@ -59,13 +59,16 @@ class Transfer:
             return graded
         receiver = self._receiver()
         prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
+        opened = receiver.tokenizer.opened(prompt)
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
-                said = text.removeprefix(receiver.tokenizer.opened(prompt))
+                said = text.removeprefix(opened)
                 begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(said))
         asked = receiver.tokenizer.prompt(prompt)
         whole = receiver.go_on(asked, [*begun.values()]) if begun else []
-        passed = {i: self.task.reward(example, x) for i, x in zip(begun, whole, strict=True)}
+        passed = {
+            i: self.task.reward(example, opened + x) for i, x in zip(begun, whole, strict=True)
+        }
         nothing = Reward(0.0, False)
         return [self._together(one, passed.get(i, nothing)) for i, one in enumerate(graded)]
 

@@ -267,14 +267,18 @@ class Components:
         """The task in tokens, with the config's settings for rewards; or that which evaluates."""
         threads, seconds = self.config.reward_threads, self.config.reward_seconds
         settings = RewardSettings(threads, seconds, heartbeat, stop_requested)
-        task = self.task.evaluated if evaluates and isinstance(self.task, Evaluated) else self.task
+        task = self.task
+        if evaluates and isinstance(task, Evaluated):
+            with userfile.user_code("the task of evaluations cannot be made"):
+                task = task.evaluated
         return TokenTask(task, self.tokenizer, settings)
 
     def as_learned(self, groups: Sequence[Group]) -> list[Group]:
         """The groups as they are learned from."""
         if not isinstance(self.task, Relearned):
             return [*groups]
-        changed = partial(self.task.learned, limit=self.config.collate.response_length)
+        learned = userfile.user_code("a response cannot be learned from")(self.task.learned)
+        changed = partial(learned, limit=self.config.collate.response_length)
         return [
             replace(group, trajectories=tuple(map(changed, group.trajectories))) for group in groups
         ]
@@ -442,7 +446,8 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     for i in range(len(source)):
         prompt, length = _prompt(components, source, i, name)
         if isinstance(task, Supervised):
-            length = imitate.size(imitate.of_row(task, components.tokenizer, source[i]))
+            row = imitate.of_row(task, components.tokenizer, source[i])
+            length = len(row.prompt) + row.size
         [theirs] = for_teacher([source[i]])
         longer, whose = max((length, ""), (len(theirs or ()), " for the teacher"))
         if length > 0 and longer <= limit:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import distributed
+from jaxrl_llm import distributed, userfile
 from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning import reinforce
 from jaxrl_llm.learning.groups import Group, Pending, from_note, noted, together, trajectories
@@ -62,7 +62,8 @@ class Rollouts:
         if not self._queue:
             self.release()  # room for the update
         if isinstance(self._task.task, Remembers):
-            self._task.task.remember(self._graded, self._task.tokenizer)
+            with userfile.user_code("the task cannot remember"):
+                self._task.task.remember(self._graded, self._task.tokenizer)
         # constant ones where there are no others; in the order of the data
         preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
         return [self._graded[i] for i in sorted(preferred[: config.prompts])]
@@ -168,14 +169,18 @@ class Rollouts:
     def _position(self) -> dict[str, Any]:
         """The place in the data, and the memory that the task has of the groups before."""
         task = self._task.task
-        memory = {"task": task.state_dict()} if isinstance(task, Remembers) else {}
+        memory = {}
+        if isinstance(task, Remembers):
+            with userfile.user_code("the task cannot say what it remembers"):
+                memory["task"] = task.state_dict()
         return {"data": dict(self._data.get_state()), **memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self._data.set_state(state["data"])
         if isinstance(self._task.task, Remembers):
-            self._task.task.load_state_dict(state["task"])
+            with userfile.user_code("the task cannot be told what it remembered"):
+                self._task.task.load_state_dict(state["task"])
         places = state.get("queue", [])
         examples, seeds = [*map(self._data.at, places)], [self._seed(p, 0, 0) for p in places]
         self._queue = self._task.pending(examples, places, seeds)

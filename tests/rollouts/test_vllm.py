@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxrl_llm.cli import serve
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Draft, Sampling
@@ -707,6 +708,40 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
     else:
         given = ("--gpu-memory-utilization", "0.4") if "share" in settings else ()
         assert engine._beside_jax() == given
+
+
+@pytest.mark.parametrize("nvidia", [0, 1])
+def test_a_server_takes_its_share_where_the_one_that_starts_it_computes_on_the_cpu(
+    monkeypatch, nvidia
+):
+    """As `serve` does, whose servers would take 92% of a GPU otherwise."""
+    monkeypatch.setattr(engines, "present", lambda kind: nvidia)
+    given = ("--gpu-memory-utilization", "0.4") * nvidia
+    assert engines.Vllm(share=0.4)._beside_jax() == given
+
+
+def test_servers_are_told_to_tell_of_experts_by_whoever_starts_them(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        engines.Vllm, "_launches", lambda self, *_: started.append(self.arguments) or []
+    )
+    for replay, experts in ((True, (2, 2, 4)), (True, None), (False, (2, 2, 4))):
+        (root := tmp_path / f"{len(started)}").mkdir()
+        with engines.Vllm(replay=replay).sidecars(root, root, experts=experts):
+            assert started[-1] == (engines.EXPERTS if replay and experts else ())
+
+
+def test_the_trainer_is_told_all_that_it_has_to_agree_in():
+    ours = engines.Vllm(
+        python="p", dtype="float32", max_model_len=99, replay=True, timeout=9.0, share=0.4
+    )
+    told = serve.engine_of(ours, ["unix:///a", "unix:///b"], Path("k"))
+    assert told == (
+        "Vllm(servers=('unix:///a', 'unix:///b'), key_file='k', dtype='float32', max_model_len=99, "
+        "replay=True, timeout=9.0)"
+    )
+    theirs = eval(told, {"Vllm": engines.Vllm})
+    assert (theirs.dtype, theirs.max_model_len, theirs.replay) == ("float32", 99, True)
 
 
 @pytest.mark.parametrize(

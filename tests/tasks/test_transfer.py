@@ -12,9 +12,13 @@ import pytest
 import jaxrl_llm as jl
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks import rewards
+from jaxrl_llm.tasks.questions import Questions
+from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import GradesGroups, RewardSettings, TeacherPrompter, score_groups
 from jaxrl_llm.tasks.transfer import Receiver, Transfer, served
 from tests import public
+from tests.tasks import templates
 from tests.tasks.server import Server
 
 WORDS = tokenizer.of_words(["so", "then", *map(str, range(10)), "wrong"])
@@ -74,6 +78,17 @@ def test_what_the_receiver_has_no_tokens_for_is_worth_nothing_to_it():
     assert [one.score for one in group] == pytest.approx([1.0, 7 / 3])
     [(_, begun)] = asked
     assert len(begun) == 1
+
+
+def test_a_thought_that_the_receiver_does_not_end_is_no_answer():
+    """Its template begins one, so it goes on with the inside of a thought."""
+    words = templates.of_bytes(templates.THINKING)
+    task = Questions([], [], {"exact": (rewards.exact, 1.0)})
+    for said, right in (("B", 0.0), ("</think>B", 1.0)):
+        go_on = lambda prompt, begun, said=said: [said for _ in begun]
+        made = Transfer(task, lambda go_on=go_on: Receiver(words, go_on))
+        group = made.rewards(Question("?", ("B",), {}), ["<think>a", "<think>b"])
+        assert [one.fields["transfer"] for one in group] == [right] * 2
 
 
 def test_what_nobody_could_judge_of_the_receiver_is_ungraded():

@@ -1,6 +1,7 @@
 """What is learned from, what chooses the best checkpoint, and what is read once at the end."""
 
 import itertools
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -12,12 +13,15 @@ import pytest
 from jaxrl_llm import storage
 from jaxrl_llm.config import Evaluation
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.learning import groups, imitate
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.rollouts.engines import Vllm
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import builders
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
+from jaxrl_llm.training import stream
 from jaxrl_llm.training.components import Components, askable, readable
 from jaxrl_llm.training.fingerprint import written_out
 from tests.training import quick
@@ -263,3 +267,65 @@ def test_data_sets_in_a_bucket_are_built_once(url):
     assert prompts[0] == prompts[1]
     assert built[0] == built[1]
     assert any(name.endswith("dataset_info.json") for name in built[0])
+
+
+class Leaving:
+    """A task of which one method ends the program, as if the run were finished."""
+
+    name, train, test = "leaving", [1, 2], [3]
+
+    def __init__(self, method):
+        def leave(*_, **__):
+            sys.exit(0)
+
+        for name in (
+            "prompt",
+            "reward",
+            "row",
+            "learned",
+            "remember",
+            "state_dict",
+            "load_state_dict",
+        ):
+            setattr(self, name, leave if name == method else lambda *_, **__: {})
+
+
+class LeavingEvaluation(Leaving):
+    @property
+    def evaluated(self):
+        sys.exit(0)
+
+
+def test_a_task_that_ends_the_program_is_one_line():
+    """Whatever of it is called: exit code 0 would tell launchers that the run is complete."""
+    data, group = SimpleNamespace(get_state=dict, set_state=dict), groups.Group(1, ())
+
+    def made(task) -> Any:
+        return Components(CONFIG, task, *[None] * 5)  # pyright: ignore[reportArgumentType]
+
+    def rollouts(method) -> Any:
+        one: Any = stream.Rollouts.__new__(stream.Rollouts)
+        one._task, one._data = SimpleNamespace(task=Leaving(method), tokenizer=None), data
+        one._config, one._queue = SimpleNamespace(max_resamples=0, prompts=0), [None]
+        return one
+
+    with_one = replace(group, trajectories=(Trajectory([1], [2], [0.0]),))
+    for call, said in (
+        (lambda: imitate.of_row(Leaving("row"), None, 1), "a row cannot be made"),  # pyright: ignore
+        (
+            lambda: made(LeavingEvaluation("")).token_task(evaluates=True),
+            "evaluations cannot be made",
+        ),
+        (
+            lambda: made(Leaving("learned")).as_learned([with_one]),
+            "a response cannot be learned from",
+        ),
+        (lambda: rollouts("remember").next(1), "the task cannot remember"),
+        (lambda: rollouts("state_dict").next(1), "the task cannot say what it remembers"),
+        (
+            lambda: rollouts("load_state_dict").load_state_dict({"data": {}, "task": {}}),
+            "the task cannot be told what it remembered",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"{said}: .*SystemExit"):
+            call()

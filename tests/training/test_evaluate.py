@@ -5,9 +5,11 @@ import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import evaluate, imitate
+from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import UNGRADED, Reward
 from jaxrl_llm.training.leaving import Stop
 from tests import tiny
@@ -182,6 +184,39 @@ def test_greedy_is_greedy_and_drawn_is_drawn():
     sampling = Sampling(temperature=0.7, max_tokens=4, stop=(WORDS.eos,))
     evaluate.evaluate(sampler, task, Echo.test, sampling, samples=4, stop=Stop())
     assert [(n, how.temperature) for n, how in sampler.asked] == [(1, 0.0), (4, 0.7)]
+
+
+def test_what_comes_before_a_later_context_needs_no_room_in_the_response():
+    """A demonstration is cut where the collator would refuse it, and nowhere else."""
+
+    class Played(Echo):
+        def environment(self, example, tokenizer):
+            raise AssertionError
+
+    class Told(TokenTask):
+        def replay(self, examples, turns):
+            return [
+                Trajectory([1] * 2, [*[2] * 4, *[3] * 4, *[2] * more], [0.0] * (8 + more),
+                           turns=[(0, 4), (8, 8 + more)], restarts=[(4, 8)])
+                for more in turns
+            ]  # fmt: skip
+
+    task = Told(Played(), WORDS)
+    made = imitate.demonstrations(task, lambda more: more, 8, [2, 4, 5])
+    assert [one.finished for one in made] == [True, True, False]
+    assert [one.size for one in made[:2]] == [6, 8]
+    Collator(2, 8, pack=True)(made[:2])
+    assert len(made[2].tokens) == 8
+
+
+def test_figures_of_a_supervised_step_are_of_its_updates():
+    """A mini-batch without tokens has no loss, and one whose gradient is not finite none to speak of."""
+    visits = {"loss": [2.0, np.nan, 0.0], "grad_norm": [1.0, np.nan, 0.0], "share": [0.5, 0.5, 0.0]}
+    visits = {name: np.asarray(values) for name, values in visits.items()}
+    said = imitate.describe(visits, [])
+    assert (said["loss"], said["grad_norm"], said["updates"], said["skipped"]) == (2.0, 1.0, 1, 1)
+    said = imitate.describe({name: values[1:] for name, values in visits.items()}, [])
+    assert (said["loss"], said["updates"]) == (0.0, 0)
 
 
 def test_a_demonstration_over_the_limit_is_cut():
