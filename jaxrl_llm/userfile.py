@@ -1,6 +1,7 @@
 """Runs users' Python files (configs, tasks), reads their texts; errors in them become one line that says where."""
 
 import difflib
+import hashlib
 import importlib.util
 import os
 import sys
@@ -13,17 +14,23 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 
 
 class _AsItIs(SourceFileLoader):
     """Compiles every time: Python's cache misses an edit of equal size in the same second."""
 
+    stands_for = Path()
+
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
+        content = self.get_data(self.path)
+        _note(self.stands_for, content)
+        return self.source_to_code(content, self.path)
 
 
 _READ: dict[Path, Path] = {}  # original path: the file that was read for it, in order
+_SUMS: dict[Path, str] = {}  # and the SHA-256 of what was read
 _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INSTEAD", default=None)
 
 
@@ -46,8 +53,20 @@ def absolute(path: Path, folder: Path | None = None) -> Path:
 
 
 def reset() -> None:
-    """Empties the list that `ran` returns."""
+    """Empties the list that `files_read` returns."""
     _READ.clear()
+    _SUMS.clear()
+
+
+def _note(stands_for: Path, content: bytes) -> None:
+    """Notes what was read for a file, the first time."""
+    _SUMS.setdefault(absolute(stands_for), hashlib.sha256(content).hexdigest())
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file as it was run or read first, whatever it is by now; else as it is."""
+    there = absolute(path)
+    return _SUMS[there] if there in _SUMS else storage.sha256(path)
 
 
 def files_read(*, but: Path) -> list[Path]:
@@ -72,9 +91,11 @@ def _copy_of(path: Path, kind: str) -> tuple[Path, Path]:
 
 def read(path: Path, kind: str) -> str:
     """The text of the file at `path`, of which runs keep a copy; a UserError if that fails."""
-    path, _ = _copy_of(path, kind)
+    path, stands_for = _copy_of(path, kind)
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        _note(stands_for, content)
+        return content.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {kind} file {str(path)!r}: {error}") from error
 
@@ -85,6 +106,7 @@ def run(path: Path, kind: str) -> ModuleType:
     if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
+    loader.stands_for = stands_for
     spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)
     assert spec
     module = importlib.util.module_from_spec(spec)

@@ -9,6 +9,7 @@ initial/N/             the policy before reinforcement: the reference, and the s
 lock                   names the process that writes to the folder
 """
 
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.record import CONFIG, Source
 
 CHECKPOINTS, INITIAL = "checkpoints", "initial"
+SAVED = "saved"  # in run.json: there was a checkpoint
 WILD = "[]*?\\"  # orbax takes a path with these for a pattern, and misses its own files
 MODEL, FILES = "model", "files"
 FEW_READ = (ARRAYS, "tensorboard", "samples", "tokens")  # stay in a bucket until they are asked for
@@ -94,7 +96,8 @@ class RunFolder:
             if resume:
                 run = record.continued(self.path, record.read(self.path), source, other, inputs)
                 self.require_model(components)
-                record.write(self.path, run)
+                had = run.get(SAVED, False) or bool(self.checkpoints().steps)
+                record.write(self.path, run | {SAVED: had})
             else:
                 self._require_new()  # again: another may have begun while this one waited for the lock
                 self._start(components, source, other, inputs)
@@ -121,7 +124,7 @@ class RunFolder:
         """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
         if self.holds_run:
             # one that ended before its first checkpoint has nothing to lose, and may begin again
-            if any((self.path / CHECKPOINTS).glob("*")) or self._reinforced():
+            if any((self.path / CHECKPOINTS).glob("*")) or self._had_checkpoint():
                 raise UserError(
                     f"{self.path} already holds a run: add --resume to go on, or choose another --out"
                 )
@@ -155,7 +158,12 @@ class RunFolder:
             (self.path / FILES).mkdir(exist_ok=True)
             for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
                 mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
-                storage.write(self.path / copy, Path(original).read_bytes(), mode=mode)
+                content = Path(original).read_bytes()
+                if hashlib.sha256(content).hexdigest() != run["sums"][copy]:
+                    raise UserError(
+                        f"{original} has changed while the run was starting: start it again"
+                    )
+                storage.write(self.path / copy, content, mode=mode)
         record.write(self.path, run)
 
     def require_model(self, components: Components) -> None:
@@ -213,9 +221,14 @@ class RunFolder:
         if not steps and not self.checkpoints().steps:
             raise UserError(f"--from {self.path}: it has no checkpoint yet")
 
-    def _reinforced(self) -> bool:
-        """True if there are records of reinforcement; a checkpoint was whole before the first of them."""
-        return any(r["phase"] == REINFORCE for r in journal.read(self.path))
+    def _had_checkpoint(self) -> bool:
+        """True if one was whole: its note is there, or records of reinforcement, of which none is without."""
+        noted = record.read(self.path).get(SAVED, False)
+        return noted or any(r["phase"] == REINFORCE for r in journal.read(self.path))
+
+    def note_saved(self) -> None:
+        """Notes that the run has a checkpoint: records without one mean from now on that it is gone."""
+        record.write(self.path, record.read(self.path) | {SAVED: True})
 
     def require_at_most(self, first: int, steps: int, earlier: int | None = None) -> None:
         """A UserError if the run has made more than `steps` steps after the `first` of a warm start.
@@ -224,7 +237,7 @@ class RunFolder:
         """
         where = self.path / CHECKPOINTS  # may be a link to another disk, which may not be mounted
         there, dangling = Checkpoints(where).steps, where.is_symlink() and not where.exists()
-        if not there and (dangling or self._reinforced()):
+        if not there and (dangling or self._had_checkpoint()):
             raise UserError(
                 f"{self.path} has records, and its checkpoints are gone: mount or put back {where}, "
                 "or start anew with another --out"

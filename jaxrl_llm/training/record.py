@@ -84,7 +84,7 @@ def new(
     }
     if source is not None:
         copies = [f"files/{i}-{path.name}" for i, path in enumerate(source.files)]
-        sums = map(storage.sha256, (source.path, *source.files))
+        sums = map(userfile.checksum, (source.path, *source.files))
         run["config"] = str(userfile.absolute(source.path))
         run["files"] = dict(zip(map(str, source.files), copies, strict=True))
         run["sums"] = dict(zip((CONFIG, *copies), sums, strict=True))

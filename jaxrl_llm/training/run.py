@@ -274,6 +274,8 @@ class Run:
             self.checkpoints.save(step, state, note)
             if not self.checkpoints.steps:  # records without any mean that they are gone
                 self.checkpoints.wait()
+                if distributed.first():
+                    self.folder.note_saved()
         # time counts from the end: a save that takes long is not due again at once
         self.stop.wants_save, self.stop.saved = False, time.monotonic()
 

@@ -408,6 +408,40 @@ def test_records_of_reinforcement_without_a_checkpoint_are_never_thrown_away(two
     (two / "metrics.jsonl").write_text('{"step": 1, "phase": "warm_start", "loss": 0.5}\n')
     with pytest.raises(UserError) if how == "linked" else contextlib.nullcontext():
         RunFolder(two).require_at_most(0, 6)  # killed before it had saved anything
+    RunFolder(two).note_saved()  # as once the first checkpoint is whole, in a warm start too
+    with pytest.raises(UserError, match="its checkpoints are gone: mount or put back"):
+        RunFolder(two).require_at_most(0, 6)
+    refused(opening, "already holds a run", resume=False)
+
+
+def test_a_folder_knows_that_it_had_a_checkpoint(two, opening):
+    """Also of one that was whole as its run was killed, and was found when that went on."""
+    assert not record.read(two).get("saved")
+    opening(two)
+    assert record.read(two)["saved"]
+    shutil.rmtree(two / "checkpoints")
+    (two / "metrics.jsonl").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="its checkpoints are gone"):
+        RunFolder(two).require_at_most(0, 6)
+
+
+def test_a_file_that_is_edited_while_a_run_starts_is_refused(opening, tmp_path):
+    """What ran is what a run keeps; the edit was meant for another."""
+    path = tmp_path / "mine.py"
+    shutil.copy(ROOT / QUICK, path)
+    (tmp_path / "words.txt").write_text("one")
+    config.load(path)
+    userfile.read(tmp_path / "words.txt", "rubric")
+    source = Source(path, files=(tmp_path / "words.txt",))
+    before = record.new(source)["sums"]
+    for edited in (tmp_path / "words.txt", path):
+        kept = edited.read_text()
+        edited.write_text(f"{kept}\n")
+        assert record.new(source)["sums"] == before
+        refused(opening, f"{edited} has changed while the run was starting", source=source, resume=False)
+        assert not (tmp_path / "run" / "run.json").exists()
+        edited.write_text(kept)
+    opening(source=source, resume=False)
 
 
 def test_a_checkpoint_that_is_pruned_as_it_is_read_is_not_called_damaged(two, made, monkeypatch):
