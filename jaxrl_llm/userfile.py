@@ -59,12 +59,13 @@ def reset() -> None:
 
 
 def _note(stands_for: Path, content: bytes) -> None:
-    """Notes what was read for a file, the first time."""
-    _SUMS.setdefault(absolute(stands_for), hashlib.sha256(content).hexdigest())
+    """Notes what was read for a file, unless that is a run's copy."""
+    if _INSTEAD.get() is None:
+        _SUMS[absolute(stands_for)] = hashlib.sha256(content).hexdigest()
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file as it was run or read first, whatever it is by now; else as it is."""
+    """The SHA-256 of a file as it was when it was run or read, whatever it is by now; else as it is."""
     there = absolute(path)
     return _SUMS[there] if there in _SUMS else storage.sha256(path)
 

@@ -1,5 +1,6 @@
 """Text to token ids and back, by any Hugging Face tokenizer or one made of a list of words."""
 
+import hashlib
 import json
 import os
 import re
@@ -66,6 +67,15 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return max(self._ids) + 1  # there may be gaps
+
+    @property
+    def digest(self) -> str:
+        """A checksum of all that makes tokens of texts and messages, and of what ends a response."""
+        inner = self._inner
+        fast = getattr(inner, "backend_tokenizer", None)
+        rules = fast.to_str() if fast else sorted(inner.get_vocab().items())
+        written = json.dumps([rules, inner.chat_template, self.stops])
+        return hashlib.sha256(written.encode()).hexdigest()[:16]
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str | None] | None:
         """The first of these tokens that is another in `other`: its id and both texts; None without one."""

@@ -45,6 +45,7 @@ from jaxrl_llm.training.fingerprint import written_out
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
 PRETRAINED, TEACHER, DAY = "the pretrained model", "the teacher", "the day in prompts"
+TOKENIZER = "the tokenizer"  # with its chat template, and the tokens that end a response
 KEPT = 2**16  # examples that are held once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
 
@@ -102,9 +103,10 @@ class Components:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Versions of the pretrained models, and the day that a template may write; by their names."""
+        """Versions of the tokenizer and the pretrained models, and a template's day; by their names."""
         folders = {PRETRAINED: self.source, TEACHER: self.teacher and self.teacher.folder}
         versions = {name: hf.version(folder) for name, folder in folders.items() if folder}
+        versions |= {TOKENIZER: self.tokenizer.digest}
         return versions | ({DAY: self.tokenizer.day.isoformat()} if self.source else {})
 
     @property

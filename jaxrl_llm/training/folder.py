@@ -31,7 +31,7 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.models import families, hf, lora, qwen2, sharding
 from jaxrl_llm.training import journal, record
 from jaxrl_llm.training.checkpoint import ARRAYS, Checkpoints, DamageError, reason
-from jaxrl_llm.training.components import DAY, PRETRAINED, TEACHER, Components
+from jaxrl_llm.training.components import DAY, PRETRAINED, TEACHER, TOKENIZER, Components
 from jaxrl_llm.training.journal import REINFORCE
 from jaxrl_llm.training.record import CONFIG, Source
 
@@ -190,10 +190,8 @@ class RunFolder:
             written = [where / "tokenizer.json" for where in (self.path / MODEL, Path(ours))]
             if written[0].read_bytes() != written[1].read_bytes():
                 raise UserError(f"{self.path}: its tokenizer is another than that of the config")
-        if adapted:
-            record.require_given(
-                self.path, {k: x for k, x in components.identity.items() if k == PRETRAINED}
-            )
+        named = {TOKENIZER} | ({PRETRAINED} if adapted else set())
+        record.require_given(self.path, {k: x for k, x in components.identity.items() if k in named})
 
     def base(self) -> Path:
         """The model that the run's adapters belong to; a UserError if it is another than at the start."""

@@ -1,6 +1,7 @@
 """What a run is stays what it was: its folder, flags and files; another one is refused in a line."""
 
 import contextlib
+import copy
 import datetime
 import importlib
 import json
@@ -25,9 +26,10 @@ from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.qwen2 import Lora
 from jaxrl_llm.training import card, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
-from jaxrl_llm.training.components import DAY, PRETRAINED, Components
+from jaxrl_llm.training.components import DAY, PRETRAINED, TOKENIZER, Components
 from jaxrl_llm.training.folder import CHECKPOINTS, INITIAL, RunFolder
 from jaxrl_llm.training.record import Source
+from tests.tasks import templates
 from tests.training import quick, s3
 from tests.training.conftest import forget
 from tests.training.process import QUICK, ROOT, contents, written
@@ -614,6 +616,7 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     run = opening(source=source, resume=False, components=made)
     base.write_text(base.read_text().replace("1e-3", "1e-4"))
     assert RunFolder(run).config().steps == 3
+    config.load(mine)()
     refused(opening, r"base\.py has changed since", source=source, components=made)
     for path in (base, mine):
         path.unlink()
@@ -711,6 +714,26 @@ def test_another_model_or_tokenizer_is_refused(begun, opening, made):
     name = begun / "model" / "tokenizer.json"
     name.write_text(name.read_text() + " ")
     refused(opening, "its tokenizer is another")
+
+
+@pytest.mark.parametrize("changed", ["chat_template", "stops"])
+def test_another_template_or_end_of_responses_is_refused(opening, made, tmp_path, changed):
+    """They change prompts and where responses end: of a run that goes on, is evaluated, or begun from."""
+    words = templates.of_bytes(templates.QWEN25)
+    ours, theirs = replace(made, tokenizer=words), replace(made, tokenizer=copy.deepcopy(words))
+    if changed == "stops":
+        theirs.tokenizer.stops = (*words.stops, 3)
+    else:
+        theirs.tokenizer._inner.chat_template = templates.THINKING
+    out = opening(tmp_path / "run", resume=False, components=ours)
+    for components, fine in ((ours, True), (theirs, False)):
+        for act in (
+            lambda components=components: opening(out, components=components),
+            lambda components=components: RunFolder(out).require_model(components),
+        ):
+            with contextlib.nullcontext() if fine else pytest.raises(UserError, match="the tokenizer is not as it was"):
+                act()
+    assert ours.identity[TOKENIZER] != theirs.identity[TOKENIZER]  # hosts are compared by it
 
 
 def test_a_run_with_other_adapters_or_without_is_refused(begun, opening, made, tmp_path):
