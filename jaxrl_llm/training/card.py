@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ def _evaluations(records: list[journal.Record], step: int) -> list[str]:
     """A table of accuracies: before reinforcement, at the step, and on the test set."""
     ours = [r for r in records if r["phase"] == journal.REINFORCE]
     scored = {r["step"]: r for r in journal.evaluations(ours)}
+    first = min((r["step"] for r in ours if "eval/accuracy" in r), default=-1)
     tests = [r for r in records if r.get("test/step") == step and "test/accuracy" in r]
     rows = [
         (f"validation, {name}", "eval", scored[at])
-        for name, at in (("before reinforcement", min(scored, default=-1)), ("this step", step))
+        for name, at in (("before reinforcement", first), ("this step", step))
         if at in scored
     ]
     rows += [("test, this step", "test", one) for one in tests]
@@ -80,7 +82,17 @@ def _provenance(run: record.Run) -> list[str]:
 
 
 def _named(value: Any) -> Any:
-    return Path(value).name if isinstance(value, str) and value[:1] in "/~." else value
+    """A value of a flag without folders and hosts, which are nobody else's business."""
+    if isinstance(value, Mapping):
+        return {name: _named(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if "://" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://.../{Path(rest.partition('?')[0]).name}"
+    return Path(value).name if value[:1] in "/~." else value
 
 
 def push(folder: Path, repository: str) -> str:

@@ -191,7 +191,9 @@ class RunFolder:
             if written[0].read_bytes() != written[1].read_bytes():
                 raise UserError(f"{self.path}: its tokenizer is another than that of the config")
         named = {TOKENIZER} | ({PRETRAINED} if adapted else set())
-        record.require_given(self.path, {k: x for k, x in components.identity.items() if k in named})
+        record.require_given(
+            self.path, {k: x for k, x in components.identity.items() if k in named}
+        )
 
     def base(self) -> Path:
         """The model that the run's adapters belong to; a UserError if it is another than at the start."""
@@ -392,7 +394,8 @@ class RunFolder:
         if not steps:
             raise UserError(f"{self.path} has no checkpoint yet")
         # without an evaluation none is known to be the best
-        chosen = (there.best or steps[-1]) if step is None else step
+        best = lambda: there.best or steps[-1]  # of which processes may have other views
+        chosen = distributed.from_first(best) if step is None else step
         if chosen not in steps:
             raise UserError(f"{self.path} has no checkpoint of step {step}, only of {steps}")
         try:

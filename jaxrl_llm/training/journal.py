@@ -163,8 +163,9 @@ class Journal:
 
     def sync(self) -> None:
         """Syncs the records to disk, so that no checkpoint saved after this is ahead of them."""
-        if self._writes:
-            storage.sync(self.folder / METRICS)
+        newest = _part(self.folder, max(0, len(self.records) - 1))
+        if self._writes and newest.exists():
+            storage.sync(newest)
 
     def say(self, text: Any, style: str | None = None) -> None:
         """Prints a line or a table on the terminal."""

@@ -620,7 +620,8 @@ def _summarise(
         journal.say(tables.accuracies(title, result, config.evaluation.by))
         if result.total.examples and journal.find(LOSS, config.last_step, REINFORCE) is None:
             graded = {s: x for s, x in scores(journal.records).items() if x > LOWEST}
-            journal.say(_progress(graded, step) if graded else "validation: all ungraded")
+            first = config.warm_steps
+            journal.say(_progress(graded, step, first) if graded else "validation: all ungraded")
     go_on = (
         f"evaluate it: jaxrl-llm eval {where}"
         if result
@@ -631,22 +632,24 @@ def _summarise(
     )
 
 
-def _progress(scored: dict[int, Score], step: int) -> str:
-    """How reinforcement changed validation accuracy, up to the chosen step, as text; else the reward."""
+def _progress(scored: dict[int, Score], step: int, first: int) -> str:
+    """How reinforcement, after `first`, changed validation accuracy up to a step, as text; else the reward."""
     name, tell, gain = "accuracy", "{:.1%}".format, lambda x: f"{100 * x:+.1f} points"
     values = {s: accuracy for s, (accuracy, _) in scored.items()}
     if not any(values.values()):
         name, tell, gain = "reward", "{:.3g}".format, "{:+.3g}".format
         values = {s: reward for s, (_, reward) in scored.items()}
-    start, chosen = values[min(values)], values.get(step, values[max(values)])
-    text = f"validation {name}: {tell(start)} before reinforcement"
-    later = [values[s] for s in sorted(values)[1:]][-3:]
+    start, chosen = values.get(first), values.get(step, values[max(values)])
+    text = f"validation {name}: {'unknown' if start is None else tell(start)} before reinforcement"
+    later = [values[s] for s in sorted(values) if s > first][-3:]
     if not later:  # a run of no steps
         return text
     mean = sum(later) / len(later)
     text += f", {tell(chosen)} at step {step}"
     if len(later) > 1:
         text += f", mean of the last {len(later)}: {tell(mean)}"
+    if start is None:
+        return text
     text += f" ({gain(mean - start)})"
     if chosen <= start:
         text += "\nwarning: no checkpoint is better than the start of reinforcement"

@@ -42,14 +42,18 @@ def test_a_run_leaves_what_it_promises(whole):
 
 
 def test_the_summary_says_when_nothing_was_gained():
-    better = run._progress({4: (0.2, 0), 7: (0.5, 0), 10: (0.4, 0)}, 7)
+    better = run._progress({4: (0.2, 0), 7: (0.5, 0), 10: (0.4, 0)}, 7, 4)
     assert better.startswith("validation accuracy: 20.0% before reinforcement, 50.0% at step 7")
     assert better.endswith("mean of the last 2: 45.0% (+25.0 points)")
-    worse = run._progress({4: (0.5, 0), 7: (0.4, 1), 10: (0.3, 1)}, 7)
+    worse = run._progress({4: (0.5, 0), 7: (0.4, 1), 10: (0.3, 1)}, 7, 4)
     assert worse.endswith("warning: no checkpoint is better than the start of reinforcement")
-    assert run._progress({4: (0.5, 0)}, 4) == "validation accuracy: 50.0% before reinforcement"
-    graded = run._progress({0: (0.0, 0.18), 5: (0.0, 0.36)}, 5)
+    assert run._progress({4: (0.5, 0)}, 4, 4) == "validation accuracy: 50.0% before reinforcement"
+    graded = run._progress({0: (0.0, 0.18), 5: (0.0, 0.36)}, 5, 0)
     assert graded == "validation reward: 0.18 before reinforcement, 0.36 at step 5 (+0.18)"
+    unknown = run._progress({20: (0.5, 0), 40: (0.6, 0)}, 40, 0)  # its judge was away at first
+    assert unknown == (
+        "validation accuracy: unknown before reinforcement, 60.0% at step 40, mean of the last 2: 55.0%"
+    )
 
 
 def test_eval_shows_the_table(whole, capsys):

@@ -6,6 +6,7 @@ import datetime
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -440,7 +441,9 @@ def test_a_file_that_is_edited_while_a_run_starts_is_refused(opening, tmp_path):
         kept = edited.read_text()
         edited.write_text(f"{kept}\n")
         assert record.new(source)["sums"] == before
-        refused(opening, f"{edited} has changed while the run was starting", source=source, resume=False)
+        refused(
+            opening, f"{edited} has changed while the run was starting", source=source, resume=False
+        )
         assert not (tmp_path / "run" / "run.json").exists()
         edited.write_text(kept)
     opening(source=source, resume=False)
@@ -731,7 +734,8 @@ def test_another_template_or_end_of_responses_is_refused(opening, made, tmp_path
             lambda components=components: opening(out, components=components),
             lambda components=components: RunFolder(out).require_model(components),
         ):
-            with contextlib.nullcontext() if fine else pytest.raises(UserError, match="the tokenizer is not as it was"):
+            wrong = pytest.raises(UserError, match="the tokenizer is not as it was")
+            with contextlib.nullcontext() if fine else wrong:
                 act()
     assert ours.identity[TOKENIZER] != theirs.identity[TOKENIZER]  # hosts are compared by it
 
@@ -836,6 +840,44 @@ def test_a_card_names_the_model_that_it_is_of_if_that_is_the_hubs(opening, tmp_p
         record.write(run, record.read(run) | known)
         card.write(RunFolder(run), 1, tmp_path / "there", adapters=False)
         assert ('base_model: "exports/kk"' in (tmp_path / "there" / card.CARD).read_text()) == named
+
+
+def test_a_card_tells_of_no_machine_and_of_no_start_that_nobody_graded(opening, tmp_path):
+    run = opening(resume=False)
+    flags = {
+        "reward": ["/home/ada/secret/mine.py:score", "math"],
+        "judge": "http://ada:sk@judge.internal:8000/v1?key=sk",
+        "tests": {"a": "/home/ada/a.jsonl", "b": "gs://bucket/b.jsonl"},
+    }
+    record.write(run, record.read(run) | {"flags": flags})
+    figures = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "score": 1.0}
+    lines = [
+        {
+            "step": n,
+            "phase": "reinforce",
+            "eval/examples": 9 * bool(n),
+            **{f"eval/{k}": x for k, x in figures.items()},
+        }
+        for n in (0, 20, 40)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    card.write(RunFolder(run), 40, tmp_path, adapters=False)
+    said = (tmp_path / card.CARD).read_text()
+    assert "['mine.py:score', 'math']" in said
+    assert "{'a': 'a.jsonl', 'b': 'gs://.../b.jsonl'}" in said
+    assert "http://.../v1" in said
+    assert not re.search("ada|sk|internal|bucket", said)
+    assert "before reinforcement" not in said
+    assert "validation, this step | 50.0" in said
+
+
+def test_processes_begin_with_the_checkpoint_that_the_first_one_chooses(two, made, monkeypatch):
+    """Each may see another one as the best of a run that goes on."""
+    chosen = []
+    monkeypatch.setattr(distributed, "from_first", lambda make: chosen.append(make()) or 2)
+    assert RunFolder(two)._restored(None, lambda there, step: step) == (2, 2)
+    assert chosen == [1]
+    assert RunFolder(two)._restored(1, lambda there, step: step) == (1, 1)
 
 
 def test_the_run_it_began_with_is_known_by_its_id_where_it_has_moved(opening, tmp_path):

@@ -595,6 +595,21 @@ def test_what_a_run_in_a_bucket_uploads_grows_with_its_steps(url, monkeypatch):
     assert journal.read(there) == made.records[:12]
 
 
+def test_the_part_that_is_written_is_synced(tmp_path, opened, monkeypatch):
+    """Of a mirror of a bucket, whose first part nobody has touched for days and a cleaner may take."""
+    monkeypatch.setattr(journal, "PART", 2)
+    monkeypatch.setattr(storage, "shared", lambda folder: False)
+    synced = []
+    monkeypatch.setattr(storage, "sync", lambda path: synced.append(path.name))
+    log = opened()
+    for step in range(5):
+        log.record(step, "reinforce", {"reward": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    synced.clear()
+    log.sync()
+    assert synced == ["metrics-2.jsonl"]
+
+
 def test_parts_of_records_are_one_file_in_a_folder(tmp_path, opened, monkeypatch):
     """Copied from a bucket; a kill may leave a part beside the file that has its records."""
     lines = [json.dumps({"step": n, "phase": "x"}) + "\n" for n in range(1, 31)]
