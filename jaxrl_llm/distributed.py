@@ -72,6 +72,8 @@ class _Job:
     names: list[str] = field(default_factory=list)
     round: int = 0
     heard: int = 0  # how often the store has answered `_watch`
+    progress: Callable[[], float] = lambda: 0.0  # when this process last did something
+    went_on: Callable[[], None] = lambda: None  # called when another has done something
 
 
 _JOB = _Job()
@@ -145,6 +147,20 @@ def _part(reason: str, done: threading.Event, lost: float) -> None:
 def _shut_down() -> None:
     with suppress(jax.errors.JaxRuntimeError):  # the work is done: the others may be gone
         jax.distributed.shutdown()
+
+
+@contextmanager
+def watched(progress: Callable[[], float], went_on: Callable[[], None]) -> Iterator[None]:
+    """For the block others learn when `progress`, of this process alone, changes; `went_on` is told of theirs.
+
+    Who waits for one that works does not hang. Of processes that hang together none has progress.
+    """
+    before = _JOB.progress, _JOB.went_on
+    _JOB.progress, _JOB.went_on = progress, went_on
+    try:
+        yield
+    finally:
+        _JOB.progress, _JOB.went_on = before
 
 
 def agree(word: str) -> list[str]:
@@ -352,9 +368,11 @@ def _get(key: str) -> str:
 def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
     """Sends heartbeats and checks those of the others until `done`; passes on requests to stop."""
     signs: dict[str, tuple[str, float]] = {}
+    done_by: dict[int, str] = {}
     while not done.wait(BEAT):
         try:
-            _put(f"alive/{_JOB.index}", f"{_JOB.heard} {'leaving' if stop.requested else ''}")
+            sign = f"{_JOB.heard} {_JOB.progress()} {'leaving' if stop.requested else ''}"
+            _put(f"alive/{_JOB.index}", sign)
             alive = dict(_JOB.store.key_value_dir_get("alive/"))
             ended = dict(_JOB.store.key_value_dir_get("ended/"))
         except jax.errors.JaxRuntimeError:
@@ -367,6 +385,10 @@ def _watch(done: threading.Event, lost: float, stop: Stop) -> None:
             value, end = alive.get(f"alive/{i}", ""), ended.get(f"ended/{i}")
             if signs.get(name := _JOB.names[i], ("", 0.0))[0] != value or name not in signs:
                 signs[name] = (value, now)
+            _, _, further = value.partition(" ")
+            if done_by.setdefault(i, further) != further:
+                done_by[i] = further
+                _JOB.went_on()
             if end and not done.wait(LEAVE):
                 if end.startswith(STALLED):
                     stop.stall(f"{name} has {end}")

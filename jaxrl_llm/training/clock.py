@@ -34,7 +34,7 @@ class Clock:
         self._since_lap = defaultdict[str, float](float)
         self._before: dict[str, float] = {}  # `_found` when the step began
         self._idle = 0.0
-        self._turned = self._beaten = time.perf_counter()
+        self._turned = self._beaten = self._others = time.perf_counter()
         self._between = "other"
         if since is not None:
             self._since_lap["start"], self._between = self._turned - since, "start"
@@ -74,7 +74,16 @@ class Clock:
     @property
     def now(self) -> tuple[str, float]:
         """The present phase, and when something was last done in it."""
-        return self._phase, max(self._turned, self._beaten, storage.heard())
+        return self._phase, max(self.own, self._others)
+
+    @property
+    def own(self) -> float:
+        """When something was last done in this process, and not in others."""
+        return max(self._turned, self._beaten, storage.heard())
+
+    def others_went_on(self) -> None:
+        """Something was done in another process, which this one may wait for. Callable from any thread."""
+        self._others = time.perf_counter()
 
     @property
     def since(self) -> tuple[str, float]:
@@ -87,8 +96,11 @@ class Clock:
 
     def limit(self, least: float, factor: float) -> float:
         """Seconds without progress after which the present phase counts as stalled."""
-        longest = self._longest.get(self._phase)
-        return FIRST * least if longest is None else max(least, factor * longest)
+        phase = self._phase
+        longest = self._longest.get(phase)
+        # a save may wait for the one before it to be written, however short all others were
+        first = FIRST * least * (longest is None or phase == "save")
+        return max(least, first, factor * (longest or 0.0))
 
     def restart(self) -> None:
         """Begins a step."""

@@ -88,8 +88,29 @@ def test_what_comes_before_a_run_is_its_start(now):
 
 def test_limits_are_learned(now):
     clock = Clock()
-    with clock("save"):
+    with clock("reward"):
         assert clock.limit(10.0, 5.0) == clocks.FIRST * 10.0
         now[0] += 4.0
-    with clock("save"):
+    with clock("reward"):
         assert (clock.limit(10.0, 5.0), clock.limit(30.0, 5.0)) == (20.0, 30.0)
+
+
+def test_a_save_may_wait_for_the_one_before_however_short_others_were(now):
+    """Of a run that goes on the first one waits for nothing."""
+    clock = Clock()
+    for seconds, limit in ((0.1, 60.0), (20.0, 60.0), (0.1, 100.0)):
+        with clock("save"):
+            assert clock.limit(10.0, 5.0) == limit
+            now[0] += seconds
+
+
+def test_others_progress_is_none_of_ones_own(now):
+    """Else two processes that hang would keep each other alive."""
+    clock = Clock()
+    own = clock.own
+    now[0] += 5.0
+    clock.others_went_on()
+    assert (clock.own, clock.now[1]) == (own, now[0])
+    now[0] += 5.0
+    clock.heartbeat()
+    assert clock.own == clock.now[1] == now[0]

@@ -450,6 +450,23 @@ def test_a_wish_to_stop_reaches_the_others(job):
     assert stop.requested
 
 
+def test_who_waits_for_another_that_works_does_not_hang(job, monkeypatch):
+    """It hears of the other's progress, and tells of its own; where neither has any it hears of none."""
+    monkeypatch.setattr(distributed, "BEAT", 0.01)
+    own, heard = [1.5], []
+    with distributed.watched(lambda: own[0], lambda: heard.append(job.store["alive/0"])):
+
+        def beaten():  # the other, whose sign changes with each beat
+            number = int(job.store.get("alive/0", "0 2.0 ").split()[0]) + 1
+            job.store["alive/0"] = f"{number} {2.0 if number < 20 else 3.0} "
+            return number > 40
+
+        wait_in_a_job(beaten, Stop())
+        assert len(heard) == 1
+        assert heard[0].split()[1] == "3.0"
+        assert job.store["alive/1"].split()[1] == "1.5"
+
+
 def test_a_hang_of_another_ends_this_one_with_its_stacks(job, monkeypatch):
     """Which an error does not: this process waits for the other, and its stacks show in what."""
     told, stop = [], Stop()
