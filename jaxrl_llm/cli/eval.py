@@ -1,5 +1,6 @@
 """`jaxrl-llm eval`: accuracy of a run's policy on its test examples or on published problems."""
 
+import logging
 from typing import Any
 
 from jaxrl_llm.cli.open_run import DataFolder, open_run
@@ -8,12 +9,12 @@ from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
-from jaxrl_llm.tasks.task import Source
-from jaxrl_llm.training import tables, terminal
-from jaxrl_llm.training.components import DATA, Components, askable
+from jaxrl_llm.training import record, tables, terminal
+from jaxrl_llm.training.components import DATA, TESTED, Components, Prompted, askable, checksum
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop
 
+logger = logging.getLogger(__name__)
 TEST = "test"  # names the run's own test examples in the table
 
 
@@ -57,6 +58,8 @@ def main(
         config, tests = components.config, _examples(components, suites, samples)
         for said in _overlaps(components, suites):
             console.print(said)
+        if not suites:
+            _warn_of_other_data(folder, tests[TEST][0])
         table: dict[int, dict[str, Result]] = {}
         for number in steps:
             if table:
@@ -104,7 +107,7 @@ def _examples(
     components: Components,
     suites: dict[str, tuple[Suite, list[Problem]]],
     samples: int | None,
-) -> dict[str, tuple[Source[Any], int]]:
+) -> dict[str, tuple[Prompted[Any], int]]:
     """Examples by the name of the test or suite, with the responses drawn besides the greedy one."""
     if not components.graded:
         raise UserError("eval: the run's task has no rewards: test/loss is in its metrics.jsonl")
@@ -118,6 +121,15 @@ def _examples(
         name: (askable(components, problems), published.samples if samples is None else samples)
         for name, (published, problems) in suites.items()
     }
+
+
+def _warn_of_other_data(folder: RunFolder, tested: Prompted[Any]) -> None:
+    was, now = record.read(folder.path)["given"].get(TESTED), checksum(tested)
+    if was not in (None, now):
+        logger.warning(
+            "the test data are not as they were when %s was started: its other figures are of others",
+            folder.path,
+        )
 
 
 def _overlaps(components: Components, suites: dict[str, tuple[Suite, list[Problem]]]) -> list[str]:

@@ -45,6 +45,7 @@ from jaxrl_llm.training.fingerprint import written_out
 E = TypeVar("E")
 DATA = "~/.cache/jaxrl_llm"
 PRETRAINED, TEACHER, DAY = "the pretrained model", "the teacher", "the day in prompts"
+DATA_OF_TASK, TESTED = "the data of the task", "the test data"
 TOKENIZER = "the tokenizer"  # with its chat template, and the tokens that end a response
 KEPT = 2**16  # examples that are held once they are read, which may take 0.2 ms
 SHARE = 4  # validation takes at most 1 / SHARE of the training data
@@ -205,18 +206,14 @@ class Components:
         test = askable(self, _read_once(self.task.test))
         # by prompt and not by example: two examples may ask the same
         train, validation, parts = self._divided(learned)
-        # a run that goes on has to have the same data, wherever it comes from
-        checksum = hashlib.sha256()
-        for examples in (learned, test):
-            for i, prompt in enumerate(examples.prompts):
-                checksum.update(f"{prompt}\0{written_out(examples[i])}\0".encode())
         return Splits(
             learned.at(train),
             learned.at(validation),
             test.at(range(len(test))),
             parts,
             learned.skipped + test.skipped,
-            checksum.hexdigest(),
+            # a run that goes on has to have the same data, wherever it comes from
+            {DATA_OF_TASK: checksum(learned, test), TESTED: checksum(test)},
             _overlap(
                 {learned.texts[i] for i in train},
                 {learned.texts[i] for i in validation},
@@ -340,8 +337,8 @@ class Splits(NamedTuple):
 
     `parts` are the lengths of consecutive parts of `train`, a task each, with their shares of what
     is drawn. `skipped` examples are too long to learn
-    from. `checksum` is that of all prompts and examples, in hex. `overlap` is a warning if test
-    prompts are in another split.
+    from. `checksums` are those of all prompts and examples, and of the test's alone, by their names.
+    `overlap` is a warning if test prompts are in another split.
     """
 
     train: Source[Any]
@@ -349,7 +346,7 @@ class Splits(NamedTuple):
     test: Source[Any]
     parts: Sequence[tuple[int, float]]
     skipped: int
-    checksum: str
+    checksums: dict[str, str]
     overlap: str
 
 
@@ -419,6 +416,15 @@ class Prompted(Generic[E]):
     def at(self, places: Sequence[int]) -> Source[E]:
         """The examples at these places, without their prompts."""
         return Mapped([self.index[i] for i in places], self.source.__getitem__)
+
+
+def checksum(*sources: Prompted[Any]) -> str:
+    """That of all prompts and examples, in hex."""
+    found = hashlib.sha256()
+    for examples in sources:
+        for i, prompt in enumerate(examples.prompts):
+            found.update(f"{prompt}\0{written_out(examples[i])}\0".encode())
+    return found.hexdigest()
 
 
 def readable(components: Components, source: Source[E], name: str) -> Prompted[E]:

@@ -463,7 +463,7 @@ def _components(
         verdict = f": {report.verdict(planned)}" if planned else ""
         console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
     vars(components)["splits"] = splits  # as they were read: making them again may take minutes
-    given = {"the data of the task": splits.checksum, **components.identity, **chosen, **modules()}
+    given = {**splits.checksums, **components.identity, **chosen, **modules()}
     return components, given
 
 

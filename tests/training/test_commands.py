@@ -64,6 +64,17 @@ def test_eval_shows_the_table(whole, capsys):
     assert row.split()[3] == "12"  # all test examples, not only those of the run's evaluations
 
 
+def test_eval_says_that_the_test_data_are_others(whole, tmp_path, capsys):
+    """A file may have been written anew, or the one of that name in another folder is read."""
+    out = shutil.copytree(whole, tmp_path / "run")
+    main(["eval", str(out)])
+    assert "the test data are not as they were" not in capsys.readouterr().err
+    run = record.read(out)
+    record.write(out, run | {"given": run["given"] | {"the test data": "others"}})
+    main(["eval", str(out)])
+    assert f"the test data are not as they were when {out} was started" in capsys.readouterr().err
+
+
 def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch):
     main(["sample", str(whole), "--example", "0", "--n", "2", "--temperature", "1"])
     assert capsys.readouterr().out.count("reward ") == 2

@@ -22,7 +22,7 @@ from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
 from jaxrl_llm.tasks.knights_knaves.generate import Recipe
 from jaxrl_llm.tasks.task import Mapped
 from jaxrl_llm.training import stream
-from jaxrl_llm.training.components import Components, askable, readable
+from jaxrl_llm.training.components import DATA_OF_TASK, Components, askable, readable
 from jaxrl_llm.training.fingerprint import written_out
 from tests.training import quick
 from tests.training.conftest import forget
@@ -59,7 +59,7 @@ def test_validation_comes_out_of_the_training_data_evenly():
 
 
 def test_other_data_of_the_same_length_have_another_checksum():
-    checksum = lambda *data: made_of(*data).splits.checksum
+    checksum = lambda *data: made_of(*data).splits.checksums[DATA_OF_TASK]
     known = range(10, 30), range(30, 40)
     assert checksum(*known) == checksum(*known)
     assert checksum(*known) != checksum(range(11, 31), known[1])
@@ -120,7 +120,7 @@ def test_a_checksum_of_data_is_that_of_their_content(one, other, same):
     for thing in (one, other):
         made = made_of([(i, thing) for i in range(4)], [(4, thing)])
         made.task.prompt = lambda example: str(example[0])
-        known.append(made.splits.checksum)
+        known.append(made.splits.checksums[DATA_OF_TASK])
     assert (known[0] == known[1]) == same
 
 
@@ -139,7 +139,7 @@ def test_an_example_that_holds_itself_has_a_checksum():
     made = made_of([loop] * 4, [0])
     count = itertools.count()
     made.task.prompt = lambda example: str(next(count))
-    assert made.splits.checksum
+    assert made.splits.checksums[DATA_OF_TASK]
 
 
 def test_no_prompt_of_validation_is_trained_on():
