@@ -158,6 +158,9 @@ class TokenTask:
                 for i, one in enumerate(asked):
                     one.responses, one.replies = made[i * n : (i + 1) * n], replies
                     one.first, first = first, first + n
+                    if replies is not None:
+                        for k, response in enumerate(one.responses, one.first):
+                            response.add_done_callback(partial(_over, replies, k))
         except BaseException:  # the embedded engine samples now, and a stop may come
             if replies is not None:
                 replies.end(n * len(mine))
@@ -281,6 +284,11 @@ def _reply(
 ) -> Future[Said]:
     """The environment's answer to a turn, in a call whose first response is number `first`."""
     return replies(first + index, tokens, logps)
+
+
+def _over(replies: Episodes, index: int, _: Future[Trajectory]) -> None:
+    """A response is there, or called off: others may take much longer."""
+    replies.over(index)
 
 
 def _with_prompt(group: Group, example: Any, prompt: Sequence[int]) -> Group:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm import userfile
+from jaxrl_llm.background import in_background
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import LARGEST, UNGRADED, Reward
 
@@ -351,6 +352,11 @@ class Episodes:
         self._workers.close()
         self._environments.clear()  # they end now, not when cycles are collected
         self._errors.log(len(self.rewards))
+
+    def over(self, index: int) -> None:
+        """An episode is over, if its environment has not said so: that may hold processes, and ends now."""
+        if index in self._environments:  # in a thread, since it may wait for what it ends
+            in_background(partial(self._environments.pop, index, None))
 
     def __call__(
         self, index: int, tokens: Sequence[int] | None, logps: Sequence[float] = ()

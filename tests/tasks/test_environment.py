@@ -5,7 +5,9 @@ import gc
 import re
 import time
 import weakref
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.sampler import Sampling
+from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import deadline
 from jaxrl_llm.tasks import task as tasks
 from jaxrl_llm.tasks.task import Episodes, Interactive, Reward, RewardSettings, check_members
@@ -211,6 +214,42 @@ def test_episodes_end_where_sampling_is_stopped():
     with pytest.raises(StopRequested) as error:
         task.submit(Stopped(), groups, n=1, sampling=Sampling())
     assert ended == [1], error
+
+
+def test_an_environment_ends_with_its_response_and_not_with_all():
+    """As one that is cut: its agent would hold processes until the longest of all has ended."""
+    ended, made = [], []
+
+    class Sampler:
+        def submit(self, prompts, *, n, sampling, reply):
+            made.extend(Future() for _ in range(len(prompts) * n))
+            for i in range(len(made)):
+                reply(i, [1], [0.0]).result()
+            return made
+
+    class Turns:
+        def __init__(self, example):
+            weakref.finalize(self, ended.append, example)
+
+        def step(self, tokens):
+            return [1, 2], Reward(0.5, False)
+
+    of = Of(echo)
+    of.environment = lambda example, tokenizer: Turns(example)
+    task = TokenTask(of, WORDS)
+    groups = task.pending([1, 2], range(2), [0, 0])
+    sampler: Any = Sampler()
+    task.submit(sampler, groups, n=2, sampling=Sampling())
+    assert ended == []
+    made[2].set_result(Trajectory([1], [1], [0.0]))
+    until = time.monotonic() + 60
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ended == [2]
+    made[3].set_result(Trajectory([1], [1], [0.0]))
+    assert [one.score for one in groups[1].group().rewards] == [0.5, 0.5]
+    for one in groups:
+        one.call_off()
 
 
 def test_a_call_for_which_there_is_no_thread_has_that_as_its_outcome(monkeypatch):
