@@ -14,7 +14,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from jaxrl_llm import storage
 from jaxrl_llm.errors import UserError, first_line
 
 
@@ -67,7 +66,7 @@ def _note(stands_for: Path, content: bytes) -> None:
 def checksum(path: Path) -> str:
     """The SHA-256 of a file as it was when it was run or read, whatever it is by now; else as it is."""
     there = absolute(path)
-    return _SUMS[there] if there in _SUMS else storage.sha256(path)
+    return _SUMS[there] if there in _SUMS else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def files_read(*, but: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import importlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -156,7 +157,7 @@ def test_the_names_beside_those_of_others_exist():
         if part in {*jl.objectives.__all__}:
             assert hasattr(getattr(jl.objectives, part), name), f"{part}.{name}"
     assert ("losses", "gspo") in found
-    names = {"partial": functools.partial, **vars(jl.objectives)}
+    names = {"partial": functools.partial, "math": math, **vars(jl.objectives)}
     assert eval(re.search(r"`(Objective\(.*?\))`,", text)[1], names).stages == 1
 
 

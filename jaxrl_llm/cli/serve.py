@@ -90,13 +90,13 @@ def _first_weights(options: Options, components: Components, dtype: str, target:
 
 def engine_of(engine: Vllm, urls: Sequence[str], key: Path) -> str:
     """The engine of a trainer with these servers, in Python: it has to agree in what they compute."""
-    told = {"servers": (*urls,), "key_file": str(key)}
-    told |= {
+    settings = {"servers": (*urls,), "key_file": str(key)}
+    settings |= {
         one.name: value
         for one in fields(engine)
         if one.name in _TRAINERS and (value := getattr(engine, one.name)) != one.default
     }
-    return f"Vllm({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+    return f"Vllm({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 def _watch(engine: Vllm, sidecars: list[Sidecar], logs: Path, stop: Stop) -> None:

@@ -160,7 +160,7 @@ class TokenTask:
                     one.first, first = first, first + n
                     if replies is not None:
                         for k, response in enumerate(one.responses, one.first):
-                            response.add_done_callback(partial(_over, replies, k))
+                            response.add_done_callback(partial(_ended, replies, k))
         except BaseException:  # the embedded engine samples now, and a stop may come
             if replies is not None:
                 replies.end(n * len(mine))
@@ -286,9 +286,9 @@ def _reply(
     return replies(first + index, tokens, logps)
 
 
-def _over(replies: Episodes, index: int, _: Future[Trajectory]) -> None:
+def _ended(replies: Episodes, index: int, _: Future[Trajectory]) -> None:
     """A response is there, or called off: others may take much longer."""
-    replies.over(index)
+    replies.finish(index)
 
 
 def _with_prompt(group: Group, example: Any, prompt: Sequence[int]) -> Group:

@@ -70,11 +70,9 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """A checksum of all that makes tokens of texts and messages, and of what ends a response."""
-        inner = self._inner
-        fast = getattr(inner, "backend_tokenizer", None)
-        rules = fast.to_str() if fast else sorted(inner.get_vocab().items())
-        written = json.dumps([rules, inner.chat_template, self.stops])
+        """A checksum of the vocabulary, the chat template and the tokens that end a response."""
+        vocabulary = sorted(self._inner.get_vocab().items())
+        written = json.dumps([vocabulary, self._inner.chat_template, self.stops])
         return hashlib.sha256(written.encode()).hexdigest()[:16]
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str | None] | None:
@@ -117,7 +115,7 @@ class Tokenizer:
         return self.turns(said, add_generation_prompt=True)
 
     def opened(self, prompt: str | Sequence[Mapping[str, str]]) -> str:
-        """What the chat template has begun of a response to this prompt: `<think>`, or nothing.
+        """The beginning of a response to this prompt that the chat template has written: `<think>`, or nothing.
 
         A text that goes by no template is the task's, which knows how it ends.
         """

@@ -140,7 +140,7 @@ def _answer(code: str, seconds: float, memory: int) -> str:
 def confined(
     work: Callable[[], object], where: str, seconds: float, clock: float, memory: int
 ) -> tuple[str, str]:
-    """What `work` prints in a process of its own, within the limits, and why it was ended if it was.
+    """The output of `work` in a process of its own, within the limits, and why it was ended if it was.
 
     It has `seconds` of CPU time and `clock` in all; its folder is in `where` meanwhile.
     """

@@ -84,7 +84,7 @@ def _tsv(path: Path) -> list[Any]:
 
 
 def _cells(path: Path, between: str, **settings: Any) -> list[Any]:
-    found = []
+    cells = []
     with path.open(encoding=_UTF8, newline="") as file:
         rows = csv.DictReader(file, delimiter=between, strict=True, **settings)
         for row in rows:
@@ -92,8 +92,8 @@ def _cells(path: Path, between: str, **settings: Any) -> list[Any]:
                 raise UserError(
                     f"{path}, line {rows.line_num}: more cells than columns: put texts with {between!r} in quotes"
                 )
-            found.append({name: x or None for name, x in row.items() if name})
-    return found
+            cells.append({name: x or None for name, x in row.items() if name})
+    return cells
 
 
 def _published(path: Path) -> list[Any]:

@@ -353,8 +353,8 @@ class Episodes:
         self._environments.clear()  # they end now, not when cycles are collected
         self._errors.log(len(self.rewards))
 
-    def over(self, index: int) -> None:
-        """An episode is over, if its environment has not said so: that may hold processes, and ends now."""
+    def finish(self, index: int) -> None:
+        """Ends the environment of an episode that is over: it may hold processes."""
         if index in self._environments:  # in a thread, since it may wait for what it ends
             in_background(partial(self._environments.pop, index, None))
 

@@ -74,10 +74,10 @@ class Clock:
     @property
     def now(self) -> tuple[str, float]:
         """The present phase, and when something was last done in it."""
-        return self._phase, max(self.own, self._others)
+        return self._phase, max(self.last_here, self._others)
 
     @property
-    def own(self) -> float:
+    def last_here(self) -> float:
         """When something was last done in this process, and not in others."""
         return max(self._turned, self._beaten, storage.heard())
 

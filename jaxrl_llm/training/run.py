@@ -140,7 +140,7 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(clock)
             stack.enter_context(stall_watchdog(clock, least=least, factor=factor, stalled=stalled))
-            stack.enter_context(distributed.watched(lambda: clock.own, clock.others_went_on))
+            stack.enter_context(distributed.watched(lambda: clock.last_here, clock.others_went_on))
             folder = RunFolder(out)
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start

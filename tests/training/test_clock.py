@@ -107,10 +107,10 @@ def test_a_save_may_wait_for_the_one_before_however_short_others_were(now):
 def test_others_progress_is_none_of_ones_own(now):
     """Else two processes that hang would keep each other alive."""
     clock = Clock()
-    own = clock.own
+    own = clock.last_here
     now[0] += 5.0
     clock.others_went_on()
-    assert (clock.own, clock.now[1]) == (own, now[0])
+    assert (clock.last_here, clock.now[1]) == (own, now[0])
     now[0] += 5.0
     clock.heartbeat()
-    assert clock.own == clock.now[1] == now[0]
+    assert clock.last_here == clock.now[1] == now[0]
