@@ -328,9 +328,9 @@ def answer_of(row: Row, wanted: str = "") -> Any:
         aliases = None if wanted else row.get("answer_aliases")  # MuSiQue's
         return [answer, *truths(aliases)] if aliases else answer
     except UserError:
-        listed = not wanted and isinstance(messages, list | tuple) and messages
-        if listed and messages[-1]["role"] == "assistant":
-            return messages[-1]["content"]
+        last = messages[-1] if isinstance(messages, list | tuple) and messages else {}
+        if not wanted and last.get("role") == "assistant":
+            return last["content"]
         raise
 
 
