@@ -187,7 +187,8 @@ def _run(
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         os.environ |= {"HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"}
-        if (beside := os.environ["PYTHONPATH"]) not in _SITES:  # of this package
+        beside = os.environ.get("PYTHONPATH")  # of this package
+        if beside in sys.path and beside not in _SITES:
             sys.path.remove(beside)
         tempfile.tempdir, sys.argv = folder, ["program.py"]
         sys.modules["__main__"] = types.ModuleType("__main__")
