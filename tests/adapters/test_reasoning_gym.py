@@ -95,9 +95,9 @@ def test_an_answer_that_is_evaluated_harms_nothing(name, tmp_path):
 
 
 def test_an_answer_that_takes_too_long_is_not_judged():
-    with closing(ReasoningGym("countdown", train=2, test=1, workers=1, seconds=0.5)) as task:
+    with closing(ReasoningGym("binary_matrix", train=2, test=1, workers=1, seconds=0.5)) as task:
         [one, _] = task.train
-        assert not task.reward(one, "<answer>9**9**9**9</answer>").graded
+        assert not task.reward(one, "<answer>sum(0 for _ in iter(int, 1))</answer>").graded
         assert task.reward(one, f"<answer>{one.answer}</answer>").correct
 
 
